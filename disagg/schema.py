@@ -1,0 +1,108 @@
+"""The keys of the disaggregation YAML and what each may be. Anything not in these tables is an LLM argument or unknown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from .errors import ConfigError
+from .yaml_text import shown
+
+SECTIONS = ("context_servers", "generation_servers", "executors")  # in the order in which their instances take ranks
+ROUTERS = ("round_robin", "load_balancing", "kv_cache_aware")
+
+# A rule is what an error says must be there, and the test for it. `type(x) is int`, because in Python True is an int too.
+Rule = tuple[str, Callable[[Any], bool]]
+COUNT: Rule = ("an integer, at least 1", lambda x: type(x) is int and x >= 1)
+_LIMIT: Rule = ("an integer, at least 1, or null", lambda x: x is None or (type(x) is int and x >= 1))
+_NATURAL: Rule = ("an integer, at least 0", lambda x: type(x) is int and x >= 0)
+_FRACTION: Rule = ("a number above 0 and at most 1", lambda x: type(x) in (int, float) and 0 < x <= 1)
+_BOOLEAN: Rule = ("true or false", lambda x: type(x) is bool)
+_TEXT: Rule = ("a string that is not empty", lambda x: isinstance(x, str) and x.strip() != "")
+MAPPING: Rule = ("a mapping", lambda x: isinstance(x, Mapping))
+_HOST: Rule = ("a host name or an IPv4 address", lambda x: isinstance(x, str) and re.fullmatch(r"[\w.-]+", x, re.ASCII) is not None)
+_PORT: Rule = ("an integer from 1 to 65535", lambda x: type(x) is int and 1 <= x <= 65535)
+_URLS: Rule = ("a list of host:port, one for each instance", lambda x: isinstance(x, list))
+URL: Rule = ("host:port, with a port from 1 to 65535", lambda x: isinstance(x, str) and _is_url(x))
+
+
+def _is_url(text: str) -> bool:
+    match = re.fullmatch(r"[\w.-]+:(\d{1,5})", text, re.ASCII)
+    return match is not None and 1 <= int(match[1]) <= 65535
+
+
+def _one_of(*values: str) -> Rule:
+    return "one of " + ", ".join(values), lambda x: x in values
+
+
+# One value for the whole run, wherever in the file it stands.
+RUN_WIDE: dict[str, Rule] = {"model": _TEXT, "backend": _TEXT}
+
+# TensorRT-LLM's options of the leader: the named parameters of extract_disagg_cfg in tensorrt_llm/llmapi/disagg_utils.py.
+TOP_LEVEL: dict[str, Rule] = {
+    "hostname": _HOST,
+    "port": _PORT,
+    "max_retries": _NATURAL,
+    "perf_metrics_max_requests": _NATURAL,
+    "return_perf_metrics": _BOOLEAN,
+    "perf_metrics_output_dir": _TEXT,
+    "conditional_disagg_config": MAPPING,
+    "otlp_config": MAPPING,
+    "disagg_cluster": MAPPING,
+    "node_id": ("an integer from 0 to 255", lambda x: type(x) is int and 0 <= x <= 255),
+    "schedule_style": _one_of("context_first", "generation_first"),
+    "allow_request_chat_template": _BOOLEAN,
+    "gen_strip_message_history": _BOOLEAN,
+    "gen_tokids_ctxbytes": _BOOLEAN,
+    "num_workers": COUNT,
+    "disagg_coordinator_url": _TEXT,
+}
+
+# The fields of ServerConfig, but for `extra`.
+SERVER: dict[str, Rule] = {
+    "num_instances": COUNT,
+    "tensor_parallel_size": COUNT,
+    "pipeline_parallel_size": COUNT,
+    "context_parallel_size": COUNT,
+    "moe_expert_parallel_size": COUNT,
+    "max_batch_size": _LIMIT,
+    "max_num_tokens": _LIMIT,
+    "max_seq_len": _LIMIT,
+    "kv_cache_config": MAPPING,
+    "cache_transceiver_config": MAPPING,
+    "router": MAPPING,
+    "urls": _URLS,
+}
+
+# The keys of a section's mappings that we know; others pass.
+INNER: dict[str, dict[str, Rule]] = {
+    "kv_cache_config": {
+        "free_gpu_memory_fraction": _FRACTION,
+        "max_tokens": COUNT,
+        "tokens_per_block": COUNT,
+        "enable_block_reuse": _BOOLEAN,
+        "enable_partial_reuse": _BOOLEAN,
+        "dtype": _TEXT,
+    },
+    "cache_transceiver_config": {"backend": _TEXT, "max_tokens_in_buffer": COUNT},
+    "router": {"type": _one_of(*ROUTERS)},
+}
+
+# Where null means what TensorRT-LLM does by default.
+NULLABLE = ("moe_expert_parallel_size", "kv_cache_config", "cache_transceiver_config", "router", "urls")
+
+MOE_ARGUMENTS = ("moe_cluster_parallel_size", "moe_tensor_parallel_size")  # LLM arguments that have a say in the expert-parallel size
+
+
+def checked(where: str, value: Any, rule: Rule) -> Any:
+    """`value`, or ConfigError if it breaks the rule."""
+    allowed, test = rule
+    if not test(value):
+        refuse(where, value, allowed)
+    return value
+
+
+def refuse(where: str, value: object, allowed: str) -> NoReturn:
+    """The one form of an error about a value: where it stands, what it is, what it must be."""
+    raise ConfigError(f"{where}: {shown(value)}; must be {allowed}")

@@ -1,0 +1,107 @@
+"""YAML text to plain data and back: strict where PyYAML is lenient, and every failure is a ConfigError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import ConfigError
+
+# What PyYAML lets through for input such as `2024-99-99`, `!!int ""` or a number of 5,000 digits.
+_CONSTRUCTOR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
+
+
+def read(text: str, source: str) -> Mapping[Any, Any]:
+    """The one mapping that `text` holds.
+
+    Raises ConfigError, which begins with `source`, for anything else: a syntax error (with line and column), a duplicate key,
+    an empty text, several documents, a top level that is no mapping.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                    continue
+                if (key.tag, key.value) in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                seen.add((key.tag, key.value))
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
+
+    try:
+        data = yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{source}{at}: not valid YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply") from error
+    except _CONSTRUCTOR_ERRORS as error:
+        raise ConfigError(f"{source}: a value does not fit its YAML type: {error}") from error
+    if not isinstance(data, dict):
+        found = "empty" if data is None else shown(data)
+        raise ConfigError(f"{source}: {found}; must be a mapping with context_servers and generation_servers, or executors")
+    return data
+
+
+def write(data: Mapping[str, Any]) -> str:
+    """`data` as YAML text, keys in the order given, without anchors (TensorRT-LLM edits sections in place: they must share nothing)."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
+        # PyYAML's plain and single-quoted styles turn these line breaks of Unicode into others.
+        style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+    Dumper.add_representer(str, represent_text)
+    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
+    """A deep copy of `data`, which must be made of null, true, false, finite numbers, strings, lists and mappings with string keys.
+
+    So a configuration can be hashed, compared, sent and written as JSON whatever its author put into an LLM argument.
+    Raises ConfigError, which begins with `source`.
+    """
+    try:
+        return {_name(key, source): _plain(value, f"{source}: {key}") for key, value in data.items()}
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply, or an alias that holds itself") from error
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {_name(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    raise ConfigError(f"{where}: {shown(value)}; must be null, true, false, a finite number, a string, a list or a mapping")
+
+
+def _name(key: object, where: str) -> str:
+    if isinstance(key, str):
+        return key
+    raise ConfigError(f"{where}: the key {shown(key)}; must be a string")
+
+
+def shown(value: object) -> str:
+    """`value` for an error message: shortened, and with its type, for `'2'` is not `2`."""
+    if value is None:
+        return "null"
+    kinds = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a mapping"}
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        text = "a huge number"
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({kinds.get(type(value), type(value).__name__)})"

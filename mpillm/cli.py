@@ -1,0 +1,53 @@
+"""The commands. Each is imported when it is called, so that none pays for another's packages."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from disagg.errors import ConfigError, nearest
+from mpillm.errors import ExitCode
+
+# name: (module:function of a list of arguments to an exit code, what it does)
+COMMANDS = {
+    "run": ("mpillm.run:main", "run a test on the ranks of this mpirun or srun"),
+    "mpirun": ("launch.mpirun:main", "print and start the right mpirun line for a command: mpirun -n 5 run …"),
+    "plan": ("mpillm.planning:plan_main", "show what would run where, without MPI"),
+    "generate-disagg-config": ("mpillm.planning:generate_main", "write a disaggregation YAML from options"),
+    "fetch-model": ("mpillm.models:main", "fetch a small real model"),
+    "bench": ("mpillm.bench:main", "measure: bench routing, bench engine"),
+}
+
+
+def usage() -> str:
+    """The text of --help."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {description}" for name, (_, description) in COMMANDS.items()]
+    return (
+        "usage: python -m mpillm COMMAND [options]\n\n"
+        "MLPerf Inference LLM benchmarks on a cluster, from one mpirun.\n\n"
+        + "\n".join(lines)
+        + "\n\n`python -m mpillm COMMAND --help` lists a command's options."
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command; its exit code. Bad input is one message on stderr and exit code 2."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return ExitCode.DONE if argv else ExitCode.USAGE
+    name = argv[0].replace("_", "-")
+    try:
+        if name not in COMMANDS:
+            raise ConfigError(f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}")
+        module, _, function = COMMANDS[name][0].partition(":")
+        return int(getattr(importlib.import_module(module), function)(list(argv[1:])))
+    except ConfigError as error:
+        print(f"mpillm: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+    except BrokenPipeError:
+        # The reader (head, say) has gone. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return ExitCode.DONE

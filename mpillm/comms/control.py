@@ -1,0 +1,326 @@
+"""Phases, failures and the end of a run, over the control communicator.
+
+A blocking barrier hangs without telling who is missing. So each rank tells rank 0 that it has arrived, and rank 0, which counts, releases
+all of them; when the phase's deadline passes first, rank 0 knows who is missing, where each was last seen, and what its stack was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpi4py import MPI
+
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.tags import Tag
+from mpillm.comms.transport import Received, Transport
+from mpillm.comms.watch import Beat, Watch
+from mpillm.errors import ExitCode, Failure, RunError
+
+PHASES = ("join", "load", "health", "warmup", "ready", "test", "drain", "stop")
+
+_LOOK_INTERVAL_S = 0.005
+_CHECK_INTERVAL_S = 0.1
+_SETTLE_S = 0.5  # after the first failure: time for the others that have the same cause to arrive
+
+
+class Stopped(Exception):
+    """Rank 0 ends the run, because it can't go on; `finalize`: every rank is there, so MPI can be left properly."""
+
+    def __init__(self, code: int, finalize: bool) -> None:
+        super().__init__(code)
+        self.code = code
+        self.finalize = finalize
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: how long each phase may take, how long the end may take, how long a rank may be silent."""
+
+    phases: dict[str, float]
+    grace: float = 5.0
+    heartbeat: float = 30.0
+
+
+class Member:
+    """What every rank does, rank 0 included: arrive, wait for the release, fail, stop."""
+
+    def __init__(self, transport: Transport, watch: Watch, limits: Limits) -> None:
+        self.transport = transport
+        self.watch = watch
+        self.limits = limits
+        self._released: dict[str, Any] = {}
+        self.host = ""  # of this rank; with `rank0`, host and pid of rank 0, known from the end of join
+        self.rank0: tuple[str, int] | None = None
+        self._rank0_heard = self._rank0_checked = time.monotonic()
+        self._next_look = 0.0
+        transport.handlers[Tag.RELEASE] = self._on_release
+        transport.handlers[Tag.STOP] = self._on_stop
+        if transport.rank != 0:
+            transport.handlers[Tag.BEAT] = self._on_beat
+
+    def poll(self) -> bool:
+        """Look for control messages; during the test only now and then, because a look costs and none of them is urgent."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        if self.watch.phase == "test":
+            self._next_look = now + _LOOK_INTERVAL_S
+        worked = self.transport.dispatch()
+        if now - self._rank0_checked > _CHECK_INTERVAL_S:
+            away, self._rank0_checked = now - self._rank0_checked, now
+            self._rank0_heard += away if away > 1 else 0.0  # its beats of that time are not read yet
+            if cause := self.rank0_lost():
+                raise RunError(Failure(cause, 0, code=ExitCode.INSTANCE_LOST))
+        return worked
+
+    def rank0_lost(self) -> str:
+        """Why rank 0 will not end the run any more, or "": then this rank must end by itself. Called in any thread."""
+        if self.transport.rank == 0 or self.rank0 is None:
+            return ""
+        host, pid = self.rank0
+        if host == self.host and not runs(pid):
+            return "its process is gone"
+        if time.monotonic() - self._rank0_heard > self.limits.heartbeat:
+            return f"nothing was heard of it for the heartbeat limit of {self.limits.heartbeat:g} s"
+        return ""
+
+    def rank0_beat(self) -> None:
+        """Rank 0 is alive."""
+        self._rank0_heard = time.monotonic()
+
+    def run_phase(self, loop: EventLoop, phase: str, work: Callable[[], None], done: Callable[[], bool], report: Callable[[], Any]) -> Any:
+        """Do this rank's part of `phase`, tell rank 0, and wait until all ranks have; what rank 0 released it with.
+
+        The watch's limits lie behind rank 0's deadline: it ends a rank only when rank 0 could not.
+        """
+        patience = self.limits.grace * (2 if self.transport.rank == 0 else 4)
+        self.watch.enter(phase, self.limits.phases[phase] + patience)
+        work()
+        loop.run_until(done)
+        self.transport.send_object(0, Tag.ARRIVED, (phase, report()))
+        loop.run_until(lambda: phase in self._released)
+        return self._released.pop(phase)
+
+    def fail(self, failure: Failure) -> Stopped:
+        """Tell rank 0 that this rank can't go on, and wait (at most the grace time) to be told to stop."""
+        end = time.monotonic() + self.limits.grace
+        try:
+            self.transport.send_object(0, Tag.FAILED, failure)
+            while time.monotonic() < end:
+                if not self.transport.dispatch():
+                    time.sleep(0.001)
+        except Stopped as stopped:
+            return stopped
+        except MPI.Exception:
+            return Stopped(ExitCode.INSTANCE_LOST, False)  # nobody can tell this rank anything any more
+        return Stopped(failure.code or ExitCode.NOT_READY, False)
+
+    def say_bye(self) -> None:
+        """Nothing of the run is left on this rank."""
+        self.transport.send_object(0, Tag.BYE, None)
+        end = time.monotonic() + 1
+        while not self.transport.idle and time.monotonic() < end:
+            self.transport.poll()
+
+    def _on_release(self, received: Received) -> None:
+        phase, payload = received.object()
+        self._released[phase] = payload
+
+    def _on_stop(self, received: Received) -> None:
+        raise Stopped(*received.object())
+
+    def _on_beat(self, received: Received) -> None:
+        self.rank0_beat()
+
+
+@dataclass
+class RankState:
+    """What rank 0 knows of a rank."""
+
+    label: str  # "rank 3"; from the plan on "rank 3 (gen, instance 1)"
+    host: str = ""
+    pid: int = 0
+    heard: float = field(default_factory=time.monotonic)
+    seen: str = ""  # the phase that it last spoke from
+    beat: Beat | None = None
+
+    def describe(self) -> str:
+        """Label, host and pid."""
+        return f"{self.label}, {self.host}, pid {self.pid}" if self.pid else self.label
+
+    def last_seen(self) -> str:
+        """The phase it was last heard in and, if its main thread was stuck there, the stack."""
+        stack = f", stuck for {self.beat.away_s:.1f} s in:\n{self.beat.stack}" if self.beat and self.beat.stack else ""
+        return f"last seen in phase '{self.seen}'{stack}" if self.seen else "it has not joined"
+
+
+class Coordinator:
+    """Rank 0's part: counts arrivals, releases phases, keeps the deadlines and the heartbeats, ends the run."""
+
+    def __init__(self, member: Member, size: int, started: float, on_complete: Callable[[str, float, dict[int, Any]], Any]) -> None:
+        """`started`: when the first phase did (time.monotonic).
+
+        `on_complete(phase, seconds, reports by rank)` is called when all ranks have arrived; its value is released to all.
+        """
+        self._member = member
+        self._transport = member.transport
+        self._limits = member.limits
+        self._on_complete = on_complete
+        self.ranks = [RankState(f"rank {rank}") for rank in range(size)]
+        self.phase = PHASES[0]
+        self.phase_started = started
+        self._arrived: dict[str, dict[int, Any]] = {}
+        self._failures: dict[int, Failure] = {}
+        self._settled_at = 0.0
+        self._checked = time.monotonic()
+        self._byes: set[int] = {0}
+        handlers = self._transport.handlers
+        handlers[Tag.ARRIVED] = self._on_arrived
+        handlers[Tag.BEAT] = self._on_beat
+        handlers[Tag.FAILED] = self._on_failed
+        handlers[Tag.BYE] = self._on_bye
+
+    def poll(self) -> bool:
+        """Keep the deadlines; raises RunError when the run can't go on."""
+        now = time.monotonic()
+        if now - self._checked < _CHECK_INTERVAL_S:
+            return False
+        away, self._checked = now - self._checked, now
+        for state in self.ranks:
+            # Beats that came while rank 0 itself was busy are not read yet: that time does not count.
+            state.heard += away if away > 1 else 0.0
+        self.heard_now(0)
+        if gone := self.losses(self.gone()):
+            raise RunError(*gone)
+        if self._failures and now > self._settled_at:
+            raise RunError(*self._failures.values())
+        deadline = self._limits.phases[self.phase]
+        if now - self.phase_started > deadline and not self._failures:
+            raise RunError(*self._late(deadline))
+        return False
+
+    def heard_now(self, rank: int) -> None:
+        self.ranks[rank].heard = time.monotonic()
+
+    def dead(self) -> list[int]:
+        """Ranks of this host whose process has ended without a word."""
+        here = self.ranks[0].host
+        return [r for r, s in enumerate(self.ranks) if s.pid and s.host == here and r not in self._byes and not runs(s.pid)]
+
+    def silent(self) -> list[int]:
+        """Ranks whose heartbeat is missing."""
+        since = time.monotonic() - self._limits.heartbeat
+        return [r for r, s in enumerate(self.ranks) if s.pid and s.heard < since and r not in self._byes]
+
+    def gone(self) -> list[int]:
+        """Ranks that will not answer any more."""
+        return sorted({*self.dead(), *self.silent()})
+
+    def settle(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+        """What to tell the person: `failures` and those that arrive in the next moment, without what merely follows from others."""
+        # Whoever interrupted rank 0 may kill it in a moment: mpirun does, when it has lost a rank.
+        end = time.monotonic() + (_SETTLE_S if not failures[0].interrupted else _SETTLE_S / 10)
+        with contextlib.suppress(MPI.Exception):  # of a lost rank: `gone` names it
+            while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
+                if not self._transport.dispatch():
+                    time.sleep(0.001)
+        if gone := self.losses(self.gone()):
+            return gone
+        every = {(f.rank, f.cause): f for f in (*failures, *self._failures.values())}
+        primary = [f for f in every.values() if not f.interrupted]
+        return tuple(primary or list(every.values())[:1])
+
+    def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
+        """What to tell the person of ranks that `gone` or `dead` found."""
+        dead = set(self.dead())
+        silence = f"nothing was heard of it for the heartbeat limit of {self._limits.heartbeat:g} s"
+        return tuple(
+            Failure(f"{'the process is gone' if r in dead else silence}; {self.ranks[r].last_seen()}", r, code=ExitCode.INSTANCE_LOST)
+            for r in ranks
+        )
+
+    def stop_all(self, code: int) -> Stopped | None:
+        """Tell every rank to end, and wait; how to end here too, or None if a rank that is there did not end within the grace time."""
+        lost = set(self.gone())
+        stuck = {rank for rank, state in enumerate(self.ranks) if state.beat and state.beat.stack}
+        stopped = Stopped(code, finalize=not (lost or stuck - {0}))
+        others = set(range(1, len(self.ranks)))
+        for rank in self.silent():  # it will not read a message, and its launcher would wait for it
+            if rank and self.ranks[rank].host == self.ranks[0].host:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.ranks[rank].pid, signal.SIGKILL)
+        end = time.monotonic() + self._limits.grace
+        for rank in others - lost:
+            with contextlib.suppress(MPI.Exception):  # it may be lost by now, and then needs no telling
+                self._transport.send_object(rank, Tag.STOP, (stopped.code, stopped.finalize))
+        while time.monotonic() < end:
+            if others <= self._byes | set(self.gone()):
+                return stopped
+            try:
+                if not self._transport.dispatch():
+                    time.sleep(0.001)
+            except MPI.Exception:
+                # Under ULFM a communicator reports a lost member again and again until that is acknowledged.
+                self._transport.comm.Ack_failed()
+        return None
+
+    def _late(self, deadline: float) -> list[Failure]:
+        missing = [rank for rank in range(len(self.ranks)) if rank not in self._arrived.get(self.phase, {})]
+        # Who is stuck keeps the others waiting: in the test it is the harness that has not arrived, whoever is stuck.
+        stuck = [rank for rank, state in enumerate(self.ranks) if state.beat and state.beat.stack]
+        head = f"phase '{self.phase}' was not done after its deadline of {deadline:g} s"
+        return [Failure(f"{head}; {self.ranks[rank].last_seen()}", rank) for rank in stuck or missing]
+
+    def _on_arrived(self, received: Received) -> None:
+        phase, payload = received.object()
+        self.heard_now(received.source)
+        state = self.ranks[received.source]
+        state.seen = phase
+        if phase == PHASES[0]:
+            state.host, state.pid = payload["host"], payload["pid"]
+        arrived = self._arrived.setdefault(phase, {})
+        arrived[received.source] = payload
+        if len(arrived) < len(self.ranks):
+            return
+        value = self._on_complete(phase, time.monotonic() - self.phase_started, arrived)
+        del self._arrived[phase]
+        self.phase_started = time.monotonic()
+        if phase != PHASES[-1]:
+            self.phase = PHASES[PHASES.index(phase) + 1]
+        for rank in range(len(self.ranks)):
+            self._transport.send_object(rank, Tag.RELEASE, (phase, value))
+
+    def _on_beat(self, received: Received) -> None:
+        state = self.ranks[received.source]
+        state.heard = time.monotonic()
+        state.beat = Beat(*received.object())
+        state.seen = state.beat.phase
+
+    def _on_failed(self, received: Received) -> None:
+        if not self._failures:
+            self._settled_at = time.monotonic() + _SETTLE_S
+        self._failures[received.source] = received.object()
+
+    def _on_bye(self, received: Received) -> None:
+        self._byes.add(received.source)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process exists and is more than a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - ten times faster than Path, and asked often
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,34 @@
+"""Every message tag, in one place."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Tag(enum.IntEnum):
+    """Tags are unique over all communicators, so that a stray message names its sender's intent."""
+
+    # control
+    BEAT = 1  # Beat: a rank is alive; to rank 0, and from rank 0 to all
+    ARRIVED = 2  # (phase, payload): this rank has done its part of the phase
+    RELEASE = 3  # (phase, payload): all ranks have
+    FAILED = 4  # Failure: this rank can't go on
+    STOP = 5  # ExitCode: end now
+    BYE = 6  # None: this rank has let go of everything and will exit
+    # route: named by what the receiver is to do with it
+    QUERY = 10  # harness to leader: a Batch of requests
+    WORK = 11  # leader to instance: a Batch of requests
+    DONE = 12  # instance to leader: a Batch of responses
+    ANSWER = 13  # leader to harness: a Batch of responses
+    GRANT = 14  # instance to leader: int64 requests, int64 KV tokens that it can hold more
+    WINDOW = 15  # leader to harness: int64 requests that it can take more
+    # handoff
+    OFFER = 20  # a Batch of one request, then int32 first token: its KV cache is ready
+    ACCEPT = 21  # int64 request id, slot: a receive for the KV cache is posted
+    WARM_UP = 22  # int64: so many requests of the warm-up will be offered
+    # instance and pp: inside the engine
+    PLAN = 24  # leader to all other ranks of its instance: a step (see engine/step.py)
+    TOKENS = 25  # last stage to leader: int32 tokens that a step has sampled
+    HIDDEN = 26  # stage to stage: the activations of a step
+    # handoff again, up to the end of its slots
+    KV = 32  # + slot: the KV cache itself

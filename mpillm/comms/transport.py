@@ -1,0 +1,106 @@
+"""Non-blocking messages of bytes over one communicator, a rank's messages to itself included."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpillm.comms.tags import Tag
+
+Buffer = NDArray[np.uint8]
+
+
+class Received(NamedTuple):
+    source: int  # rank in the transport's communicator
+    tag: Tag
+    buffer: Buffer
+
+    def object(self) -> Any:
+        """What `send_object` sent."""
+        return pickle.loads(self.buffer.tobytes())
+
+
+class Transport:
+    """Sends never wait, and a message that is arriving is never waited for: `poll` is all the progress there is.
+
+    Messages from one rank are delivered in the order sent. Counters are for the benchmarks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self._local: deque[Received] = deque()
+        self._sending: deque[tuple[MPI.Request, Buffer]] = deque()
+        self._arriving: deque[tuple[MPI.Request, Received]] = deque()
+        self._status = MPI.Status()
+        self.handlers: dict[Tag, Callable[[Received], None]] = {}
+        self.sent_messages = 0
+        self.sent_bytes = 0
+
+    def send(self, dest: int, tag: Tag, buffer: Buffer) -> None:
+        """Send; `buffer` belongs to the transport from here on."""
+        self.sent_messages += 1
+        self.sent_bytes += buffer.nbytes
+        if dest == self.rank:
+            self._local.append(Received(dest, tag, buffer))
+            return
+        request = self.comm.Isend((buffer, MPI.BYTE), dest, tag)
+        if not request.Test():
+            self._sending.append((request, buffer))
+
+    def send_object(self, dest: int, tag: Tag, value: Any) -> None:
+        """Send a small Python object: for the cold paths."""
+        self.send(dest, tag, np.frombuffer(pickle.dumps(value), np.uint8))
+
+    def reap(self) -> None:
+        """Let go of the messages that have left."""
+        while self._sending and self._sending[0][0].Test():
+            self._sending.popleft()
+
+    def poll(self) -> Received | None:
+        """The next message, or None."""
+        self.reap()
+        if self._local:
+            return self._local.popleft()
+        # Bounded, so that a flood of large messages cannot take all the memory before they are looked at.
+        if len(self._arriving) < 64:
+            message = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, self._status)
+            if message is not None:
+                status = self._status
+                buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                # Not Mrecv: a large message needs its sender's help, and the sender may be in the middle of an engine step.
+                request = message.Irecv((buffer, MPI.BYTE))
+                self._arriving.append((request, Received(status.source, Tag(status.tag), buffer)))
+        if self._arriving and self._arriving[0][0].Test():
+            return self._arriving.popleft()[1]
+        return None
+
+    def take(self, source: int, tag: Tag) -> Received | None:
+        """One small message of this source and tag, out of turn; None if there is none."""
+        for _ in range(32):  # MPICH moves on by one waiting message a call
+            message = self.comm.Improbe(source, tag, self._status)
+            if message is not None:
+                buffer = np.empty(self._status.Get_count(MPI.BYTE), np.uint8)
+                message.Recv((buffer, MPI.BYTE))
+                return Received(source, tag, buffer)
+        return None
+
+    def dispatch(self) -> bool:
+        """Give the messages that are there (a bounded number) to their handlers; whether there were any."""
+        for count in range(32):
+            received = self.poll()
+            if received is None:
+                return count > 0
+            self.handlers[received.tag](received)
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._sending or self._arriving or self._local)

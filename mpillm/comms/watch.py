@@ -1,0 +1,105 @@
+"""The watch: a thread per rank that says the rank is alive, where it is stuck, and ends it when nobody else can.
+
+The main thread may spend minutes inside a backend (loading weights) or be stuck there for good. Heartbeats therefore come from a thread
+of their own; each says how long the main thread has been away from its event loop and, when that is long, its Python stack.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+_HERE = str(Path(__file__).parent)
+STALLED_S = 1.0  # away from the event loop for longer than this: the beat carries the stack
+
+
+class Beat(NamedTuple):
+    phase: str
+    away_s: float  # since the main thread was last in its event loop
+    stack: str  # of the main thread, when it has been away for long
+
+
+class Watch:
+    """Starts with MPI, and is told of each phase."""
+
+    def __init__(self, rank: int, interval_s: float = 0.5) -> None:
+        self._rank = rank
+        self._interval_s = interval_s
+        self._main = threading.main_thread().ident
+        self._last_tick = time.monotonic()
+        self._limit = float("inf")
+        self.phase = "join"
+        self._calling = threading.Lock()
+        self._stderr = os.dup(2)
+        self._send: Callable[[Beat], None] | None = None
+        self._stop_requested: Callable[[], int | None] = lambda: None
+        self._last_resort: Callable[[str], None] = self.note
+        self._thread = threading.Thread(target=self._run, name="mpillm-watch", daemon=True)
+        self._thread.start()
+
+    def tick(self) -> None:
+        """The main thread is in its event loop."""
+        self._last_tick = time.monotonic()
+
+    def enter(self, phase: str, limit_s: float) -> None:
+        """The main thread is in `phase` and must leave it within `limit_s` seconds, or the watch ends the rank."""
+        self.phase = phase
+        self._limit = time.monotonic() + limit_s
+        self.tick()
+
+    def connect(
+        self,
+        send: Callable[[Beat], None],
+        stop_requested: Callable[[], int | None],
+        last_resort: Callable[[str], None],
+    ) -> None:
+        """From now on send beats. All three are called in the watch's thread.
+
+        `stop_requested` looks for a stop that the stuck main thread can't see; `last_resort` gets the message of a broken limit.
+        """
+        self._stop_requested = stop_requested
+        self._last_resort = last_resort
+        self._send = send
+
+    def quiet(self) -> None:
+        """No more calls, and no limit: MPI is about to end."""
+        with self._calling:
+            self._send = None
+            self._stop_requested = lambda: None
+            self._limit = float("inf")
+
+    def note(self, message: str) -> None:
+        """A line on the stderr that the process was started with, wherever stderr goes now."""
+        os.write(self._stderr, f"mpillm: rank {self._rank}: {message}\n".encode())
+
+    def main_stack(self) -> str:
+        """The Python stack of the main thread, innermost call last."""
+        frame = sys._current_frames().get(self._main or 0)
+        frames = traceback.extract_stack(frame) if frame else []
+        # What called the role or the core is the same for all of them, and says nothing.
+        ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_HERE)]
+        inner = frames[ours[-1] + 1 :] if ours else []
+        return "".join(traceback.format_list(inner or frames[-4:]))
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._interval_s)
+            now = time.monotonic()
+            away = now - self._last_tick
+            stalled = away > STALLED_S
+            with self._calling:
+                if self._send is not None:
+                    self._send(Beat(self.phase, away, self.main_stack() if stalled else ""))
+                code = self._stop_requested() if stalled else None
+            if code is not None:
+                print("stopped while the main thread was stuck in:", self.main_stack(), sep="\n", file=sys.stderr, flush=True)
+                os._exit(code)
+            if now > self._limit:
+                self._last_resort(f"phase '{self.phase}' did not end within its deadline and its grace time\n{self.main_stack()}")
+                return

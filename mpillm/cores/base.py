@@ -1,0 +1,159 @@
+"""LLMCore: the seam between the SPMD world and a backend.
+
+One core runs on every rank of an instance; only the instance leader's core is given requests. A core is driven by its rank's event
+loop and never waits: `enqueue` takes a batch, `poll_responses` does a bounded piece of work (one engine step, one look at a socket)
+and returns what has become ready.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.messages import NO_INSTANCE, REQUEST, Batch
+
+if TYPE_CHECKING:
+    from mpillm.comms.world import InstanceComms
+
+
+class Credits(NamedTuple):
+    """What an instance can hold at once, waiting requests included."""
+
+    requests: int
+    tokens: int  # KV cache, in tokens
+
+
+class ModelLimits(Protocol):
+    """What the harness must know of a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class CoreConfig:
+    """All that a core is built from: plain data, the same on every rank of the instance but for the coordinates."""
+
+    core_type: str
+    role: str = "executor"  # executor, context or generation
+    instance: int = 0
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    tp_rank: int = 0
+    pp_rank: int = 0
+    ep_rank: int = 0
+    rank: int = 0  # in the world, for messages
+    device: int | None = None  # index on the node, None for a control rank
+    n_threads: int = 1  # CPU threads that this rank may use
+    model_path: str | None = None  # a folder, or the name of a preset
+    load_format: str = "auto"  # auto: safetensors; dummy: seeded random weights
+    dtype: str = "auto"  # auto: the checkpoint's; float32 or bfloat16
+    max_batch_size: int = 64
+    max_num_tokens: int = 1024  # most tokens of one engine step
+    max_seq_len: int | None = None  # prompt and answer; None: the model's
+    kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
+    tokens_per_block: int = 32
+    enable_chunked_context: bool = True
+    end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
+    options: dict[str, Any] = field(default_factory=dict)  # --core_options and unknown YAML keys
+
+
+class LLMCore(ABC):
+    """A backend. Raise from any method: the error names this rank and ends the run everywhere."""
+
+    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+        """`comms` are the instance's (None: it has one rank, this one). Cheap: no weights, no sockets; `load` does that."""
+        self.config = config
+        self.comms = comms
+
+    @classmethod
+    def check(cls, config: CoreConfig) -> ModelLimits | None:
+        """Find what is wrong with `config` before any rank loads anything (ConfigError); the model's limits, if it has a model."""
+        return None
+
+    # --- life ---
+
+    @abstractmethod
+    def load(self) -> None:
+        """Load weights, start or connect to a server. May take minutes; runs under the load deadline."""
+
+    @abstractmethod
+    def run_health_check(self) -> None:
+        """Prove that the backend answers; raise if it does not.
+
+        Called on every rank of an instance. One that follows its leader returns at once: it is polled from then on, as at any time.
+        """
+
+    def warm_up_requests(self) -> Batch:
+        """What is run through this instance before `ready`: by default two short greedy requests."""
+        rows = np.zeros(2, REQUEST)
+        rows["id"] = [0, 1]
+        rows["n_tokens"] = 8
+        rows["max_output"] = rows["min_output"] = 4
+        rows["top_p"] = 1
+        rows["generation"] = NO_INSTANCE
+        return Batch(rows, np.full(16, 3, np.int32))
+
+    def start_test(self) -> None:  # noqa: B027 - optional: not every core counts
+        """The warm-up is over and nothing is in flight: reset what counts requests."""
+
+    def statistics(self) -> dict[str, float]:
+        """Counts of the test for `result.json`, beside samples, tokens and busy time: preemptions, for one."""
+        return {}
+
+    def flush(self) -> None:  # noqa: B027 - optional: most cores hold nothing back
+        """Give up nothing, hold nothing back: called when no more requests will come."""
+
+    def notify_stop(self) -> None:  # noqa: B027 - optional: not every core owns something to stop
+        """Release servers, threads and memory. Called once, also after an error."""
+
+    # --- work ---
+
+    @abstractmethod
+    def credits(self) -> Credits:
+        """What this instance can hold, asked once after `load`."""
+
+    @abstractmethod
+    def enqueue(self, requests: Batch) -> None:
+        """Take requests (REQUEST rows). A request with `generation` set stops after its first token and waits for `export_kv`."""
+
+    @abstractmethod
+    def poll_responses(self) -> Batch | None:
+        """Do a bounded piece of work; RESPONSE rows that became ready, or None.
+
+        Each request gives a FIRST row and a FINAL row, or one row with both flags. A context-only request gives FIRST alone
+        (FIRST | FINAL when that first token already ends the answer: nothing is handed over then).
+        """
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether `poll_responses` has something to do now (False lets the rank sleep)."""
+
+    # --- handoff of the KV cache: context side, then generation side ---
+
+    def export_kv(self, request_id: int) -> NDArray[np.uint8]:
+        """The KV cache of a context-only request whose FIRST row was given: one contiguous buffer, valid until `release_kv`."""
+        raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over")
+
+    def release_kv(self, request_id: int) -> None:
+        """The receiver has it: free the blocks."""
+        raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over")
+
+    def reserve_kv(self, request: NDArray[np.void]) -> NDArray[np.uint8] | None:
+        """A buffer for the KV cache of `request` (one REQUEST row) of exactly the size that `export_kv` sends, or None: no room yet."""
+        raise RuntimeError(f"core {self.config.core_type} takes no KV cache")
+
+    def admit(self, request: Batch, first_token: int) -> None:
+        """The buffer that `reserve_kv` gave for this request is filled: generate on from `first_token`, as after `enqueue`.
+
+        `request` is a batch of one row with its prompt. Only a FINAL row follows, with `first_token` as its first token.
+        """
+        raise RuntimeError(f"core {self.config.core_type} takes no KV cache")

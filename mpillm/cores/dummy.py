@@ -1,0 +1,297 @@
+"""A core without a model: answers after a configurable time, with tokens that follow from the prompt, and fails on demand.
+
+It measures everything around a model, and it is how the faults of a backend are tested.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError, nearest
+from mpillm.cores.base import CoreConfig, Credits, LLMCore
+from mpillm.messages import NO_INSTANCE, RESPONSE, Batch, ResponseFlag, concat
+
+if TYPE_CHECKING:
+    from mpillm.comms.world import InstanceComms
+
+VOCAB_SIZE = 32000
+_FAULTS = ("none", "raise", "hang", "exit", "slow", "silent")
+_KINDS: dict[str, Callable[..., object]] = {"float": float, "int": int, "str": str}
+_PHASES = ("join", "load", "health", "warmup", "test")
+
+
+@dataclass(frozen=True)
+class DummyOptions:
+    """--core_options of the dummy core, as ``key:value,key:value``."""
+
+    ttft_ms: float = 0.0  # time to first token
+    tpot_ms: float = 0.0  # time per further token
+    output_mean: float = 0.0  # answer lengths: normal, at most the request's max_output; 0 is always max_output
+    output_stdev: float = 0.0
+    kv_bytes_per_token: int = 0
+    load_s: float = 0.0
+    fault: str = "none"  # raise, hang, exit (the process dies), slow (sleeps fault_s), silent (the request is never answered)
+    fault_rank: int = -1  # in the world; -1: every rank with this core
+    fault_phase: str = "test"
+    fault_at: int = 1  # in the test: at the n-th request of this rank
+    fault_s: float = 3600.0
+
+    @staticmethod
+    def from_options(options: dict[str, object]) -> DummyOptions:
+        known = DummyOptions.__dataclass_fields__
+        values: dict[str, object] = {}
+        for key, value in options.items():
+            if key not in known:
+                raise ConfigError(
+                    f"--core_options {key}: the dummy core has no such option{nearest(key, known)}; it has: {', '.join(known)}"
+                )
+            kind: Callable[[object], object] = _KINDS[str(known[key].type)]
+            try:
+                values[key] = kind(value)
+            except (TypeError, ValueError):
+                raise ConfigError(f"--core_options {key}:{value}: not a number") from None
+        made = DummyOptions(**values)  # type: ignore[arg-type]
+        for name, value, allowed in (("fault", made.fault, _FAULTS), ("fault_phase", made.fault_phase, _PHASES)):
+            if value not in allowed:
+                raise ConfigError(f"--core_options {name}:{value}: not one of {', '.join(allowed)}{nearest(value, allowed)}")
+        return made
+
+
+class DummyLimits(NamedTuple):
+    """It reads any token and any length."""
+
+    vocab_size: int = 1 << 31
+    max_seq_len: int = 1 << 31
+
+
+def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The dummy's answers, back to back: token j is (a hash of the prompt, order included) + j, modulo the vocabulary."""
+    lengths = prompts.rows["n_tokens"].astype(np.int64)
+    starts = np.cumsum(lengths) - lengths
+    position = np.arange(len(prompts.tokens), dtype=np.int64) - np.repeat(starts, lengths)
+    hashes = np.add.reduceat(prompts.tokens * (position * 2 + 1), starts) if len(starts) else starts
+    out_starts = np.cumsum(n_output) - n_output
+    j = np.arange(int(n_output.sum()), dtype=np.int64) - np.repeat(out_starts, n_output)
+    return ((np.repeat(hashes, n_output) + j) % VOCAB_SIZE).astype(np.int32)
+
+
+class DummyCore(LLMCore):
+    """Holds `max_batch_size` requests at once when time is simulated, any number when it is not."""
+
+    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+        super().__init__(config, comms)
+        self.options = DummyOptions.from_options(config.options)
+        self._timed = self.options.ttft_ms > 0 or self.options.tpot_ms > 0
+        self._instant: deque[Batch] = deque()
+        self._waiting: deque[Batch] = deque()  # one request each
+        self._running = 0
+        self._events: list[tuple[float, int, int, Batch, NDArray[np.int32]]] = []  # due, order, flags, request, answer
+        self._order = 0
+        self._seen = 0
+        self._warm = False
+        self._kv: dict[int, NDArray[np.uint8]] = {}
+        self._first_tokens: dict[int, int] = {}
+        self._inject("join")
+
+    @classmethod
+    def check(cls, config: CoreConfig) -> DummyLimits:
+        DummyOptions.from_options(config.options)
+        return DummyLimits()
+
+    # --- life ---
+
+    def load(self) -> None:
+        time.sleep(self.options.load_s)
+        self._inject("load")
+
+    def run_health_check(self) -> None:
+        self._inject("health")
+
+    def warm_up_requests(self) -> Batch:
+        self._inject("warmup")
+        return super().warm_up_requests()
+
+    def start_test(self) -> None:
+        self._warm = True
+        self._seen = 0
+
+    # --- work ---
+
+    def credits(self) -> Credits:
+        n = 2 * self.config.max_batch_size if self._timed else 4096
+        return Credits(n, self.config.kv_cache_tokens or 1 << 40)
+
+    def enqueue(self, requests: Batch) -> None:
+        self._seen += len(requests)
+        if self.options.fault != "none" and self.options.fault_phase == "test" and self._is_faulty():
+            requests = self._fault_in_test(requests)
+        if not self._timed:
+            self._instant.append(requests)
+        elif len(requests):
+            offsets = requests.offsets()
+            for i in range(len(requests)):
+                self._waiting.append(Batch(requests.rows[i : i + 1], requests.tokens[offsets[i] : offsets[i + 1]]))
+
+    def poll_responses(self) -> Batch | None:
+        if not self._timed:
+            return self._answer(self._instant.popleft()) if self._instant else None
+        now = time.perf_counter()
+        while self._waiting and self._running < self.config.max_batch_size:
+            self._start(self._waiting.popleft(), now)
+        due = []
+        while self._events and self._events[0][0] <= now:
+            _, _, flags, request, answer = heapq.heappop(self._events)
+            due.append(self._due(request, flags, answer))
+        return concat(due) if due else None
+
+    def has_work(self) -> bool:
+        if not self._timed:
+            return bool(self._instant)
+        can_start = bool(self._waiting) and self._running < self.config.max_batch_size
+        return can_start or (bool(self._events) and self._events[0][0] <= time.perf_counter())
+
+    # --- handoff ---
+
+    def export_kv(self, request_id: int) -> NDArray[np.uint8]:
+        return self._kv[request_id]
+
+    def release_kv(self, request_id: int) -> None:
+        del self._kv[request_id]
+        if self._timed:
+            self._running -= 1
+
+    def reserve_kv(self, request: NDArray[np.void]) -> NDArray[np.uint8] | None:
+        if self._timed and self._running + len(self._waiting) + len(self._kv) >= self.config.max_batch_size:
+            return None
+        return self._kv.setdefault(int(request["id"]), self._kv_buffer(int(request["n_tokens"])))
+
+    def admit(self, request: Batch, first_token: int) -> None:
+        id_ = int(request.rows["id"][0])
+        if self._kv.pop(id_)[0] != id_ % 251:
+            raise RuntimeError(f"the KV cache that arrived for request {id_} is another's")
+        self._first_tokens[id_] = first_token
+        self.enqueue(request)
+
+    # --- inside ---
+
+    def _kv_buffer(self, n_tokens: int) -> NDArray[np.uint8]:
+        return np.zeros(max(8, n_tokens * self.options.kv_bytes_per_token), np.uint8)
+
+    def _lengths(self, rows: NDArray[np.void]) -> NDArray[np.int64]:
+        most = rows["max_output"].astype(np.int64)
+        if self.options.output_mean <= 0:
+            return most
+        # A seed of its own for each request: the same request has the same length on any instance.
+        drawn = [np.random.default_rng(int(seed)).normal(self.options.output_mean, self.options.output_stdev) for seed in rows["seed"]]
+        least = np.maximum(rows["min_output"], 1)
+        return np.clip(np.rint(drawn).astype(np.int64), least, most)
+
+    def _hand_over(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Which requests end here after the first token."""
+        handed: NDArray[np.bool_] = (rows["generation"] != NO_INSTANCE) & (self.config.role == "context")
+        return handed
+
+    def _answer(self, requests: Batch) -> Batch:
+        """All the responses of a batch at once: time costs nothing."""
+        rows = requests.rows
+        lengths = self._lengths(rows)
+        handed = self._hand_over(rows) & (lengths > 1)
+        n_output = np.where(handed, 1, lengths)
+        out = np.zeros(len(rows), RESPONSE)
+        out["id"] = rows["id"]
+        out["n_tokens"] = n_output
+        out["flags"] = np.where(handed, int(ResponseFlag.FIRST), int(ResponseFlag.FIRST | ResponseFlag.FINAL))
+        for i in np.flatnonzero(handed):
+            self._keep_kv(rows[i])
+        tokens = answer_tokens(requests, n_output)
+        if self._first_tokens:
+            out["flags"] = ResponseFlag.FINAL
+            self._check_first(rows, tokens, n_output)
+        return Batch(out, tokens)
+
+    def _keep_kv(self, row: NDArray[np.void]) -> None:
+        buffer = self._kv_buffer(int(row["n_tokens"]))
+        buffer[0] = int(row["id"]) % 251
+        self._kv[int(row["id"])] = buffer
+
+    def _check_first(self, rows: NDArray[np.void], tokens: NDArray[np.int32], n_output: NDArray[np.int64]) -> None:
+        starts = np.cumsum(n_output) - n_output
+        for id_, token in zip(rows["id"].tolist(), tokens[starts].tolist(), strict=True):
+            if self._first_tokens.pop(id_) != token:
+                raise RuntimeError(f"request {id_} was handed over with another request's first token")
+
+    def _start(self, request: Batch, now: float) -> None:
+        """Schedule a request's responses on the clock."""
+        self._running += 1
+        row = request.rows[0]
+        n_output = self._lengths(request.rows)
+        answer = answer_tokens(request, n_output)
+        admitted = int(row["id"]) in self._first_tokens
+        if admitted:
+            self._check_first(request.rows, answer, n_output)
+        first_at = now if admitted else now + self.options.ttft_ms / 1e3
+        if bool(self._hand_over(request.rows)[0]) and n_output[0] > 1:
+            self._push(first_at, ResponseFlag.FIRST, request, answer[:1])
+            return
+        if n_output[0] == 1:
+            self._push(first_at, ResponseFlag.FINAL if admitted else ResponseFlag.FIRST | ResponseFlag.FINAL, request, answer)
+            return
+        if not admitted:
+            self._push(first_at, ResponseFlag.FIRST, request, answer[:1])
+        last_at = first_at + (int(n_output[0]) - 1) * self.options.tpot_ms / 1e3
+        self._push(last_at, ResponseFlag.FINAL, request, answer)
+
+    def _push(self, due: float, flags: int, request: Batch, answer: NDArray[np.int32]) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (due, self._order, flags, request, answer))
+
+    def _due(self, request: Batch, flags: int, answer: NDArray[np.int32]) -> Batch:
+        row = request.rows[0]
+        if flags & ResponseFlag.FINAL:
+            self._running -= 1
+        elif self.config.role == "context":
+            self._keep_kv(row)
+        return Batch(np.array([(row["id"], len(answer), flags)], RESPONSE), answer)
+
+    # --- faults ---
+
+    def _is_faulty(self) -> bool:
+        return self.options.fault_rank in (-1, self.config.rank)
+
+    def _inject(self, phase: str) -> None:
+        if self.options.fault != "none" and self.options.fault_phase == phase and self._is_faulty():
+            self._fault(phase)
+
+    def _fault(self, where: str) -> None:
+        match self.options.fault:
+            case "raise":
+                raise RuntimeError(f"injected fault in {where}")
+            case "exit":
+                os.kill(os.getpid(), 9)
+            case "hang" | "slow":
+                time.sleep(self.options.fault_s)
+
+    def _fault_in_test(self, requests: Batch) -> Batch:
+        if not self._warm:  # the warm-up's requests do not count
+            return requests
+        before = self._seen - len(requests)
+        nth = self.options.fault_at - 1 - before
+        if self.options.fault == "slow" and nth < len(requests):
+            time.sleep(self.options.fault_s)
+        elif 0 <= nth < len(requests):
+            if self.options.fault == "silent":
+                offsets = requests.offsets()
+                keep = np.arange(len(requests)) != nth
+                tokens = np.delete(requests.tokens, slice(offsets[nth], offsets[nth + 1]))
+                return Batch(requests.rows[keep], tokens)
+            self._fault(f"the test, at request {self.options.fault_at}")
+        return requests

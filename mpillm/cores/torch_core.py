@@ -1,0 +1,171 @@
+"""The embedded engine as a core: Llama and Mixtral with PyTorch, anywhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpillm.cores.base import CoreConfig, Credits, LLMCore
+from mpillm.engine.engine import Engine, EngineLimits
+from mpillm.engine.model_config import ModelInfo, check_model
+from mpillm.engine.parallel import Groups, MpiGroups
+from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.scheduler import Sequence
+from mpillm.engine.step import Follower, Worker
+from mpillm.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, ResponseFlag
+
+if TYPE_CHECKING:
+    from mpillm.comms.world import InstanceComms
+
+_log = logging.getLogger(__name__)
+_MAX_WARM_UP = 64  # requests
+_HEALTH_PAUSE_S = 0.0005
+
+
+class TorchCore(LLMCore):
+    """An engine, or a rank that follows one: a step per `poll_responses`.
+
+    A request that can never be answered gets an ERROR row, its reason a line in the log.
+    """
+
+    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+        """ConfigError as `check_model`."""
+        super().__init__(config, comms)
+        self.info = check_model(config)
+        self._refused: list[int] = []
+        self._engine: Engine | None = None  # of the instance leader
+        self._follower: Follower | None = None  # of every other rank
+        self._preemptions_before_test = 0
+
+    @classmethod
+    def check(cls, config: CoreConfig) -> ModelInfo:
+        return check_model(config)
+
+    # --- life ---
+
+    def load(self) -> None:
+        c = self.config
+        torch.set_num_threads(c.n_threads)
+        groups = MpiGroups(self.info.layout, self.comms) if self.comms else Groups(self.info.layout)
+        worker = Worker(self.info, c.tokens_per_block, groups, dummy=c.load_format == "dummy")
+        if c.tp_rank == c.pp_rank == 0:
+            limits = EngineLimits(c.max_batch_size, c.max_num_tokens, c.tokens_per_block, c.enable_chunked_context)
+            self._engine = Engine(self.info, limits, worker)
+        else:
+            self._follower = Follower(worker)
+
+    def run_health_check(self) -> None:
+        """One token from a prompt of one token, through all ranks of the instance; the engine must be idle."""
+        if self._follower is not None:
+            return
+        sequence = Sequence(id=0, prompt=[0], max_output=1, min_output=0, sampling=SamplingParams())
+        self.engine.add(sequence)
+        while not sequence.output:
+            if not self.engine.has_work():
+                time.sleep(_HEALTH_PAUSE_S)
+            self.engine.step()
+
+    def warm_up_requests(self) -> Batch:
+        """As many short requests as the batch holds, or as fit: memory and kernels are then ready for the largest step."""
+        n_prompt, n_output = 8, 4
+        if self.info.max_seq_len < n_prompt + n_output:
+            n_prompt, n_output = 1, 1
+        n = max(1, min(self.config.max_batch_size, _MAX_WARM_UP, self.info.kv_cache_tokens // (2 * self.config.tokens_per_block)))
+        rows = np.zeros(n, REQUEST)
+        rows["id"] = np.arange(n)
+        rows["n_tokens"] = n_prompt
+        rows["max_output"] = rows["min_output"] = n_output
+        rows["top_p"] = 1
+        rows["generation"] = NO_INSTANCE
+        return Batch(rows, np.zeros(n * n_prompt, np.int32))
+
+    def start_test(self) -> None:
+        if self._engine is not None:
+            self._preemptions_before_test = self._engine.scheduler.preemptions
+
+    def statistics(self) -> dict[str, float]:
+        return {"preemptions": self.engine.scheduler.preemptions - self._preemptions_before_test}
+
+    def notify_stop(self) -> None:
+        self._engine = self._follower = None
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the torch core is not loaded, or does not lead its instance")
+        return self._engine
+
+    # --- work ---
+
+    def credits(self) -> Credits:
+        """Twice the batch: the next requests wait here, not at the leader, when a place becomes free."""
+        return Credits(2 * self.config.max_batch_size, self.info.kv_cache_tokens)
+
+    def enqueue(self, requests: Batch) -> None:
+        offsets = requests.offsets()
+        for i, row in enumerate(requests.rows):
+            sequence = _sequence(row, requests.tokens[offsets[i] : offsets[i + 1]])
+            refusal = self.engine.refusal(sequence)
+            if refusal is None:
+                self.engine.add(sequence)
+            else:
+                _log.error("request %d: %s", sequence.id, refusal)
+                self._refused.append(sequence.id)
+
+    def has_work(self) -> bool:
+        if self._follower is not None:
+            return self._follower.has_work()
+        return bool(self._refused) or (self._engine is not None and self._engine.has_work())
+
+    def poll_responses(self) -> Batch | None:
+        if self._follower is not None:
+            self._follower.run()
+            return None
+        progress = self.engine.step()
+        if not progress and not self._refused:
+            return None
+        rows = np.zeros(len(progress) + len(self._refused), RESPONSE)
+        tokens: list[int] = []
+        for row, (sequence, is_first, is_final) in zip(rows, progress, strict=False):
+            row["id"] = sequence.id
+            row["n_tokens"] = len(sequence.output)
+            row["flags"] = is_first * ResponseFlag.FIRST | is_final * ResponseFlag.FINAL
+            tokens += sequence.output
+        refused = rows[len(progress) :]
+        refused["id"] = self._refused
+        refused["flags"] = ResponseFlag.FINAL | ResponseFlag.ERROR
+        self._refused = []
+        return Batch(rows, np.array(tokens, np.int32))
+
+    # --- handoff ---
+
+    def export_kv(self, request_id: int) -> NDArray[np.uint8]:
+        return self.engine.export_kv(request_id)
+
+    def release_kv(self, request_id: int) -> None:
+        self.engine.release_kv(request_id)
+
+    def reserve_kv(self, request: NDArray[np.void]) -> NDArray[np.uint8] | None:
+        return self.engine.reserve_kv(int(request["id"]), int(request["n_tokens"]), int(request["max_output"]))
+
+    def admit(self, request: Batch, first_token: int) -> None:
+        sequence = _sequence(request.rows[0], request.tokens)
+        sequence.hand_over = False
+        sequence.output = [first_token]
+        self.engine.admit(sequence)
+
+
+def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
+    return Sequence(
+        id=int(row["id"]),
+        prompt=tokens.tolist(),
+        max_output=int(row["max_output"]),
+        min_output=int(row["min_output"]),
+        sampling=SamplingParams(float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), int(row["seed"])),
+        hand_over=int(row["generation"]) != NO_INSTANCE,
+    )

@@ -1,0 +1,293 @@
+"""Rank 0's view of a run: checks and plans when all have joined, tells the person, and writes the run directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import disagg
+from disagg import WorldPlan
+from disagg.errors import ConfigError
+from mpillm import __version__
+from mpillm.comms.control import Coordinator
+from mpillm.comms.transport import Transport
+from mpillm.config import RunConfig, run_name
+from mpillm.cores import BackendRegistry
+from mpillm.dataset import Dataset, Synthetic, load_dataset
+from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.factory import core_config
+from mpillm.loadgen.logs import unsatisfied, verdict
+from mpillm.loadgen.settings import LoadGenConfig, test_settings
+from mpillm.loadgen.sut import LoadGenTest
+from mpillm.planning import Setup, disagg_config
+from mpillm.report.console import Console, rank_list
+from mpillm.report.outputs import Outputs
+from mpillm.report.result import failures_json, test_result, write_json
+from mpillm.roles.base import RouteMap
+from mpillm.roles.harness import Harness, Sampling
+from mpillm.tokenizer import load_tokenizer
+
+
+class Director:
+    """`phase_done` is the coordinator's callback; what it raises ends the run."""
+
+    def __init__(self, config: RunConfig | None, size: int) -> None:
+        self._config = config
+        self._size = size
+        self.coordinator: Coordinator | None = None
+        self._console = Console()
+        self._log_dir: Path | None = None
+        self._plan: WorldPlan | None = None
+        self._dataset: Dataset | None = None
+        self._outputs: Outputs | None = None
+        self._harness: Harness | None = None
+        self._settings: Any = None
+        self._result: dict[str, Any] = {"status": "FAILED"}
+        self._phases_s: dict[str, float] = {}
+        self._last_start = time.time()
+        self._progress_at = 0.0
+
+    # --- the phases ---
+
+    def phase_done(self, phase: str, seconds: float, reports: dict[int, Any]) -> Any:
+        """All ranks have done `phase`; what this returns is given to all of them."""
+        note, value = "", None
+        if phase == "join":
+            value, note = self._joined(reports)
+        elif phase == "ready":
+            startup = time.time() - self._last_start
+            self._result["startup_s"] = round(startup, 4)
+            note = f"{startup:.2f} s after the last rank was started"
+        elif phase == "drain":
+            note = self._drained(reports)
+        self._phases_s[phase] = round(seconds, 4)
+        self._console.phase(phase, seconds, note)
+        return self._stopped() if phase == "stop" else value
+
+    def poll(self) -> bool:
+        """Draw the progress bar during the test."""
+        now = time.monotonic()
+        harness = self._harness
+        if harness is not None and harness.totals.started and now - self._progress_at > 0.1:
+            self._progress_at = now
+            totals = harness.totals
+            if harness.in_flight or not totals.samples:
+                self._console.progress(totals.samples, totals.issued, totals.tokens, time.perf_counter() - totals.started)
+        return False
+
+    def make_harness(self, route: Transport, ranks: RouteMap) -> Harness:
+        """The harness role: it lives on rank 0, as the director does."""
+        config, dataset, plan = self._config, self._dataset, self._plan
+        assert config is not None and dataset is not None and plan is not None and self._log_dir is not None
+        log_dir, settings = self._log_dir, self._settings
+        audit = config.audit_conf or str(log_dir / "audit.config")
+        self._harness = Harness(
+            route,
+            ranks[plan.leader_rank],
+            dataset,
+            Sampling(config.max_output_len, config.min_output_len, config.temperature, config.top_k, config.top_p, config.seed),
+            lambda: LoadGenTest(settings, len(dataset), log_dir, audit),
+            self._outputs.add if self._outputs else None,
+            plan.instances[0].role == "ctx",
+        )
+        return self._harness
+
+    # --- join: everything that can be checked before anything is loaded ---
+
+    def _joined(self, reports: dict[int, Any]) -> tuple[Setup, str]:
+        self._last_start = max(report["started"] for report in reports.values())
+        self._check_agreement(reports)
+        config = self._config
+        assert config is not None
+        yaml = disagg_config(config, self._size)
+        plan = self._plan = disagg.plan(yaml, self._size, [reports[rank]["host"] for rank in range(self._size)])
+        if self.coordinator is not None:
+            for rank, state in enumerate(self.coordinator.ranks):
+                me = plan.ranks[rank]
+                state.label = f"rank {rank} ({', '.join(me.roles)}{f', instance {me.instance}' if me.instance is not None else ''})"
+        for instance in plan.instances:
+            limits = BackendRegistry.check(core_config(config, plan, instance.leader))
+        self._load_data(config, limits)
+        self._settings = test_settings(self._loadgen_config(config), len(self._dataset or ()))
+        self._make_run_directory(config, disagg.dump(yaml), plan, reports)
+        nodes = len({rank.node for rank in plan.ranks})
+        model = f", model {Path(config.model_path).name}" if config.model_path else ""
+        self._console.line(
+            f"mpillm {__version__}: ranks: {self._size}, nodes: {nodes}, {yaml.mode}, core {config.core_type}{model},"
+            f" {reports[0]['versions']['MPI']}"
+        )
+        self._console.line()
+        self._console.line(disagg.table(plan))
+        self._console.line(f"  run directory {path_shown(self._log_dir)}")
+        if self._dataset is not None:
+            self._console.line(f"  data set {self._dataset.name}: {len(self._dataset)} samples, {len(self._dataset.tokens)} tokens")
+        return Setup(plan, str(self._log_dir), (reports[0]["host"], reports[0]["pid"])), "all ranks agree"
+
+    def _check_agreement(self, reports: dict[int, Any]) -> None:
+        errors: dict[str, list[int]] = {}
+        for rank, report in reports.items():
+            if report["error"]:
+                errors.setdefault(report["error"], []).append(rank)
+        if errors:
+            everywhere = len(errors) == 1 and len(next(iter(errors.values()))) == self._size
+            raise ConfigError("\n".join(error if everywhere else f"{rank_list(ranks)}: {error}" for error, ranks in errors.items()))
+        mine = reports[0]
+        assert self._config is not None
+        for rank, report in reports.items():
+            for name, version in report["versions"].items():
+                if version != mine["versions"][name]:
+                    raise ConfigError(f"rank {rank} runs {name} {version}, rank 0 {mine['versions'][name]}")
+        other = {rank: report for rank, report in reports.items() if report["digest"] != mine["digest"]}
+        if other:
+            first = min(other)
+            difference = RunConfig(other[first]["values"], {}).difference(self._config.values)
+            raise ConfigError(
+                f"{rank_list(list(other))} {'was' if len(other) == 1 else 'were'} started with another configuration than rank 0: "
+                + (f"rank {first}: {difference}" if difference else f"the contents of {self._config.disagg_config} differ")
+            )
+
+    def _load_data(self, config: RunConfig, limits: Any) -> None:
+        folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
+        tokenizer = load_tokenizer(folder, config.apply_chat_template)
+        source: Path | Synthetic | None = Path(config.dataset_path) if config.dataset_path else None
+        if config.dataset == "synthetic":
+            source = Synthetic(
+                config.input_mean, config.output_mean, config.input_stdev, config.output_stdev, config.num_samples, config.seed
+            )
+        max_seq_len = config.max_seq_len or (limits.max_seq_len if limits else None)
+        self._dataset = load_dataset(
+            source,
+            tokenizer,
+            vocab_size=limits.vocab_size if limits else None,
+            max_seq_len=max_seq_len,
+            max_output_len=config.max_output_len,
+        )
+        self._tokenizer = tokenizer
+        self._has_text = folder is not None
+
+    def _loadgen_config(self, config: RunConfig) -> LoadGenConfig:
+        return LoadGenConfig(
+            scenario=config.scenarios,
+            test_mode=config.test_mode,
+            user_conf=config.user_conf,
+            min_duration_s=config.min_duration,
+            min_query_count=config.min_query_count,
+            server_target_qps=config.server_target_qps,
+            offline_expected_qps=config.offline_expected_qps,
+        )
+
+    def _make_run_directory(self, config: RunConfig, yaml: str, plan: WorldPlan, reports: dict[int, Any]) -> None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = Path(config.log_dir) if config.log_dir else Path("build/runs") / f"{stamp}-{run_name(config)}"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._log_dir = path.absolute()
+            (path / "disagg.yaml").write_text(yaml, encoding="utf-8")
+            write_json(path / "plan.json", plan.to_json())
+            write_json(path / "config.json", config.to_json())
+            joined = [{"rank": rank, **{k: report[k] for k in ("host", "pid", "versions")}} for rank, report in sorted(reports.items())]
+            write_json(path / "ranks.json", joined)
+            (path / "outputs.jsonl").unlink(missing_ok=True)
+            if config.save_outputs or self._has_text:
+                assert self._dataset is not None
+                self._outputs = Outputs(self._dataset, self._tokenizer, path / "outputs.jsonl" if config.save_outputs else None)
+        except OSError as error:
+            raise RunError(Failure(f"the run directory {path} can't be written: {error.strerror}", code=_storage_code(error))) from error
+
+    # --- the end ---
+
+    def _drained(self, reports: dict[int, Any]) -> str:
+        assert self._harness is not None and self._config is not None and self._log_dir is not None
+        if self._outputs:
+            self._outputs.close()
+        result = verdict(self._log_dir, self._config.test_mode)
+        if result is None:
+            raise RunError(Failure(f"LoadGen's logs in {self._log_dir} are missing or incomplete: is the disk full?"))
+        self._result |= {"status": result, "loadgen_result": result, "loadgen_unsatisfied": unsatisfied(self._log_dir)}
+        self._result |= test_result(self._harness, reports)
+        return f"{self._result['samples']} of {self._harness.totals.issued} samples answered"
+
+    def _stopped(self) -> int:
+        """Everything has ended well: the last lines, and the exit code."""
+        result, config = self._result, self._config
+        assert config is not None and self._harness is not None
+        self._write_result()
+        if self._outputs and self._has_text:
+            self._console.answers(self._outputs.shown())
+        rows: list[tuple[str, Any]] = [
+            ("LoadGen", f"{result['loadgen_result']} ({config.scenarios}, {config.test_mode})"),
+            *(("", f"{condition}: no") for condition in result["loadgen_unsatisfied"]),
+            ("samples", f"{result['samples']} in {result['test_s']:.2f} s, {result['errors']} errors"),
+            ("samples per second", f"{result['samples_per_second']:.2f}"),
+            ("tokens per second", f"{result['tokens_per_second']:.1f}"),
+        ]
+        for name, key in (("time to first token", "ttft_ms"), ("time per output token", "tpot_ms")):
+            if (latency := result[key]) is not None:
+                rows.append((name, "  ".join(f"{k} {v:.2f}" for k, v in latency.items()) + "  ms"))
+        for instance in result["per_instance"]:
+            rows.append(
+                (
+                    f"instance {instance['instance']}",
+                    f"{instance['samples']} samples, {instance['tokens']} tokens, busy {100 * instance['busy_fraction']:.0f} %",
+                )
+            )
+        rows.append(("result", path_shown(self._log_dir / "result.json" if self._log_dir else None)))
+        self._console.summary(rows)
+        invalid = config.require_valid and result["loadgen_result"] != "VALID"
+        return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
+
+    def failed(self, failures: tuple[Failure, ...]) -> int:
+        """Tell the person, once, and write what there is; the exit code."""
+        phase = self.coordinator.phase if self.coordinator else "join"
+        codes = [f.code for f in failures if f.code is not None]
+        code = int(codes[0]) if codes else int(ExitCode.TEST_FAILED if phase in ("test", "drain", "stop") else ExitCode.NOT_READY)
+        self._result |= {"status": "FAILED", "phase": phase, "exit_code": code, "failures": failures_json(failures)}
+        see = ""
+        if self._log_dir is not None:
+            ranks = sorted({f.rank for f in failures if f.rank is not None})
+            see = path_shown(self._log_dir / "ranks" / f"rank_{ranks[0]:04d}.log" if len(ranks) == 1 else self._log_dir)
+        when = f"in phase '{phase}'" if code != ExitCode.USAGE else "before anything was loaded"
+        self._console.failure(when, failures, see, self._describe)
+        if self._log_dir is not None:
+            try:
+                self._write_result()
+            except OSError as error:
+                self._console.line(f"  result.json in {self._log_dir} can't be written: {error.strerror}")
+        return code
+
+    def _describe(self, rank: int) -> str:
+        return self.coordinator.ranks[rank].describe() if self.coordinator else f"rank {rank}"
+
+    def _write_result(self) -> None:
+        assert self._log_dir is not None and self._config is not None
+        config = self._config
+        head = {
+            "status": self._result["status"],
+            "loadgen_result": None,
+            "scenario": config.scenarios,
+            "test_mode": config.test_mode,
+            "mode": self._plan_mode(),
+            "core_type": config.core_type,
+            "model": config.model_path,
+            "world_size": self._size,
+            "samples": self._harness.totals.samples if self._harness else 0,
+            "errors": self._harness.totals.errors if self._harness else 0,
+            "retried": 0,
+        }
+        write_json(self._log_dir / "result.json", head | self._result | {"phases_s": self._phases_s})
+
+    def _plan_mode(self) -> str:
+        assert self._plan is not None
+        return "aggregated" if self._plan.instances[0].role == "executor" else "disaggregated"
+
+
+def path_shown(path: Path | None) -> str:
+    """Relative to the current directory where that is shorter."""
+    return os.path.relpath(path) if path and path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _storage_code(error: OSError) -> ExitCode | None:
+    """A directory that may not be written is a wrong option; a disk that is full is not."""
+    return ExitCode.USAGE if isinstance(error, (PermissionError, NotADirectoryError, FileExistsError)) else None

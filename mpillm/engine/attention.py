@@ -1,0 +1,207 @@
+"""Attention of one step: sequences that add one token, all at once over the paged cache, and sequences that add several.
+
+One new token (decode) reads much and computes little. Copying each sequence's blocks together, as a padded batch wants, costs as much as
+the attention. So the products run over the blocks where they lie, as one batched product per step and layer; only the scores, `head_dim`
+times smaller than the cache, are brought into rows per sequence for the softmax, and back.
+
+Several new tokens (context) go through PyTorch's fused attention: together, padded to the longest, when they start at position 0
+(the causal mask hides the padding behind them), and one by one when a part of the context is in the cache already.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpillm.engine.kv_cache import NULL_BLOCK, KVCache
+
+_MAX_PADDING = 1.25  # padded rows over real ones, for contexts that are computed together
+_MAX_UNOWNED = 1.5  # blocks between the first and the last over blocks wanted, for the products to run in place
+
+
+@dataclass(frozen=True)
+class Span:
+    """A sequence's part of a step: `n_new` tokens behind `n_cached`, whose keys and values lie in `blocks`."""
+
+    n_cached: int
+    n_new: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """Where decode's operands lie. N: blocks read, H: query heads, B: sequences, M: blocks of the longest sequence."""
+
+    blocks: Tensor | None  # the N blocks to read; None: the first N, in place
+    n_blocks: int
+    owner: Tensor  # [N] sequence of each block
+    mask: Tensor  # [N * kv_heads, 1, tokens_per_block]: 0, or -inf behind the end of a sequence
+    to_rows: Tensor  # [B * H * M] from blocks' scores to sequences' scores
+    to_blocks: Tensor  # [N * H] and back
+    members: Tensor  # blocks of sequence 0, then of sequence 1, ..., as indices into the N
+    starts: Tensor  # [B] where each sequence's begin in `members`
+    n_sequences: int
+
+
+@dataclass(frozen=True)
+class _Together:
+    """`n` contexts from position 0, whose tokens are the step's rows `real`."""
+
+    n: int
+    padded: Tensor  # [n * longest] rows of the step: each context's, filled up with its first
+    kept: Tensor  # where in `padded` the rows `real` are
+    real: Tensor
+
+
+@dataclass(frozen=True)
+class _Behind:
+    """A context behind cached tokens: rows [start, end) of the step see `n_tokens` tokens in `blocks`, as `mask` [rows, n_tokens] says."""
+
+    start: int
+    end: int
+    blocks: Tensor
+    n_tokens: int
+    mask: Tensor
+
+
+class StepAttention:
+    """Everything about a step that its layers share; made once per step, called once per layer."""
+
+    def __init__(self, spans: list[Span], cache: KVCache, n_heads: int) -> None:
+        """`spans` in the order of the step's rows: those with one new token first."""
+        self._cache = cache
+        self._n_heads = n_heads
+        self._n_kv_heads, self._size, self._head_dim = cache.keys.shape[2:]
+        n_decode = sum(span.n_new == 1 for span in spans)
+        self._decode = self._plan_decode(spans[:n_decode]) if n_decode else None
+        self._contexts = self._plan_contexts(spans[n_decode:], n_decode)
+        positions = np.concatenate([np.arange(span.n_cached, span.n_cached + span.n_new) for span in spans])
+        blocks = np.concatenate(
+            [np.repeat(_used(span, self._size), self._size)[span.n_cached : span.n_cached + span.n_new] for span in spans]
+        )
+        self.positions = torch.from_numpy(positions)  # [rows]
+        self._slots = (torch.from_numpy(blocks), torch.from_numpy(positions % self._size))
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """Store the step's keys and values and attend: qkv [rows, heads + 2 * kv_heads, head_dim] to [rows, heads * head_dim]."""
+        h, k = self._n_heads, self._n_kv_heads
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        block, offset = self._slots
+        keys[block, :, offset] = qkv[:, h : h + k]
+        values[block, :, offset] = qkv[:, h + k :]
+        out = qkv.new_empty(len(qkv), h * self._head_dim)
+        if self._decode is not None:
+            n = self._decode.n_sequences
+            out[:n] = self._attend_decode(self._decode, qkv[:n, :h], keys, values)
+        for context in self._contexts:
+            if isinstance(context, _Together):
+                out[context.real] = self._attend_together(context, qkv)
+            else:
+                out[context.start : context.end] = self._attend_behind(context, qkv[context.start : context.end, :h], keys, values)
+        return out
+
+    # --- one new token ---
+
+    def _plan_decode(self, spans: list[Span]) -> _Decode:
+        h, size, n = self._n_heads, self._size, len(spans)
+        lengths = np.array([span.n_cached + 1 for span in spans])
+        counts = -(-lengths // size)
+        wanted = np.fromiter(itertools.chain.from_iterable(span.blocks[:c] for span, c in zip(spans, counts, strict=True)), np.int64)
+        in_place = int(wanted.max()) + 1 <= _MAX_UNOWNED * len(wanted) + 1
+        if in_place:
+            members, n_blocks = wanted, int(wanted.max()) + 1
+        else:
+            members, n_blocks = np.arange(1, len(wanted) + 1), len(wanted) + 1
+        longest = int(counts.max())
+        sequence = np.repeat(np.arange(n), counts)
+        starts = np.cumsum(counts) - counts
+        column = np.arange(len(wanted)) - starts[sequence]
+        table = np.full((n, longest), NULL_BLOCK)
+        table[sequence, column] = members
+        owner, owner_column = np.zeros((2, n_blocks), np.int64)
+        owner[members], owner_column[members] = sequence, column
+        mask = np.zeros((n_blocks, size), np.float32)
+        mask[NULL_BLOCK] = -np.inf
+        mask[members] = np.where(column[:, None] * size + np.arange(size) < lengths[sequence][:, None], 0, -np.inf)
+        heads = np.arange(h)
+        to_rows = table[:, None, :] * h + heads[:, None]
+        to_blocks = (owner[:, None] * h + heads) * longest + owner_column[:, None]
+        return _Decode(
+            blocks=None if in_place else torch.from_numpy(np.concatenate([[NULL_BLOCK], wanted])),
+            n_blocks=n_blocks,
+            owner=torch.from_numpy(owner),
+            mask=torch.from_numpy(np.repeat(mask, self._n_kv_heads, axis=0)[:, None]).to(self._cache.keys.dtype),
+            to_rows=torch.from_numpy(to_rows.reshape(-1)),
+            to_blocks=torch.from_numpy(to_blocks.reshape(-1)),
+            members=torch.from_numpy(members),
+            starts=torch.from_numpy(starts),
+            n_sequences=n,
+        )
+
+    def _attend_decode(self, plan: _Decode, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        h, k, d, size = self._n_heads, self._n_kv_heads, self._head_dim, self._size
+        if plan.blocks is None:
+            keys, values = keys[: plan.n_blocks], values[: plan.n_blocks]
+        else:
+            keys, values = keys.index_select(0, plan.blocks), values.index_select(0, plan.blocks)
+        keys, values = keys.view(-1, size, d), values.view(-1, size, d)
+        queries = q.index_select(0, plan.owner).view(plan.n_blocks * k, h // k, d)
+        scores = torch.baddbmm(plan.mask, queries, keys.transpose(1, 2), alpha=d**-0.5)
+        rows = scores.view(-1, size).index_select(0, plan.to_rows).view(plan.n_sequences * h, -1).softmax(-1)
+        weights = rows.view(-1, size).index_select(0, plan.to_blocks).view(plan.n_blocks * k, h // k, size)
+        parts = torch.bmm(weights, values).view(plan.n_blocks, h * d)
+        return torch.embedding_bag(parts, plan.members, plan.starts, mode=0)[0]  # the sum of each sequence's parts
+
+    # --- several new tokens ---
+
+    def _plan_contexts(self, spans: list[Span], first_row: int) -> list[_Together | _Behind]:
+        plans: list[_Together | _Behind] = []
+        fresh: list[tuple[int, int]] = []  # tokens, first row
+        row = first_row
+        for span in spans:
+            if span.n_cached == 0:
+                fresh.append((span.n_new, row))
+            else:
+                n = span.n_cached + span.n_new
+                visible = torch.arange(n) <= torch.arange(span.n_cached, n)[:, None]
+                plans.append(_Behind(row, row + span.n_new, torch.from_numpy(_used(span, self._size)), n, visible))
+            row += span.n_new
+        fresh.sort(reverse=True)
+        while fresh:
+            longest, n, real = fresh[0][0], 0, 0
+            while n < len(fresh) and longest * (n + 1) <= _MAX_PADDING * (real + fresh[n][0]):
+                real += fresh[n][0]
+                n += 1
+            lengths, starts = np.array(fresh[:n]).T[:, :, None]
+            columns = np.arange(longest)
+            is_real = columns < lengths
+            padded = np.where(is_real, starts + columns, starts).reshape(-1)
+            kept = np.flatnonzero(is_real)
+            plans.append(_Together(n, torch.from_numpy(padded), torch.from_numpy(kept), torch.from_numpy(padded[kept])))
+            fresh = fresh[n:]
+        return plans
+
+    def _attend_together(self, plan: _Together, qkv: Tensor) -> Tensor:
+        h, k = self._n_heads, self._n_kv_heads
+        padded = qkv.index_select(0, plan.padded).view(plan.n, -1, h + 2 * k, self._head_dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(padded[:, :h], padded[:, h : h + k], padded[:, h + k :], is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).reshape(len(plan.padded), -1).index_select(0, plan.kept)
+
+    def _attend_behind(self, plan: _Behind, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = (
+            pool.index_select(0, plan.blocks).transpose(0, 1).reshape(1, self._n_kv_heads, -1, self._head_dim)[:, :, : plan.n_tokens]
+            for pool in (keys, values)
+        )
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=plan.mask, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(len(q), -1)
+
+
+def _used(span: Span, size: int) -> NDArray[np.int64]:
+    """The blocks that hold the span's tokens."""
+    return np.array(span.blocks[: -(-(span.n_cached + span.n_new) // size)], np.int64)

@@ -1,0 +1,113 @@
+"""Which part of a model a rank holds: the one place that says how layers, heads, rows, columns and experts are shared out.
+
+Attention and dense layers are split over the TP group; the experts of a mixture over its EP ranks, and each expert's intermediate rows
+over the `tp_size / ep_size` ranks that hold the same experts, as in TensorRT-LLM. What does not divide is split as evenly as it goes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpillm.engine.model_config import ModelConfig
+
+ALL = slice(None)
+
+
+def share(n: int, rank: int, size: int) -> slice:
+    """The part of `n` things that `rank` of `size` holds; sizes differ by one at most."""
+    return slice(n * rank // size, n * (rank + 1) // size)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rank's coordinate in its instance."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    tp_rank: int = 0
+    pp_rank: int = 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    def layers(self, config: ModelConfig) -> range:
+        return range(config.n_layers)[share(config.n_layers, self.pp_rank, self.pp_size)]
+
+    def n_heads(self, config: ModelConfig) -> int:
+        return config.n_heads // self.tp_size
+
+    def kv_heads(self, config: ModelConfig) -> slice:
+        """With more ranks than KV heads, several hold the same one."""
+        first = config.n_kv_heads * self.tp_rank // self.tp_size
+        return slice(first, first + max(1, config.n_kv_heads // self.tp_size))
+
+    def vocabulary(self, config: ModelConfig) -> slice:
+        return share(config.vocab_size, self.tp_rank, self.tp_size)
+
+    def vocabulary_sizes(self, config: ModelConfig) -> list[int]:
+        """Of each rank of the TP group."""
+        n = config.vocab_size
+        return [len(range(n)[share(n, rank, self.tp_size)]) for rank in range(self.tp_size)]
+
+    def experts(self, config: ModelConfig) -> range:
+        return range(config.n_experts)[share(config.n_experts, self.tp_rank % self.ep_size, self.ep_size)]
+
+    def part(self, name: str, config: ModelConfig) -> tuple[slice, slice]:
+        """Rows and columns that this rank holds of a parameter of its own (see `tensors`), by its Hugging Face name."""
+        d = config.head_dim
+        match name.split(".")[-2]:
+            case "embed_tokens" | "lm_head":
+                return self.vocabulary(config), ALL
+            case "q_proj":
+                return share(config.n_heads * d, self.tp_rank, self.tp_size), ALL
+            case "k_proj" | "v_proj":
+                heads = self.kv_heads(config)
+                return slice(heads.start * d, heads.stop * d), ALL
+            case "o_proj":
+                return ALL, share(config.n_heads * d, self.tp_rank, self.tp_size)
+            case "gate_proj" | "up_proj":
+                return share(config.intermediate_size, self.tp_rank, self.tp_size), ALL
+            case "down_proj":
+                return ALL, share(config.intermediate_size, self.tp_rank, self.tp_size)
+            case "w1" | "w3":
+                return self._expert_part(config), ALL
+            case "w2":
+                return ALL, self._expert_part(config)
+            case _:  # norms and routers
+                return ALL, ALL
+
+    def _expert_part(self, config: ModelConfig) -> slice:
+        return share(config.intermediate_size, self.tp_rank // self.ep_size, self.tp_size // self.ep_size)
+
+    def tensors(self, config: ModelConfig) -> list[str]:
+        """Names of the parameters that this rank holds something of."""
+        layers, experts = self.layers(config), self.experts(config)
+
+        def mine(name: str) -> bool:
+            if name.startswith("model.embed_tokens"):
+                return self.is_first_stage or (self.is_last_stage and config.tie_word_embeddings)
+            if not name.startswith("model.layers"):
+                return self.is_last_stage
+            expert = re.search(r"experts\.(\d+)", name)
+            return int(name.split(".")[2]) in layers and (expert is None or int(expert[1]) in experts)
+
+        return [name for name in config.tensors() if mine(name)]
+
+    def n_values(self, config: ModelConfig) -> int:
+        """Numbers in all parameters of this rank."""
+        shapes, total = config.tensors(), 0
+        for name in self.tensors(config):
+            rows, columns = self.part(name, config)
+            shape = shapes[name]
+            n = len(range(shape[0])[rows])
+            total += n * len(range(shape[1])[columns]) if len(shape) == 2 else n
+        return total

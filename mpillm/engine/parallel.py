@@ -1,0 +1,157 @@
+"""What the ranks of an instance say to each other: tensors inside the TP group and from stage to stage, step plans, sampled tokens.
+
+`Groups` is an instance of one rank, which has nobody to talk to. `MpiGroups` talks MPI, from tensors in host memory. Another transport
+for tensors on devices replaces the methods under "tensors" and keeps the rest: plans and tokens are host data anyway.
+
+Sends never wait, and what is received is asked for, never waited for; only collectives wait, inside a step that every member of
+the TP group is about to run, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpillm.comms.tags import Tag
+from mpillm.engine.layout import Layout
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpillm.comms.world import InstanceComms
+
+Plan = NDArray[np.int32]
+
+
+class Groups:
+    """One rank."""
+
+    def __init__(self, layout: Layout = Layout()) -> None:  # noqa: B008 - it is frozen
+        self.layout = layout
+        self.has_followers = layout.tp_size * layout.pp_size > 1
+
+    # --- tensors ---
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the TP group, the same on each rank; x may be changed."""
+        return x
+
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor | None:
+        """x [n, widths[tp_rank]] of all ranks side by side on TP rank 0; None elsewhere."""
+        return x
+
+    def send_hidden(self, x: Tensor) -> None:
+        """To the next stage; x is not changed any more."""
+        raise NotImplementedError
+
+    def has_hidden(self) -> bool:
+        """Whether something of the previous stage is there."""
+        raise NotImplementedError
+
+    def receive_hidden(self, width: int, dtype: torch.dtype) -> Tensor:
+        """What `has_hidden` has found: [rows, width]."""
+        raise NotImplementedError
+
+    # --- plans and tokens ---
+
+    def send_plan(self, plan: Plan) -> None:
+        """From the leader to all others."""
+        raise NotImplementedError
+
+    def take_plan(self) -> Plan | None:
+        """The leader's next plan, if it is there."""
+        raise NotImplementedError
+
+    def send_tokens(self, tokens: list[int]) -> None:
+        """From the first rank of the last stage to the leader."""
+        raise NotImplementedError
+
+    def take_tokens(self) -> list[int] | None:
+        """The tokens of the oldest step whose tokens were not taken yet, if they are there."""
+        raise NotImplementedError
+
+
+class MpiGroups(Groups):
+    """Over the communicators of an instance."""
+
+    def __init__(self, layout: Layout, comms: InstanceComms) -> None:
+        super().__init__(layout)
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._instance, self._tp, self._pp = comms.instance, comms.tp, comms.pp
+        self._sampler = self._instance.size - layout.tp_size  # the first rank of the last stage
+        self._sending: deque[tuple[MPI.Request, Any]] = deque()
+        self._hidden: tuple[MPI.Request, NDArray[np.uint8]] | None = None
+        self._status = MPI.Status()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._tp.size == 1 or not x.numel():
+            return x
+        total = x.float().contiguous()  # a copy only where x is not float32: MPI has no bfloat16, and sums lose less
+        self._tp.Allreduce(self._mpi.IN_PLACE, (total.numpy(), self._mpi.FLOAT))
+        return total.to(x.dtype)
+
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor | None:
+        if self._tp.size == 1:
+            return x
+        sizes = [len(x) * width * x.element_size() for width in widths]
+        gathered = np.empty(sum(sizes), np.uint8) if self._tp.rank == 0 else None
+        self._tp.Gatherv((_bytes(x), self._mpi.BYTE), (gathered, sizes, None, self._mpi.BYTE), 0)
+        if gathered is None:
+            return None
+        parts = torch.split(torch.from_numpy(gathered), sizes)
+        return torch.cat([part.view(x.dtype).view(len(x), width) for part, width in zip(parts, widths, strict=True)], dim=-1)
+
+    def send_hidden(self, x: Tensor) -> None:
+        self._send(self._pp, self._pp.rank + 1, Tag.HIDDEN, _bytes(x))
+
+    def has_hidden(self) -> bool:
+        if self._hidden is None and (message := self._pp.Improbe(self._pp.rank - 1, Tag.HIDDEN, self._status)) is not None:
+            buffer = np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
+            # Not Mrecv: a large message needs its sender's help, and the sender may be in its next step.
+            self._hidden = message.Irecv((buffer, self._mpi.BYTE)), buffer
+        return self._hidden is not None and self._hidden[0].Test()
+
+    def receive_hidden(self, width: int, dtype: torch.dtype) -> Tensor:
+        assert self._hidden is not None
+        buffer, self._hidden = self._hidden[1], None
+        return torch.from_numpy(buffer).view(dtype).view(-1, width)
+
+    def send_plan(self, plan: Plan) -> None:
+        for rank in range(1, self._instance.size):
+            self._send(self._instance, rank, Tag.PLAN, plan)
+
+    def take_plan(self) -> Plan | None:
+        return self._take(0, Tag.PLAN)
+
+    def send_tokens(self, tokens: list[int]) -> None:
+        self._send(self._instance, 0, Tag.TOKENS, np.array(tokens, np.int32))
+
+    def take_tokens(self) -> list[int] | None:
+        tokens = self._take(self._sampler, Tag.TOKENS)
+        return None if tokens is None else tokens.tolist()
+
+    def _send(self, comm: MPI.Intracomm, rank: int, tag: Tag, buffer: NDArray[Any]) -> None:
+        while self._sending and self._sending[0][0].Test():
+            self._sending.popleft()
+        self._sending.append((comm.Isend((buffer, self._mpi.BYTE), rank, tag), buffer))
+
+    def _take(self, rank: int, tag: Tag) -> Plan | None:
+        message = self._instance.Improbe(rank, tag, self._status)
+        if message is None:
+            return None
+        buffer = np.empty(self._status.Get_count(self._mpi.BYTE) // 4, np.int32)
+        message.Recv((buffer, self._mpi.BYTE))
+        return buffer
+
+
+def _bytes(x: Tensor) -> NDArray[np.uint8]:
+    """The memory of x, or of a contiguous copy."""
+    raw: NDArray[np.uint8] = x.contiguous().view(torch.uint8).numpy()
+    return raw

@@ -1,0 +1,73 @@
+"""From logits to tokens. A sampled token depends on its logits, the request's parameters, its seed, and the token's place in the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """temperature 0 is greedy; top_k 0 and top_p 1 are off; top_k comes first, top_p keeps of what is left."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature <= 0 or self.top_k == 1
+
+    @property
+    def is_restricted(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1
+
+
+def sample(logits: Tensor, params: list[SamplingParams], places: list[int]) -> list[int]:
+    """A token per row of `logits` [n, vocab] (float32, may be changed); `places` count the answer's tokens so far."""
+    tokens = logits.argmax(-1)
+    for restricted in (False, True):
+        chosen = [i for i, p in enumerate(params) if not p.is_greedy and p.is_restricted == restricted]
+        if chosen:
+            rows = [params[i] for i in chosen]
+            scaled = logits[chosen].div_(torch.tensor([[p.temperature] for p in rows]))
+            uniform = torch.from_numpy(_uniform(np.array([p.seed for p in rows]), np.array([places[i] for i in chosen])))
+            tokens[chosen] = _sample_restricted(scaled, rows, uniform) if restricted else _invert(scaled.softmax(-1), uniform)
+    result: list[int] = tokens.tolist()
+    return result
+
+
+def _sample_restricted(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) -> Tensor:
+    vocab = scaled.shape[-1]
+    top_k = torch.tensor([[min(p.top_k, vocab) or vocab] for p in params])
+    top_p = torch.tensor([[p.top_p] for p in params])
+    values, ids = scaled.topk(int(top_k.max()), dim=-1)  # sorted: only top-p without top-k sorts the whole vocabulary
+    values[torch.arange(values.shape[-1]) >= top_k] = -torch.inf
+    probabilities = values.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities[(before >= top_p) & (torch.arange(values.shape[-1]) > 0)] = 0
+    return ids.gather(-1, _invert(probabilities, uniform)[:, None])[:, 0]
+
+
+def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The first index at which the running sum passes uniform * total: int64 [n] for probabilities [n, m], uniform [n] (float64)."""
+    running = probabilities.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0].clamp_(max=probabilities.shape[-1] - 1)
+
+
+def _uniform(seeds: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1) from (seed, place): two rounds of splitmix64's mixing."""
+    x = seeds.astype(np.uint64)
+    for y in (np.uint64(0), places.astype(np.uint64)):
+        x = (x ^ y) + _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return (x >> np.uint64(11)) / float(1 << 53)

@@ -1,0 +1,78 @@
+"""The system under test: LoadGen in a thread of its own, joined to the event loop by a queue."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlperf_loadgen as lg
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.loadgen.settings import log_settings
+
+# LoadGen's callback waits for the interpreter's lock while the event loop runs. Python's own 5 ms would be the larger part of a latency.
+_SWITCH_INTERVAL_S = 0.0002
+
+
+class Query(NamedTuple):
+    ids: NDArray[np.uint64]  # LoadGen's
+    indices: NDArray[np.int64]  # in the data set
+    issued: float  # time.perf_counter()
+
+
+class LoadGenTest:
+    """One test. `issued` fills while it runs; completions may come from any thread."""
+
+    def __init__(self, settings: Any, n_samples: int, directory: Path, audit_conf: str) -> None:
+        self.issued: deque[Query] = deque()
+        self.finished = False
+        self.error: BaseException | None = None
+        self.use_token_latencies = bool(settings.use_token_latencies)
+        self._arguments = (settings, log_settings(directory), audit_conf)
+        self._sut = lg.ConstructSUT(self._issue, lambda: None)
+        # The data set is in memory for the whole run, so there is nothing to load or unload.
+        self._qsl = lg.ConstructQSL(n_samples, n_samples, lambda indices: None, lambda indices: None)
+        self._thread = threading.Thread(target=self._run, name="mpillm-loadgen", daemon=True)
+
+    def start(self) -> None:
+        """Start the test; it has ended when `finished` is set."""
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._thread.start()
+
+    def first_tokens(self, responses: list[Any]) -> None:
+        """Tell LoadGen that the first tokens of these samples are there."""
+        lg.FirstTokenComplete(responses)
+
+    def complete(self, responses: list[Any]) -> None:
+        """Tell LoadGen that these samples are answered; it has copied what it keeps when this returns."""
+        lg.QuerySamplesComplete(responses)
+
+    def _issue(self, samples: list[Any]) -> None:
+        ids = np.fromiter((sample.id for sample in samples), np.uint64, len(samples))
+        indices = np.fromiter((sample.index for sample in samples), np.int64, len(samples))
+        self.issued.append(Query(ids, indices, time.perf_counter()))
+
+    def _run(self) -> None:
+        settings, logs, audit = self._arguments
+        try:
+            lg.StartTestWithLogSettings(self._sut, self._qsl, settings, logs, audit)
+            lg.DestroyQSL(self._qsl)
+            lg.DestroySUT(self._sut)
+        except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
+            self.error = error
+        self.finished = True
+
+
+def sample_responses(
+    ids: NDArray[np.uint64], tokens: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> list[Any]:
+    """LoadGen's responses for samples whose answers are ``tokens[start : start + length]``; `tokens` must outlive their use."""
+    addresses = (starts * 4 + tokens.ctypes.data).tolist()
+    sizes = (lengths * 4).tolist()
+    make = lg.QuerySampleResponse
+    return [make(*fields) for fields in zip(ids.tolist(), addresses, sizes, lengths.tolist(), strict=True)]

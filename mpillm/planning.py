@@ -1,0 +1,112 @@
+"""From options to a disaggregation configuration and a plan; the commands `plan` and `generate-disagg-config`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import disagg
+from disagg import DisaggConfig, ServerConfig, WorldPlan
+from disagg.errors import ConfigError
+from mpillm.config import Parser, RunConfig, add_fields, collect
+from mpillm.fields import FIELDS, Field, positive
+
+_PLANNING = tuple(f for f in FIELDS if f.group == "topology" and f.name not in ("core_type", "core_options")) + tuple(
+    f for f in FIELDS if f.name in ("model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
+)
+_WORLD_SIZE = Field("world_size", "ranks, control ranks included", positive, group="topology")
+_NODES = Field("nodes", "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]", group="topology")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every rank is told when all have joined."""
+
+    plan: WorldPlan
+    log_dir: str
+    rank0: tuple[str, int]  # host and pid
+
+
+def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
+    """The given YAML, or one generated from the options for `world_size` ranks. ConfigError names the file or the option."""
+    if config.disagg_config:
+        loaded = disagg.load(config.disagg_config)
+        if config.given("mode") and loaded.mode != config.mode:
+            raise ConfigError(f"--mode {config.mode}, but {config.disagg_config} is {loaded.mode}")
+        return loaded
+    return disagg.generate(
+        config.mode,
+        world_size,
+        model=config.model_path,
+        num_ctx_servers=config.num_ctx_servers,
+        ctx_tp_size=config.ctx_tp_size or 1,
+        ctx_pp_size=config.ctx_pp_size or 1,
+        num_gen_servers=config.num_gen_servers,
+        gen_tp_size=config.gen_tp_size or 1,
+        gen_pp_size=config.gen_pp_size or 1,
+        tensor_parallelism=config.tensor_parallelism or 1,
+        pipeline_parallelism=config.pipeline_parallelism or 1,
+        moe_expert_parallelism=config.moe_expert_parallelism or 1,
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        max_seq_len=config.max_seq_len,
+        router=config.traffic_distribution_policy,
+    )
+
+
+def server_value(config: RunConfig, server: ServerConfig, name: str) -> Any:
+    """An option that a server section may set as well: the command line goes before the file."""
+    return getattr(config, name) if config.given(name) or getattr(server, name) is None else getattr(server, name)
+
+
+def _parse(prog: str, description: str, epilog: str, argv: Sequence[str], fields: Sequence[Field]) -> RunConfig:
+    parser = Parser(prog=f"mpillm {prog}", description=description, epilog=epilog)
+    add_fields(parser, fields)
+    return collect(vars(parser.parse_args(argv)), fields)
+
+
+def plan_main(argv: Sequence[str]) -> int:
+    """``python -m mpillm plan``: the table or the JSON of a plan, without MPI."""
+    format_field = Field("format", "how to print it", default="table", choices=("table", "json"), group="output")
+    config = _parse(
+        "plan",
+        "Show which rank would do what, without MPI.",
+        "examples:\n  python -m mpillm plan --world_size 5 --mode disaggregated\n"
+        "  python -m mpillm plan --disagg_config disagg.yaml --nodes a:4,b:5 --format json",
+        argv,
+        (*_PLANNING, _WORLD_SIZE, _NODES, format_field),
+    )
+    nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
+    world_size = config.world_size or (len(nodes) if nodes else None)
+    if world_size is None:
+        raise ConfigError("mpillm plan needs --world_size N or --nodes HOST:SLOTS,…")
+    if nodes is not None and len(nodes) != world_size:
+        raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
+    made: WorldPlan = disagg.plan(disagg_config(config, world_size), world_size, nodes)
+    print(json.dumps(made.to_json(), indent=2) if config.format == "json" else disagg.table(made))
+    return 0
+
+
+def generate_main(argv: Sequence[str]) -> int:
+    """``python -m mpillm generate-disagg-config``: a YAML for `run`, trtllm-serve and plan."""
+    output = Field("output", "the file to write [default: standard output]", group="output")
+    config = _parse(
+        "generate-disagg-config",
+        "Write a disaggregation YAML from options.",
+        "example:\n  python -m mpillm generate-disagg-config --mode disaggregated --world_size 8 --ctx_tp_size 2 --output disagg.yaml",
+        argv,
+        (*_PLANNING, _WORLD_SIZE, output),
+    )
+    text = disagg.dump(disagg_config(config, config.world_size))
+    if config.output:
+        try:
+            Path(config.output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {config.output}: {error.strerror}") from error
+        print(f"wrote {config.output}")
+    else:
+        print(text, end="")
+    return 0

@@ -1,0 +1,107 @@
+"""What the person sees: the plan, a line per phase, a progress bar, answers, a summary or one message of failure. Rank 0 only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from launch.environment import TTY
+from mpillm.comms.world import launcher_rank
+from mpillm.errors import Failure
+
+_BAR_WIDTH = 24
+_UP = "\x1b[1A\x1b[2K"  # to the line above, and clear it
+_TRACE_LINES = 9  # of a traceback; the rank's log has all of it
+
+
+class Console:
+    """Prints lines; redraws the progress bar in place on a terminal, and prints it every few seconds elsewhere."""
+
+    def __init__(self, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> None:
+        self._out, self._err = out, err
+        # Under mpirun a rank's own stdout says nothing: Open MPI makes it a terminal, MPICH a pipe, whatever the person looks at.
+        self._terminal = os.environ.get(TTY) == "1" if launcher_rank() != "?" else out.isatty()
+        self._interval_s = 0.25 if self._terminal else 5.0
+        self._drawn = time.monotonic()
+        self._bar_shown = False
+
+    def line(self, text: str = "") -> None:
+        """Print a line, after the bar if one is being drawn."""
+        self._clear_bar()
+        print(text, file=self._out, flush=True)
+
+    def phase(self, name: str, seconds: float, note: str = "") -> None:
+        """A phase is done."""
+        self.line(f"  {name:<7} {seconds:8.2f} s  {note}".rstrip())
+
+    def progress(self, done: int, total: int, tokens: int, elapsed_s: float) -> None:
+        """Draw the bar, if it is time to: samples done and known of, output tokens, seconds of the test."""
+        now = time.monotonic()
+        if now - self._drawn < self._interval_s or elapsed_s <= 0:
+            return
+        self._drawn = now
+        filled = int(_BAR_WIDTH * done / total) if total else 0
+        text = (
+            f"  test    [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total} samples"
+            f"  {done / elapsed_s:.1f} samples/s  {tokens / elapsed_s:.1f} tokens/s  {elapsed_s:.0f} s"
+        )
+        if self._terminal:
+            # A line of its own each time, and back up to it: Open MPI passes output on by whole lines.
+            print(f"{_UP if self._bar_shown else ''}{text}", file=self._out, flush=True)
+            self._bar_shown = True
+        else:
+            print(text, file=self._out, flush=True)
+
+    def answers(self, answers: Sequence[tuple[int, str, str]]) -> None:
+        """A few (index, prompt, answer) as text."""
+        width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120)) - 6
+        for index, prompt, answer in answers:
+            self.line()
+            self.line(f"  sample {index}: {textwrap.shorten(' '.join(prompt.split()), width, placeholder=' …')}")
+            for part in textwrap.wrap(" ".join(answer.split()), width)[:4] or ["(no text)"]:
+                self.line(f"    | {part}")
+
+    def summary(self, rows: Sequence[tuple[str, Any]]) -> None:
+        """Names and values, aligned."""
+        self.line()
+        for name, value in rows:
+            self.line(f"  {name:<22} {value}")
+
+    def failure(self, when: str, failures: Sequence[Failure], see: str, describe: Callable[[int], str]) -> None:
+        """The one message of a run that failed: what, who, and where to read more. Ranks with the same cause share a line."""
+        self._clear_bar()
+        by_cause: dict[tuple[str, str], list[int]] = {}
+        for failure in failures:
+            key = (failure.cause, failure.traceback)
+            by_cause.setdefault(key, []).extend([] if failure.rank is None else [failure.rank])
+        message = [f"mpillm: failed {when}"]
+        for (cause, trace), ranks in by_cause.items():
+            who = "" if not ranks else f"{describe(ranks[0]) if len(ranks) == 1 else rank_list(ranks)}: "
+            message.append(textwrap.indent(f"{who}{cause}", "  "))
+            if trace:
+                message.append(textwrap.indent("\n".join(trace.rstrip().splitlines()[-_TRACE_LINES:]), "    "))
+        if see:
+            message.append(f"  see {see}")
+        print("\n".join(message), file=self._err, flush=True)
+
+    def _clear_bar(self) -> None:
+        if self._bar_shown:
+            print(_UP, end="", file=self._out, flush=True)
+            self._bar_shown = False
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 1-4, 7``"""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(set(ranks)) > 1 else ''} {text}"

@@ -1,0 +1,67 @@
+"""The answers: `outputs.jsonl`, and the few that are shown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.dataset import Dataset
+from mpillm.tokenizer import Tokenizer
+
+SHOWN = 3
+
+
+class Outputs:
+    """Takes each answer as it comes; keeps only the shown ones in memory."""
+
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, path: Path | None) -> None:
+        """`path`: where to write a line per answer, or None."""
+        self._dataset = dataset
+        self._tokenizer = tokenizer
+        self._path = path
+        self._file = path.open("w", encoding="utf-8") if path else None
+        self._shown: dict[int, NDArray[np.int32]] = {}
+
+    def add(self, index: int, tokens: NDArray[np.int32]) -> None:
+        """An answer to the sample at `index`; OSError if the disk is full."""
+        if index not in self._shown and (len(self._shown) < SHOWN or index < max(self._shown)):
+            if len(self._shown) == SHOWN:
+                del self._shown[max(self._shown)]
+            self._shown[index] = tokens.copy()
+        if self._file is not None:
+            output = tokens.tolist()
+            line = {
+                "index": index,
+                "input_tokens": self._dataset.sample(index).tolist(),
+                "output_tokens": output,
+                "text": self._tokenizer.decode(tokens),
+            }
+            with self._named_errors():
+                self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def shown(self) -> list[tuple[int, str, str]]:
+        """(index, prompt, answer) of the shown answers, by index."""
+        return [(index, self._prompt(index), self._tokenizer.decode(tokens)) for index, tokens in sorted(self._shown.items())]
+
+    def _prompt(self, index: int) -> str:
+        text = self._dataset.texts.get(index)
+        return self._tokenizer.decode(self._dataset.sample(index)) if text is None else text
+
+    def close(self) -> None:
+        """Write out what is buffered; OSError if the disk is full."""
+        if self._file is not None:
+            with self._named_errors():
+                self._file.close()
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """A failed write does not say by itself which file it was."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error

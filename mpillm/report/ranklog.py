@@ -1,0 +1,23 @@
+"""A rank's log file, to which everything that it prints goes (rank 0's console excepted)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+
+def open_rank_log(directory: Path, rank: int) -> Path:
+    """Send logging to ``ranks/rank_NNNN.log``, and stdout and stderr too unless this is rank 0; OSError if that can't be written."""
+    path = directory / "ranks" / f"rank_{rank:04d}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a", buffering=1)
+    print(f"rank {rank}, pid {os.getpid()}: {' '.join(sys.argv)}", file=file, flush=True)
+    if rank != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(stream=file, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    return path

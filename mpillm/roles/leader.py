@@ -1,0 +1,184 @@
+"""The leader: takes requests from the harness, sends them to instances as they have room, and passes answers back."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg import WorldPlan
+from mpillm.comms.tags import Tag
+from mpillm.comms.transport import Received, Transport
+from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.messages import NO_INSTANCE, Batch, ResponseFlag
+from mpillm.roles.base import Role, RouteMap
+from mpillm.roles.routing import InstancePool
+
+_MIN_WINDOW = 2048  # requests that wait at the leader at most, or twice what the instances hold
+_MAX_BATCH = 2048  # requests of one message
+
+
+class Leader(Role):
+    """Knows of every accepted request which instances owe it."""
+
+    def __init__(self, route: Transport, ranks: RouteMap, plan: WorldPlan, policy: str, stall_timeout_s: float) -> None:
+        self._route = route
+        self._plan = plan
+        self._stall_timeout_s = stall_timeout_s
+        self._harness = ranks[plan.harness_rank]
+        self._rank_of = {i.index: ranks[i.leader] for i in plan.instances}
+        self._instance_at = {rank: instance for instance, rank in self._rank_of.items()}
+        contexts = [i.index for i in plan.instances if i.role == "ctx"]
+        self._entry = InstancePool(contexts or [i.index for i in plan.instances], policy)  # where a request starts
+        self._generation = InstancePool([i.index for i in plan.instances if i.role == "gen"], policy) if contexts else None
+        self._granted: set[int] = set()
+        self._waiting: deque[Batch] = deque()
+        self._window = 0
+        self._dispatched = 0  # since the harness was last granted more
+        # By request id; ids are small and reused, so these stay small too.
+        self._needs = np.zeros(0, np.int64)
+        self._entry_of = np.full(0, -1, np.int64)
+        self._generation_of = np.full(0, -1, np.int64)
+        self._heard = np.full(len(plan.instances), np.inf)
+        self._stall_checked = 0.0
+        route.handlers[Tag.QUERY] = self._on_query
+        route.handlers[Tag.DONE] = self._on_done
+        route.handlers[Tag.GRANT] = self._on_grant
+
+    def done(self, phase: str) -> bool:
+        if phase == "ready":
+            return len(self._granted) == len(self._plan.instances)
+        return True
+
+    def owed(self) -> dict[int, int]:
+        """Requests that each instance still owes."""
+        pools = [self._entry] if self._generation is None else [self._entry, self._generation]
+        return {int(i): int(n) for pool in pools for i, n in zip(pool.instances, pool.owed_requests, strict=True)}
+
+    def poll(self) -> bool:
+        worked = bool(self._waiting) and self._dispatch()
+        now = time.monotonic()
+        if now - self._stall_checked > 1:
+            self._check_stalls(now)
+        return worked
+
+    # --- messages ---
+
+    def _on_grant(self, received: Received) -> None:
+        instance = self._instance_at[received.source]
+        requests, tokens = (int(x) for x in received.buffer.view(np.int64))
+        in_generation = self._generation is not None and instance in self._generation.instances
+        pool = self._generation if in_generation and self._generation is not None else self._entry
+        pool.grant(pool.position(instance), requests, tokens)
+        self._granted.add(instance)
+        if len(self._granted) == len(self._plan.instances):
+            self._window = max(_MIN_WINDOW, 2 * int(self._entry.free_requests.sum()))
+            self._grant_harness(self._window)
+
+    def _on_query(self, received: Received) -> None:
+        batch, _ = Batch.unpack(received.buffer)
+        self._waiting.append(batch)
+        ids, needs = batch.rows["id"], batch.rows["n_tokens"].astype(np.int64) + batch.rows["max_output"]
+        most = int(ids.max()) + 1
+        if most > len(self._needs):
+            grown = max(most, 2 * len(self._needs)) - len(self._needs)
+            self._needs = np.concatenate([self._needs, np.zeros(grown, np.int64)])
+            self._entry_of = np.concatenate([self._entry_of, np.full(grown, -1, np.int64)])
+            self._generation_of = np.concatenate([self._generation_of, np.full(grown, -1, np.int64)])
+        self._needs[ids] = needs
+
+    def _on_done(self, received: Received) -> None:
+        instance = self._instance_at[received.source]
+        self._heard[instance] = time.monotonic()
+        rows = Batch.unpack(received.buffer)[0].rows
+        flags = rows["flags"]
+        final = rows["id"][(flags & ResponseFlag.FINAL) != 0]
+        if self._generation is None:
+            self._return_credits(self._entry, self._entry_of, final)
+        else:
+            handed_over = rows["id"][(flags & ResponseFlag.CONTEXT_DONE) != 0]
+            if instance in self._generation.instances:
+                self._return_credits(self._generation, self._generation_of, final)
+            else:  # the context instance is done with it: handed over, or answered by the first token alone
+                self._return_credits(self._entry, self._entry_of, np.concatenate([handed_over, final]))
+                self._return_credits(self._generation, self._generation_of, final)
+        self._route.send(self._harness, Tag.ANSWER, received.buffer)
+
+    # --- dispatch ---
+
+    def _dispatch(self) -> bool:
+        sent = 0
+        while self._waiting and (n := self._send_next(self._waiting[0])):
+            sent += n
+        self._dispatched += sent
+        if self._dispatched * 4 >= self._window:
+            self._grant_harness(self._dispatched)
+            self._dispatched = 0
+        return sent > 0
+
+    def _send_next(self, batch: Batch) -> int:
+        """Send the first requests of the batch that heads the queue; how many."""
+        rows = batch.rows[:_MAX_BATCH]
+        needs = self._needs[rows["id"]]
+        entry, n = self._entry.pick(needs)
+        if n and self._generation is not None:
+            generation, n_generation = self._generation.pick(needs[:n])
+            n = min(n, n_generation)
+        if not n:
+            return 0
+        rows, needs = rows[:n].copy(), needs[:n]
+        self._entry.take(entry, needs)
+        instance = int(self._entry.instances[entry])
+        self._entry_of[rows["id"]] = entry
+        rows["generation"] = NO_INSTANCE
+        if self._generation is not None:
+            self._generation.take(generation, needs)
+            self._generation_of[rows["id"]] = generation
+            rows["generation"] = self._generation.instances[generation]
+            self._touch(int(self._generation.instances[generation]))
+        self._touch(instance)
+        n_tokens = int(rows["n_tokens"].sum())
+        self._route.send(self._rank_of[instance], Tag.WORK, Batch(rows, batch.tokens[:n_tokens]).pack())
+        if n == len(batch):
+            self._waiting.popleft()
+        else:
+            self._waiting[0] = Batch(batch.rows[n:], batch.tokens[n_tokens:])
+        return n
+
+    def _return_credits(self, pool: InstancePool, position_of: NDArray[np.int64], ids: NDArray[np.uint32]) -> None:
+        if not len(ids):
+            return
+        positions = position_of[ids]
+        if (positions < 0).any():
+            raise RunError(Failure(f"request {int(ids[positions < 0][0])} was answered twice, or never asked for"))
+        pool.give_back(positions, self._needs[ids])
+        position_of[ids] = -1
+
+    def _grant_harness(self, requests: int) -> None:
+        self._route.send(self._harness, Tag.WINDOW, np.array([requests], np.int64).view(np.uint8))
+
+    # --- an instance that owes and says nothing ---
+
+    def _touch(self, instance: int) -> None:
+        """The instance owes something from now on, if it did not before."""
+        if self._heard[instance] == np.inf:
+            self._heard[instance] = time.monotonic()
+
+    def _check_stalls(self, now: float) -> None:
+        self._stall_checked = now
+        owed = self.owed()
+        for instance in self._plan.instances:
+            n = owed[instance.index]
+            if n == 0:
+                self._heard[instance.index] = np.inf
+            elif now - self._heard[instance.index] > self._stall_timeout_s:
+                raise RunError(
+                    Failure(
+                        f"instance {instance.index} ({instance.role}) owes {n} requests and has sent nothing"
+                        f" for the stall timeout of {self._stall_timeout_s:g} s",
+                        instance.leader,
+                        code=ExitCode.TEST_FAILED,
+                    )
+                )

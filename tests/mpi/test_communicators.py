@@ -1,0 +1,105 @@
+"""The communicators of a plan: who is in each, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+from mpi4py import MPI
+
+import disagg
+from disagg import WorldPlan
+from mpillm.comms.world import create_communicators, launcher_rank, route_ranks
+
+SECTION = "num_instances: {}, tensor_parallel_size: {}, pipeline_parallel_size: {}, moe_expert_parallel_size: {}"
+
+
+def members(comm: MPI.Intracomm | None) -> list[int] | None:
+    """World ranks, in the communicator's order."""
+    if comm is None:
+        return None
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, list(range(group.size)), world)
+    group.Free()
+    world.Free()
+    return list(ranks)
+
+
+def check(plan: WorldPlan, expected: dict[str, list[list[int]]]) -> None:
+    """`expected`: the groups of each communicator; a rank is in the one that names it, or in none."""
+    rank = MPI.COMM_WORLD.rank
+    control = MPI.COMM_WORLD.Dup()
+    comms = create_communicators(MPI.COMM_WORLD, control, plan)
+    found = {name: members(getattr(comms, name)) for name in expected}
+    assert found == {name: next((group for group in groups if rank in group), None) for name, groups in expected.items()}
+    for name in ("route", "handoff", "instance", "tp", "pp", "ep", "node"):
+        comm = getattr(comms, name)
+        if comm is not None:
+            assert comm.allreduce(1) == comm.size  # it works
+            assert comm.Get_errhandler() != MPI.ERRORS_ARE_FATAL, f"{name} aborts on an error"
+    comms.free()
+
+
+def yaml(**sections: tuple[int, int, int, int]) -> str:
+    return "".join(f"{name}: {{{SECTION.format(*sizes)}}}\n" for name, sizes in sections.items())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_executor_for_each_worker() -> None:
+    size = MPI.COMM_WORLD.size
+    workers = list(range(1, size))
+    plan = disagg.plan(disagg.parse(yaml(executors=(size - 1, 1, 1, 1))), size)
+    alone = [[rank] for rank in workers]
+    check(plan, {"route": [list(range(size))], "handoff": [], "instance": alone, "tp": alone, "pp": alone, "ep": alone})
+
+
+@pytest.mark.mpi(min_size=5)
+def test_tp_and_pp() -> None:
+    """One instance of 2 x 2 ranks, and whatever more there is as a world of its own: only 5 ranks are tested."""
+    if MPI.COMM_WORLD.size != 5:
+        pytest.skip("for 5 ranks")
+    plan = disagg.plan(disagg.parse(yaml(executors=(1, 2, 2, 1))), 5)
+    groups = {"route": [[0, 1]], "handoff": [], "instance": [[1, 2, 3, 4]], "tp": [[1, 2], [3, 4]], "pp": [[1, 3], [2, 4]]}
+    check(plan, groups | {"ep": [[1], [2], [3], [4]], "node": [[0, 1, 2, 3, 4]]})
+
+
+@pytest.mark.mpi(min_size=5)
+@pytest.mark.parametrize(("ep_size", "ep"), [(1, [[1], [2], [3], [4]]), (2, [[1, 2], [3, 4]]), (4, [[1, 2, 3, 4]])])
+def test_experts_live_inside_the_tp_group(ep_size: int, ep: list[list[int]]) -> None:
+    if MPI.COMM_WORLD.size != 5:
+        pytest.skip("for 5 ranks")
+    plan = disagg.plan(disagg.parse(yaml(executors=(1, 4, 1, ep_size))), 5)
+    check(plan, {"instance": [[1, 2, 3, 4]], "tp": [[1, 2, 3, 4]], "pp": [[1], [2], [3], [4]], "ep": ep})
+
+
+@pytest.mark.mpi(min_size=5)
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (
+            {"context_servers": (1, 2, 1, 1), "generation_servers": (1, 1, 2, 1)},
+            {
+                "route": [[0, 1, 3]],
+                "handoff": [[1, 2, 3, 4]],
+                "instance": [[1, 2], [3, 4]],
+                "tp": [[1, 2], [3], [4]],
+                "pp": [[1], [2], [3, 4]],
+            },
+        ),
+        (
+            {"context_servers": (1, 1, 1, 1), "generation_servers": (1, 2, 1, 1)},
+            {"route": [[0, 1, 2, 3]], "handoff": [[2, 3, 4]], "instance": [[2], [3, 4]], "tp": [[2], [3, 4]], "pp": [[2], [3], [4]]},
+        ),
+    ],
+)
+def test_disaggregated(sections: dict[str, tuple[int, int, int, int]], expected: dict[str, list[list[int]]]) -> None:
+    """With harness and leader on one rank, and on two: both are in the route."""
+    if MPI.COMM_WORLD.size != 5:
+        pytest.skip("for 5 ranks")
+    plan = disagg.plan(disagg.parse(yaml(**sections)), 5)
+    assert [route_ranks(plan)] == expected["route"]
+    check(plan, expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_launcher_names_this_rank() -> None:
+    assert launcher_rank() == str(MPI.COMM_WORLD.rank)
+    assert launcher_rank({}) == "?"

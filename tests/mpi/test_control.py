@@ -1,0 +1,188 @@
+"""Phases, failures and the end of a run, by the ranks of this world."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpillm.comms.control import PHASES, Coordinator, Limits, Member, Stopped
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.transport import Transport
+from mpillm.errors import ExitCode, Failure, RunError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+class QuietWatch:
+    """A watch that watches nothing."""
+
+    phase = "start"
+
+    def tick(self) -> None: ...
+
+    def enter(self, phase: str, limit_s: float) -> None:
+        self.phase = phase
+
+
+class Rank:
+    """A member, on rank 0 with the coordinator."""
+
+    def __init__(self, comm: MPI.Intracomm, deadline: float = 20.0) -> None:
+        watch: Any = QuietWatch()
+        limits = Limits(dict.fromkeys(PHASES, deadline), grace=5.0, heartbeat=60.0)
+        self.rank, self.size = comm.rank, comm.size
+        self.member = Member(Transport(comm), watch, limits)
+        self.loop = EventLoop(watch)
+        self.loop.pollers.append(self.member.poll)
+        self.completed: list[tuple[str, float, dict[int, Any]]] = []
+        if comm.rank == 0:
+            self.coordinator = Coordinator(self.member, comm.size, time.monotonic(), self.complete)
+            self.loop.pollers.append(self.coordinator.poll)
+
+    def complete(self, phase: str, seconds: float, reports: dict[int, Any]) -> str:
+        self.completed.append((phase, seconds, reports))
+        return f"released {phase}"
+
+    def phase(self, name: str, slow: float = 0.0) -> Any:
+        """Take part; done only after `slow` seconds."""
+        end = time.monotonic() + slow
+        report = {"host": "here", "pid": os.getpid(), "rank": self.rank}
+        return self.member.run_phase(self.loop, name, lambda: None, lambda: time.monotonic() >= end, lambda: report)
+
+    def wait_for_stop(self) -> Stopped:
+        """As a rank that is busy with something else: it only looks for messages."""
+        with pytest.raises(Stopped) as stopped:
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                self.member.transport.dispatch()
+        self.member.say_bye()
+        return stopped.value
+
+    def end(self, code: ExitCode) -> None:
+        """Rank 0 ends the run, and all others do."""
+        if self.rank == 0:
+            stopped = self.coordinator.stop_all(code)
+            assert stopped is not None
+            assert (stopped.code, stopped.finalize) == (code, True)
+
+
+@pytest.fixture
+def comm() -> Iterator[MPI.Intracomm]:
+    made = MPI.COMM_WORLD.Dup()
+    yield made
+    made.Barrier()
+    made.Free()
+
+
+def test_all_phases(comm: MPI.Intracomm) -> None:
+    rank = Rank(comm)
+    for phase in PHASES:
+        assert rank.phase(phase) == f"released {phase}"
+    if comm.rank == 0:
+        assert [phase for phase, _, _ in rank.completed] == list(PHASES)
+        for _, seconds, reports in rank.completed:
+            assert 0 <= seconds < 20
+            assert {r: report["rank"] for r, report in reports.items()} == {r: r for r in range(comm.size)}
+
+
+def test_no_rank_is_released_before_all_have_arrived(comm: MPI.Intracomm) -> None:
+    rank = Rank(comm)
+    rank.phase("join")
+    comm.Barrier()
+    start = time.monotonic()
+    rank.phase("load", slow=0.4 if comm.rank == comm.size - 1 else 0.0)
+    assert time.monotonic() - start > 0.35
+
+
+def test_a_deadline_names_the_missing_rank(comm: MPI.Intracomm) -> None:
+    rank = Rank(comm, deadline=1.0)
+    rank.phase("join")
+    missing = comm.size - 1
+    if comm.rank == 0:
+        start = time.monotonic()
+        with pytest.raises(RunError) as error:
+            rank.phase("load")
+        assert 0.8 < time.monotonic() - start < 5
+        (failure,) = error.value.failures
+        assert failure.rank == missing
+        assert "phase 'load' was not done after its deadline of 1 s" in failure.cause
+        rank.end(ExitCode.NOT_READY)
+    elif comm.rank == missing:
+        assert rank.wait_for_stop().code == ExitCode.NOT_READY
+    else:
+        with pytest.raises(Stopped) as stopped:
+            rank.phase("load")
+        assert stopped.value.code == ExitCode.NOT_READY
+        rank.member.say_bye()
+
+
+def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm) -> None:
+    """Every rank but 0 fails: rank 0 hears of all, in one error."""
+    rank = Rank(comm)
+    rank.phase("join")
+    if comm.rank == 0:
+        with pytest.raises(RunError) as error:
+            rank.phase("load")
+        failures = rank.coordinator.settle(error.value.failures)
+        assert {(f.rank, f.cause, f.traceback) for f in failures} == {(r, f"broken {r}", "trace") for r in range(1, comm.size)}
+        rank.end(ExitCode.TEST_FAILED)
+    else:
+        stopped = rank.member.fail(Failure(f"broken {comm.rank}", comm.rank, "trace"))
+        assert (stopped.code, stopped.finalize) == (ExitCode.TEST_FAILED, True)
+        rank.member.say_bye()
+
+
+def test_an_interrupt_is_told_once_and_never_hides_a_cause(comm: MPI.Intracomm) -> None:
+    rank = Rank(comm)
+    rank.phase("join")
+    if comm.rank == 0:
+        mine = Failure("interrupted by SIGTERM", 0, interrupted=True)
+        end = time.monotonic() + 10
+        while len(rank.coordinator._failures) < comm.size - 1:
+            assert time.monotonic() < end
+            rank.member.transport.dispatch()
+        assert [f.cause for f in rank.coordinator.settle((mine,))] == ["the cause"]
+        rank.coordinator._failures = {r: Failure("interrupted", r, interrupted=True) for r in range(1, comm.size)}
+        assert rank.coordinator.settle((mine,)) == (mine,)
+        rank.end(ExitCode.NOT_READY)
+    else:
+        cause = Failure("the cause", 1) if comm.rank == 1 else Failure("interrupted", comm.rank, interrupted=True)
+        rank.member.fail(cause)
+        rank.member.say_bye()
+
+
+def test_a_process_that_is_gone_is_noticed(comm: MPI.Intracomm) -> None:
+    rank = Rank(comm)
+    rank.phase("join")
+    if comm.rank == 0:
+        state = rank.coordinator.ranks[1]
+        assert rank.coordinator.gone() == []
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        state.pid = child  # a zombie, then nothing
+        end = time.monotonic() + 10
+        while rank.coordinator.gone() != [1]:
+            assert time.monotonic() < end
+        os.waitpid(child, 0)
+        assert rank.coordinator.gone() == [1]
+        with pytest.raises(RunError) as error:
+            rank.phase("load")
+        assert (error.value.failures[0].rank, error.value.failures[0].code) == (1, ExitCode.INSTANCE_LOST)
+
+
+def test_rank_0_that_says_nothing_is_missed(comm: MPI.Intracomm) -> None:
+    rank = Rank(comm)
+    rank.phase("join")
+    if comm.rank != 0:
+        rank.member.limits = Limits(dict.fromkeys(PHASES, 20.0), grace=5.0, heartbeat=0.5)
+        rank.member.rank0 = ("another host", 1)
+        end = time.monotonic() + 10
+        with pytest.raises(RunError) as error:
+            rank.loop.run_until(lambda: time.monotonic() > end)
+        assert (error.value.failures[0].rank, error.value.failures[0].code) == (0, ExitCode.INSTANCE_LOST)

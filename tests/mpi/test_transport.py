@@ -1,0 +1,146 @@
+"""Messages over one communicator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpillm.comms.tags import Tag
+from mpillm.comms.transport import Received, Transport
+
+pytestmark = pytest.mark.mpi(min_size=2)
+LARGE = 5_000_000  # bytes: no MPI sends that without the receiver
+
+
+@pytest.fixture
+def comm() -> Iterator[MPI.Intracomm]:
+    """A communicator of the test's own, so that nothing of another test arrives in it."""
+    made = MPI.COMM_WORLD.Dup()
+    yield made
+    made.Barrier()
+    made.Free()
+
+
+def until(condition: Callable[[], bool], step: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        step()
+
+
+def bytes_of(value: int, size: int = 8) -> np.ndarray:
+    made = np.full(size, value % 251, np.uint8)
+    made[:8] = np.array([value], np.int64).view(np.uint8)
+    return made
+
+
+def value_of(received: Received) -> int:
+    return int(received.buffer[:8].view(np.int64)[0])
+
+
+def test_order_of_each_source(comm: MPI.Intracomm) -> None:
+    """All to all, itself included, in small and large messages mixed: each source's messages arrive in its order, unharmed."""
+    transport = Transport(comm)
+    got: dict[int, list[int]] = {source: [] for source in range(comm.size)}
+
+    def take(received: Received) -> None:
+        assert len(received.buffer) == (300_000 if value_of(received) % 10 == 0 else 8)
+        assert (received.buffer[8:] == value_of(received) % 251).all()
+        got[received.source].append(value_of(received))
+
+    transport.handlers[Tag.WORK] = take
+    for i in range(50):
+        for dest in range(comm.size):
+            transport.send(dest, Tag.WORK, bytes_of(i, 300_000 if i % 10 == 0 else 8))
+    until(lambda: all(len(values) == 50 for values in got.values()) and transport.idle, transport.dispatch)
+    assert got == {source: list(range(50)) for source in range(comm.size)}
+    assert transport.sent_messages == 50 * comm.size
+    assert transport.sent_bytes == comm.size * (45 * 8 + 5 * 300_000)
+
+
+def test_nothing_waits_for_a_busy_receiver(comm: MPI.Intracomm) -> None:
+    """Rank 1 does not look for messages while rank 0 sends; rank 0 is not held up."""
+    transport = Transport(comm)
+    if comm.rank == 0:
+        start = time.monotonic()
+        for i in range(20):
+            transport.send(1, Tag.WORK, bytes_of(i, LARGE))
+        assert time.monotonic() - start < 5
+        assert not transport.idle
+        comm.send("sent", 1, 99)  # rank 1 begins to look only now
+        until(lambda: transport.idle, transport.poll)
+    if comm.rank == 1:
+        assert comm.recv(source=0, tag=99) == "sent"
+        got: list[int] = []
+        transport.handlers[Tag.WORK] = lambda received: got.append(value_of(received))
+        until(lambda: len(got) == 20, transport.dispatch)
+        assert got == list(range(20))
+
+
+def test_a_late_large_message_does_not_hold_up_the_receiver(comm: MPI.Intracomm, tmp_path: Path) -> None:
+    """Its sender is busy: `poll` comes back at once, again and again, and what was sent later stays behind it."""
+    looked = Path(comm.bcast(str(tmp_path), 1)) / "looked"  # a file, because waiting in MPI would help the message along
+    transport = Transport(comm)
+    if comm.rank == 0:
+        transport.send(1, Tag.WORK, bytes_of(7, LARGE))
+        transport.send(1, Tag.WORK, bytes_of(8))
+        until(looked.exists, lambda: None)
+        until(lambda: transport.idle, transport.poll)
+    elif comm.rank == 1:
+        got: list[Received] = []
+        transport.handlers[Tag.WORK] = got.append
+        for _ in range(100):
+            start = time.monotonic()
+            transport.dispatch()
+            assert time.monotonic() - start < 2
+        looked.touch()
+        until(lambda: len(got) == 2, transport.dispatch)
+        assert [value_of(received) for received in got] == [7, 8]
+
+
+def test_messages_to_itself(comm: MPI.Intracomm) -> None:
+    transport = Transport(comm)
+    assert transport.poll() is None
+    transport.send(comm.rank, Tag.WORK, bytes_of(1))
+    transport.send_object(comm.rank, Tag.STOP, {"code": 3})
+    assert not transport.idle
+    first, second = transport.poll(), transport.poll()
+    assert first is not None
+    assert second is not None
+    assert (first.source, first.tag, value_of(first)) == (comm.rank, Tag.WORK, 1)
+    assert (second.tag, second.object()) == (Tag.STOP, {"code": 3})
+    assert transport.idle
+
+
+def test_take_is_out_of_turn(comm: MPI.Intracomm) -> None:
+    transport = Transport(comm)
+    if comm.rank == 0:
+        transport.send_object(1, Tag.BEAT, "beat")
+        transport.send_object(1, Tag.STOP, 5)
+        until(lambda: transport.idle, transport.reap)
+    if comm.rank == 1:
+        taken: list[Received] = []
+        until(lambda: bool(taken), lambda: taken.extend(filter(None, [transport.take(0, Tag.STOP)])))
+        assert taken[0].object() == 5
+        assert transport.take(0, Tag.STOP) is None
+        left: list[Received] = []
+        until(lambda: bool(left), lambda: left.extend(filter(None, [transport.poll()])))
+        assert (left[0].tag, left[0].object()) == (Tag.BEAT, "beat")
+
+
+def test_dispatch_is_bounded(comm: MPI.Intracomm) -> None:
+    transport = Transport(comm)
+    got: list[int] = []
+    transport.handlers[Tag.WORK] = lambda received: got.append(value_of(received))
+    for i in range(100):
+        transport.send(comm.rank, Tag.WORK, bytes_of(i))
+    assert transport.dispatch()
+    assert 0 < len(got) < 100
+    until(lambda: len(got) == 100, transport.dispatch)
+    assert got == list(range(100))
+    assert not transport.dispatch()

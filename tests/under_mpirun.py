@@ -1,0 +1,52 @@
+"""``python tests/under_mpirun.py -n N [pytest options]``: pytest on every rank, with the mpirun of this Python's MPI.
+
+Rank 0 reports; another rank's report is shown only when it fails. The exit code is mpirun's: not 0 if any rank failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from disagg.errors import ConfigError
+from launch.environment import clean_environment
+from launch.mpirun import command_line, detect, usable_cores
+
+TIMEOUT_S = 240
+
+
+def start(ranks: int, arguments: list[str]) -> int:
+    """Run this file on `ranks` ranks."""
+    program = [sys.executable, "-u", __file__, *arguments]
+    line = command_line(detect(), ranks, program, root=os.geteuid() == 0, cores=usable_cores(), survive=False)
+    return subprocess.run(line, env=clean_environment(os.environ), stdin=subprocess.DEVNULL, timeout=TIMEOUT_S).returncode
+
+
+def rank(number: int, arguments: list[str]) -> int:
+    """Run pytest as rank `number`."""
+    options = ["--with-mpi", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", *arguments]
+    if number == 0:
+        return int(pytest.main(options))
+    report = io.StringIO()
+    with contextlib.redirect_stdout(report):
+        code = int(pytest.main(options))
+    if code != 0:
+        print(f"--- rank {number} ---\n{report.getvalue()}", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    mine = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")
+    if mine is not None:
+        sys.exit(rank(int(mine), sys.argv[1:]))
+    if len(sys.argv) < 3 or sys.argv[1] != "-n":
+        sys.exit(__doc__)
+    try:
+        sys.exit(start(int(sys.argv[2]), sys.argv[3:]))
+    except ConfigError as error:
+        sys.exit(f"mpillm: {error}")

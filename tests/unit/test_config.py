@@ -1,0 +1,185 @@
+"""The options of a run: every one with a good and a bad value, spellings, and what must agree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.config import RunConfig, parse_run, run_name
+from mpillm.fields import DEADLINES, FIELDS, boolean, flag_dict, fraction, natural, not_negative, positive, seconds
+
+ROOT = Path(__file__).parents[2]
+DUMMY = ["--core_type", "dummy"]
+
+# By the function that reads a value: good texts with their values, and bad texts.
+TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
+    positive: ({"1": 1, "07": 7}, ["0", "-1", "1.5", "", "one"]),
+    natural: ({"0": 0, "7": 7}, ["-1", "0.5", "", "none"]),
+    seconds: ({"1": 1.0, "0.5": 0.5, "1e3": 1000.0}, ["0", "-1", "inf", "nan", "", "1s"]),
+    not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x"]),
+    fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
+    boolean: ({"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False}, ["2", "maybe"]),
+    flag_dict: ({"a:1": {"a": 1}, "a:true,b:x:y,c:0.5": {"a": True, "b": "x:y", "c": 0.5}}, ["a", ":1", "a:1,b"]),
+}
+NO_BAD_VALUE = {str}
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: str(field.name))
+def test_every_option(field: Any) -> None:
+    if field.choices:
+        for choice in field.choices:
+            assert field.parse(choice, "--x") == field.parse(choice.upper(), "--x") == choice
+        with pytest.raises(ConfigError) as error:
+            field.parse(field.choices[0] + "x", f"--{field.name}")
+        for word in (f"--{field.name} {field.choices[0]}x", "not one of", *field.choices, f"did you mean '{field.choices[0]}'?"):
+            assert word in str(error.value)
+        return
+    if field.from_string in NO_BAD_VALUE:
+        assert field.parse("any text", "--x") == "any text"
+        return
+    good, bad = TEXTS[field.from_string]
+    for text, value in good.items():
+        assert field.parse(text, "--x") == value
+    for text in bad:
+        with pytest.raises(ConfigError) as error:
+            field.parse(text, f"--{field.name}")
+        assert str(error.value).startswith(f"--{field.name} {text}: expected ")
+        assert "``" not in str(error.value), "a docstring is no message"
+
+
+def test_every_option_has_a_default_of_its_own_kind() -> None:
+    config = parse_run(DUMMY)
+    for field in FIELDS:
+        assert field.name == "core_type" or config.values[field.name] == field.default
+        assert config.sources[field.name] == ("command line" if field.name == "core_type" else "default")
+        assert field.choices == () or field.default in field.choices
+    assert len({field.name for field in FIELDS}) == len(FIELDS)
+    assert {f"{phase}_deadline" for phase in DEADLINES} <= {field.name for field in FIELDS}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--max_output_len", "5", "--save_outputs"],
+        ["--max-output-len", "5", "--save-outputs"],
+        ["--max-output-len=5", "--save-outputs=true"],
+        ["--max_output_len=5", "--save_outputs", "yes"],
+    ],
+)
+def test_hyphens_underscores_and_equals_signs(argv: list[str]) -> None:
+    config = parse_run([*DUMMY, *argv])
+    assert (config.max_output_len, config.save_outputs) == (5, True)
+    assert config.given("max_output_len")
+    assert not config.given("seed")
+
+
+def test_values_keep_their_hyphens() -> None:
+    config = parse_run([*DUMMY, "--log-dir=my-runs/a--b", "--model_path", "smol-lm"])
+    assert (config.log_dir, config.model_path) == ("my-runs/a--b", "smol-lm")
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: str(field.name))
+def test_every_misspelt_option_names_the_nearest(field: Any) -> None:
+    wrong = f"--{field.name[:-2]}{field.name[-1]}{field.name[-2]}x"
+    with pytest.raises(ConfigError) as error:
+        parse_run([*DUMMY, wrong, "1"])
+    assert f"unknown option {wrong}" in str(error.value)
+    assert "did you mean '--" in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", ["--max_output", "--seeds", "--Seed", "-seed"])
+def test_no_option_is_guessed(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="unknown option"):
+        parse_run([*DUMMY, wrong, "1"])
+
+
+def test_a_word_too_many() -> None:
+    with pytest.raises(ConfigError, match="unknown option again"):
+        parse_run([*DUMMY, "--seed", "1", "again"])
+
+
+def test_a_missing_value() -> None:
+    with pytest.raises(ConfigError, match="--seed"):
+        parse_run([*DUMMY, "--seed"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--min_output_len", "9", "--max_output_len", "3"], ["--min_output_len 9", "--max_output_len 3"]),
+        (["--dataset", "synthetic", "--dataset_path", "x"], ["--dataset_path", "exclude"]),
+        (["--server_target_qps", "0"], ["--server_target_qps 0", "more than 0"]),
+        (["--num_ctx_servers", "2"], ["--num_ctx_servers", "no meaning with --mode aggregated"]),
+        (["--gen_tp_size", "2"], ["--gen_tp_size", "no meaning with --mode aggregated"]),
+        (["--mode", "disaggregated", "--tensor_parallelism", "2"], ["--tensor_parallelism", "no meaning with --mode disaggregated"]),
+        (["--core_type", "torch"], ["--model_path", "tiny-llama"]),
+    ],
+)
+def test_options_that_do_not_go_together(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_run([*DUMMY, *argv])
+    assert all(word in str(error.value) for word in words)
+
+
+def test_the_digest_tells_configurations_apart(tmp_path: Path) -> None:
+    yaml = tmp_path / "disagg.yaml"
+    yaml.write_text("executors: {num_instances: 1}\n")
+    argv = [*DUMMY, "--disagg_config", str(yaml)]
+    first = parse_run(argv)
+    assert first.digest() == parse_run(argv).digest()
+    other = parse_run([*argv, "--seed", "4"])
+    assert first.digest() != other.digest()
+    assert other.difference(first.values) == "--seed is 4 there and 0 here"
+    assert first.difference(parse_run(argv).values) == ""
+    before = first.digest()
+    yaml.write_text("executors: {num_instances: 2}\n")
+    assert first.digest() != before
+
+
+def test_json_says_where_a_value_came_from() -> None:
+    json = parse_run([*DUMMY, "--seed", "3"]).to_json()
+    assert json["seed"] == {"value": 3, "source": "command line"}
+    assert json["top_k"] == {"value": 0, "source": "default"}
+
+
+def test_unknown_attributes() -> None:
+    with pytest.raises(AttributeError):
+        _ = RunConfig({}, {}).no_such_option
+
+
+def test_run_names_are_file_names() -> None:
+    assert run_name(parse_run([*DUMMY, "--scenarios", "Server"])) == "dummy-Server"
+    assert run_name(parse_run(["--core_type", "my.mod:Core"])) == "my.mod_Core-Offline"
+    assert run_name(parse_run([*DUMMY, "--model_path", "/models/Smol LM/"])) == "Smol_LM-Offline"
+
+
+def mpillm(*words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "mpillm", *words], env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_every_option() -> None:
+    shown = mpillm("run", "--help")
+    assert shown.returncode == 0
+    assert all(f"--{field.name}" in shown.stdout for field in FIELDS)
+    assert mpillm("--help").returncode == 0
+
+
+def test_commands() -> None:
+    wrong = mpillm("plam")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("mpillm: no command 'plam' (did you mean 'plan'?)")
+    assert mpillm().returncode == 2
+
+
+def test_bad_options_of_other_commands() -> None:
+    wrong = mpillm("plan", "--world_sise", "4")
+    assert wrong.returncode == 2
+    assert "did you mean '--world_size'?" in wrong.stderr
+    assert wrong.stdout == ""

@@ -1,0 +1,237 @@
+"""The dummy core: its answers, its clock, its faults and its handoff, without MPI."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.errors import ConfigError
+from mpillm.cores import BackendRegistry, CoreConfig
+from mpillm.cores.dummy import VOCAB_SIZE, DummyCore, answer_tokens
+from mpillm.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
+
+FIRST, FINAL = ResponseFlag.FIRST, ResponseFlag.FINAL
+
+
+def requests(prompts: list[list[int]], max_output: int = 4, generation: int = NO_INSTANCE, first_id: int = 0) -> Batch:
+    """A batch of greedy requests."""
+    rows = np.zeros(len(prompts), REQUEST)
+    rows["id"] = np.arange(first_id, first_id + len(prompts))
+    rows["n_tokens"] = [len(prompt) for prompt in prompts]
+    rows["max_output"], rows["min_output"], rows["top_p"], rows["generation"] = max_output, 1, 1, generation
+    rows["seed"] = np.arange(len(prompts))
+    return Batch(rows, np.array([token for prompt in prompts for token in prompt], np.int32))
+
+
+def expected(prompt: list[int], n: int) -> list[int]:
+    seed = sum(token * (2 * i + 1) for i, token in enumerate(prompt))
+    return [(seed + j) % VOCAB_SIZE for j in range(n)]
+
+
+def core(role: str = "executor", max_batch_size: int = 64, **options: Any) -> DummyCore:
+    made = DummyCore(CoreConfig("dummy", role=role, max_batch_size=max_batch_size, options=options))
+    made.load()
+    made.run_health_check()
+    made.start_test()
+    return made
+
+
+def responses(made: DummyCore, n_final: int, seconds: float = 5.0) -> list[tuple[int, int, list[int]]]:
+    """(id, flags, tokens) of all rows until so many are final."""
+    got: list[tuple[int, int, list[int]]] = []
+    end = time.monotonic() + seconds
+    while sum(bool(flags & FINAL) for _, flags, _ in got) < n_final:
+        assert time.monotonic() < end
+        if not made.has_work():
+            continue
+        batch = made.poll_responses()
+        if batch is not None:
+            offsets = batch.offsets()
+            rows = batch.rows.tolist()
+            got += [(row[0], row[2], batch.tokens[offsets[i] : offsets[i + 1]].tolist()) for i, row in enumerate(rows)]
+    assert not made.has_work()
+    return got
+
+
+def test_importing_it_needs_no_mpi() -> None:
+    """Every rank and every test would start MPI by the import alone."""
+    code = "import sys, mpillm.cores.dummy; sys.exit('mpi4py.MPI' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 0
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9), st.integers(1, 5)), max_size=6))
+def test_answers(cases: list[tuple[list[int], int]]) -> None:
+    made = answer_tokens(requests([prompt for prompt, _ in cases]), np.array([n for _, n in cases], np.int64))
+    assert made.tolist() == [token for prompt, n in cases for token in expected(prompt, n)]
+
+
+def test_long_prompts_do_not_overflow() -> None:
+    prompt = [VOCAB_SIZE - 1] * 50_000
+    assert answer_tokens(requests([prompt]), np.array([3])).tolist() == expected(prompt, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"ttft_ms": 1.0, "tpot_ms": 0.1}])
+@pytest.mark.parametrize("max_output", [1, 4])
+def test_every_request_is_answered_once(options: dict[str, float], max_output: int) -> None:
+    prompts = [[i, i + 1] for i in range(10)]
+    made = core(**options, max_batch_size=3)
+    made.enqueue(requests(prompts[:6], max_output))
+    made.enqueue(requests(prompts[6:], max_output, first_id=6))
+    got = responses(made, 10)
+    finals = {id_: tokens for id_, flags, tokens in got if flags & FINAL}
+    assert finals == {i: expected(prompt, max_output) for i, prompt in enumerate(prompts)}
+    firsts = [(id_, tokens[0]) for id_, flags, tokens in got if flags & FIRST]
+    assert sorted(firsts) == [(i, expected(prompt, 1)[0]) for i, prompt in enumerate(prompts)]
+    for i in range(10):  # the first token never comes after the whole answer
+        flags = [flags for id_, flags, _ in got if id_ == i]
+        assert flags in ([FIRST, FINAL], [FIRST | FINAL])
+
+
+def test_the_clock() -> None:
+    made = core(ttft_ms=20.0, tpot_ms=10.0)
+    start = time.perf_counter()
+    made.enqueue(requests([[1]], max_output=4))
+    times = {}
+    while len(times) < 2:
+        assert time.perf_counter() < start + 5
+        if made.has_work() and (batch := made.poll_responses()) is not None:
+            times[int(batch.rows["flags"][0])] = time.perf_counter() - start
+    assert 0.02 <= times[FIRST] < times[FINAL]
+    assert times[FINAL] >= 0.05
+
+
+def test_max_batch_size_bounds_what_runs() -> None:
+    made = core(ttft_ms=5.0, max_batch_size=2)
+    start = time.perf_counter()
+    made.enqueue(requests([[i] for i in range(6)], max_output=1))
+    responses(made, 6)
+    assert time.perf_counter() - start >= 0.015  # three rounds
+
+
+def test_lengths_by_distribution() -> None:
+    made = core(output_mean=20.0, output_stdev=5.0)
+    prompts = [[i] for i in range(300)]
+    batch = requests(prompts, max_output=30)
+    batch.rows["min_output"] = 12
+    made.enqueue(batch)
+    lengths = [len(tokens) for _, flags, tokens in responses(made, 300) if flags & FINAL]
+    assert 18 < np.mean(lengths) < 22
+    assert (min(lengths), max(lengths)) == (12, 30)
+    again = core(output_mean=20.0, output_stdev=5.0)
+    again.enqueue(batch)
+    assert [len(tokens) for _, _, tokens in responses(again, 300)] == lengths
+
+
+@pytest.mark.parametrize("options", [{}, {"ttft_ms": 0.5, "tpot_ms": 0.1}])
+def test_handoff(options: dict[str, float]) -> None:
+    """From a context to a generation core, as comms/handoff.py does it."""
+    context, generation = core("context", **options, kv_bytes_per_token=10), core("generation", **options, kv_bytes_per_token=10)
+    prompts = [[i, 7] for i in range(5)]
+    batch = requests(prompts, generation=1)
+    context.enqueue(batch)
+    firsts: list[tuple[int, int]] = []
+    end = time.monotonic() + 5
+    while len(firsts) < 5:
+        assert time.monotonic() < end
+        if context.has_work() and (made := context.poll_responses()) is not None:
+            assert (made.rows["flags"] == FIRST).all()
+            firsts += zip(made.rows["id"].tolist(), made.tokens.tolist(), strict=True)
+    offsets = batch.offsets()
+    for id_, token in firsts:
+        assert token == expected(prompts[id_], 1)[0]
+        room = generation.reserve_kv(batch.rows[id_])
+        sent = context.export_kv(id_)
+        assert room is not None
+        assert len(room) == len(sent) == 20
+        room[:] = sent
+        context.release_kv(id_)
+        generation.admit(Batch(batch.rows[id_ : id_ + 1], batch.tokens[offsets[id_] : offsets[id_ + 1]]), token)
+    got = responses(generation, 5)
+    assert {id_: (flags, tokens) for id_, flags, tokens in got} == {i: (FINAL, expected(p, 4)) for i, p in enumerate(prompts)}
+
+
+def test_a_wrong_handoff_is_noticed() -> None:
+    for kv, token, word in ((5, 3, "KV cache"), (0, 4, "first token")):
+        generation = core("generation")
+        batch = requests([[3]], generation=1)
+        room = generation.reserve_kv(batch.rows[0])
+        assert room is not None
+        room[0] = kv
+        with pytest.raises(RuntimeError, match=word):
+            generation.admit(batch, token)
+            generation.poll_responses()
+
+
+def test_a_full_generation_core_takes_no_more() -> None:
+    generation = core("generation", ttft_ms=1.0, max_batch_size=2)
+    rows = requests([[1], [2], [3]], generation=1).rows
+    assert [generation.reserve_kv(row) is None for row in rows] == [False, False, True]
+
+
+def test_an_answer_of_one_token_is_not_handed_over() -> None:
+    context = core("context")
+    context.enqueue(requests([[9]], max_output=1, generation=1))
+    assert responses(context, 1) == [(0, FIRST | FINAL, [9])]
+
+
+def test_silent_drops_one_request() -> None:
+    made = core(fault="silent", fault_at=3)
+    made.enqueue(requests([[i] for i in range(2)]))
+    made.enqueue(requests([[i] for i in range(2, 5)], first_id=2))
+    assert sorted(id_ for id_, flags, _ in responses(made, 4) if flags & FINAL) == [0, 1, 3, 4]
+
+
+def test_raise_at_the_nth_request_of_the_test() -> None:
+    made = DummyCore(CoreConfig("dummy", options={"fault": "raise", "fault_at": 3}))
+    made.enqueue(requests([[1]] * 5))  # the warm-up's do not count
+    made.start_test()
+    made.enqueue(requests([[1]] * 2))
+    with pytest.raises(RuntimeError, match="injected fault in the test, at request 3"):
+        made.enqueue(requests([[1]]))
+
+
+def test_faults_are_of_one_rank() -> None:
+    DummyCore(CoreConfig("dummy", rank=2, options={"fault": "raise", "fault_phase": "load", "fault_rank": 3})).load()
+    with pytest.raises(RuntimeError, match="injected fault in load"):
+        DummyCore(CoreConfig("dummy", rank=3, options={"fault": "raise", "fault_phase": "load", "fault_rank": 3})).load()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"falt": "raise"}, ["falt", "did you mean 'fault'?"]),
+        ({"fault": "rase"}, ["fault:rase", "did you mean 'raise'?"]),
+        ({"fault_phase": "lode"}, ["fault_phase:lode", "did you mean 'load'?"]),
+        ({"ttft_ms": "soon"}, ["ttft_ms:soon"]),
+        ({"fault_at": "x"}, ["fault_at:x"]),
+    ],
+)
+def test_bad_options(options: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        BackendRegistry.check(CoreConfig("dummy", options=options))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackendRegistry, "_modules", dict(BackendRegistry._modules))
+    BackendRegistry.register("mine", "mpillm.cores.dummy:DummyCore")
+    assert BackendRegistry.get("mine") is BackendRegistry.get("dummy") is DummyCore
+    assert "mine" in BackendRegistry.names()
+    for name, words in (
+        ("dumy", "did you mean 'dummy'"),
+        ("mpillm.cores.dummy:Dummy", "has no attribute 'Dummy'"),
+        ("mpillm.cores.dummy:DummyOptions", "not an LLMCore"),
+        ("no_such_module:Core", "no_such_module"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            BackendRegistry.get(name)

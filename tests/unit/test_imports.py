@@ -1,0 +1,47 @@
+"""disagg <- launch <- mpillm, and what may not be imported to start."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("disagg", "launch", "mpillm")  # each may import itself and those before it
+HEAVY = ("mpi4py", "torch", "numpy", "yaml", "subprocess", "multiprocessing")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The absolute name of every module that the file imports, anywhere in it."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield ".".join([*base, *([node.module] if node.module else [])])
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_go_one_way(package: str) -> None:
+    files = list((ROOT / package).rglob("*.py"))
+    assert files
+    later = PACKAGES[PACKAGES.index(package) + 1 :]
+    backwards = [f"{path.relative_to(ROOT)}: {name}" for path in files for name in imported(path) if name.split(".")[0] in later]
+    assert backwards == []
+
+
+def test_disagg_is_pure_data() -> None:
+    allowed = {*sys.stdlib_module_names, "disagg", "yaml"} - {"subprocess", "socket", "multiprocessing", "threading", "asyncio"}
+    used = {name.split(".")[0] for path in (ROOT / "disagg").rglob("*.py") for name in imported(path)}
+    assert used - allowed == set()
+
+
+def test_importing_disagg_imports_nothing_heavy() -> None:
+    code = f"import sys; import disagg; print([name for name in {HEAVY!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    assert result.stdout.strip() == "[]"
