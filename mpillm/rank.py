@@ -260,7 +260,7 @@ class Rank:
                 self._beats.send_object(0, Tag.BYE, None)  # at once: the rank is about to end
                 return int(stop.object()[0])
         except MPI.Exception:
-            self._control.Ack_failed()  # under ULFM a lost rank, whichever, is reported again until that is acknowledged
+            self._beats.acknowledge_losses()
         if cause := self._member.rank0_lost():
             self._say_rank0_lost(cause)
             return ExitCode.INSTANCE_LOST

@@ -111,22 +111,19 @@ class Member:
         """Tell rank 0 that this rank can't go on, and wait (at most the grace time) to be told to stop."""
         end = time.monotonic() + self.limits.grace
         try:
-            self.transport.send_object(0, Tag.FAILED, failure)
-            while time.monotonic() < end:
-                if not self.transport.dispatch():
-                    time.sleep(0.001)
+            with contextlib.suppress(MPI.Exception):  # rank 0 is lost itself
+                self.transport.send_object(0, Tag.FAILED, failure)
+            while time.monotonic() < end and not self.rank0_lost():
+                self.transport.dispatch_whoever_is_lost()
         except Stopped as stopped:
             return stopped
-        except MPI.Exception:
-            return Stopped(ExitCode.INSTANCE_LOST, False)  # nobody can tell this rank anything any more
         return Stopped(failure.code or ExitCode.NOT_READY, False)
 
     def say_bye(self) -> None:
         """Nothing of the run is left on this rank."""
-        self.transport.send_object(0, Tag.BYE, None)
-        end = time.monotonic() + 1
-        while not self.transport.idle and time.monotonic() < end:
-            self.transport.poll()
+        with contextlib.suppress(MPI.Exception):  # as in `fail`
+            self.transport.send_object(0, Tag.BYE, None)
+            self.transport.flush(1.0)
 
     def _on_release(self, received: Received) -> None:
         phase, payload = received.object()
@@ -226,10 +223,8 @@ class Coordinator:
         """What to tell the person: `failures` and those that arrive in the next moment, without what merely follows from others."""
         # Whoever interrupted rank 0 may kill it in a moment: mpirun does, when it has lost a rank.
         end = time.monotonic() + (_SETTLE_S if not failures[0].interrupted else _SETTLE_S / 10)
-        with contextlib.suppress(MPI.Exception):  # of a lost rank: `gone` names it
-            while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
-                if not self._transport.dispatch():
-                    time.sleep(0.001)
+        while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
+            self._transport.dispatch_whoever_is_lost()
         if gone := self.losses(self.gone()):
             return gone
         every = {(f.rank, f.cause): f for f in (*failures, *self._failures.values())}
@@ -262,12 +257,7 @@ class Coordinator:
         while time.monotonic() < end:
             if others <= self._byes | set(self.gone()):
                 return stopped
-            try:
-                if not self._transport.dispatch():
-                    time.sleep(0.001)
-            except MPI.Exception:
-                # Under ULFM a communicator reports a lost member again and again until that is acknowledged.
-                self._transport.comm.Ack_failed()
+            self._transport.dispatch_whoever_is_lost()
         return None
 
     def _late(self, deadline: float) -> list[Failure]:

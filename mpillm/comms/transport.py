@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -63,6 +64,12 @@ class Transport:
         while self._sending and self._sending[0][0].Test():
             self._sending.popleft()
 
+    def flush(self, seconds: float) -> None:
+        """Wait, at most so long, until all messages have left."""
+        end = time.monotonic() + seconds
+        while self._sending and time.monotonic() < end:
+            self.reap()
+
     def poll(self) -> Received | None:
         """The next message, or None."""
         self.reap()
@@ -99,6 +106,18 @@ class Transport:
                 return count > 0
             self.handlers[received.tag](received)
         return True
+
+    def dispatch_whoever_is_lost(self) -> None:
+        """As `dispatch`, with a short sleep when there was nothing; for the end of a run, when a lost rank is no news."""
+        try:
+            if not self.dispatch():
+                time.sleep(0.001)
+        except MPI.Exception:
+            self.acknowledge_losses()
+
+    def acknowledge_losses(self) -> None:
+        """Under ULFM a communicator reports a lost member, whichever, again and again until that is acknowledged."""
+        self.comm.Ack_failed()
 
     @property
     def idle(self) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
 import numpy as np
 
+from mpillm.comms.control import runs
 from mpillm.cores import CoreConfig, Credits, LLMCore
 from mpillm.cores.dummy import DummyCore
 from mpillm.messages import RESPONSE, Batch, ResponseFlag
@@ -75,6 +77,28 @@ class SlowContext(DummyCore):
     def has_work(self) -> bool:
         if self.config.role == "context":
             time.sleep(0.005)
+        return super().has_work()
+
+
+class Orphaned(DummyCore):
+    """One rank is killed in the test, and the other instances fail as soon as it is gone."""
+
+    _LOST = Path("lost")  # the process id
+
+    def start_test(self) -> None:
+        super().start_test()
+        if self.config.rank == int(os.environ["MPILLM_TEST_RANK"]):
+            draft = self._LOST.with_suffix(".part")
+            draft.write_text(str(os.getpid()))
+            draft.replace(self._LOST)
+            self._dies_at = time.monotonic() + 0.3
+
+    def has_work(self) -> bool:
+        if hasattr(self, "_dies_at"):
+            if time.monotonic() > self._dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif self._warm and self._LOST.exists() and not runs(int(self._LOST.read_text())):
+            raise ValueError("the other is gone")
         return super().has_work()
 
 

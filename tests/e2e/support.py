@@ -32,7 +32,7 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _POLL_S = 0.02
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
     """What `condition` returns once that is true; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not (value := condition()):
@@ -173,7 +173,7 @@ class Command:
         """To the whole process group, as a terminal does on Ctrl-C."""
         os.killpg(self.process.pid, number)
 
-    def end(self, timeout: float = 30.0, tidy: bool = True) -> Ended:
+    def end(self, timeout: float = 60.0, tidy: bool = True) -> Ended:
         """Wait for its end; fails when it takes longer than `timeout`, leaves a process, or (if `tidy`) leaves a file in /dev/shm."""
         limit = time.monotonic() + timeout
         sampled = 0.0
@@ -262,7 +262,7 @@ class Starter:
         head = [self.python, "-m", "mpillm", "mpirun", "-n", ranks, "run", "--core_type", core, "--log_dir", log_dir]
         return self.command([*head, *options], log_dir, env, **more)
 
-    def run(self, ranks: int, *options: object, timeout: float = 30.0, **more: Any) -> Ended:
+    def run(self, ranks: int, *options: object, timeout: float = 60.0, **more: Any) -> Ended:
         """As `start`, to its end."""
         return self.start(ranks, *options, **more).end(timeout)
 

@@ -19,7 +19,7 @@ import pytest
 from support import DONE, INSTANCE_LOST, NOT_READY, ROOT, TEST_FAILED, USAGE, Command, Ended, Samples, Starter, make_samples, wait_until
 
 HERE = Path(__file__).parent
-START_S = 15.0  # to start and to end: far more than it takes, because other tests may have the cores
+START_S = 25.0  # to start and to end: far more than it takes, because other tests may have the cores
 GRACE_S = 1.5
 GRACE: list[object] = ["--grace", GRACE_S]
 # A test that lasts until something happens to it.
@@ -350,6 +350,14 @@ def test_a_killed_rank_0(both: Starter, phase: str) -> None:
     ended.must(INSTANCE_LOST)
     assert "rank 0 is gone" in ended.err
     assert ended.seconds < START_S + 3 + 2 * GRACE_S, repr(ended)
+
+
+def test_a_killed_rank_makes_others_fail(both: Starter) -> None:
+    """They end with it, and are not named: not as gone, and not for what followed."""
+    env = {"PYTHONPATH": f"{ROOT}:{HERE}", "MPILLM_TEST_RANK": "2"}
+    ended = both.run(4, *ENDLESS, core="plugin_cores:Orphaned", env=env)
+    check_failure(ended, INSTANCE_LOST, "the process is gone", rank=2, phase="test")
+    assert [failure["rank"] for failure in ended.result["failures"]] == [2]
 
 
 def test_a_core_that_exits(one: Starter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpillm.comms.control import PHASES, Coordinator, Limits, Member, Stopped
 from mpillm.comms.loop import EventLoop
-from mpillm.comms.transport import Transport
+from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -32,11 +32,11 @@ class QuietWatch:
 class Rank:
     """A member, on rank 0 with the coordinator."""
 
-    def __init__(self, comm: MPI.Intracomm, deadline: float = 20.0) -> None:
+    def __init__(self, comm: MPI.Intracomm, deadline: float = 20.0, transport: Callable[[MPI.Intracomm], Any] = Transport) -> None:
         watch: Any = QuietWatch()
         limits = Limits(dict.fromkeys(PHASES, deadline), grace=5.0, heartbeat=60.0)
         self.rank, self.size = comm.rank, comm.size
-        self.member = Member(Transport(comm), watch, limits)
+        self.member = Member(transport(comm), watch, limits)
         self.loop = EventLoop(watch)
         self.loop.pollers.append(self.member.poll)
         self.completed: list[tuple[str, float, dict[int, Any]]] = []
@@ -121,10 +121,24 @@ def test_a_deadline_names_the_missing_rank(comm: MPI.Intracomm) -> None:
         rank.member.say_bye()
 
 
-def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm) -> None:
-    """Every rank but 0 fails: rank 0 hears of all, in one error."""
-    rank = Rank(comm)
+class BereavedTransport(Transport):
+    """Reports lost ranks, as any look at the control communicator does under ULFM until that is acknowledged."""
+
+    losses = 0
+
+    def poll(self) -> Received | None:
+        if self.losses:
+            self.losses -= 1
+            raise MPI.Exception(MPI.ERR_OTHER)
+        return super().poll()
+
+
+@pytest.mark.parametrize("losses", [0, 3])
+def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm, losses: int) -> None:
+    """Every rank but 0 fails: rank 0 hears of all, in one error; also when another loss is reported meanwhile."""
+    rank = Rank(comm, transport=BereavedTransport)
     rank.phase("join")
+    rank.member.transport.losses = losses if comm.rank else 0
     if comm.rank == 0:
         with pytest.raises(RunError) as error:
             rank.phase("load")
