@@ -10,8 +10,6 @@ What it adds to a plain `mpirun`:
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import re
 import shlex
@@ -20,17 +18,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 import psutil
 
 from disagg.errors import ConfigError, nearest
 from launch.environment import EXIT_FILE, TTY, clean_environment, rank_environment, told_exit_code
+from launch.supervisor import STOP_GRACE_S, Supervisor, say
 
 Kind = Literal["openmpi", "mpich"]
 
@@ -39,12 +36,6 @@ COMMANDS = ("run", "bench")
 
 INSTANCE_LOST = 5
 """Exit code for a run that lost a rank, and for one that ended without telling a code."""
-
-STOP_GRACE_S = 10.0
-"""How long the ranks have to end by themselves, after Ctrl-C or after rank 0 told its exit code."""
-
-KILL_GRACE_S = 3.0
-"""How long `mpirun` has to end its ranks before they are killed one by one."""
 
 USAGE = """\
 usage: python -m mpillm mpirun -n N [--dry_run] [mpirun options] [--] COMMAND [options of COMMAND]
@@ -339,124 +330,10 @@ def main(
     with tempfile.TemporaryDirectory(prefix=".mpillm-", dir=Path.cwd() if several_hosts else None) as folder:
         exit_file = Path(folder) / "exit_code"
         env = rank_environment(os.environ, exit_file, tty=sys.stdout.isatty())
-        status, interrupted = Supervisor(mpi, stop_grace_s).run(line, env, lambda: told_exit_code(exit_file) is not None)
+        supervisor = Supervisor(openmpi=mpi.kind == "openmpi", stop_grace_s=stop_grace_s)
+        status, interrupted = supervisor.run(line, env, lambda: told_exit_code(exit_file) is not None)
         told = told_exit_code(exit_file)
     code = exit_code(told, status, interrupted)
     if told is None and interrupted is None and code == INSTANCE_LOST:
-        _say(f"rank 0 is gone without an exit code: it was killed or crashed (mpirun ended with {status})")
+        say(f"rank 0 is gone without an exit code: it was killed or crashed (mpirun ended with {status})")
     return code
-
-
-class Supervisor:
-    """Runs one `mpirun` and sees to it that it ends, with everything that it started on this node.
-
-    `mpirun` gets a session of its own, so a terminal's Ctrl-C reaches only this process, which passes on one signal:
-
-    1. the first Ctrl-C, SIGTERM or SIGHUP asks the ranks to stop (a second one skips the wait). Open MPI would give them a
-       quarter of a second and drop their last output on SIGINT or SIGTERM, but hands SIGUSR2 on to every rank; hydra hands SIGTERM on;
-    2. after `stop_grace_s`, Open MPI's `mpirun` is told to end its ranks;
-    3. after `KILL_GRACE_S`, and at once with hydra, every process below `mpirun` is killed.
-
-    The same grace time runs from the moment rank 0 has told its exit code, for ranks that hang in their end. This process
-    is made the reaper of orphans (Linux), so ranks that outlive a killed `mpirun` are found and killed, too; and `mpirun`
-    gets a signal when this process dies.
-    """
-
-    def __init__(self, mpi: Mpi, stop_grace_s: float = STOP_GRACE_S) -> None:
-        self._mpi = mpi
-        self._grace_s = stop_grace_s
-        self._signals: list[int] = []
-        openmpi = mpi.kind == "openmpi"
-        self._ask = signal.SIGUSR2 if openmpi else signal.SIGTERM
-        # hydra's proxies kill their ranks when mpirun is gone; Open MPI's mpirun has to be alive to end them.
-        self._at_our_death = signal.SIGTERM if openmpi else signal.SIGKILL
-
-    def run(self, line: Sequence[str], env: Mapping[str, str], finished: Callable[[], bool]) -> tuple[int, int | None]:
-        """Start `line` and wait. Returns its status (negative: ended by a signal) and the signal that interrupted it, if any.
-
-        `finished` says whether rank 0 has told that the run is over.
-        """
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        before = {child.pid for child in psutil.Process().children()}
-        previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
-            process = subprocess.Popen(
-                line,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, self._at_our_death),
-            )
-            try:
-                self._wait(process, finished)
-            finally:
-                _end_processes(process, before)
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        return process.wait(), self._signals[0] if self._signals else None
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append(number)
-
-    def _wait(self, process: subprocess.Popen[bytes], finished: Callable[[], bool]) -> None:
-        """Wait for `process`, and return early when only killing is left to do."""
-        stop_at: float | None = None
-        while not _ended_within(process, 0.25):
-            if stop_at is None and self._signals:
-                _say("stopping; press Ctrl-C again to end the ranks at once")
-                process.send_signal(self._ask)
-                stop_at = time.monotonic() + self._grace_s
-            elif stop_at is None and finished():
-                stop_at = time.monotonic() + self._grace_s
-            if len(self._signals) > 1 or (stop_at is not None and time.monotonic() > stop_at):
-                _say("ending the ranks that are still there")
-                if self._mpi.kind == "openmpi":
-                    process.terminate()
-                    _ended_within(process, KILL_GRACE_S)
-                return
-
-
-def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _end_processes(mpirun: subprocess.Popen[bytes], before: set[int]) -> None:
-    """Kill `mpirun`, what it started, and what became ours because it ended first: every child that was not there `before`."""
-    for _ in range(10):  # killing a parent can bring up its children, and a process stuck in the kernel stays
-        mine = [child for child in psutil.Process().children() if child.pid not in before]
-        if not mine and mpirun.poll() is not None:
-            return
-        below: list[psutil.Process] = []
-        for child in mine:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                below += child.children(recursive=True)
-        others = [process for process in [*mine, *below] if process.pid != mpirun.pid]
-        if mpirun.poll() is None:
-            mpirun.kill()
-            mpirun.wait()
-        else:
-            # mpirun ended by itself: its ranks may just be ending, too.
-            others = psutil.wait_procs(others, timeout=0.5)[1]
-        for process in others:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(others, timeout=1.0)
-
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def _prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere nothing, and a killed launcher leaves ending the ranks to `mpirun`."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _say(text: str) -> None:
-    print(f"mpillm mpirun: {text}", file=sys.stderr, flush=True)

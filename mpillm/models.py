@@ -94,12 +94,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown argument {unknown[0]!r}{nearest(unknown[0], ['--models_dir', '--help'])}")
-    try:
-        folder = fetch_model(arguments.name, arguments.models_dir)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(folder)
+    print(fetch_model(arguments.name, arguments.models_dir))
     return 0
 
 

