@@ -1,8 +1,7 @@
-"""``bench engine``: the embedded engine against transformers' `generate`, in turns, on the same prompts; and the matrix products alone."""
+"""``bench engine``: the embedded engine against transformers, in turns, on the same prompts; and the matrix products alone."""
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from disagg.errors import ConfigError
+from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.config import Parser, add_fields, collect
 from mpillm.cores.base import CoreConfig
 from mpillm.dataset import load_dataset
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the table; 0 unless something could not be run."""
     parser = Parser(
         prog="mpillm bench engine",
-        description="Offline output tokens/s of the embedded engine and of transformers' generate: greedy, all answers of one length.",
+        description="Output tokens/s, offline, of the embedded engine and of transformers: greedy, all answers of one length.",
         epilog="example:\n  python -m mpillm bench engine --model_path DIR",
     )
     add_fields(parser, _FIELDS)
@@ -67,15 +67,17 @@ def main(argv: Sequence[str]) -> int:
 
     torch.set_num_threads(config.n_threads)
     engine = _Engine(core, info)
-    baseline = _Transformers(info.folder, config.dtype)
+    baseline = TransformersBaseline(info.folder, config.dtype)
     batches = sorted({_STATIC_BATCH, len(prompts)})
     contenders: dict[str, Callable[[], list[list[int]]]] = {"engine": lambda: engine.answer(prompts, config.output_len)}
     for size in batches:
-        contenders[f"generate, static batches of {size}"] = lambda size=size: baseline.answer(prompts, config.output_len, size)  # type: ignore[misc]
+        contenders[f"generate, static batches of {size}"] = lambda size=size: baseline.static(prompts, config.output_len, size)  # type: ignore[misc]
+    contenders["generate_batch (continuous)"] = lambda: baseline.continuous(prompts, config.output_len)
     times: dict[str, list[float]] = {name: [] for name in [*contenders, "products"]}
     answers: dict[str, list[list[int]]] = {}
     engine.answer(prompts, 2)  # memory and kernels
-    baseline.answer(prompts[:_STATIC_BATCH], 2, _STATIC_BATCH)
+    baseline.static(prompts[:_STATIC_BATCH], 2, _STATIC_BATCH)
+    baseline.continuous(prompts, config.output_len)  # a whole one: it makes its cache and its threads for what it is given
     started_all, others = time.perf_counter(), _others_cpu_s()
     for i in range(config.repeats):
         for name, answer in contenders.items():
@@ -174,33 +176,3 @@ class _Engine:
                         linear(inputs[linear.in_features][:n])
                 model.lm_head(inputs[model.lm_head.in_features][:wanted])
             return time.perf_counter() - started
-
-
-class _Transformers:
-    def __init__(self, folder: Path, dtype: str) -> None:
-        try:
-            torch: Any = importlib.import_module("torch")
-            transformers: Any = importlib.import_module("transformers")
-        except ImportError as error:
-            raise ConfigError(f"bench engine needs the package '{error.name}': pip install 'mpillm[models]'") from error
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-
-    def answer(self, prompts: list[list[int]], n_output: int, batch: int) -> list[list[int]]:
-        """Padded on the left; prompts of similar length together, which is what a static batch likes best."""
-        import torch
-
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        answers: dict[int, list[int]] = {}
-        for start in range(0, len(order), batch):
-            chosen = order[start : start + batch]
-            longest = max(len(prompts[i]) for i in chosen)
-            tokens = torch.tensor([[0] * (longest - len(prompts[i])) + prompts[i] for i in chosen])
-            mask = torch.tensor([[0] * (longest - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen])
-            with torch.inference_mode():
-                out = self._model.generate(
-                    tokens, attention_mask=mask, do_sample=False, max_new_tokens=n_output, min_new_tokens=n_output, pad_token_id=0
-                )
-            answers |= dict(zip(chosen, out[:, longest:].tolist(), strict=True))
-        return [answers[i] for i in range(len(prompts))]

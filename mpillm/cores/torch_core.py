@@ -103,8 +103,12 @@ class TorchCore(LLMCore):
     # --- work ---
 
     def credits(self) -> Credits:
-        """Twice the batch: the next requests wait here, not at the leader, when a place becomes free."""
-        return Credits(2 * self.config.max_batch_size, self.info.kv_cache_tokens)
+        """Twice the batch and the cache: the next requests wait here, not at the leader, when others end, often before their longest.
+
+        A generation instance grants its cache once: what waits for it keeps blocks of a context instance.
+        """
+        n_caches = 1 if self.config.role == "generation" else 2
+        return Credits(2 * self.config.max_batch_size, n_caches * self.info.kv_cache_tokens)
 
     def enqueue(self, requests: Batch) -> None:
         offsets = requests.offsets()
