@@ -37,7 +37,6 @@ class Context(InstanceRole):
         self._requests: dict[int, Batch] = {}
 
     def warmup(self) -> None:
-        self._phase = "warmup"
         if self._route is None:
             return
         batches = []
@@ -59,7 +58,7 @@ class Context(InstanceRole):
             rows = np.zeros(len(handed_over), RESPONSE)
             rows["id"] = handed_over
             rows["flags"] = ResponseFlag.CONTEXT_DONE
-            if self._phase == "warmup":
+            if not self._in_test:
                 self._warming.difference_update(handed_over)
             else:
                 self._owed -= len(handed_over)
@@ -80,5 +79,5 @@ class Context(InstanceRole):
             request = self._requests.pop(int(row["id"])) if row["flags"] & (ResponseFlag.FIRST | ResponseFlag.FINAL) else None
             if request is None or row["flags"] & ResponseFlag.FINAL or request.rows["generation"][0] == NO_INSTANCE:
                 continue
-            self._tokens += self._phase == "test"
+            self._tokens += self._in_test
             self._sender.offer(self._receivers[int(request.rows["generation"][0])], request, int(responses.tokens[start]))

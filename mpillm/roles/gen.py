@@ -22,7 +22,7 @@ class Generation(InstanceRole):
         self._warmed = 0
 
     def warmup(self) -> None:
-        self._phase = "warmup"
+        """Its requests come by the handoff, perhaps before it is told that the warm-up has begun."""
 
     def done(self, phase: str) -> bool:
         if phase != "warmup" or self._route is None:
@@ -39,7 +39,7 @@ class Generation(InstanceRole):
     def _on_responses(self, responses: Batch) -> None:
         super()._on_responses(responses)
         # The first token was the context instance's.
-        self._tokens -= len(responses) if self._phase == "test" else 0
-        if self._phase == "warmup":
+        self._tokens -= len(responses) if self._in_test else 0
+        if not self._in_test:
             self._warmed += len(responses)
             self._owed -= len(responses)

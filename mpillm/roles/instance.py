@@ -23,7 +23,7 @@ class InstanceRole(Role):
         self._route = route
         self._leader = leader
         self._instance = instance
-        self._phase = "load"
+        self._in_test = False  # until then all requests are of the warm-up, of which the leader is not told
         self._warming: set[int] = set()
         self._owed = 0
         self._samples = 0
@@ -43,14 +43,13 @@ class InstanceRole(Role):
         self._core.run_health_check()
 
     def warmup(self) -> None:
-        self._phase = "warmup"
         if self._route is not None:
             requests = self._core.warm_up_requests()
             self._warming = set(requests.rows["id"].tolist())
             self._core.enqueue(requests)
 
     def ready(self) -> None:
-        self._phase = "test"
+        self._in_test = True
         self._core.start_test()
         if self._route is not None:
             self._route.send(self._leader, Tag.GRANT, np.array(self._core.credits(), np.int64).view(np.uint8))
@@ -104,7 +103,7 @@ class InstanceRole(Role):
 
     def _on_responses(self, responses: Batch) -> None:
         final = (responses.rows["flags"] & ResponseFlag.FINAL) != 0
-        if self._phase == "warmup":
+        if not self._in_test:
             self._warming.difference_update(responses.rows["id"][final].tolist())
             return
         n_final = int(final.sum())
