@@ -113,7 +113,15 @@ class Member:
         try:
             self.transport.send_object(0, Tag.FAILED, failure)
             while time.monotonic() < end:
-                if not self.transport.dispatch():
+                try:
+                    if not self.transport.dispatch():
+                        time.sleep(0.001)
+                except MPI.Exception:
+                    # Of a lost rank, reported again until that is acknowledged. If it is not rank 0, that will tell; a rank that ended
+                    # before would look lost as well.
+                    if self.rank0_lost():
+                        break
+                    self.transport.comm.Ack_failed()
                     time.sleep(0.001)
         except Stopped as stopped:
             return stopped
