@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable
 
 from disagg import WorldPlan
+from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
-from mpillm.comms.world import Communicators, route_ranks
+from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
 from mpillm.planning import server_value
@@ -15,6 +16,7 @@ from mpillm.roles.base import Role, RouteMap
 from mpillm.roles.ctx import Context
 from mpillm.roles.executor import Executor
 from mpillm.roles.gen import Generation
+from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 
 _SERVER_VALUES = ("max_batch_size", "max_num_tokens", "max_seq_len")  # where nobody says, CoreConfig does
@@ -67,18 +69,17 @@ def make_roles(
     config: RunConfig,
     plan: WorldPlan,
     comms: Communicators,
-    transports: dict[str, Transport],
+    route: Transport | None,
     make_harness: Callable[[Transport, RouteMap], Role] | None,
 ) -> list[Role]:
     """The roles of this rank, in the order in which their phases run; `make_harness` on the harness's rank."""
     rank = comms.control.rank
     me = plan.ranks[rank]
     ranks = RouteMap(route_ranks(plan))
-    route = transports.get("route")
     roles: list[Role] = []
     if me.instance is not None:
         core = BackendRegistry.get(config.core_type)(core_config(config, plan, rank), comms.of_instance())
-        roles.append(_instance_role(core, plan, rank, ranks, transports))
+        roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if "leader" in me.roles:
         assert route is not None
         roles.append(Leader(route, ranks, plan, config.traffic_distribution_policy, config.stall_timeout))
@@ -88,21 +89,27 @@ def make_roles(
     return roles
 
 
-def _instance_role(core: LLMCore, plan: WorldPlan, rank: int, ranks: RouteMap, transports: dict[str, Transport]) -> Role:
+def _instance_role(
+    core: LLMCore, plan: WorldPlan, rank: int, ranks: RouteMap, route: Transport | None, comms: Communicators
+) -> InstanceRole:
     instance = plan.instances[core.config.instance]
-    route = transports.get("route") if rank == instance.leader else None
+    if rank != instance.leader:
+        route = None
     leader = ranks[plan.leader_rank]
     if instance.role == "executor":
         return Executor(core, route, leader, instance.index)
-    contexts = [i.index for i in plan.instances if i.role == "ctx"]
-    generations = [i.index for i in plan.instances if i.role == "gen"]
+    assert comms.handoff is not None
+    contexts = [i for i in plan.instances if i.role == "ctx"]
+    generations = [i for i in plan.instances if i.role == "gen"]
+    members = handoff_ranks(plan)
+    others = generations if instance.role == "ctx" else contexts
+    core.connect(MpiMover(comms.handoff), {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others})
     # Who warms up whom: every context instance has a generation instance to hand to, and every generation instance is handed something.
-    pairs = {(contexts[k % len(contexts)], generations[k % len(generations)]) for k in range(max(len(contexts), len(generations)))}
-    handoff = transports["handoff"]
+    n = max(len(contexts), len(generations))
+    pairs = {(contexts[k % len(contexts)].index, generations[k % len(generations)].index) for k in range(n)}
     if instance.role == "ctx":
-        members = [r for i in plan.instances if i.role in ("ctx", "gen") for r in i.ranks]
-        receivers = {i.index: members.index(i.leader) for i in plan.instances if i.role == "gen"}
+        receivers = {i.index: ranks[i.leader] for i in generations}
         mine = sorted(generation for context, generation in pairs if context == instance.index)
-        return Context(core, route, leader, instance.index, handoff, receivers, mine)
-    senders = sum(1 for _, generation in pairs if generation == instance.index)
-    return Generation(core, route, leader, instance.index, handoff, senders)
+        return Context(core, route, leader, instance.index, receivers, mine)
+    senders = {ranks[i.leader]: i.index for i in contexts}
+    return Generation(core, route, leader, instance.index, senders, sum(1 for _, generation in pairs if generation == instance.index))

@@ -46,7 +46,10 @@ class Kind(enum.IntEnum):
 
 
 class ResponseFlag(enum.IntFlag):
-    """Which part of an answer a response row is; a row may be FIRST and FINAL at once."""
+    """Which part of an answer a response row is.
+
+    FIRST and FINAL at once from a context instance say that it has handed nothing over; FINAL alone, that CONTEXT_DONE will follow.
+    """
 
     FIRST = 1  # the first token is there; the row's tokens are that token, unless FINAL is set too
     FINAL = 2  # the answer is complete; the request's id is free again
@@ -77,6 +80,11 @@ class Batch:
         offsets = np.zeros(len(self.rows) + 1, np.int64)
         np.cumsum(self.rows["n_tokens"], out=offsets[1:])
         return offsets
+
+    def split(self) -> list[Batch]:
+        """A batch for each row: views."""
+        offsets = self.offsets()
+        return [Batch(self.rows[i : i + 1], self.tokens[offsets[i] : offsets[i + 1]]) for i in range(len(self))]
 
     def pack(self, sequence: int = 0) -> NDArray[np.uint8]:
         """The batch as one buffer for the wire."""

@@ -158,10 +158,9 @@ class Rank:
         except OSError as error:
             raise RunError(Failure(f"{error.filename or setup.log_dir}: {error.strerror}")) from error
         self._comms = create_communicators(MPI.COMM_WORLD, self._control, setup.plan)
-        transports = {name: Transport(comm) for name in ("route", "handoff") if (comm := getattr(self._comms, name)) is not None}
+        self._route = Transport(self._comms.route) if self._comms.route is not None else None
         make_harness = self._director.make_harness if self._director else None
-        self._roles = make_roles(self._config, setup.plan, self._comms, transports, make_harness)
-        self._route = transports.get("route")
+        self._roles = make_roles(self._config, setup.plan, self._comms, self._route, make_harness)
         if self._route:
             self._loop.pollers.append(self._route.dispatch)
         self._loop.pollers.extend(role.poll for role in self._roles)

@@ -137,9 +137,9 @@ class _Engine:
         self._steps: list[tuple[int, int]] = []  # rows, rows with logits
         forward = self._engine.worker.model.forward
 
-        def counted(x: Any, attention: Any, wanted: Any) -> Any:
+        def counted(x: Any, attention: Any, wanted: Any, layer_stored: Any = None) -> Any:
             self._steps.append((len(x), len(wanted)))
-            return forward(x, attention, wanted)
+            return forward(x, attention, wanted, layer_stored)
 
         self._engine.worker.model.forward = counted  # type: ignore[method-assign]
 

@@ -1,109 +1,211 @@
-"""The handoff: a request and its KV cache move from a context to a generation instance.
+"""The handoff: a request and its KV cache move from a context to a generation instance, each of any layout.
 
-The context instance offers a finished context (OFFER: the request and its first token). The generation instance takes offers in the
-order in which they came; once it has room for the first, it posts the receive and accepts (ACCEPT). Then the KV cache moves (KV), and
-the context instance frees its blocks when the send is complete. Nobody waits: a receiver without room leaves the KV cache where it is.
+The instances' leaders negotiate on the route, many requests to a message:
+
+    OFFER    context to generation: requests whose contexts have the memory that they need, a step before they are computed
+    ACCEPT   back: there is room, and all ranks of the generation instance expect the KV cache under this slot
+    FIRST    context to generation: the first token, or that the answer has ended with it
+    ACCEPT   with NO_SLOT: the generation instance has let go of a request that ended with its first token
+
+The KV cache itself moves from rank to rank in the handoff communicator (see `engine.transfer`), while later layers still compute if the
+acceptance was there in time. How the ranks of an instance learn what to send and receive is the core's affair.
+
+A generation instance takes offers in the order in which they came; one that it has no room for waits there, and holds up nobody else's.
+Only contexts that have their memory are offered: what a receiver keeps room for does come, whatever else the instances wait for. So they
+never wait for each other in a circle. A request's id stays in use until both sides have let go of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received, Transport
 from mpillm.cores.base import LLMCore
-from mpillm.messages import Batch
+from mpillm.messages import Batch, concat
 
-_Send = tuple[MPI.Request, int, NDArray[np.uint8]]  # request id, KV cache
-_Receive = tuple[MPI.Request, int, Batch, int, NDArray[np.uint8]]  # slot, request, first token, KV cache
 _SLOTS = 256  # KV caches under way to one receiver
+_NO_SLOT = _NO_TOKEN = -1
+
+
+@dataclass
+class _Given:
+    """A request that was offered, as the context instance's leader sees it."""
+
+    instance: int
+    accepted: bool = False
+    left: bool = False  # the KV cache
+    told: bool = False  # the first token, or that there will be no more
+    ended: bool = False  # with its first token
+    let_go: bool = False  # by the receiver
+
+    @property
+    def done(self) -> bool:
+        return self.told and (self.left or (self.ended and not self.accepted)) and (self.let_go or not self.ended)
+
+
+@dataclass
+class _Taken:
+    """A request that was offered, as the generation instance's leader sees it."""
+
+    source: int
+    request: Batch
+    slot: int = _NO_SLOT  # from when it is accepted
+    arrived: bool = False
+    first_token: int | None = None
 
 
 class HandoffSender:
-    """The context instance's side."""
+    """The context instance's leader."""
 
-    def __init__(self, transport: Transport, core: LLMCore) -> None:
+    def __init__(self, transport: Transport, core: LLMCore, receivers: dict[int, int]) -> None:
+        """`receivers`: generation instance to its leader's rank in the transport's communicator."""
         self._transport = transport
         self._core = core
-        self._sending: list[_Send] = []
-        self.kv_bytes = 0
+        self._receivers = receivers
+        self._given: dict[int, _Given] = {}
+        self._maybe_done: list[int] = []
         transport.handlers[Tag.ACCEPT] = self._on_accept
 
-    def offer(self, receiver: int, request: Batch, first_token: int) -> None:
-        """Offer the KV cache of `request` (one row and its prompt) to rank `receiver` of the handoff communicator."""
-        self._transport.send(receiver, Tag.OFFER, np.concatenate([request.pack(), np.array([first_token], np.int32).view(np.uint8)]))
+    def __contains__(self, id_: int) -> bool:
+        """Whether the request was offered, and somebody may still hold something of it."""
+        return id_ in self._given
 
-    def announce(self, receiver: int, n_requests: int) -> None:
+    @property
+    def idle(self) -> bool:
+        return not self._given
+
+    def offer(self, requests: list[Batch]) -> None:
+        """Offer requests (batches of one row and its prompt) to the generation instances that they name."""
+        by_instance: dict[int, list[Batch]] = {}
+        for request in requests:
+            instance = int(request.rows["generation"][0])
+            by_instance.setdefault(instance, []).append(request)
+            self._given[int(request.rows["id"][0])] = _Given(instance)
+        for instance, batches in by_instance.items():
+            self._transport.send(self._receivers[instance], Tag.OFFER, concat(batches).pack())
+
+    def announce(self, instance: int, n_requests: int) -> None:
         """Tell a generation instance how many requests of the warm-up it will be offered."""
-        self._transport.send(receiver, Tag.WARM_UP, np.array([n_requests], np.int64).view(np.uint8))
+        self._transport.send(self._receivers[instance], Tag.WARM_UP, np.array([n_requests], np.int64).view(np.uint8))
+
+    def tell_first(self, tokens: dict[int, int | None]) -> None:
+        """First tokens by id of requests that were offered; None: the answer has ended with it."""
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        for id_, token in tokens.items():
+            given = self._given[id_]
+            given.told, given.ended = True, token is None
+            self._maybe_done.append(id_)
+            pairs.setdefault(self._receivers[given.instance], []).append((id_, _NO_TOKEN if token is None else token))
+        _send_pairs(self._transport, Tag.FIRST, pairs)
 
     def poll(self) -> list[int]:
-        """Ids of requests whose KV cache has left; their blocks are free again."""
-        self._transport.dispatch()
-        if not self._sending:
-            return []
-        done: list[_Send] = []
-        sending: list[_Send] = []
-        for entry in self._sending:
-            (done if entry[0].Test() else sending).append(entry)
-        self._sending = sending
-        for _, id_, _ in done:
+        """Ids of requests that this instance holds nothing of any more."""
+        for id_ in self._core.poll_kv():
+            self._given[id_].left = True
+            self._maybe_done.append(id_)
+        done = [id_ for id_ in dict.fromkeys(self._maybe_done) if self._given[id_].done]
+        self._maybe_done = []
+        for id_ in done:
+            del self._given[id_]
             self._core.release_kv(id_)
-        return [id_ for _, id_, _ in done]
+        return done
 
     def _on_accept(self, received: Received) -> None:
-        id_, slot = (int(x) for x in received.buffer.view(np.int64))
-        buffer = self._core.export_kv(id_)
-        self.kv_bytes += buffer.nbytes
-        self._sending.append((self._transport.comm.Isend((buffer, MPI.BYTE), received.source, Tag.KV + slot), id_, buffer))
+        for id_, slot in _pairs(received):
+            given = self._given[id_]
+            if slot == _NO_SLOT:
+                given.let_go = True
+                self._maybe_done.append(id_)
+            else:
+                given.accepted = True
+                self._core.send_kv(id_, given.instance, slot)
 
 
 class HandoffReceiver:
-    """The generation instance's side."""
+    """The generation instance's leader."""
 
-    def __init__(self, transport: Transport, core: LLMCore) -> None:
+    def __init__(self, transport: Transport, core: LLMCore, senders: dict[int, int]) -> None:
+        """`senders`: rank in the transport's communicator to the context instance that it leads."""
         self._transport = transport
         self._core = core
-        self._offers: deque[tuple[int, Batch, int]] = deque()
-        self._receiving: list[_Receive] = []
+        self._senders = senders
+        self._taken: dict[int, _Taken] = {}
+        self._waiting: deque[_Taken] = deque()  # in the order in which they came
         self._slots = list(range(_SLOTS))
-        self.offered = 0  # since the start
+        self.admitted = 0  # since the start
         self.announced: dict[int, int] = {}  # requests of the warm-up by sender
         transport.handlers[Tag.OFFER] = self._on_offer
+        transport.handlers[Tag.FIRST] = self._on_first
         transport.handlers[Tag.WARM_UP] = self._on_warm_up
+
+    @property
+    def idle(self) -> bool:
+        return not self._taken
 
     def poll(self) -> bool:
         """Accept what there is room for, and admit what has arrived; whether anything moved."""
-        worked = self._transport.dispatch()
-        while self._offers and self._slots:
-            source, request, first_token = self._offers[0]
-            buffer = self._core.reserve_kv(request.rows[0])
-            if buffer is None:
+        accepted: dict[int, list[tuple[int, int]]] = {}
+        while self._waiting and self._slots:
+            taken = self._waiting[0]
+            if not self._core.receive_kv(taken.request, self._senders[taken.source], self._slots[-1]):
                 break
-            self._offers.popleft()
-            slot = self._slots.pop()
-            receive = self._transport.comm.Irecv((buffer, MPI.BYTE), source, Tag.KV + slot)
-            self._receiving.append((receive, slot, request, first_token, buffer))
-            self._transport.send(source, Tag.ACCEPT, np.array([request.rows["id"][0], slot], np.int64).view(np.uint8))
-            worked = True
-        arrived: list[_Receive] = []
-        receiving: list[_Receive] = []
-        for entry in self._receiving:
-            (arrived if entry[0].Test() else receiving).append(entry)
-        self._receiving = receiving
-        for _, slot, request, first_token, _ in arrived:
-            self._slots.append(slot)
-            self._core.admit(request, first_token)
-        return worked or bool(arrived)
+            self._waiting.popleft()
+            taken.slot = self._slots.pop()
+            accepted.setdefault(taken.source, []).append((int(taken.request.rows["id"][0]), taken.slot))
+        _send_pairs(self._transport, Tag.ACCEPT, accepted)
+        arrived = self._core.poll_kv()
+        for id_ in arrived:
+            self._taken[id_].arrived = True
+            self._slots.append(self._taken[id_].slot)
+            self._settle(id_)
+        return bool(accepted or arrived)
+
+    def _settle(self, id_: int) -> None:
+        """Go on with a request whose KV cache and first token may both be there, or let go of it."""
+        taken = self._taken[id_]
+        if taken.first_token == _NO_TOKEN:
+            if taken.slot == _NO_SLOT:
+                self._waiting.remove(taken)
+            elif taken.arrived:
+                self._core.release_kv(id_)
+            else:
+                return
+            _send_pairs(self._transport, Tag.ACCEPT, {taken.source: [(id_, _NO_SLOT)]})
+        elif taken.first_token is not None and taken.arrived:
+            self._core.admit(taken.request, taken.first_token)
+            self.admitted += 1
+        else:
+            return
+        del self._taken[id_]
 
     def _on_warm_up(self, received: Received) -> None:
         self.announced[received.source] = int(received.buffer.view(np.int64)[0])
 
     def _on_offer(self, received: Received) -> None:
-        self.offered += 1
-        request, _ = Batch.unpack(received.buffer[:-4])
-        self._offers.append((received.source, request, int(received.buffer[-4:].view(np.int32)[0])))
+        requests, _ = Batch.unpack(received.buffer)
+        for request in requests.split():
+            taken = _Taken(received.source, request)
+            self._taken[int(request.rows["id"][0])] = taken
+            self._waiting.append(taken)
+
+    def _on_first(self, received: Received) -> None:
+        for id_, token in _pairs(received):
+            self._taken[id_].first_token = token
+            self._settle(id_)
+
+
+def _send_pairs(transport: Transport, tag: Tag, pairs: dict[int, list[tuple[int, int]]]) -> None:
+    """One message to each rank."""
+    for rank, values in pairs.items():
+        transport.send(rank, tag, np.array(values, np.int64).reshape(-1).view(np.uint8))
+
+
+def _pairs(received: Received) -> list[list[int]]:
+    pairs: NDArray[np.int64] = received.buffer.view(np.int64).reshape(-1, 2)
+    values: list[list[int]] = pairs.tolist()
+    return values

@@ -22,13 +22,15 @@ class Tag(enum.IntEnum):
     ANSWER = 13  # leader to harness: a Batch of responses
     GRANT = 14  # instance to leader: int64 requests, int64 KV tokens that it can hold more
     WINDOW = 15  # leader to harness: int64 requests that it can take more
-    # handoff
-    OFFER = 20  # a Batch of one request, then int32 first token: its KV cache is ready
-    ACCEPT = 21  # int64 request id, slot: a receive for the KV cache is posted
-    WARM_UP = 22  # int64: so many requests of the warm-up will be offered
+    # route again, between the leaders of context and generation instances (see comms/handoff.py)
+    OFFER = 20  # a Batch of requests: their KV caches will come
+    ACCEPT = 21  # pairs of int64: request id, slot that its KV cache is expected under
+    FIRST = 22  # pairs of int64: request id, first token
+    WARM_UP = 23  # int64: so many requests of the warm-up will be offered
     # instance and pp: inside the engine
     PLAN = 24  # leader to all other ranks of its instance: a step (see engine/step.py)
     TOKENS = 25  # last stage to leader: int32 tokens that a step has sampled
     HIDDEN = 26  # stage to stage: the activations of a step
-    # handoff again, up to the end of its slots
-    KV = 32  # + slot: the KV cache itself
+    MOVED = 27  # any rank to its leader: int32 tickets of KV caches that have left it, or arrived (see engine/transfer.py)
+    # handoff, up to the end of the slots
+    KV = 32  # + slot: pieces of a KV cache

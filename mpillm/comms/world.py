@@ -80,6 +80,11 @@ def route_ranks(plan: WorldPlan) -> list[int]:
     return sorted({plan.harness_rank, plan.leader_rank, *(instance.leader for instance in plan.instances)})
 
 
+def handoff_ranks(plan: WorldPlan) -> list[int]:
+    """World ranks of the handoff communicator, in its order."""
+    return [rank for instance in plan.instances if instance.role in ("ctx", "gen") for rank in instance.ranks]
+
+
 def create_communicators(world: MPI.Intracomm, control: MPI.Intracomm, plan: WorldPlan) -> Communicators:
     """Every communicator of `plan` that this rank belongs to, in the same order on every rank.
 
@@ -89,8 +94,7 @@ def create_communicators(world: MPI.Intracomm, control: MPI.Intracomm, plan: Wor
     rank = control.rank
     comms = Communicators(control)
     comms.route = _group(world, route_ranks(plan), rank)
-    handoff = [r for i in plan.instances if i.role in ("ctx", "gen") for r in i.ranks]
-    comms.handoff = _group(world, handoff, rank)
+    comms.handoff = _group(world, handoff_ranks(plan), rank)
     for instance in plan.instances:
         if rank not in instance.ranks:
             continue

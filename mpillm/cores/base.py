@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpillm.messages import NO_INSTANCE, REQUEST, Batch
 
 if TYPE_CHECKING:
+    from mpillm.comms.mover import Mover, Peer
     from mpillm.comms.world import InstanceComms
 
 
@@ -123,36 +123,54 @@ class LLMCore(ABC):
 
     @abstractmethod
     def enqueue(self, requests: Batch) -> None:
-        """Take requests (REQUEST rows). A request with `generation` set stops after its first token and waits for `export_kv`."""
+        """Take requests (REQUEST rows). A request with `generation` set stops after its first token (see `started`)."""
 
     @abstractmethod
     def poll_responses(self) -> Batch | None:
         """Do a bounded piece of work; RESPONSE rows that became ready, or None.
 
         Each request gives a FIRST row and a FINAL row, or one row with both flags. A context-only request gives FIRST alone
-        (FIRST | FINAL when that first token already ends the answer: nothing is handed over then).
+        (FIRST | FINAL when that first token already ends the answer).
         """
 
     @abstractmethod
     def has_work(self) -> bool:
         """Whether `poll_responses` has something to do now (False lets the rank sleep)."""
 
-    # --- handoff of the KV cache: context side, then generation side ---
+    # --- handoff of the KV cache (see comms/handoff.py): both sides, then the context side, then the generation side ---
 
-    def export_kv(self, request_id: int) -> NDArray[np.uint8]:
-        """The KV cache of a context-only request whose FIRST row was given: one contiguous buffer, valid until `release_kv`."""
-        raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over")
+    def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
+        """Before `load`, on every rank of an instance that hands over or takes over: with what, and (by instance) with whom."""
+        raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over, and takes none")
+
+    def poll_kv(self) -> list[int]:
+        """Ids of requests whose KV cache has left this instance whole, or has arrived whole. Asked at every turn, on every rank."""
+        return []
 
     def release_kv(self, request_id: int) -> None:
-        """The receiver has it: free the blocks."""
+        """Give up the KV cache of a request that `started` has named; on the generation side, of one that has arrived."""
         raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over")
 
-    def reserve_kv(self, request: NDArray[np.void]) -> NDArray[np.uint8] | None:
-        """A buffer for the KV cache of `request` (one REQUEST row) of exactly the size that `export_kv` sends, or None: no room yet."""
+    def started(self) -> list[int]:
+        """Ids of the context-only requests which have got the memory for their contexts since this was last asked.
+
+        Asked before each `poll_responses`. Each of them keeps its memory until `release_kv`. Requests of a single token are not named.
+        """
+        return []
+
+    def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
+        """Send the KV cache of a request that `started` has named, or as much as is computed of it and the rest as it will be.
+
+        All ranks of instance `receiver` expect their pieces with tag ``Tag.KV + slot``. `poll_kv` tells when they have left.
+        """
+        raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over")
+
+    def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
+        """Reserve room for the KV cache of `request` (one row) and expect it from instance `sender`; False if there is no room yet."""
         raise RuntimeError(f"core {self.config.core_type} takes no KV cache")
 
     def admit(self, request: Batch, first_token: int) -> None:
-        """The buffer that `reserve_kv` gave for this request is filled: generate on from `first_token`, as after `enqueue`.
+        """The KV cache of `request` has arrived: generate on from `first_token`, as after `enqueue`.
 
         `request` is a batch of one row with its prompt. Only a FINAL row follows, with `first_token` as its first token.
         """

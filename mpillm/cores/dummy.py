@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
+from mpillm.comms.tags import Tag
 from mpillm.cores.base import CoreConfig, Credits, LLMCore
 from mpillm.messages import NO_INSTANCE, RESPONSE, Batch, ResponseFlag, concat
 
 if TYPE_CHECKING:
+    from mpillm.comms.mover import Mover, Moving, Peer
     from mpillm.comms.world import InstanceComms
 
 VOCAB_SIZE = 32000
@@ -98,8 +100,14 @@ class DummyCore(LLMCore):
         self._order = 0
         self._seen = 0
         self._warm = False
+        # The handoff, by request id: caches held, those that are computed, where the others go, what is under way, first tokens.
         self._kv: dict[int, NDArray[np.uint8]] = {}
+        self._computed: set[int] = set()
+        self._accepted: dict[int, tuple[int, int]] = {}
+        self._moving: dict[int, Moving] = {}
         self._first_tokens: dict[int, int] = {}
+        self._started: list[int] = []
+        self._kv_bytes = 0
         self._inject("join")
 
     @classmethod
@@ -122,7 +130,10 @@ class DummyCore(LLMCore):
 
     def start_test(self) -> None:
         self._warm = True
-        self._seen = 0
+        self._seen = self._kv_bytes = 0
+
+    def statistics(self) -> dict[str, float]:
+        return {"kv_bytes": self._kv_bytes} if self.config.role == "context" else {}
 
     # --- work ---
 
@@ -134,12 +145,12 @@ class DummyCore(LLMCore):
         self._seen += len(requests)
         if self.options.fault != "none" and self.options.fault_phase == "test" and self._is_faulty():
             requests = self._fault_in_test(requests)
-        if not self._timed:
-            self._instant.append(requests)
-        elif len(requests):
-            offsets = requests.offsets()
-            for i in range(len(requests)):
-                self._waiting.append(Batch(requests.rows[i : i + 1], requests.tokens[offsets[i] : offsets[i + 1]]))
+        if self._timed:
+            self._waiting += requests.split()
+            return
+        self._instant.append(requests)
+        for row in requests.rows[self._hand_over(requests.rows)]:
+            self._hold_kv(row)
 
     def poll_responses(self) -> Batch | None:
         if not self._timed:
@@ -159,20 +170,46 @@ class DummyCore(LLMCore):
         can_start = bool(self._waiting) and self._running < self.config.max_batch_size
         return can_start or (bool(self._events) and self._events[0][0] <= time.perf_counter())
 
-    # --- handoff ---
+    # --- handoff: one piece from leader to leader ---
 
-    def export_kv(self, request_id: int) -> NDArray[np.uint8]:
-        return self._kv[request_id]
+    def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
+        self._mover = mover
+        self._peers = peers
+
+    def poll_kv(self) -> list[int]:
+        if not self._moving:
+            return []
+        done = [id_ for id_, moving in self._moving.items() if moving.done()]
+        for id_ in done:
+            del self._moving[id_]
+        return done
 
     def release_kv(self, request_id: int) -> None:
         del self._kv[request_id]
-        if self._timed:
+        self._computed.discard(request_id)
+        if self._timed and self.config.role == "context":
             self._running -= 1
 
-    def reserve_kv(self, request: NDArray[np.void]) -> NDArray[np.uint8] | None:
+    def started(self) -> list[int]:
+        started, self._started = self._started, []
+        return started
+
+    def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
+        if request_id not in self._computed:
+            self._accepted[request_id] = receiver, slot
+            return
+        buffer = self._kv[request_id]
+        self._kv_bytes += buffer.nbytes
+        self._moving[request_id] = self._mover.send(self._peers[receiver].rank, Tag.KV + slot, buffer)
+
+    def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
         if self._timed and self._running + len(self._waiting) + len(self._kv) >= self.config.max_batch_size:
-            return None
-        return self._kv.setdefault(int(request["id"]), self._kv_buffer(int(request["n_tokens"])))
+            return False
+        buffer = self._kv_buffer(int(request.rows["n_tokens"][0]))
+        id_ = int(request.rows["id"][0])
+        self._kv[id_] = buffer
+        self._moving[id_] = self._mover.receive(self._peers[sender].rank, Tag.KV + slot, buffer)
+        return True
 
     def admit(self, request: Batch, first_token: int) -> None:
         id_ = int(request.rows["id"][0])
@@ -196,32 +233,41 @@ class DummyCore(LLMCore):
         return np.clip(np.rint(drawn).astype(np.int64), least, most)
 
     def _hand_over(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Which requests end here after the first token."""
-        handed: NDArray[np.bool_] = (rows["generation"] != NO_INSTANCE) & (self.config.role == "context")
+        """Which requests end here after the first token, and go on elsewhere."""
+        if self.config.role != "context":
+            return np.zeros(len(rows), np.bool_)
+        handed: NDArray[np.bool_] = (rows["generation"] != NO_INSTANCE) & (self._lengths(rows) > 1)
         return handed
 
     def _answer(self, requests: Batch) -> Batch:
         """All the responses of a batch at once: time costs nothing."""
         rows = requests.rows
-        lengths = self._lengths(rows)
-        handed = self._hand_over(rows) & (lengths > 1)
-        n_output = np.where(handed, 1, lengths)
+        handed = self._hand_over(rows)
+        n_output = np.where(handed, 1, self._lengths(rows))
         out = np.zeros(len(rows), RESPONSE)
         out["id"] = rows["id"]
         out["n_tokens"] = n_output
         out["flags"] = np.where(handed, int(ResponseFlag.FIRST), int(ResponseFlag.FIRST | ResponseFlag.FINAL))
-        for i in np.flatnonzero(handed):
-            self._keep_kv(rows[i])
+        for id_ in rows["id"][handed].tolist():
+            self._complete_kv(id_)
         tokens = answer_tokens(requests, n_output)
         if self._first_tokens:
             out["flags"] = ResponseFlag.FINAL
             self._check_first(rows, tokens, n_output)
         return Batch(out, tokens)
 
-    def _keep_kv(self, row: NDArray[np.void]) -> None:
-        buffer = self._kv_buffer(int(row["n_tokens"]))
-        buffer[0] = int(row["id"]) % 251
-        self._kv[int(row["id"])] = buffer
+    def _hold_kv(self, row: NDArray[np.void]) -> None:
+        """A context starts."""
+        id_ = int(row["id"])
+        self._kv[id_] = self._kv_buffer(int(row["n_tokens"]))
+        self._started.append(id_)
+
+    def _complete_kv(self, id_: int) -> None:
+        """A context is computed."""
+        self._kv[id_][0] = id_ % 251
+        self._computed.add(id_)
+        if accepted := self._accepted.pop(id_, None):
+            self.send_kv(id_, *accepted)
 
     def _check_first(self, rows: NDArray[np.void], tokens: NDArray[np.int32], n_output: NDArray[np.int64]) -> None:
         starts = np.cumsum(n_output) - n_output
@@ -239,7 +285,8 @@ class DummyCore(LLMCore):
         if admitted:
             self._check_first(request.rows, answer, n_output)
         first_at = now if admitted else now + self.options.ttft_ms / 1e3
-        if bool(self._hand_over(request.rows)[0]) and n_output[0] > 1:
+        if self._hand_over(request.rows)[0]:
+            self._hold_kv(row)
             self._push(first_at, ResponseFlag.FIRST, request, answer[:1])
             return
         if n_output[0] == 1:
@@ -259,7 +306,7 @@ class DummyCore(LLMCore):
         if flags & ResponseFlag.FINAL:
             self._running -= 1
         elif self.config.role == "context":
-            self._keep_kv(row)
+            self._complete_kv(int(row["id"]))
         return Batch(np.array([(row["id"], len(answer), flags)], RESPONSE), answer)
 
     # --- faults ---

@@ -17,9 +17,11 @@ from mpillm.engine.parallel import Groups, MpiGroups
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.scheduler import Sequence
 from mpillm.engine.step import Follower, Worker
+from mpillm.engine.transfer import Transfers
 from mpillm.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, ResponseFlag
 
 if TYPE_CHECKING:
+    from mpillm.comms.mover import Mover, Peer
     from mpillm.comms.world import InstanceComms
 
 _log = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ class TorchCore(LLMCore):
         self._refused: list[int] = []
         self._engine: Engine | None = None  # of the instance leader
         self._follower: Follower | None = None  # of every other rank
-        self._preemptions_before_test = 0
+        self._handoff: tuple[Mover, dict[int, Peer]] | None = None
+        self._before_test: dict[str, int] = {}
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelInfo:
@@ -53,6 +56,9 @@ class TorchCore(LLMCore):
         torch.set_num_threads(c.n_threads)
         groups = MpiGroups(self.info.layout, self.comms) if self.comms else Groups(self.info.layout)
         worker = Worker(self.info, c.tokens_per_block, groups, dummy=c.load_format == "dummy")
+        if self._handoff is not None:
+            layout = self.info.layout
+            worker.transfers = Transfers(worker.cache, self.info.config, layout, *self._handoff, sends=c.role == "context")
         if c.tp_rank == c.pp_rank == 0:
             limits = EngineLimits(c.max_batch_size, c.max_num_tokens, c.tokens_per_block, c.enable_chunked_context)
             self._engine = Engine(self.info, limits, worker)
@@ -86,10 +92,14 @@ class TorchCore(LLMCore):
 
     def start_test(self) -> None:
         if self._engine is not None:
-            self._preemptions_before_test = self._engine.scheduler.preemptions
+            self._before_test = self._counts()
 
     def statistics(self) -> dict[str, float]:
-        return {"preemptions": self.engine.scheduler.preemptions - self._preemptions_before_test}
+        return {name: count - self._before_test.get(name, 0) for name, count in self._counts().items()}
+
+    def _counts(self) -> dict[str, int]:
+        counts = {"preemptions": self.engine.scheduler.preemptions}
+        return counts | {"kv_bytes": self.engine.kv_bytes} if self.config.role == "context" else counts
 
     def notify_stop(self) -> None:
         self._engine = self._follower = None
@@ -148,14 +158,26 @@ class TorchCore(LLMCore):
 
     # --- handoff ---
 
-    def export_kv(self, request_id: int) -> NDArray[np.uint8]:
-        return self.engine.export_kv(request_id)
+    def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
+        self._handoff = mover, peers
+
+    def poll_kv(self) -> list[int]:
+        if self._follower is not None:
+            self._follower.poll_kv()
+        return self._engine.poll_kv() if self._engine is not None else []
 
     def release_kv(self, request_id: int) -> None:
         self.engine.release_kv(request_id)
 
-    def reserve_kv(self, request: NDArray[np.void]) -> NDArray[np.uint8] | None:
-        return self.engine.reserve_kv(int(request["id"]), int(request["n_tokens"]), int(request["max_output"]))
+    def started(self) -> list[int]:
+        return self._engine.started() if self._engine is not None else []
+
+    def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
+        self.engine.send_kv(request_id, receiver, slot)
+
+    def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
+        row = request.rows[0]
+        return self.engine.receive_kv(int(row["id"]), int(row["n_tokens"]), int(row["max_output"]), sender, slot)
 
     def admit(self, request: Batch, first_token: int) -> None:
         sequence = _sequence(request.rows[0], request.tokens)

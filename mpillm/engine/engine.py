@@ -6,13 +6,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mpillm.engine.kv_cache import BlockAllocator
 from mpillm.engine.model_config import ModelInfo
 from mpillm.engine.scheduler import Scheduler, Sequence
 from mpillm.engine.step import Step, Worker, pack
+from mpillm.engine.transfer import Kind, Transfer
 
 
 class Progress(NamedTuple):
@@ -50,8 +48,15 @@ class Engine:
         self._end_ids = set(info.end_ids)
         self._in_flight: deque[tuple[list[Sequence], list[Sequence]]] = deque()  # steps: all sequences, those that get a token
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
+        # The handoff, by sequence id: those to hand over, where those that are not computed go, blocks of those that will come.
         self._handing_over: dict[int, Sequence] = {}
-        self._reserved: dict[int, tuple[list[int], NDArray[np.uint8]]] = {}
+        self._not_started: list[int] = []
+        self._accepted: dict[int, tuple[int, int]] = {}
+        self._reserved: dict[int, list[int]] = {}
+        self._ordered: list[Transfer] = []  # for the next step
+        self._moving: dict[int, list[int]] = {}  # by ticket: sequence id, ranks that are not done
+        self._n_transfers = 0
+        self.kv_bytes = 0  # handed over
 
     # --- work ---
 
@@ -72,26 +77,32 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `refusal` has nothing against."""
         self.scheduler.add(sequence)
+        if sequence.hand_over and sequence.max_output > 1:
+            self._handing_over[sequence.id] = sequence
+            self._not_started.append(sequence.id)
 
     def has_work(self) -> bool:
         """Whether `step` has something to do now."""
-        return (len(self._in_flight) < self._n_stages and self.scheduler.can_plan()) or self._has_tokens()
+        return bool(self._ordered) or (len(self._in_flight) < self._n_stages and self.scheduler.can_plan()) or self._has_tokens()
 
     def step(self) -> list[Progress]:
         """Start a step of at most `max_num_tokens` tokens, if there can be one more; who got a first or last token from those that ended.
 
         There are as many steps in flight as stages, each with sequences of its own, so that all stages have something to do.
         """
-        if len(self._in_flight) < self._n_stages and (plan := self.scheduler.plan()):
+        plan = self.scheduler.plan() if len(self._in_flight) < self._n_stages else []
+        if plan or self._ordered:
             sequences = [sequence for sequence, _ in plan]
             step, sampled = Step.of(plan)
+            step.transfers = self._take_transfers(sampled)
             if self._groups.has_followers:
                 self._groups.send_plan(pack(step, sequences))
             for sequence in sequences:
                 sequence.in_flight = True
-            self._in_flight.append((sequences, sampled))
+            if plan:
+                self._in_flight.append((sequences, sampled))
             tokens = self.worker.run(step)
-            if self._n_stages == 1:
+            if plan and self._n_stages == 1:
                 self._arrived = tokens
         progress: list[Progress] = []
         while self._has_tokens():
@@ -112,40 +123,80 @@ class Engine:
         sequence.output.append(token)
         n = len(sequence.output)
         is_final = n >= sequence.max_output or token in self._end_ids
-        if is_final:
+        if is_final or sequence.hand_over:
             self.scheduler.drop(sequence)
-            self.scheduler.free(sequence)
-        elif sequence.hand_over:
-            self.scheduler.drop(sequence)
-            self._handing_over[sequence.id] = sequence
+            if sequence.id not in self._handing_over:
+                self.scheduler.free(sequence)
         return Progress(sequence, n == 1, is_final) if n == 1 or is_final else None
 
-    # --- handoff ---
+    # --- handoff: both sides, then the context side, then the generation side ---
 
-    def export_kv(self, sequence_id: int) -> NDArray[np.uint8]:
-        """The prompt's KV cache, in `KVCache`'s form of the handoff."""
-        sequence = self._handing_over[sequence_id]
-        return self.cache.read(sequence.blocks, len(sequence.prompt))
+    def poll_kv(self) -> list[int]:
+        """Ids of sequences whose KV cache has left all ranks, or has arrived on all of them."""
+        if not self._moving:
+            return []
+        assert self.worker.transfers is not None
+        done = self.worker.transfers.poll()
+        while self._groups.has_followers and (tickets := self._groups.take_moved()):
+            done += tickets
+        for ticket in done:
+            self._moving[ticket][1] -= 1
+        return [self._moving.pop(ticket)[0] for ticket in dict.fromkeys(done) if self._moving[ticket][1] == 0]
 
     def release_kv(self, sequence_id: int) -> None:
-        self.scheduler.free(self._handing_over.pop(sequence_id))
+        if sequence_id in self._handing_over:
+            self.scheduler.free(self._handing_over.pop(sequence_id))
+        else:
+            self.scheduler.give_up(self._reserved.pop(sequence_id))
 
-    def reserve_kv(self, sequence_id: int, n_prompt: int, max_output: int) -> NDArray[np.uint8] | None:
-        """A buffer of the size of the sender's `export_kv`, or None while there is no room; ValueError if there never will be."""
+    def started(self) -> list[int]:
+        """Ids of sequences to hand over which have got their blocks since the last call. They keep them until `release_kv`."""
+        self.scheduler.start_ahead()
+        started = [id_ for id_ in self._not_started if self._handing_over[id_].blocks]
+        if started:
+            self._not_started = [id_ for id_ in self._not_started if not self._handing_over[id_].blocks]
+        return started
+
+    def send_kv(self, sequence_id: int, receiver: int, slot: int) -> None:
+        """Send the prompt's KV cache: at once if it is computed, with the step that computes the last of it if not."""
+        sequence = self._handing_over[sequence_id]
+        self.kv_bytes += self.info.config.kv_bytes_per_token(self.info.dtype) * len(sequence.prompt)
+        if sequence.n_cached < len(sequence.prompt):
+            self._accepted[sequence_id] = receiver, slot
+        else:
+            self._order(Kind.SEND, sequence_id, receiver, slot, len(sequence.prompt), sequence.blocks)
+
+    def receive_kv(self, sequence_id: int, n_prompt: int, max_output: int, sender: int, slot: int) -> bool:
+        """Expect a prompt's KV cache; False while there is no room, ValueError if there never will be."""
         if n_prompt + max_output > self.info.max_seq_len:
             raise ValueError(
                 f"request {sequence_id}: {n_prompt} prompt tokens and {max_output} output tokens exceed max_seq_len {self.info.max_seq_len}"
             )
         blocks = self.scheduler.reserve(n_prompt)
         if blocks is None:
-            return None
-        buffer = np.empty(self.cache.handoff_bytes(n_prompt), np.uint8)
-        self._reserved[sequence_id] = (blocks, buffer)
-        return buffer
+            return False
+        self._reserved[sequence_id] = blocks
+        self._order(Kind.RECEIVE, sequence_id, sender, slot, n_prompt, blocks)
+        return True
 
     def admit(self, sequence: Sequence) -> None:
-        """Go on with a sequence whose buffer is filled and whose `output` holds its first token."""
-        sequence.blocks, buffer = self._reserved.pop(sequence.id)
+        """Go on with a sequence whose KV cache has arrived and whose `output` holds its first token."""
+        sequence.blocks = self._reserved.pop(sequence.id)
         sequence.n_cached = len(sequence.prompt)
-        self.cache.write(sequence.blocks, sequence.n_cached, buffer)
         self.scheduler.admit(sequence)
+
+    def _take_transfers(self, sampled: list[Sequence]) -> list[Transfer]:
+        """Those for a step which completes the contexts of `sampled`."""
+        for sequence in sampled:
+            if accepted := self._accepted.pop(sequence.id, None):
+                self._order(Kind.SEND_LAYERS, sequence.id, *accepted, len(sequence.prompt), sequence.blocks)
+        transfers, self._ordered = self._ordered, []
+        return transfers
+
+    def _order(self, kind: Kind, sequence_id: int, peer: int, slot: int, n_tokens: int, blocks: list[int]) -> None:
+        """Have the ranks of this instance begin a transfer with the next step."""
+        layout = self._groups.layout
+        self._n_transfers += 1
+        ticket = self._n_transfers & 0x7FFFFFFF
+        self._moving[ticket] = [sequence_id, layout.tp_size * layout.pp_size]
+        self._ordered.append(Transfer(kind, ticket, peer, slot, n_tokens, blocks))

@@ -6,7 +6,6 @@ import heapq
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 NULL_BLOCK = 0  # never given out: what short rows of a block table are filled with
@@ -35,7 +34,7 @@ class BlockAllocator:
 class KVCache:
     """Keys and values, each [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim]; keys are rotated (see `model`).
 
-    A handed-over cache is [layers, 2, kv_heads, tokens, head_dim] of the cache's dtype, contiguous, keys before values.
+    A piece of a handoff is [layers, 2, kv_heads, tokens, head_dim] of the cache's dtype, contiguous, keys before values.
     """
 
     def __init__(self, n_layers: int, n_blocks: int, n_kv_heads: int, tokens_per_block: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -47,29 +46,35 @@ class KVCache:
     def blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.tokens_per_block)
 
-    def handoff_bytes(self, n_tokens: int) -> int:
-        n_layers, _, n_kv_heads, _, head_dim = self._shape
-        return 2 * n_layers * n_kv_heads * n_tokens * head_dim * self.keys.element_size()
+    @torch.inference_mode()
+    def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Tensor:
+        """Room for a piece of a handoff: uint8 [bytes]."""
+        n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
+        n_bytes = 2 * n_layers * n_heads * n_tokens * self._shape[-1] * self.keys.element_size()
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self.keys.device)
 
     @torch.inference_mode()
-    def read(self, blocks: list[int], n_tokens: int) -> NDArray[np.uint8]:
-        """A copy of the first `n_tokens` tokens in `blocks`, in the form of the handoff."""
-        n_layers, _, n_kv_heads, _, head_dim = self._shape
-        out = torch.empty(n_layers, 2, n_kv_heads, n_tokens, head_dim, dtype=self.keys.dtype)
-        for i, pool in enumerate((self.keys, self.values)):
-            out[:, i] = pool[:, blocks].transpose(1, 2).reshape(n_layers, n_kv_heads, -1, head_dim)[:, :, :n_tokens]
-        buffer: NDArray[np.uint8] = out.view(torch.uint8).numpy().reshape(-1)
-        return buffer
+    def read(self, blocks: list[int], n_tokens: int, layers: slice, heads: slice) -> Tensor:
+        """A copy of some layers and heads of the first `n_tokens` tokens in `blocks`: a piece of a handoff, uint8 [bytes]."""
+        piece = self.new_piece(n_tokens, layers, heads)
+        for pool, part in zip((self.keys, self.values), self._parts(piece, n_tokens, layers, heads), strict=True):
+            chosen = pool[layers, :, heads][:, blocks].transpose(1, 2)
+            part.copy_(chosen.flatten(2, 3)[:, :, :n_tokens])
+        return piece
 
     @torch.inference_mode()
-    def write(self, blocks: list[int], n_tokens: int, buffer: NDArray[np.uint8]) -> None:
-        """Fill `blocks` from a handoff of `n_tokens` tokens."""
-        n_layers, _, n_kv_heads, size, head_dim = self._shape
-        handed = torch.from_numpy(buffer).view(self.keys.dtype).view(n_layers, 2, n_kv_heads, n_tokens, head_dim)
-        for i, pool in enumerate((self.keys, self.values)):
-            for j, block in enumerate(blocks):
-                part = handed[:, i, :, j * size : (j + 1) * size]
-                pool[:, block, :, : part.shape[2]] = part
+    def write(self, blocks: list[int], n_tokens: int, layers: slice, heads: slice, piece: Tensor) -> None:
+        """Fill `blocks` from what `read` gave for the same tokens, layers and heads."""
+        size = self.tokens_per_block
+        for pool, part in zip((self.keys, self.values), self._parts(piece, n_tokens, layers, heads), strict=True):
+            for i, block in enumerate(blocks):
+                tokens = part[:, :, i * size : (i + 1) * size]
+                pool[layers, block, heads, : tokens.shape[2]] = tokens
+
+    def _parts(self, piece: Tensor, n_tokens: int, layers: slice, heads: slice) -> tuple[Tensor, ...]:
+        """Keys and values of a piece: each [layers, kv_heads, tokens, head_dim]."""
+        shape = (layers.stop - layers.start, 2, heads.stop - heads.start, n_tokens, self._shape[-1])
+        return piece.view(self.keys.dtype).view(shape).unbind(1)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -6,9 +6,10 @@ over the `tp_size / ep_size` ranks that hold the same experts, as in TensorRT-LL
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from mpillm.engine.model_config import ModelConfig
@@ -111,3 +112,46 @@ class Layout:
             n = len(range(shape[0])[rows])
             total += n * len(range(shape[1])[columns]) if len(shape) == 2 else n
         return total
+
+
+class Cut(NamedTuple):
+    """A part of a KV cache that moves from one rank of an instance to one of another, in one piece."""
+
+    source: int  # rank in its instance
+    dest: int  # rank in its instance
+    layers: range  # of the model
+    heads: range  # KV heads of the model
+
+
+_MAX_PIECES = 4  # that a stage's layers move in: the first while the others still compute
+
+
+def cuts(config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int]) -> list[Cut]:
+    """How a KV cache is re-cut on its way between layouts (TP size, PP size), in the order of the layers.
+
+    Each receiver gets all that it holds. Of several senders that hold the same heads, the receivers are shared out among them.
+    """
+    made = []
+    for source_stage, dest_stage in itertools.product(range(sender[1]), range(receiver[1])):
+        held = Layout(sender[0], sender[1], pp_rank=source_stage).layers(config)
+        wanted = Layout(receiver[0], receiver[1], pp_rank=dest_stage).layers(config)
+        n_pieces = min(_MAX_PIECES, len(held))
+        for layers in (_common(held[share(len(held), i, n_pieces)], wanted) for i in range(n_pieces)):
+            for dest in range(receiver[0]) if layers else ():
+                needed = _kv_range(config, receiver[0], dest)
+                sources: dict[range, list[int]] = {}
+                for source in range(sender[0]):
+                    if heads := _common(_kv_range(config, sender[0], source), needed):
+                        sources.setdefault(heads, []).append(source)
+                for heads, holders in sources.items():
+                    source = holders[dest % len(holders)]
+                    made.append(Cut(source_stage * sender[0] + source, dest_stage * receiver[0] + dest, layers, heads))
+    return made
+
+
+def _kv_range(config: ModelConfig, tp_size: int, tp_rank: int) -> range:
+    return range(config.n_kv_heads)[Layout(tp_size, tp_rank=tp_rank).kv_heads(config)]
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))

@@ -10,6 +10,7 @@ what remains is to sum over the TP group behind `o`, behind the feed-forward, an
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -100,10 +101,11 @@ class Llama:
         x = self._embedding.index_select(0, torch.where(mine, tokens - self._vocabulary.start, 0))
         return self._groups.all_reduce(x.mul_(mine[:, None]))
 
-    def forward(self, x: Tensor, attention: StepAttention, wanted: Tensor) -> Tensor:
+    def forward(self, x: Tensor, attention: StepAttention, wanted: Tensor, layer_stored: Callable[[int], None] | None = None) -> Tensor:
         """`x`, the step's rows, through this stage's layers; the last stage gives this rank's columns of the logits of rows `wanted`.
 
-        wanted: int64; logits: float32 [len(wanted), this rank's vocabulary].
+        wanted: int64; logits: float32 [len(wanted), this rank's vocabulary]. `layer_stored` is called with each of this stage's layers as
+        soon as the cache has its keys and values.
         """
         (n_heads, n_kv_heads), all_reduce = self._heads, self._groups.all_reduce
         turned = n_heads + n_kv_heads
@@ -112,6 +114,8 @@ class Llama:
             qkv = layer.qkv(self._normed(x, layer.input_norm)).view(len(x), turned + n_kv_heads, self.config.head_dim)
             _rotate(qkv[:, :turned], rotations)
             attended = attention(i, qkv)
+            if layer_stored is not None:
+                layer_stored(i)
             if self.lm_head is not None and i == len(self.layers) - 1:  # nothing reads the other rows any more
                 x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
             x.add_(all_reduce(layer.o(attended)))

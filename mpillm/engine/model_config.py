@@ -347,11 +347,6 @@ def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
         for name, count in (("tensor_parallel_size", config.tp_size), ("experts", model.n_experts)):
             if count % config.ep_size:
                 raise ConfigError(f"moe_expert_parallel_size {config.ep_size} does not divide the {count} {name} of {config.model_path}")
-    if config.role != "executor" and config.tp_size * config.pp_size > 1:
-        raise ConfigError(
-            f"tensor and pipeline parallel size {config.tp_size}, {config.pp_size} of a {config.role} instance: "
-            "the torch core's handoff between layouts comes later (1, 1 until then)"
-        )
 
 
 def _lengths(config: CoreConfig, model: ModelConfig, dtype: str) -> tuple[int, int]:

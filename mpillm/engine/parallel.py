@@ -75,6 +75,14 @@ class Groups:
         """The tokens of the oldest step whose tokens were not taken yet, if they are there."""
         raise NotImplementedError
 
+    def send_moved(self, tickets: list[int]) -> None:
+        """To the leader: these transfers are done on this rank."""
+        raise NotImplementedError
+
+    def take_moved(self) -> list[int] | None:
+        """What one of the other ranks has sent, if anything is there."""
+        raise NotImplementedError
+
 
 class MpiGroups(Groups):
     """Over the communicators of an instance."""
@@ -136,6 +144,13 @@ class MpiGroups(Groups):
     def take_tokens(self) -> list[int] | None:
         tokens = self._take(self._sampler, Tag.TOKENS)
         return None if tokens is None else tokens.tolist()
+
+    def send_moved(self, tickets: list[int]) -> None:
+        self._send(self._instance, 0, Tag.MOVED, np.array(tickets, np.int32))
+
+    def take_moved(self) -> list[int] | None:
+        tickets = self._take(self._mpi.ANY_SOURCE, Tag.MOVED)
+        return None if tickets is None else tickets.tolist()
 
     def _send(self, comm: MPI.Intracomm, rank: int, tag: Tag, buffer: NDArray[Any]) -> None:
         while self._sending and self._sending[0][0].Test():

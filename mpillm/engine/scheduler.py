@@ -109,6 +109,14 @@ class Scheduler:
         self._blocks.give_back(sequence.blocks)
         sequence.blocks = []
 
+    def start_ahead(self) -> None:
+        """Give blocks to the contexts of the next step and of the one behind it, so that their receivers can be asked meanwhile."""
+        left = 2 * self._max_num_tokens - sum(s.n_uncached for s in self.running if not s.in_flight)
+        while left > 0 and self.waiting and self._fits(self.waiting[0].n_context):
+            sequence = self.waiting.popleft()
+            self._start(sequence)
+            left -= sequence.n_uncached
+
     # --- sequences whose context was computed elsewhere ---
 
     def reserve(self, n_context: int) -> list[int] | None:
@@ -117,6 +125,11 @@ class Scheduler:
             return None
         self._reserved += 1
         return self._blocks.take(self._blocks_for(n_context))
+
+    def give_up(self, blocks: list[int]) -> None:
+        """The sequence that `reserve` gave these to will not run."""
+        self._reserved -= 1
+        self._blocks.give_back(blocks)
 
     def admit(self, sequence: Sequence) -> None:
         """Run a sequence that holds the blocks which `reserve` gave."""

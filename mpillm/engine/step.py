@@ -16,6 +16,7 @@ from mpillm.engine.model_config import ModelInfo
 from mpillm.engine.parallel import Groups
 from mpillm.engine.sampler import SamplingParams, sample
 from mpillm.engine.scheduler import Sequence
+from mpillm.engine.transfer import Kind, Transfer, Transfers, pack_transfers, unpack_transfers
 from mpillm.engine.weights import Checkpoint, DummyWeights
 
 _SAMPLING = np.dtype([("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")])
@@ -33,6 +34,7 @@ class Step:
     not_end: list[int] = field(default_factory=list)  # which of the wanted (by index) may not be an end token
     sampling: list[SamplingParams] | None = None  # of each wanted row; None: all are greedy
     places: list[int] = field(default_factory=list)  # see `sample`
+    transfers: list[Transfer] = field(default_factory=list)  # of the handoff; a step may hold nothing else
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
@@ -67,14 +69,16 @@ def pack(step: Step, sequences: list[Sequence]) -> NDArray[np.int32]:
         sequence.n_told += len(new)
     rows = [(p.temperature, p.top_k, p.top_p, p.seed, place) for p, place in zip(step.sampling or (), step.places, strict=True)]
     sampling = np.array(rows, _SAMPLING)
-    return np.concatenate([np.array([len(step.spans), *head, *blocks, *step.tokens], np.int32), sampling.view(np.int32)])
+    numbers = [*pack_transfers(step.transfers), len(step.spans), *head, *blocks, *step.tokens]
+    return np.concatenate([np.array(numbers, np.int32), sampling.view(np.int32)])
 
 
 def unpack(message: NDArray[np.int32], tables: dict[int, list[int]]) -> Step:
     """What `pack` was given; `tables` holds the blocks of each slot from one message to the next."""
+    step = Step()
+    step.transfers, message = unpack_transfers(message)
     n_spans, n_tokens, is_sampled = message[:3].tolist()
     at = 3 + n_spans * _SPAN
-    step = Step()
     last = -1
     for slot, n_cached, n_new, n_told, n_blocks, wants in message[3:at].reshape(n_spans, _SPAN).tolist():
         if n_told == 0:
@@ -104,6 +108,7 @@ class Worker:
         dtype = torch.float32 if info.dtype == "float32" else torch.bfloat16
         source = DummyWeights(config) if dummy or info.folder is None else Checkpoint(info.folder, config)
         self.groups = groups
+        self.transfers: Transfers | None = None  # of a rank that hands over, or takes over
         self._config = config
         self._dtype = dtype
         self._n_heads = layout.n_heads(config)
@@ -117,14 +122,22 @@ class Worker:
 
     @torch.inference_mode()
     def run(self, step: Step) -> list[int] | None:
-        """A token for each wanted row on the rank that samples; None on the others."""
+        """A token for each wanted row on the rank that samples; None on the others, and for a step without tokens."""
         groups, layout = self.groups, self.groups.layout
+        layer_stored = None
+        if step.transfers:
+            assert self.transfers is not None
+            self.transfers.start(step.transfers)
+            if any(transfer.kind == Kind.SEND_LAYERS for transfer in step.transfers):
+                layer_stored = self.transfers.layer_stored
+            if not step.spans:
+                return None
         attention = StepAttention(step.spans, self.cache, self._n_heads)
         if layout.is_first_stage:
             x = self.model.embed(torch.tensor(step.tokens))
         else:
             x = groups.receive_hidden(self._config.hidden_size, self._dtype)
-        x = self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64))
+        x = self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
         if not layout.is_last_stage:
             groups.send_hidden(x)
             return None
@@ -165,7 +178,9 @@ class Follower:
     def has_work(self) -> bool:
         if self._step is None and (message := self._groups.take_plan()) is not None:
             self._step = unpack(message, self._tables)
-        return self._step is not None and (self._groups.layout.is_first_stage or self._groups.has_hidden())
+        if self._step is None:
+            return False
+        return self._groups.layout.is_first_stage or not self._step.spans or self._groups.has_hidden()
 
     def run(self) -> None:
         """What `has_work` has found."""
@@ -174,3 +189,8 @@ class Follower:
         tokens = self._worker.run(step)
         if tokens is not None:
             self._groups.send_tokens(tokens)
+
+    def poll_kv(self) -> None:
+        """Tell the leader which transfers are done on this rank."""
+        if self._worker.transfers is not None and (done := self._worker.transfers.poll()):
+            self._groups.send_moved(done)

@@ -13,27 +13,37 @@ class Generation(InstanceRole):
     """Its requests come from context instances, never from the leader."""
 
     def __init__(
-        self, core: LLMCore, route: Transport | None, leader: int, instance: int, handoff: Transport, warm_up_senders: int
+        self, core: LLMCore, route: Transport | None, leader: int, instance: int, senders: dict[int, int], warm_up_senders: int
     ) -> None:
-        """`warm_up_senders`: how many context instances will warm this one up."""
+        """`senders`: rank in the route communicator to the context instance that it leads.
+
+        `warm_up_senders`: how many context instances will warm this one up.
+        """
         super().__init__(core, route, leader, instance)
-        self._receiver = HandoffReceiver(handoff, core)
+        self._receiver = HandoffReceiver(route, core, senders) if route is not None else None
         self._warm_up_senders = warm_up_senders
         self._warmed = 0
+        self._counted = 0  # of the requests that were admitted
 
     def warmup(self) -> None:
         """Its requests come by the handoff, perhaps before it is told that the warm-up has begun."""
 
     def done(self, phase: str) -> bool:
-        if phase != "warmup" or self._route is None:
+        if self._receiver is None:
             return True
         announced = self._receiver.announced
-        return len(announced) == self._warm_up_senders and self._warmed == sum(announced.values())
+        if phase == "warmup":
+            return len(announced) == self._warm_up_senders and self._warmed == sum(announced.values())
+        return phase != "drain" or self._receiver.idle
 
     def poll(self) -> bool:
-        before = self._receiver.offered
+        if self._receiver is None:
+            self._core.poll_kv()
+            return super().poll()
         moved = self._receiver.poll()
-        self._owed += self._receiver.offered - before
+        admitted = self._receiver.admitted
+        self._owed += admitted - self._counted
+        self._counted = admitted
         return super().poll() or moved
 
     def _on_responses(self, responses: Batch) -> None:

@@ -18,6 +18,7 @@ from mpillm.roles.routing import InstancePool
 
 _MIN_WINDOW = 2048  # requests that wait at the leader at most, or twice what the instances hold
 _MAX_BATCH = 2048  # requests of one message
+_ALONE = ResponseFlag.FIRST | ResponseFlag.FINAL
 
 
 class Leader(Role):
@@ -98,12 +99,11 @@ class Leader(Role):
         if self._generation is None:
             self._return_credits(self._entry, self._entry_of, final)
         else:
-            handed_over = rows["id"][(flags & ResponseFlag.CONTEXT_DONE) != 0]
-            if instance in self._generation.instances:
-                self._return_credits(self._generation, self._generation_of, final)
-            else:  # the context instance is done with it: handed over, or answered by the first token alone
-                self._return_credits(self._entry, self._entry_of, np.concatenate([handed_over, final]))
-                self._return_credits(self._generation, self._generation_of, final)
+            # The context instance is done with what it has handed over, and with what nothing is handed over of (see ctx.py).
+            left = rows["id"][((flags & ResponseFlag.CONTEXT_DONE) != 0) | ((flags & _ALONE) == _ALONE)]
+            self._return_credits(self._generation, self._generation_of, final)
+            if instance not in self._generation.instances:
+                self._return_credits(self._entry, self._entry_of, left)
         self._route.send(self._harness, Tag.ANSWER, received.buffer)
 
     # --- dispatch ---

@@ -122,10 +122,10 @@ class Faulty(DummyCore):
     def notify_stop(self) -> None:
         self._at("stop")
 
-    def export_kv(self, request_id: int) -> np.ndarray:
+    def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
         if self._warm:
             self._at("handoff")
-        return super().export_kv(request_id)
+        super().send_kv(request_id, receiver, slot)
 
     def poll_responses(self) -> Batch | None:
         responses = super().poll_responses()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+from mpillm.comms.mover import Mover, Moving, Peer
 from mpillm.cores.torch_core import TorchCore
 from mpillm.messages import Batch
 
@@ -23,3 +25,39 @@ class Failing(TorchCore):
         if not self._left:
             raise ValueError("broken in a step")
         return super().poll_responses()
+
+
+class EndsEarly(TorchCore):
+    """Lets the first token end an answer, which no option does."""
+
+    def enqueue(self, requests: Batch) -> None:
+        requests.rows["min_output"] = 0
+        super().enqueue(requests)
+
+
+class FailingHandoff(TorchCore):
+    """Raises at the fifth piece of a KV cache that rank MPILLM_TEST_RANK would move in the test."""
+
+    _left = 1 << 60
+
+    def start_test(self) -> None:
+        super().start_test()
+        if self.config.rank == int(os.environ["MPILLM_TEST_RANK"]):
+            self._left = 5
+
+    def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
+        self._mover = mover
+        super().connect(self, peers)
+
+    def send(self, rank: int, tag: int, buffer: Any) -> Moving:
+        self._count()
+        return self._mover.send(rank, tag, buffer)
+
+    def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
+        self._count()
+        return self._mover.receive(rank, tag, buffer)
+
+    def _count(self) -> None:
+        self._left -= 1
+        if not self._left:
+            raise ValueError("broken in the handoff")

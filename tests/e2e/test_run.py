@@ -102,6 +102,16 @@ def test_answers_that_overtake_the_context_instance(both: Starter, tmp_path: Pat
     check_outputs(ended, samples, 3, ended.loadgen()["generated_query_count"])
 
 
+def test_a_handoff_between_instances_of_several_ranks(both: Starter, samples: Samples) -> None:
+    """The dummy's KV cache moves from leader to leader; the other ranks have nothing to do."""
+    options = ["--mode", "disaggregated", "--ctx_tp_size", 2, "--gen_pp_size", 2, "--num_gen_servers", 2, "--max_output_len", 3]
+    ended = both.run(8, *options, "--core_options", "kv_bytes_per_token:1000", "--dataset_path", samples.path, "--save_outputs")
+    check_outputs(ended, samples, 3)
+    context, *generations = ended.result["per_instance"]
+    assert context["kv_bytes"] == sum(1000 * len(prompt) for prompt in samples.prompts)
+    assert context["samples"] == sum(instance["samples"] for instance in generations) == len(samples.prompts)
+
+
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 def test_single_stream(both: Starter, samples: Samples, mode: str) -> None:
     options = ["--mode", mode, "--scenarios", "SingleStream", "--dataset_path", samples.path, "--max_output_len", 5, "--save_outputs"]

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback import Wire
 
 from disagg.errors import ConfigError
+from mpillm.comms.mover import Peer
+from mpillm.comms.tags import Tag
 from mpillm.cores import BackendRegistry, CoreConfig
 from mpillm.cores.dummy import VOCAB_SIZE, DummyCore, answer_tokens
 from mpillm.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
@@ -132,55 +135,78 @@ def test_lengths_by_distribution() -> None:
     assert [len(tokens) for _, _, tokens in responses(again, 300)] == lengths
 
 
+def pair(**options: Any) -> tuple[DummyCore, DummyCore]:
+    """A context and a generation core, instances 0 and 1, that can hand over."""
+    wire = Wire()
+    made = core("context", **options), core("generation", **options)
+    for rank, one in enumerate(made):
+        one.connect(wire.mover(rank), {1 - rank: Peer(1 - rank, 1, 1)})
+    return made
+
+
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("options", [{}, {"ttft_ms": 0.5, "tpot_ms": 0.1}])
-def test_handoff(options: dict[str, float]) -> None:
-    """From a context to a generation core, as comms/handoff.py does it."""
-    context, generation = core("context", **options, kv_bytes_per_token=10), core("generation", **options, kv_bytes_per_token=10)
+def test_handoff(options: dict[str, float], early: bool) -> None:
+    """From a context to a generation core, as comms/handoff.py does it: accepted before the context is computed, or later."""
+    context, generation = pair(**options, kv_bytes_per_token=10)
     prompts = [[i, 7] for i in range(5)]
     batch = requests(prompts, generation=1)
     context.enqueue(batch)
-    firsts: list[tuple[int, int]] = []
+    firsts: dict[int, int] = {}
+    started: list[int] = []
     end = time.monotonic() + 5
     while len(firsts) < 5:
         assert time.monotonic() < end
+        new = context.started()
+        started += new
+        for id_ in new if early else ():
+            context.send_kv(id_, 1, 10 + id_)
         if context.has_work() and (made := context.poll_responses()) is not None:
             assert (made.rows["flags"] == FIRST).all()
-            firsts += zip(made.rows["id"].tolist(), made.tokens.tolist(), strict=True)
-    offsets = batch.offsets()
-    for id_, token in firsts:
-        assert token == expected(prompts[id_], 1)[0]
-        room = generation.reserve_kv(batch.rows[id_])
-        sent = context.export_kv(id_)
-        assert room is not None
-        assert len(room) == len(sent) == 20
-        room[:] = sent
+            firsts |= zip(made.rows["id"].tolist(), made.tokens.tolist(), strict=True)
+    assert started == list(range(5))
+    for id_, request in enumerate(batch.split()):
+        assert firsts[id_] == expected(prompts[id_], 1)[0]
+        if not early:
+            context.send_kv(id_, 1, 10 + id_)
+        assert generation.receive_kv(request, 0, 10 + id_)
+        assert generation.poll_kv() == [id_]
+        generation.admit(request, firsts[id_])
+    assert context.poll_kv() == list(range(5))
+    for id_ in range(5):
         context.release_kv(id_)
-        generation.admit(Batch(batch.rows[id_ : id_ + 1], batch.tokens[offsets[id_] : offsets[id_ + 1]]), token)
+    assert context.statistics()["kv_bytes"] == 5 * 20
     got = responses(generation, 5)
     assert {id_: (flags, tokens) for id_, flags, tokens in got} == {i: (FINAL, expected(p, 4)) for i, p in enumerate(prompts)}
 
 
 def test_a_wrong_handoff_is_noticed() -> None:
     for kv, token, word in ((5, 3, "KV cache"), (0, 4, "first token")):
+        wire = Wire()
         generation = core("generation")
+        generation.connect(wire.mover(1), {0: Peer(0, 1, 1)})
         batch = requests([[3]], generation=1)
-        room = generation.reserve_kv(batch.rows[0])
-        assert room is not None
-        room[0] = kv
+        assert generation.receive_kv(batch, 0, 2)
+        wire.mover(0).send(1, Tag.KV + 2, np.full(8, kv, np.uint8))
+        assert generation.poll_kv() == [0]
         with pytest.raises(RuntimeError, match=word):
             generation.admit(batch, token)
             generation.poll_responses()
 
 
 def test_a_full_generation_core_takes_no_more() -> None:
-    generation = core("generation", ttft_ms=1.0, max_batch_size=2)
-    rows = requests([[1], [2], [3]], generation=1).rows
-    assert [generation.reserve_kv(row) is None for row in rows] == [False, False, True]
+    _, generation = pair(ttft_ms=1.0, max_batch_size=2)
+    assert [generation.receive_kv(request, 0, i) for i, request in enumerate(requests([[1], [2], [3]], generation=1).split())] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_an_answer_of_one_token_is_not_handed_over() -> None:
     context = core("context")
     context.enqueue(requests([[9]], max_output=1, generation=1))
+    assert context.started() == []
     assert responses(context, 1) == [(0, FIRST | FINAL, [9])]
 
 

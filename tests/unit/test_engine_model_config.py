@@ -105,8 +105,6 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
             {"tp_size": 2, "ep_size": 4, "model_path": "tiny-mixtral"},
             "expert_parallel_size 4 does not divide the 2 tensor",
         ),
-        ({"tp_size": 2, "role": "context"}, "of a context instance: the torch core's handoff between layouts comes later"),
-        ({"pp_size": 2, "role": "generation"}, "of a generation instance: the torch core's handoff between layouts comes later"),
         ({"max_seq_len": 8192}, "max_seq_len 8192: tiny-llama allows 1 to 4096"),
         ({"kv_cache_tokens": 100, "max_seq_len": 200}, "does not hold one sequence of 200 tokens"),
         ({"kv_cache_tokens": 10}, "KV cache of 10 tokens"),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from loopback import Wire
 
+from mpillm.comms.mover import Peer
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.attention import Span, StepAttention
@@ -61,9 +62,11 @@ def expected(folder: Path, prompts: Tokens) -> Tokens:
     return oracle(folder, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
 
 
-def make_core(model: Path | str, **options: Any) -> TorchCore:
+def make_core(model: Path | str, connect: Any = None, **options: Any) -> TorchCore:
     defaults: dict[str, Any] = {"tokens_per_block": 8, "n_threads": 1, "end_ids": (), "max_seq_len": 256}
     core = TorchCore(CoreConfig("torch", model_path=str(model), **(defaults | options)))
+    if connect is not None:
+        core.connect(*connect)
     core.load()
     return core
 
@@ -336,41 +339,47 @@ def test_the_distribution_of_sampled_tokens(top_k: int, top_p: float) -> None:
 # --- the handoff ---
 
 
-def hand_over(context: TorchCore, generation: TorchCore, batch: Batch, check: Callable[[], None] = lambda: None) -> Tokens:
-    """Context on one core, generation on the other, as the roles do it: offers in order, first one first."""
-    offsets = batch.offsets()
-    requests = {int(row["id"]): Batch(batch.rows[i : i + 1], batch.tokens[offsets[i] : offsets[i + 1]]) for i, row in enumerate(batch.rows)}
+def make_pair(model: Path, context: dict[str, Any] | None = None, generation: dict[str, Any] | None = None) -> list[TorchCore]:
+    """A context and a generation core, instances 0 and 1, that can hand over; options of each."""
+    wire, cores = Wire(), []
+    for rank, (role, options) in enumerate((("context", context), ("generation", generation))):
+        cores.append(make_core(model, connect=(wire.mover(rank), {1 - rank: Peer(1 - rank, 1, 1)}), role=role, **options or {}))
+    return cores
+
+
+def hand_over(context: TorchCore, generation: TorchCore, batch: Batch) -> Tokens:
+    """Context on one core, generation on the other, as the roles do it: offers in order, first one first. The answers by id."""
+    requests = {int(request.rows["id"][0]): request for request in batch.split()}
     context.enqueue(batch)
     firsts, finals = Answers(), Answers()
     offered: list[int] = []
-    done: dict[int, list[int]] = {}
+    arrived: set[int] = set()
+    left: set[int] = set()
     for _ in range(20_000):
-        if len(done) == len(requests):
+        if len(firsts.final | finals.final) == len(requests) and not context.engine._handing_over:
             break
+        offered += context.started()
+        while offered and generation.receive_kv(requests[offered[0]], 0, slot=offered[0]):
+            context.send_kv(offered[0], 1, slot=offered[0])
+            offered.pop(0)
         if context.has_work():
-            before = set(firsts.first)
             firsts.poll(context)
-            done |= firsts.final
-            offered += [id_ for id_ in firsts.first if id_ not in before and id_ not in firsts.final]
-        while offered:
-            request = requests[offered[0]]
-            buffer = generation.reserve_kv(request.rows[0])
-            if buffer is None:
-                break
-            id_ = offered.pop(0)
-            sent = context.export_kv(id_)
-            assert sent.shape == buffer.shape
-            buffer[:] = sent
+        left |= set(context.poll_kv())
+        arrived |= set(generation.poll_kv())
+        for id_ in sorted(arrived & left & set(firsts.first)):
             context.release_kv(id_)
-            generation.admit(request, firsts.first[id_])
+            if id_ in firsts.final:
+                generation.release_kv(id_)
+            else:
+                generation.admit(requests[id_], firsts.first[id_])
+            arrived.remove(id_)
         if generation.has_work():
             finals.poll(generation)
-            done |= finals.final
-        check()
     assert not finals.first
     for core in (context, generation):
         assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
         assert not core.has_work()
+    done = firsts.final | finals.final
     return [done[id_] for id_ in sorted(done)]
 
 
@@ -383,50 +392,83 @@ def hand_over(context: TorchCore, generation: TorchCore, batch: Batch, check: Ca
 def test_handed_over_requests_give_the_same_tokens(
     folder: Path, prompts: Tokens, expected: Tokens, context: dict[str, Any], generation: dict[str, Any]
 ) -> None:
-    receiver = make_core(folder, **generation)
-    assert hand_over(make_core(folder, **context), receiver, make_batch(prompts, generation=1)) == expected
+    sender, receiver = make_pair(folder, context, generation)
+    assert hand_over(sender, receiver, make_batch(prompts, generation=1)) == expected
     if "kv_cache_tokens" in generation:
         assert receiver.statistics()["preemptions"] > 0
+    c = sender.info.config
+    assert sender.statistics()["kv_bytes"] == sum(map(len, prompts)) * c.n_layers * 2 * c.n_kv_heads * c.head_dim * 4
 
 
 def test_handed_over_requests_sample_the_same_tokens(folder: Path, prompts: Tokens) -> None:
     fields = {"temperature": 1.0, "top_k": 50, "seed": np.arange(len(prompts))}
     alone = answer(make_core(folder), make_batch(prompts, **fields))
-    assert hand_over(make_core(folder), make_core(folder), make_batch(prompts, generation=1, **fields)) == alone
+    assert hand_over(*make_pair(folder), make_batch(prompts, generation=1, **fields)) == alone
 
 
-def test_an_answer_that_ends_with_its_first_token_is_not_handed_over(folder: Path, prompts: Tokens, expected: Tokens) -> None:
-    end = expected[2][0]
-    core = make_core(folder, end_ids=(end,))
-    core.enqueue(make_batch(prompts[:4], generation=0, max_output=[1, 5, 5, 1]))
-    answers = Answers().run(core)
-    assert set(answers.first) == {0, 1, 2, 3}
-    assert {0, 2, 3} <= set(answers.final)
-    for id_ in set(answers.first) - set(answers.final):
-        core.release_kv(id_)
+def test_a_request_of_one_token_is_not_handed_over(folder: Path, prompts: Tokens) -> None:
+    core = make_core(folder, role="context")
+    core.enqueue(make_batch(prompts[:2], generation=1, max_output=1))
+    assert core.started() == []
+    assert set(Answers().run(core).final) == {0, 1}
     assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
 
 
-def test_no_room_is_none_and_never_room_is_an_error(folder: Path) -> None:
-    core = make_core(folder, kv_cache_tokens=64, max_seq_len=None)
-    row = make_batch([[1] * 40], max_output=8, generation=1).rows[0]
-    buffer = core.reserve_kv(row)
-    c = core.info.config
-    assert buffer is not None
-    assert buffer.nbytes == c.n_layers * 2 * c.n_kv_heads * 40 * c.head_dim * 4
-    assert core.reserve_kv(row) is None
-    row["max_output"] = 60
+def test_an_answer_that_ends_with_its_first_token_is_given_up_at_both_ends(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+    """It was offered, and its KV cache has moved, before its first token was known."""
+    end = {"end_ids": (expected[2][0],)}
+    answers = hand_over(*make_pair(folder, end, end), make_batch(prompts, generation=1))
+    assert answers[2] == expected[2][:1]
+    assert answers == [tokens[: tokens.index(end["end_ids"][0]) + 1 if end["end_ids"][0] in tokens else None] for tokens in expected]
+
+
+def test_no_room_is_false_and_never_room_is_an_error(folder: Path) -> None:
+    _, core = make_pair(folder, {}, {"kv_cache_tokens": 64, "max_seq_len": None})
+    batch = make_batch([[1] * 40], max_output=8, generation=1)
+    assert core.receive_kv(batch, 0, 3)
+    batch.rows["id"] = 1
+    assert not core.receive_kv(batch, 0, 4)
+    batch.rows["max_output"] = 60
     with pytest.raises(ValueError, match="exceed max_seq_len 64"):
-        core.reserve_kv(row)
+        core.receive_kv(batch, 0, 4)
 
 
 def test_context_waits_without_work_until_its_cache_is_taken(folder: Path) -> None:
-    core = make_core(folder, kv_cache_tokens=64, max_seq_len=None)
+    core, _ = make_pair(folder, {"kv_cache_tokens": 64, "max_seq_len": None})
     core.enqueue(make_batch([[1] * 40, [2] * 40], generation=1))
+    assert core.started() == [0]
     answers = Answers().run(core)
     assert set(answers.first) == {0}
     core.release_kv(0)
+    assert core.started() == [1]
     assert set(answers.run(core).first) == {0, 1}
+
+
+def test_contexts_are_offered_a_step_ahead_and_sent_as_they_are_computed(folder: Path) -> None:
+    """The receiver is asked while the step before computes; then the pieces leave between the layers."""
+    context, generation = make_pair(folder, {"max_num_tokens": 40})
+    batch = make_batch([[1] * 40, [2] * 40, [3] * 40, [4] * 40], generation=1)
+    context.enqueue(batch)
+    assert context.started() == [0, 1]
+    context.poll_responses()
+    assert context.started() == [2]
+    assert generation.receive_kv(batch.split()[1], 0, 7)
+    context.send_kv(1, 1, 7)
+    seen: list[int] = []
+    transfers = context.engine.worker.transfers
+    assert transfers is not None
+    stored = transfers.layer_stored
+
+    def layer_stored(layer: int) -> None:
+        stored(layer)
+        seen.append(len(transfers._under_way[0].pieces))
+
+    transfers.layer_stored = layer_stored  # type: ignore[method-assign]
+    context.poll_responses()
+    assert seen == [1, 1, 2, 3, 3, 4]
+    assert context.poll_kv() == [1]
+    generation.poll_responses()
+    assert generation.poll_kv() == [1]
 
 
 # --- weights ---
@@ -459,5 +501,5 @@ def test_a_real_model_equals_transformers() -> None:
     scarce = make_core(model, **options | {"max_seq_len": None, "kv_cache_tokens": 1024, "max_num_tokens": 100})
     assert answer(scarce, make_batch(prompts, max_output=64)) == wanted
     assert scarce.statistics()["preemptions"] > 0
-    receiver = make_core(model, **options | {"max_seq_len": None, "kv_cache_tokens": 1024})
-    assert hand_over(make_core(model, **options), receiver, make_batch(prompts, max_output=64, generation=1)) == wanted
+    pair = make_pair(model, options, options | {"max_seq_len": None, "kv_cache_tokens": 1024})
+    assert hand_over(*pair, make_batch(prompts, max_output=64, generation=1)) == wanted

@@ -1,0 +1,147 @@
+"""This rank's part of the handoff: which pieces of a KV cache it sends or receives, and when.
+
+The leader of an instance orders transfers in its step plans (see `step`), so all ranks learn of them in the same place among the
+steps. A receive is posted, and a KV cache that earlier steps have computed is sent, before the step's own work. One whose last tokens are
+computed by the step itself is sent as its layers are: each piece (see `layout.cuts`) as soon as the last of its layers is in the cache.
+
+A piece is gathered into one contiguous buffer (see `KVCache.read`), and scattered into blocks where it arrives: blocks may be of different
+sizes at the two ends.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.comms.tags import Tag
+from mpillm.engine.layout import Layout, cuts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpillm.comms.mover import Mover, Moving, Peer
+    from mpillm.engine.kv_cache import KVCache
+    from mpillm.engine.model_config import ModelConfig
+
+
+class Kind(enum.IntEnum):
+    RECEIVE = 0
+    SEND = 1  # computed in earlier steps
+    SEND_LAYERS = 2  # its last tokens are computed in the step that it comes with
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One KV cache, in the part of it that each rank holds."""
+
+    kind: Kind
+    ticket: int  # a number of its own in its instance, by which ranks report it done
+    peer: int  # the other instance
+    slot: int  # the receiver's
+    n_tokens: int
+    blocks: list[int]
+
+
+_HEAD = 6  # numbers of a transfer in a message: kind, ticket, peer, slot, tokens, blocks
+
+
+def pack_transfers(transfers: list[Transfer]) -> list[int]:
+    """Numbers for a step plan: how many, their heads, their blocks."""
+    heads = [x for t in transfers for x in (t.kind, t.ticket, t.peer, t.slot, t.n_tokens, len(t.blocks))]
+    return [len(transfers), *heads, *(block for t in transfers for block in t.blocks)]
+
+
+def unpack_transfers(message: NDArray[np.int32]) -> tuple[list[Transfer], NDArray[np.int32]]:
+    """What `pack_transfers` was given, and the rest of the message."""
+    at = 1 + int(message[0]) * _HEAD
+    transfers = []
+    for kind, ticket, peer, slot, n_tokens, n_blocks in message[1:at].reshape(-1, _HEAD).tolist():
+        transfers.append(Transfer(Kind(kind), ticket, peer, slot, n_tokens, message[at : at + n_blocks].tolist()))
+        at += n_blocks
+    return transfers, message[at:]
+
+
+class _Piece(NamedTuple):
+    rank: int  # in the handoff communicator
+    layers: slice  # of this rank's
+    heads: slice  # of this rank's
+
+
+class _Under(NamedTuple):
+    """A transfer under way: its pieces that are."""
+
+    transfer: Transfer
+    pieces: deque[tuple[Moving, _Piece, Tensor]]
+
+
+class Transfers:
+    """Starts what it is told to, and says what is done."""
+
+    def __init__(self, cache: KVCache, config: ModelConfig, layout: Layout, mover: Mover, peers: dict[int, Peer], *, sends: bool) -> None:
+        """`sends`: this is a rank of a context instance."""
+        self._cache = cache
+        self._mover = mover
+        self._pieces = {peer: _pieces(config, layout, other, sends) for peer, other in peers.items()}
+        self._under_way: list[_Under] = []
+        self._by_layer: list[_Under] = []  # of the step that is being computed
+
+    def start(self, transfers: list[Transfer]) -> None:
+        """Begin with the transfers of a step, before its own work."""
+        self._by_layer = []
+        for transfer in transfers:
+            under = _Under(transfer, deque())
+            self._under_way.append(under)
+            if transfer.kind == Kind.SEND_LAYERS:
+                self._by_layer.append(under)
+                continue
+            for piece in self._pieces[transfer.peer]:
+                if transfer.kind == Kind.SEND:
+                    self._send(under, piece)
+                else:
+                    buffer = self._cache.new_piece(transfer.n_tokens, piece.layers, piece.heads)
+                    under.pieces.append((self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer))
+
+    def layer_stored(self, layer: int) -> None:
+        """The step's keys and values of this rank's `layer` are in the cache."""
+        for under in self._by_layer:
+            for piece in self._pieces[under.transfer.peer]:
+                if piece.layers.stop == layer + 1:
+                    self._send(under, piece)
+
+    def poll(self) -> list[int]:
+        """Tickets of transfers that are done on this rank."""
+        done = [under.transfer.ticket for under in self._under_way if self._is_done(under)]
+        if done:
+            self._under_way = [under for under in self._under_way if under.pieces]
+        return done
+
+    def _is_done(self, under: _Under) -> bool:
+        while under.pieces and under.pieces[0][0].done():
+            _, piece, buffer = under.pieces.popleft()
+            if under.transfer.kind == Kind.RECEIVE:
+                self._cache.write(under.transfer.blocks, under.transfer.n_tokens, piece.layers, piece.heads, buffer)
+        return not under.pieces
+
+    def _send(self, under: _Under, piece: _Piece) -> None:
+        transfer = under.transfer
+        buffer = self._cache.read(transfer.blocks, transfer.n_tokens, piece.layers, piece.heads)
+        under.pieces.append((self._mover.send(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer))
+
+
+def _pieces(config: ModelConfig, layout: Layout, peer: Peer, sends: bool) -> list[_Piece]:
+    """What this rank sends to the ranks of `peer`, or receives from them."""
+    mine, other = (layout.tp_size, layout.pp_size), (peer.tp_size, peer.pp_size)
+    me = layout.pp_rank * layout.tp_size + layout.tp_rank
+    first_layer, first_head = layout.layers(config).start, layout.kv_heads(config).start
+    pieces = []
+    for cut in cuts(config, mine, other) if sends else cuts(config, other, mine):
+        if me == (cut.source if sends else cut.dest):
+            layers = slice(cut.layers.start - first_layer, cut.layers.stop - first_layer)
+            heads = slice(cut.heads.start - first_head, cut.heads.stop - first_head)
+            pieces.append(_Piece(peer.rank + (cut.dest if sends else cut.source), layers, heads))
+    return pieces
