@@ -289,8 +289,10 @@ def test_what_is_reused() -> None:
     assert reused(2, [*prompt, 5]) == 4
     assert reused(3, [*prompt[:11], 90, *prompt[12:]]) == 2
     assert reused(4, [90, *prompt[1:]]) == 0, "the same tokens behind others are other blocks"
-    assert reused(5, prompt, 9) == 3
-    assert reused(6, prompt + answer(prompt, 9)) == 6, "answers are known as well: 8 of its 9 tokens were cached"
+    assert reused(5, [9, 9, 9, 9, 8]) == 0
+    assert reused(6, [9, 9, 9, 9, *prompt[4:]]) == 1, "and this also when others at this place are known"
+    assert reused(7, prompt, 9) == 3
+    assert reused(8, prompt + answer(prompt, 9)) == 6, "answers are known as well: 8 of its 9 tokens were cached"
 
 
 def test_sequences_that_run_at_once_share() -> None:
