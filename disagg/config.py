@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from .errors import ConfigError, nearest
 from .llm_args import LLM_ARGUMENTS
-from .schema import COUNT, INNER, MAPPING, MOE_ARGUMENTS, NULLABLE, RUN_WIDE, SECTIONS, SERVER, TOP_LEVEL, URL, checked, refuse
+from .schema import COUNT, INNER, MAPPING, MOE_ARGUMENTS, NULLABLE, READ, RUN_WIDE, SECTIONS, SERVER, TOP_LEVEL, URL, checked, refuse
 from .yaml_text import plain, read, write
 
 
@@ -169,14 +169,18 @@ def _server(source: str, name: str, section: Mapping[str, Any], handed_down: Map
             refuse(f"{source}: {name}.{key}", values[key], f"the same as at the top level, {value!r}")
 
     known: dict[str, Any] = {}
-    for key, rule in SERVER.items():
+    for key, rule in {**SERVER, **READ}.items():
         if key not in values:
             continue
-        value = values.pop(key)
+        value = values[key]
         where = f"{source}: {name}.{key}" if key in section else f"{source}: {key}"
-        if value is None and key in NULLABLE:
+        if key in SERVER:
+            del values[key]
+        if value is None and (key in NULLABLE or key in READ):
             continue
-        known[key] = checked(where, value, rule)
+        checked(where, value, rule)
+        if key in SERVER:
+            known[key] = value
         for inner, inner_rule in INNER.get(key, {}).items():
             if value.get(inner) is not None:
                 checked(f"{where}.{inner}", value[inner], inner_rule)

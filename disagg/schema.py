@@ -75,6 +75,9 @@ SERVER: dict[str, Rule] = {
     "urls": _URLS,
 }
 
+# LLM arguments that are read here too; like all of them they are kept in `extra`.
+READ: dict[str, Rule] = {"scheduler_config": MAPPING, "enable_chunked_prefill": _BOOLEAN, "max_beam_width": COUNT}
+
 # The keys of a section's mappings that we know; others pass.
 INNER: dict[str, dict[str, Rule]] = {
     "kv_cache_config": {
@@ -84,6 +87,10 @@ INNER: dict[str, dict[str, Rule]] = {
         "enable_block_reuse": _BOOLEAN,
         "enable_partial_reuse": _BOOLEAN,
         "dtype": _TEXT,
+    },
+    "scheduler_config": {
+        "capacity_scheduler_policy": _one_of("MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH"),
+        "context_chunking_policy": _one_of("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"),
     },
     "cache_transceiver_config": {"backend": _TEXT, "max_tokens_in_buffer": COUNT},
     "router": {"type": _one_of(*ROUTERS)},

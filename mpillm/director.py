@@ -121,6 +121,8 @@ class Director:
         self._console.line()
         self._console.line(disagg.table(plan))
         self._console.line(f"  run directory {path_shown(self._log_dir)}")
+        if any(core_config(config, plan, instance.leader).enable_kv_cache_reuse for instance in plan.instances):
+            self._console.line("  KV cache reuse is on: MLPerf forbids it, so this is no result to submit")
         if self._dataset is not None:
             self._console.line(f"  data set {self._dataset.name}: {len(self._dataset)} samples, {len(self._dataset.tokens)} tokens")
         return Setup(plan, str(self._log_dir), (reports[0]["host"], reports[0]["pid"])), "all ranks agree"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from disagg import WorldPlan
 from mpillm.comms.mover import MpiMover, Peer
@@ -20,6 +21,14 @@ from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 
 _SERVER_VALUES = ("max_batch_size", "max_num_tokens", "max_seq_len")  # where nobody says, CoreConfig does
+# TensorRT-LLM's names in a YAML's scheduler_config, and ours, which are the harness's.
+_POLICIES = {
+    "MAX_UTILIZATION": "max_util",
+    "GUARANTEED_NO_EVICT": "no_evict",
+    "STATIC_BATCH": "static",
+    "FIRST_COME_FIRST_SERVED": "first_come_first_served",
+    "EQUAL_PROGRESS": "equal_progress",
+}
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
@@ -30,6 +39,12 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int) -> CoreConfig:
     instance = plan.instances[me.instance]
     server = instance.server
     kv_cache = server.kv_cache_config or {}
+    scheduler = server.extra.get("scheduler_config") or {}
+
+    def chosen(name: str, in_file: Any) -> Any:
+        """The command line goes before the file, the file before the default."""
+        return getattr(config, name) if config.given(name) or in_file is None else in_file
+
     return CoreConfig(
         core_type=config.core_type,
         role=_CORE_ROLES[instance.role],
@@ -42,27 +57,35 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int) -> CoreConfig:
         ep_rank=me.ep_rank or 0,
         rank=rank,
         device=me.device,
-        n_threads=config.num_threads or _thread_share(plan, rank),
+        n_threads=config.num_threads or _thread_share(_node_ranks(plan, rank)),
         model_path=config.model_path,
         load_format=config.load_format,
         dtype=config.dtype,
         **{name: value for name in _SERVER_VALUES if (value := server_value(config, server, name)) is not None},
         kv_cache_tokens=config.kv_cache_tokens or kv_cache.get("max_tokens"),
-        tokens_per_block=config.tokens_per_block
-        if config.given("tokens_per_block")
-        else kv_cache.get("tokens_per_block", config.tokens_per_block),
-        enable_chunked_context=config.enable_chunked_context,
+        tokens_per_block=chosen("tokens_per_block", kv_cache.get("tokens_per_block")),
+        enable_chunked_context=chosen("enable_chunked_context", server.extra.get("enable_chunked_prefill")),
+        context_chunking_policy=chosen("context_chunking_policy", _POLICIES.get(scheduler.get("context_chunking_policy", ""))),
+        batch_scheduler_policy=chosen("batch_scheduler_policy", _POLICIES.get(scheduler.get("capacity_scheduler_policy", ""))),
+        enable_kv_cache_reuse=chosen("enable_kv_cache_reuse", kv_cache.get("enable_block_reuse")),
+        beam_width=chosen("beam_width", server.extra.get("max_beam_width")),
+        stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
+        node_ranks=_node_ranks(plan, rank),
         options=config.core_options,
     )
 
 
-def _thread_share(plan: WorldPlan, rank: int) -> int:
+def _node_ranks(plan: WorldPlan, rank: int) -> int:
+    """Ranks of this rank's node that belong to an instance."""
+    return sum(1 for r in plan.ranks if r.node == plan.ranks[rank].node and r.instance is not None)
+
+
+def _thread_share(node_ranks: int) -> int:
     """This rank's share of its node's cores; all that it is bound to, if its launcher has bound it to some."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if allowed < (os.cpu_count() or 1):
         return allowed
-    sharing = sum(1 for r in plan.ranks if r.node == plan.ranks[rank].node and r.instance is not None)
-    return max(1, allowed // sharing)
+    return max(1, allowed // node_ranks)
 
 
 def make_roles(

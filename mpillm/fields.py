@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,14 @@ def fraction(text: str) -> float:
     return value
 
 
+def stop_words(text: str) -> list[str | list[int]]:
+    """One word, or a JSON array of words and of arrays of token ids."""
+    words = json.loads(text) if text.startswith("[") else [text]
+    if not all(word and (isinstance(word, str) or (isinstance(word, list) and all(type(t) is int for t in word))) for word in words):
+        raise ValueError("neither text nor an array of token ids")
+    return list(words)
+
+
 def _at_least(value: int, least: int) -> int:
     if value < least:
         raise ValueError(f"less than {least}")
@@ -113,6 +122,7 @@ _KINDS: dict[Callable[[str], Any], str] = {
     seconds: "a number of seconds above 0",
     not_negative: "a number of at least 0",
     fraction: "a number above 0 and up to 1",
+    stop_words: 'a word, or a JSON array of words and arrays of token ids, as ["###", [13, 13]]',
 }
 
 DEADLINES = {"join": 60, "load": 1800, "health": 120, "warmup": 300, "ready": 60, "test": 21600, "drain": 300, "stop": 60}
@@ -146,7 +156,12 @@ FIELDS = (
         group="topology",
     ),
     # the model
-    Field("model_path", "a Hugging Face folder, or a preset: tiny-llama, tiny-mixtral", group="model"),
+    Field(
+        "model_path",
+        "a Hugging Face folder, or a preset with random weights: llama2-7b, llama2-13b, llama2-70b, llama3.1-8b, llama3.1-405b,"
+        " mixtral-8x7b, tiny-llama, tiny-mixtral",
+        group="model",
+    ),
     Field(
         "load_format", "read the weights, or make random ones from config.json", default="auto", choices=("auto", "dummy"), group="model"
     ),
@@ -159,6 +174,28 @@ FIELDS = (
     Field("kv_cache_tokens", "size of a rank's KV cache [default: the core's]", positive, group="model"),
     Field("tokens_per_block", "tokens of one KV cache block", positive, 32, group="model"),
     Field("enable_chunked_context", "let a prompt be computed in several steps", boolean, True, group="model"),
+    Field(
+        "context_chunking_policy",
+        "whose prompt is computed in a step: the oldest's as far as it goes, or a like piece of each",
+        default="first_come_first_served",
+        choices=("first_come_first_served", "equal_progress"),
+        group="model",
+    ),
+    Field(
+        "batch_scheduler_policy",
+        "when a request starts: as soon as its prompt fits the KV cache (one that finds it full later is evicted and computed again), when "
+        "its longest answer fits, or in batches that run to their end",
+        default="max_util",
+        choices=("max_util", "no_evict", "static"),
+        group="model",
+    ),
+    Field(
+        "enable_kv_cache_reuse",
+        "compute a beginning that prompts have in common once; MLPerf forbids it; generation instances do not look handed-over prompts up",
+        boolean,
+        False,
+        group="model",
+    ),
     Field("num_threads", "CPU threads of each instance rank [default: the node's cores, shared evenly]", positive, group="model"),
     # the data
     Field(
@@ -182,6 +219,13 @@ FIELDS = (
     # generation
     Field("max_output_len", "most tokens of an answer, the end token included", positive, 128, group="generation"),
     Field("min_output_len", "no answer ends before this many tokens", positive, 1, group="generation"),
+    Field(
+        "stop_words",
+        'an answer ends behind any of these: one word, or a JSON array of words and of token ids, as ["###", [13, 13]]',
+        stop_words,
+        group="generation",
+    ),
+    Field("beam_width", "beams of a search; the torch core has 1 alone", positive, 1, group="generation"),
     Field("temperature", "0 is greedy", not_negative, 0.0, group="generation"),
     Field("top_k", "sample among the k likeliest tokens; 0 is all", natural, 0, group="generation"),
     Field("top_p", "sample among the likeliest tokens that hold this probability", fraction, 1.0, group="generation"),

@@ -55,6 +55,7 @@ class ResponseFlag(enum.IntFlag):
     FINAL = 2  # the answer is complete; the request's id is free again
     CONTEXT_DONE = 4  # the context instance has handed the KV cache over and holds nothing of the request any more
     ERROR = 8  # the request could not be answered (set with FINAL, no tokens)
+    CANCELLED = 16  # whoever asked has given it up (set with FINAL, no tokens)
 
 
 _DTYPES = {Kind.REQUESTS: REQUEST, Kind.RESPONSES: RESPONSE}

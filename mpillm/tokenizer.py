@@ -41,6 +41,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         """`encode` for many prompts, on all cores."""
 
+    def encode_plain(self, text: str) -> list[int]:
+        """The tokens of the text itself: no chat template, no special tokens."""
+
     def decode(self, tokens: Tokens) -> str:
         """The text of an answer, special tokens left out."""
 
@@ -70,6 +73,9 @@ class ByteTokenizer:
 
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         return [list(prompt.encode()) for prompt in prompts]
+
+    def encode_plain(self, text: str) -> list[int]:
+        return list(text.encode())
 
     def decode(self, tokens: Tokens) -> str:
         """Tokens that are no byte (a model's vocabulary may be larger) and bytes that are no UTF-8 become U+FFFD."""
@@ -106,6 +112,10 @@ class FileTokenizer:
         # A chat template writes the special tokens itself; without one, the tokenizer adds those of its post-processor.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
         return [encoding.ids for encoding in encodings]
+
+    def encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def decode(self, tokens: Tokens) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)

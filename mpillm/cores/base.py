@@ -8,6 +8,7 @@ and returns what has become ready.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -62,7 +63,13 @@ class CoreConfig:
     kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
     tokens_per_block: int = 32
     enable_chunked_context: bool = True
+    context_chunking_policy: str = "first_come_first_served"  # or equal_progress
+    batch_scheduler_policy: str = "max_util"  # or no_evict, static
+    enable_kv_cache_reuse: bool = False
+    beam_width: int = 1
     end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
+    stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens
+    node_ranks: int = 1  # ranks of this node that hold a part of a model, this one included
     options: dict[str, Any] = field(default_factory=dict)  # --core_options and unknown YAML keys
 
 
@@ -136,6 +143,13 @@ class LLMCore(ABC):
     @abstractmethod
     def has_work(self) -> bool:
         """Whether `poll_responses` has something to do now (False lets the rank sleep)."""
+
+    def cancel(self, ids: Iterable[int]) -> None:  # noqa: B027 - optional: a request then just runs to its end
+        """Give up requests wherever they are: each that has not ended gives one row, FINAL | CANCELLED and no tokens, and nothing more.
+
+        An id that has ended, or never was, is passed over: its FINAL row may be on the way. So is a context-only request that `started`
+        may have named: it is the receiver's, there to be cancelled from `receive_kv` on, and `release_kv` frees it here.
+        """
 
     # --- handoff of the KV cache (see comms/handoff.py): both sides, then the context side, then the generation side ---
 

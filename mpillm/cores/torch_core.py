@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 
 from mpillm.cores.base import CoreConfig, Credits, LLMCore
 from mpillm.engine.engine import Engine, EngineLimits
-from mpillm.engine.model_config import ModelInfo, check_model
+from mpillm.engine.model_config import ModelInfo, check_model, model_info
 from mpillm.engine.parallel import Groups, MpiGroups
+from mpillm.engine.prefix_cache import PrefixCache
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.scheduler import Sequence
 from mpillm.engine.step import Follower, Worker
@@ -36,9 +38,9 @@ class TorchCore(LLMCore):
     """
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """ConfigError as `check_model`."""
+        """ConfigError as `model_info`. Not for memory: another rank of the node may be loading already."""
         super().__init__(config, comms)
-        self.info = check_model(config)
+        self.info = model_info(config)
         self._refused: list[int] = []
         self._engine: Engine | None = None  # of the instance leader
         self._follower: Follower | None = None  # of every other rank
@@ -60,7 +62,15 @@ class TorchCore(LLMCore):
             layout = self.info.layout
             worker.transfers = Transfers(worker.cache, self.info.config, layout, *self._handoff, sends=c.role == "context")
         if c.tp_rank == c.pp_rank == 0:
-            limits = EngineLimits(c.max_batch_size, c.max_num_tokens, c.tokens_per_block, c.enable_chunked_context)
+            limits = EngineLimits(
+                c.max_batch_size,
+                c.max_num_tokens,
+                c.tokens_per_block,
+                c.enable_chunked_context,
+                c.batch_scheduler_policy,
+                c.context_chunking_policy,
+                c.enable_kv_cache_reuse,
+            )
             self._engine = Engine(self.info, limits, worker)
         else:
             self._follower = Follower(worker)
@@ -98,8 +108,14 @@ class TorchCore(LLMCore):
         return {name: count - self._before_test.get(name, 0) for name, count in self._counts().items()}
 
     def _counts(self) -> dict[str, int]:
+        """Since the start; blocks that were reused with block reuse alone, so that a reader sees that it was on."""
         counts = {"preemptions": self.engine.scheduler.preemptions}
-        return counts | {"kv_bytes": self.engine.kv_bytes} if self.config.role == "context" else counts
+        if isinstance(blocks := self.engine.blocks, PrefixCache):
+            counts["reused_blocks"] = blocks.reused_blocks
+            counts["reused_tokens"] = blocks.reused_blocks * self.config.tokens_per_block
+        if self.config.role == "context":
+            counts["kv_bytes"] = self.engine.kv_bytes
+        return counts
 
     def notify_stop(self) -> None:
         self._engine = self._follower = None
@@ -131,6 +147,10 @@ class TorchCore(LLMCore):
                 _log.error("request %d: %s", sequence.id, refusal)
                 self._refused.append(sequence.id)
 
+    def cancel(self, ids: Iterable[int]) -> None:
+        for id_ in ids:
+            self.engine.cancel(id_)
+
     def has_work(self) -> bool:
         if self._follower is not None:
             return self._follower.has_work()
@@ -147,6 +167,9 @@ class TorchCore(LLMCore):
         tokens: list[int] = []
         for row, (sequence, is_first, is_final) in zip(rows, progress, strict=False):
             row["id"] = sequence.id
+            if sequence.is_cancelled:
+                row["flags"] = ResponseFlag.FINAL | ResponseFlag.CANCELLED
+                continue
             row["n_tokens"] = len(sequence.output)
             row["flags"] = is_first * ResponseFlag.FIRST | is_final * ResponseFlag.FINAL
             tokens += sequence.output

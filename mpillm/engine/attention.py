@@ -113,7 +113,8 @@ class StepAttention:
         lengths = np.array([span.n_cached + 1 for span in spans])
         counts = -(-lengths // size)
         wanted = np.fromiter(itertools.chain.from_iterable(span.blocks[:c] for span, c in zip(spans, counts, strict=True)), np.int64)
-        in_place = int(wanted.max()) + 1 <= _MAX_UNOWNED * len(wanted) + 1
+        is_shared = np.bincount(wanted).max() > 1  # by sequences that begin alike: each gets a copy, as a block has one owner here
+        in_place = not is_shared and int(wanted.max()) + 1 <= _MAX_UNOWNED * len(wanted) + 1
         if in_place:
             members, n_blocks = wanted, int(wanted.max()) + 1
         else:

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from mpillm.engine.kv_cache import BlockAllocator
 from mpillm.engine.model_config import ModelInfo
+from mpillm.engine.prefix_cache import PrefixCache
 from mpillm.engine.scheduler import Scheduler, Sequence
 from mpillm.engine.step import Step, Worker, pack
 from mpillm.engine.transfer import Kind, Transfer
 
 
 class Progress(NamedTuple):
-    """A sequence that got its first token, its last, or both in a step."""
+    """A sequence that got its first token, its last, or both in a step; or is final because it was cancelled."""
 
     sequence: Sequence
     is_first: bool
@@ -23,12 +24,15 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """How much an engine does at once."""
+    """How much an engine does at once, and who goes first."""
 
     max_batch_size: int
     max_num_tokens: int  # of one step
     tokens_per_block: int
     chunked: bool = True
+    policy: str = "max_util"  # see `Scheduler`
+    chunking: str = "first_come_first_served"
+    reuse: bool = False  # of blocks that hold a common prefix
 
 
 class Engine:
@@ -41,22 +45,35 @@ class Engine:
         self.cache = worker.cache
         self._groups = worker.groups
         self._n_stages = worker.groups.layout.pp_size
-        self.blocks = BlockAllocator(info.kv_cache_tokens // limits.tokens_per_block)
+        size, n_blocks = limits.tokens_per_block, info.kv_cache_tokens // limits.tokens_per_block
+        self.blocks = PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
         self.scheduler = Scheduler(
-            self.blocks, limits.tokens_per_block, limits.max_batch_size, limits.max_num_tokens, limits.chunked, self._n_stages
+            self.blocks,
+            size,
+            limits.max_batch_size,
+            limits.max_num_tokens,
+            limits.chunked,
+            self._n_stages,
+            limits.policy,
+            limits.chunking,
         )
         self._end_ids = set(info.end_ids)
+        self._stops: dict[int, list[list[int]]] = {}  # stop words by their last token
+        for tokens in info.stop_words:
+            self._stops.setdefault(tokens[-1], []).append(list(tokens))
         self._in_flight: deque[tuple[list[Sequence], list[Sequence]]] = deque()  # steps: all sequences, those that get a token
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
         # The handoff, by sequence id: those to hand over, where those that are not computed go, blocks of those that will come.
         self._handing_over: dict[int, Sequence] = {}
         self._not_started: list[int] = []
         self._accepted: dict[int, tuple[int, int]] = {}
-        self._reserved: dict[int, list[int]] = {}
+        self._reserved: dict[int, tuple[list[int], int]] = {}  # with the most tokens that will be cached
         self._ordered: list[Transfer] = []  # for the next step
         self._moving: dict[int, list[int]] = {}  # by ticket: sequence id, ranks that are not done
         self._n_transfers = 0
         self.kv_bytes = 0  # handed over
+        self._cancelled: list[Sequence] = []  # `step` has not told yet
+        self._cancelled_before: set[int] = set()  # while their KV cache was on its way here
 
     # --- work ---
 
@@ -83,7 +100,28 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has something to do now."""
-        return bool(self._ordered) or (len(self._in_flight) < self._n_stages and self.scheduler.can_plan()) or self._has_tokens()
+        can_plan = len(self._in_flight) < self._n_stages and self.scheduler.can_plan()
+        return can_plan or bool(self._ordered) or self._has_tokens() or bool(self._cancelled)
+
+    def cancel(self, sequence_id: int) -> None:
+        """End it where it is: queued, in context, in generation, or while its KV cache is on its way here; `step` tells, once.
+
+        One that is in a step in flight ends with that step: until then its blocks are written to. Nothing happens to one that is not
+        here any more, or is being handed over: it is the receiver's to cancel, and its blocks come back with `release_kv`.
+        """
+        if sequence_id in self._reserved:
+            self._cancelled_before.add(sequence_id)
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            if sequence.id == sequence_id and not (sequence_id in self._handing_over and sequence.blocks):
+                sequence.is_cancelled = True
+                if not sequence.in_flight:
+                    self._end_cancelled(sequence)
+
+    def _end_cancelled(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self._cancelled.append(sequence)
+        if self._handing_over.pop(sequence.id, None):
+            self._not_started.remove(sequence.id)
 
     def step(self) -> list[Progress]:
         """Start a step of at most `max_num_tokens` tokens, if there can be one more; who got a first or last token from those that ended.
@@ -95,6 +133,7 @@ class Engine:
             sequences = [sequence for sequence, _ in plan]
             step, sampled = Step.of(plan)
             step.transfers = self._take_transfers(sampled)
+            self.scheduler.publish(plan)
             if self._groups.has_followers:
                 self._groups.send_plan(pack(step, sequences))
             for sequence in sequences:
@@ -110,8 +149,12 @@ class Engine:
             sequences, sampled = self._in_flight.popleft()
             for sequence in sequences:
                 sequence.in_flight = False
+                if sequence.is_cancelled:
+                    self._end_cancelled(sequence)
             tokens, self._arrived = self._arrived, None
             progress += [p for sequence, token in zip(sampled, tokens, strict=True) if (p := self._append(sequence, token))]
+        progress += [Progress(sequence, is_first=False, is_final=True) for sequence in self._cancelled]
+        self._cancelled.clear()
         return progress
 
     def _has_tokens(self) -> bool:
@@ -120,14 +163,21 @@ class Engine:
         return self._arrived is not None
 
     def _append(self, sequence: Sequence, token: int) -> Progress | None:
+        if sequence.is_cancelled:
+            return None
         sequence.output.append(token)
         n = len(sequence.output)
-        is_final = n >= sequence.max_output or token in self._end_ids
+        is_final = n >= sequence.max_output or token in self._end_ids or self._is_stopped(sequence)
         if is_final or sequence.hand_over:
             self.scheduler.drop(sequence)
             if sequence.id not in self._handing_over:
                 self.scheduler.free(sequence)
         return Progress(sequence, n == 1, is_final) if n == 1 or is_final else None
+
+    def _is_stopped(self, sequence: Sequence) -> bool:
+        """Whether its answer ends with a stop word, and may end."""
+        words, output = self._stops.get(sequence.output[-1], ()), sequence.output
+        return len(output) >= sequence.min_output and any(output[-len(word) :] == word for word in words)
 
     # --- handoff: both sides, then the context side, then the generation side ---
 
@@ -147,7 +197,8 @@ class Engine:
         if sequence_id in self._handing_over:
             self.scheduler.free(self._handing_over.pop(sequence_id))
         else:
-            self.scheduler.give_up(self._reserved.pop(sequence_id))
+            self.scheduler.give_up(*self._reserved.pop(sequence_id))
+            self._cancelled_before.discard(sequence_id)  # its answer is complete
 
     def started(self) -> list[int]:
         """Ids of sequences to hand over which have got their blocks since the last call. They keep them until `release_kv`."""
@@ -172,18 +223,22 @@ class Engine:
             raise ValueError(
                 f"request {sequence_id}: {n_prompt} prompt tokens and {max_output} output tokens exceed max_seq_len {self.info.max_seq_len}"
             )
-        blocks = self.scheduler.reserve(n_prompt)
+        n_at_most = n_prompt + max_output - 1
+        blocks = self.scheduler.reserve(n_prompt, n_at_most)
         if blocks is None:
             return False
-        self._reserved[sequence_id] = blocks
+        self._reserved[sequence_id] = blocks, n_at_most
         self._order(Kind.RECEIVE, sequence_id, sender, slot, n_prompt, blocks)
         return True
 
     def admit(self, sequence: Sequence) -> None:
         """Go on with a sequence whose KV cache has arrived and whose `output` holds its first token."""
-        sequence.blocks = self._reserved.pop(sequence.id)
+        sequence.blocks, _ = self._reserved.pop(sequence.id)
         sequence.n_cached = len(sequence.prompt)
         self.scheduler.admit(sequence)
+        if sequence.id in self._cancelled_before:
+            self._cancelled_before.remove(sequence.id)
+            self.cancel(sequence.id)
 
     def _take_transfers(self, sampled: list[Sequence]) -> list[Transfer]:
         """Those for a step which completes the contexts of `sampled`."""

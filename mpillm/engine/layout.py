@@ -103,15 +103,19 @@ class Layout:
 
         return [name for name in config.tensors() if mine(name)]
 
-    def n_values(self, config: ModelConfig) -> int:
-        """Numbers in all parameters of this rank."""
-        shapes, total = config.tensors(), 0
+    def sizes(self, config: ModelConfig) -> dict[str, int]:
+        """Numbers in each parameter that this rank holds something of."""
+        shapes, sizes = config.tensors(), {}
         for name in self.tensors(config):
             rows, columns = self.part(name, config)
             shape = shapes[name]
             n = len(range(shape[0])[rows])
-            total += n * len(range(shape[1])[columns]) if len(shape) == 2 else n
-        return total
+            sizes[name] = n * len(range(shape[1])[columns]) if len(shape) == 2 else n
+        return sizes
+
+    def n_values(self, config: ModelConfig) -> int:
+        """Numbers in all parameters of this rank."""
+        return sum(self.sizes(config).values())
 
 
 class Cut(NamedTuple):

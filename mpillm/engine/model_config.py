@@ -15,9 +15,17 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import CoreConfig
 from mpillm.engine.layout import Layout
+from mpillm.engine.memory import check_fit
+from mpillm.tokenizer import load_tokenizer
 
 PRESETS = Path(__file__).parent / "presets"
 SUPPORTED = ("LlamaForCausalLM", "MixtralForCausalLM")
+_CHOICES = {
+    "load_format": ("auto", "dummy"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "batch_scheduler_policy": ("max_util", "no_evict", "static"),
+    "context_chunking_policy": ("first_come_first_served", "equal_progress"),
+}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _CHECKPOINT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -99,6 +107,7 @@ class ModelInfo:
     n_heads: int
     n_kv_heads: int
     end_ids: tuple[int, ...]
+    stop_words: tuple[tuple[int, ...], ...]
     layout: Layout  # this rank's
     n_bytes: int  # of the weights on this rank, as the engine holds them
     dtype: str  # of weights and KV cache: float32 or bfloat16
@@ -107,6 +116,13 @@ class ModelInfo:
 
 
 def check_model(config: CoreConfig) -> ModelInfo:
+    """As `model_info`, and ConfigError if the model does not fit the memory that is there now: so before any rank loads."""
+    info = model_info(config)
+    check_fit(config, info)
+    return info
+
+
+def model_info(config: CoreConfig) -> ModelInfo:
     """Everything that can be known before loading; reads JSON, safetensors headers and file sizes only.
 
     ConfigError names the file, tensor or option: no such model, an unsupported architecture or field, a missing or truncated file,
@@ -114,10 +130,11 @@ def check_model(config: CoreConfig) -> ModelInfo:
     """
     if not config.model_path:
         raise ConfigError(f"--core_type {config.core_type} needs --model_path: a folder, or one of {', '.join(_presets())}")
-    if config.load_format not in ("auto", "dummy"):
-        raise ConfigError(f"--load_format {config.load_format}: not one of auto, dummy")
-    if config.dtype not in ("auto", "float32", "bfloat16"):
-        raise ConfigError(f"--dtype {config.dtype}: not one of auto, float32, bfloat16")
+    for name, allowed in _CHOICES.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ConfigError(f"--{name} {value}: not one of {', '.join(allowed)}{nearest(value, allowed)}")
+    if config.beam_width != 1:
+        raise ConfigError(f"--beam_width {config.beam_width}: the torch core has no beam search, only 1 is supported")
     if config.options:
         raise ConfigError(f"--core_options {', '.join(config.options)}: the torch core has no such options")
     source, folder = _locate(config.model_path)
@@ -141,6 +158,7 @@ def check_model(config: CoreConfig) -> ModelInfo:
         n_heads=model.n_heads,
         n_kv_heads=model.n_kv_heads,
         end_ids=_end_ids(config, raw, folder),
+        stop_words=_stop_words(config, model, folder),
         layout=layout,
         n_bytes=layout.n_values(model) * (4 if dtype == "float32" else 2),
         dtype=dtype,
@@ -380,3 +398,18 @@ def _end_ids(config: CoreConfig, raw: dict[str, Any], folder: Path | None) -> tu
     if value is None:
         return ()
     return tuple(int(x) for x in value) if isinstance(value, list) else (int(value),)
+
+
+def _stop_words(config: CoreConfig, model: ModelConfig, folder: Path | None) -> tuple[tuple[int, ...], ...]:
+    """Each as tokens; a text becomes what the model's tokenizer makes of it alone."""
+    texts = [word for word in config.stop_words if isinstance(word, str)]
+    tokenizer = load_tokenizer(folder, apply_chat_template=False) if texts else None
+    words = []
+    for word in config.stop_words:
+        tokens = tuple(tokenizer.encode_plain(word)) if isinstance(word, str) and tokenizer else tuple(int(t) for t in word)
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
+            raise ConfigError(
+                f"--stop_words {word!r}: tokens {list(tokens)}; at least one is needed, and all from 0 to {model.vocab_size - 1}"
+            )
+        words.append(tokens)
+    return tuple(words)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mpillm.engine.kv_cache import BlockAllocator
+from mpillm.engine.prefix_cache import PrefixCache
 from mpillm.engine.sampler import SamplingParams
 
 
@@ -27,6 +28,8 @@ class Sequence:
     in_flight: bool = False  # in a step whose tokens have not come back
     slot: int = -1  # while it runs: a number below max_batch_size of its own
     n_told: int = 0  # of its blocks, how many the other ranks of the instance know
+    is_cancelled: bool = False
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for (see `PrefixCache`)
 
     @property
     def n_context(self) -> int:
@@ -35,6 +38,11 @@ class Sequence:
     @property
     def n_uncached(self) -> int:
         return len(self.prompt) + len(self.output) - self.n_cached
+
+    @property
+    def n_cached_at_most(self) -> int:
+        """Tokens that are in the KV cache when its longest answer ends: the last one is not."""
+        return len(self.prompt) + (0 if self.hand_over else self.max_output - 1)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Tokens [start, end) of the context."""
@@ -45,26 +53,43 @@ class Sequence:
 
 
 class Scheduler:
-    """First come, first served. A step holds a token of every sequence that generates, then contexts, cut to what is left of its size.
+    """A step holds a token of every sequence that generates, then contexts, as the chunking says, in what is left of its size.
 
-    A context starts when there are blocks for all of it and one to spare for each running sequence. When a sequence that generates finds
-    no block, the youngest running one gives its blocks back and computes its context, answer so far included, again later.
+    First come, first served: a sequence starts when all that came before it have, and the policy finds the KV cache roomy enough.
+    When a sequence that generates finds no block (`max_util` alone lets that happen), the youngest running one gives its blocks back and
+    computes its context, answer so far included, again later.
 
     With several steps in flight, a sequence is in one of them at most, and those that generate are spread over them.
     """
 
     def __init__(
-        self, blocks: BlockAllocator, tokens_per_block: int, max_batch_size: int, max_num_tokens: int, chunked: bool, n_in_flight: int = 1
+        self,
+        blocks: BlockAllocator,
+        tokens_per_block: int,
+        max_batch_size: int,
+        max_num_tokens: int,
+        chunked: bool,
+        n_in_flight: int = 1,
+        policy: str = "max_util",
+        chunking: str = "first_come_first_served",
     ) -> None:
+        """`policy` and `chunking`: TensorRT-LLM's batch_scheduler_policy and context_chunking_policy; chunking has a say in chunks only."""
         self._blocks = blocks
+        self._known = blocks if isinstance(blocks, PrefixCache) else None
         self._tokens_per_block = tokens_per_block
         self._max_batch_size = max_batch_size
         self._max_num_tokens = max_num_tokens
         self._chunked = chunked
         self._n_in_flight = n_in_flight
+        self._has_room = {"max_util": self._room_to_start, "no_evict": self._room_to_end, "static": self._room_in_batch}[policy]
+        is_even = chunked and {"first_come_first_served": False, "equal_progress": True}[chunking]
+        self._add_contexts = self._add_evenly if is_even else self._add_in_order
+        self._starts_ahead = is_even or policy == "static"  # what fits the cache starts at once, and not when its turn in a step comes
         self._slots = list(range(max_batch_size))
         self._arrivals = 0
         self._reserved = 0  # sequences whose KV cache is on its way
+        self._n_owed = 0  # blocks that those which have started or a reservation may still need
+        self._batch_runs = False  # there was a step since `running` was empty
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = 0
@@ -75,60 +100,62 @@ class Scheduler:
 
     def can_plan(self) -> bool:
         """Whether `plan` would give anything."""
-        return any(not s.in_flight for s in self.running) or (bool(self.waiting) and self._fits(self.waiting[0].n_context))
+        return any(not s.in_flight for s in self.running) or self._can_start()
 
     def plan(self) -> list[tuple[Sequence, int]]:
         """The next step: sequences and how many tokens each adds, those with one token first."""
+        while self._starts_ahead and self._can_start():
+            self._start()
         plan: list[tuple[Sequence, int]] = []
-        left = self._max_num_tokens
-        n_generating = min(left, -(-len(self.running) // self._n_in_flight))
-        for sequence in [s for s in self.running if s.n_uncached == 1 and not s.in_flight]:
-            if len(plan) < n_generating and sequence.slot >= 0 and self._grow(sequence):
-                plan.append((sequence, 1))
-                left -= 1
-        contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
-        while contexts or (self.waiting and self._fits(self.waiting[0].n_context)):
-            sequence = contexts[0] if contexts else self.waiting[0]
-            n = min(sequence.n_uncached, left) if self._chunked else sequence.n_uncached
-            if n == 0 or (n > left and plan):  # unchunked, a context longer than a step has one for itself
-                break
-            if contexts:
-                contexts.popleft()
-            else:
-                self._start(self.waiting.popleft())
-            plan.append((sequence, n))
-            left = max(0, left - n)
+        self._add_generating(plan)
+        self._add_contexts(plan)
+        self._batch_runs = bool(self.running)
         return sorted(plan, key=lambda entry: entry[1] != 1)
+
+    def publish(self, plan: list[tuple[Sequence, int]]) -> None:
+        """`plan` is under way: with block reuse, those that come may use what it computes."""
+        if self._known is not None:
+            self._known.publish(plan)
 
     def drop(self, sequence: Sequence) -> None:
         """It runs no more; its blocks stay its own (see `free`)."""
         self.running.remove(sequence)
         self._give_slot_back(sequence)
+        self._batch_runs &= bool(self.running)
 
     def free(self, sequence: Sequence) -> None:
+        self._n_owed -= self._blocks_for(sequence.n_cached_at_most) - len(sequence.blocks)
         self._blocks.give_back(sequence.blocks)
         sequence.blocks = []
 
     def start_ahead(self) -> None:
         """Give blocks to the contexts of the next step and of the one behind it, so that their receivers can be asked meanwhile."""
         left = 2 * self._max_num_tokens - sum(s.n_uncached for s in self.running if not s.in_flight)
-        while left > 0 and self.waiting and self._fits(self.waiting[0].n_context):
-            sequence = self.waiting.popleft()
-            self._start(sequence)
-            left -= sequence.n_uncached
+        while left > 0 and self._can_start():
+            left -= self._start().n_uncached
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget it, wherever it is; it must be in no step in flight."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self.drop(sequence)
+            self.free(sequence)
 
     # --- sequences whose context was computed elsewhere ---
 
-    def reserve(self, n_context: int) -> list[int] | None:
-        """Blocks and a place for a sequence to come, or None. Those that were preempted here come first."""
-        if self.waiting or not self._fits(n_context):
+    def reserve(self, n_context: int, n_at_most: int) -> list[int] | None:
+        """Blocks and a place for a sequence to come, `n_at_most` cached tokens at its end, or None. Those preempted here come first."""
+        if self.waiting or not self._fits(n_context, n_at_most):
             return None
         self._reserved += 1
+        self._n_owed += self._blocks_for(n_at_most) - self._blocks_for(n_context)
         return self._blocks.take(self._blocks_for(n_context))
 
-    def give_up(self, blocks: list[int]) -> None:
+    def give_up(self, blocks: list[int], n_at_most: int) -> None:
         """The sequence that `reserve` gave these to will not run."""
         self._reserved -= 1
+        self._n_owed -= self._blocks_for(n_at_most) - len(blocks)
         self._blocks.give_back(blocks)
 
     def admit(self, sequence: Sequence) -> None:
@@ -137,6 +164,60 @@ class Scheduler:
         self._stamp(sequence)
         self._take_slot(sequence)
         self.running.append(sequence)
+
+    # --- policies: whether something that takes `n` blocks now, and `n_at_most` in the end, may start ---
+
+    def _room_to_start(self, n: int, n_at_most: int) -> bool:
+        """max_util: blocks for its context, and one to spare for each that runs."""
+        return n + len(self.running) + self._reserved <= self._blocks.n_free
+
+    def _room_to_end(self, n: int, n_at_most: int) -> bool:
+        """no_evict: blocks for its longest answer, whatever the others still need for theirs."""
+        return n_at_most + self._n_owed <= self._blocks.n_free
+
+    def _room_in_batch(self, n: int, n_at_most: int) -> bool:
+        """static: as no_evict, and nothing starts between the first step of a batch and the end of its last sequence."""
+        return not self._batch_runs and self._room_to_end(n, n_at_most)
+
+    # --- the parts of a step ---
+
+    def _add_generating(self, plan: list[tuple[Sequence, int]]) -> None:
+        n = min(self._max_num_tokens, -(-len(self.running) // self._n_in_flight))
+        for sequence in [s for s in self.running if s.n_uncached == 1 and not s.in_flight]:
+            if len(plan) < n and sequence.slot >= 0 and self._grow(sequence):
+                plan.append((sequence, 1))
+
+    def _add_in_order(self, plan: list[tuple[Sequence, int]]) -> None:
+        """The oldest context gets all that it needs, then the next one. Unchunked, one that is longer than a step has one for itself."""
+        left = self._max_num_tokens - len(plan)
+        contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
+        while left > 0 and (contexts or self._can_start()):
+            n_wanted = (contexts[0] if contexts else self.waiting[0]).n_uncached
+            if n_wanted > left and plan and not self._chunked:
+                break
+            sequence = contexts.popleft() if contexts else self._start()
+            n = min(sequence.n_uncached, left) if self._chunked else sequence.n_uncached
+            plan.append((sequence, n))
+            left -= n
+
+    def _add_evenly(self, plan: list[tuple[Sequence, int]]) -> None:
+        """Each context gets as much as the others, or all that it needs; what does not divide goes to the oldest."""
+        left = self._max_num_tokens - len(plan)
+        contexts = [s for s in self.running if s.n_uncached > 1]
+        n_now = -(-len(contexts) // self._n_in_flight)
+        contexts = [s for s in contexts if not s.in_flight][:n_now]
+        level = rest = 0
+        for i, n_wanted in enumerate(sorted(s.n_uncached for s in contexts)):
+            level, rest = divmod(left, len(contexts) - i)
+            if n_wanted > level:
+                break
+            level, left, rest = n_wanted, left - n_wanted, 0
+        for sequence in contexts:
+            n = min(sequence.n_uncached, level)
+            if n < sequence.n_uncached and rest:
+                n, rest = n + 1, rest - 1
+            if n:
+                plan.append((sequence, n))
 
     # --- inside ---
 
@@ -147,16 +228,22 @@ class Scheduler:
     def _blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self._tokens_per_block)
 
-    def _fits(self, n_context: int) -> bool:
-        n_running = len(self.running)
-        if n_running + self._reserved >= self._max_batch_size:
-            return False
-        return self._blocks_for(n_context) + n_running + self._reserved <= self._blocks.n_free
+    def _fits(self, n_context: int, n_at_most: int) -> bool:
+        has_place = len(self.running) + self._reserved < self._max_batch_size
+        return has_place and self._has_room(self._blocks_for(n_context), self._blocks_for(n_at_most))
 
-    def _start(self, sequence: Sequence) -> None:
-        sequence.blocks = self._blocks.take(self._blocks_for(sequence.n_context))
+    def _can_start(self) -> bool:
+        return bool(self.waiting) and self._fits(self.waiting[0].n_context, self.waiting[0].n_cached_at_most)
+
+    def _start(self) -> Sequence:
+        sequence = self.waiting.popleft()
+        sequence.blocks = self._known.take_known(sequence) if self._known is not None else []
+        sequence.n_cached = len(sequence.blocks) * self._tokens_per_block
+        sequence.blocks += self._blocks.take(self._blocks_for(sequence.n_context) - len(sequence.blocks))
+        self._n_owed += self._blocks_for(sequence.n_cached_at_most) - len(sequence.blocks)
         self._take_slot(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
+        return sequence
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot, sequence.n_told = self._slots.pop(), 0
@@ -170,6 +257,7 @@ class Scheduler:
         while len(sequence.blocks) < self._blocks_for(sequence.n_cached + 1):
             if self._blocks.n_free:
                 sequence.blocks += self._blocks.take(1)
+                self._n_owed -= 1
                 continue
             if self.running[-1].in_flight:
                 return False

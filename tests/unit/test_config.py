@@ -12,7 +12,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.config import RunConfig, parse_run, run_name
-from mpillm.fields import DEADLINES, FIELDS, boolean, flag_dict, fraction, natural, not_negative, positive, seconds
+from mpillm.fields import DEADLINES, FIELDS, boolean, flag_dict, fraction, natural, not_negative, positive, seconds, stop_words
 
 ROOT = Path(__file__).parents[2]
 DUMMY = ["--core_type", "dummy"]
@@ -26,6 +26,10 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: ({"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False}, ["2", "maybe"]),
     flag_dict: ({"a:1": {"a": 1}, "a:true,b:x:y,c:0.5": {"a": True, "b": "x:y", "c": 0.5}}, ["a", ":1", "a:1,b"]),
+    stop_words: (
+        {"###": ["###"], "a, b": ["a, b"], '["\\n\\n", [13, 13], "x"]': ["\n\n", [13, 13], "x"]},
+        ["", "[", '["a"', "[1]", "[[]]", '[""]', '[["a"]]', "[[1.5]]", "[[true]]"],
+    ),
 }
 NO_BAD_VALUE = {str}
 

@@ -63,6 +63,11 @@ def test_lengths(tmp_path: Path) -> None:
     assert check_model(config("tiny-llama", end_ids=(1, 2))).end_ids == (1, 2)
 
 
+def test_stop_words_are_tokens() -> None:
+    """A preset has no tokenizer: a token is a byte."""
+    assert check_model(config("tiny-llama", stop_words=("ab\n", (300, 5)))).stop_words == ((97, 98, 10), (300, 5))
+
+
 def test_bytes_and_lengths_of_a_rank() -> None:
     """A rank that holds a part is told the part's bytes; all ranks of an instance have a cache of the same number of tokens."""
     whole = check_model(config("tiny-mixtral"))
@@ -96,6 +101,11 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
         ({"model_path": "/no/such/folder"}, "/no/such/folder: no such folder"),
         ({"load_format": "dumy"}, "load_format dumy"),
         ({"dtype": "float8"}, "dtype float8"),
+        ({"batch_scheduler_policy": "no_evit"}, r"batch_scheduler_policy no_evit: .*static \(did you mean 'no_evict'\?\)"),
+        ({"context_chunking_policy": "equal"}, "context_chunking_policy equal: not one of first_come_first_served, equal_progress"),
+        ({"beam_width": 4}, "beam_width 4: the torch core has no beam search, only 1 is supported"),
+        ({"stop_words": ("abc", (512,))}, r"stop_words \(512,\): tokens \[512\]; at least one is needed, and all from 0 to 511"),
+        ({"stop_words": ((),)}, r"stop_words \(\): tokens \[\]; at least one is needed"),
         ({"options": {"ttft_ms": 3}}, "core_options ttft_ms: the torch core has no such options"),
         ({"tp_size": 3}, "tensor_parallel_size 3 does not divide the 8 attention heads"),
         ({"tp_size": 16}, "tensor_parallel_size 16 does not divide the 8 attention heads"),

@@ -18,7 +18,8 @@ from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.attention import Span, StepAttention
 from mpillm.engine.kv_cache import KVCache
-from mpillm.engine.model_config import load_model_config
+from mpillm.engine.model import _rotations
+from mpillm.engine.model_config import load_model_config, preset_json
 from mpillm.engine.sampler import SamplingParams, sample
 from mpillm.engine.weights import DummyWeights, save_preset
 from mpillm.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
@@ -46,6 +47,7 @@ def oracle(folder: Path, prompts: Tokens, max_output: int, **options: Any) -> To
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)  # small products: a second thread costs more than it gives, above all on a busy machine
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # an end token is one only if `options` say so, as with `make_core`
     answers = []
     with torch.inference_mode():
         for prompt in prompts:
@@ -59,7 +61,7 @@ def oracle(folder: Path, prompts: Tokens, max_output: int, **options: Any) -> To
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: Tokens) -> Tokens:
-    return oracle(folder, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
+    return oracle(folder, prompts, N_OUTPUT)
 
 
 def make_core(model: Path | str, connect: Any = None, **options: Any) -> TorchCore:
@@ -90,6 +92,7 @@ class Answers:
         self.first: dict[int, int] = {}
         self.final: dict[int, list[int]] = {}
         self.errors: list[int] = []
+        self.cancelled: list[int] = []
 
     def poll(self, core: TorchCore) -> None:
         batch = core.poll_responses()
@@ -104,6 +107,10 @@ class Answers:
             if flags & ResponseFlag.ERROR:
                 assert flags & ResponseFlag.FINAL and not tokens
                 self.errors.append(id_)
+                continue
+            if flags & ResponseFlag.CANCELLED:
+                assert flags & ResponseFlag.FINAL and not tokens
+                self.cancelled.append(id_)
                 continue
             if flags & ResponseFlag.FIRST:
                 assert id_ not in self.first
@@ -156,6 +163,36 @@ def test_a_preempted_request_gives_the_same_tokens(folder: Path, prompts: Tokens
     core = make_core(folder, kv_cache_tokens=160, max_seq_len=None, max_num_tokens=max_num_tokens)
     assert answer(core, make_batch(prompts)) == expected
     assert core.statistics()["preemptions"] > 3
+
+
+@pytest.fixture(scope="module")
+def alike(folder: Path) -> tuple[Tokens, Tokens]:
+    """Prompts that begin alike, and what transformers answers."""
+    rng = np.random.default_rng(8)
+    beginnings = [rng.integers(0, 512, n).tolist() for n in (24, 37)]
+    prompts = [beginnings[i % 2] + rng.integers(0, 512, rng.integers(1, 25)).tolist() for i in range(14)]
+    return prompts, oracle(folder, prompts, N_OUTPUT)
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
+@pytest.mark.parametrize("chunking", ["off", "first_come_first_served", "equal_progress"])
+@pytest.mark.parametrize("policy", ["max_util", "no_evict", "static"])
+def test_policies_chunking_and_reuse(folder: Path, alike: tuple[Tokens, Tokens], policy: str, chunking: str, reuse: bool) -> None:
+    """With a cache of 20 blocks, of which a sequence needs up to 11."""
+    prompts, wanted = alike
+    options: dict[str, Any] = {"max_num_tokens": 64, "enable_chunked_context": False}
+    if chunking != "off":
+        options = {"max_num_tokens": 24, "context_chunking_policy": chunking}
+    options |= {"batch_scheduler_policy": policy, "enable_kv_cache_reuse": reuse, "kv_cache_tokens": 160, "max_seq_len": None}
+    core = make_core(folder, **options)
+    assert answer(core, make_batch(prompts)) == wanted
+    statistics = core.statistics()
+    assert (statistics["preemptions"] > 0) == (policy == "max_util")
+    assert set(statistics) == {"preemptions"} | ({"reused_blocks", "reused_tokens"} if reuse else set())
+    if reuse:
+        assert statistics["reused_tokens"] == 8 * statistics["reused_blocks"] > 0
+        core.start_test()
+        assert set(core.statistics().values()) == {0}
 
 
 def test_requests_that_come_while_others_run(folder: Path, prompts: Tokens, expected: Tokens) -> None:
@@ -213,13 +250,41 @@ def test_other_shapes_of_llama(tmp_path: Path, prompts: Tokens, change: dict[str
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | {"initializer_range": 0.1}))
     model.save_pretrained(tmp_path)
     few = prompts[4:12]
-    assert answer(make_core(tmp_path, max_num_tokens=60), make_batch(few)) == oracle(tmp_path, few, N_OUTPUT, min_new_tokens=N_OUTPUT)
+    assert answer(make_core(tmp_path, max_num_tokens=60), make_batch(few)) == oracle(tmp_path, few, N_OUTPUT)
+
+
+@pytest.mark.parametrize("preset", ["llama3.1-8b", "llama3.1-405b", "llama2-70b", "mixtral-8x7b"])
+def test_rotary_embeddings_equal_those_of_transformers(preset: str) -> None:
+    """At positions before and behind the length that Llama 3.1 was first trained for, to the last one."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = load_model_config(preset)
+    raw = {key: value for key, value in preset_json(preset).items() if key not in ("architectures", "model_type")}
+    last = config.max_position_embeddings - 1
+    positions = torch.tensor([[p for p in (0, 1, 77, 4095, 8191, 8192, 8193, 20_000, 65_536) if p < last] + [last]])
+    cos, sin = LlamaRotaryEmbedding(transformers.LlamaConfig(**raw))(torch.zeros(1), positions)
+    rotations = _rotations(config, last + 1)[positions[0]]
+    half = config.head_dim // 2
+    torch.testing.assert_close(rotations.real, cos[0, :, :half], atol=2e-5, rtol=0)
+    torch.testing.assert_close(rotations.imag, sin[0, :, :half], atol=2e-5, rtol=0)
+
+
+def test_a_prompt_beyond_the_length_of_the_first_training(tmp_path: Path) -> None:
+    """Llama 3.1's own rope scaling, from a context of more than 8192 tokens on."""
+    save_preset("tiny-llama", tmp_path)
+    rope = {name: preset_json("llama3.1-8b")[name] for name in ("rope_theta", "rope_scaling", "max_position_embeddings")}
+    config = json.loads((tmp_path / "config.json").read_text()) | rope | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = [np.random.default_rng(i).integers(0, 512, 8230).tolist() for i in range(1)]
+    core = make_core(tmp_path, max_seq_len=8300, max_num_tokens=2048, tokens_per_block=64)
+    assert answer(core, make_batch(prompts, max_output=6)) == oracle(tmp_path, prompts, 6)
 
 
 def test_mixtral_equals_transformers(prompts: Tokens, tmp_path: Path) -> None:
     save_preset("tiny-mixtral", tmp_path)
     few = prompts[:10]
-    wanted = oracle(tmp_path, few, N_OUTPUT, min_new_tokens=N_OUTPUT)
+    wanted = oracle(tmp_path, few, N_OUTPUT)
     assert answer(make_core("tiny-mixtral", max_num_tokens=50), make_batch(few)) == wanted
 
 
@@ -231,14 +296,16 @@ def test_bfloat16_runs_and_starts_like_float32(folder: Path, prompts: Tokens, ex
     assert sum(a[0] == b[0] for a, b in zip(answers, expected, strict=True)) >= 0.8 * len(prompts)
 
 
-@pytest.mark.parametrize("scattered", [False, True])
-def test_decode_attention_equals_the_plain_formula(scattered: bool) -> None:
-    """Blocks that lie close together are read in place, scattered ones are gathered first."""
+@pytest.mark.parametrize("blocks", ["together", "scattered", "shared"])
+def test_decode_attention_equals_the_plain_formula(blocks: str) -> None:
+    """Blocks that lie close together are read in place, scattered ones and those of several sequences are gathered first."""
     torch.manual_seed(1)
     cache = KVCache(1, 100, 2, 4, 8, torch.float32)
     lengths = [0, 3, 4, 17]
-    blocks = iter(range(1, 100, 9) if scattered else range(1, 20))
-    spans = [Span(n, 1, [next(blocks) for _ in range(n // 4 + 1)]) for n in lengths]
+    numbers = iter(range(1, 100, 9) if blocks == "scattered" else range(1, 20))
+    spans = [Span(n, 1, [next(numbers) for _ in range(n // 4 + 1)]) for n in lengths]
+    if blocks == "shared":
+        spans.append(Span(14, 1, [*spans[-1].blocks[:3], next(numbers)]))
     for pool in (cache.keys, cache.values):
         pool.normal_()
     qkv = torch.randn(len(spans), 6 + 2 + 2, 8)
@@ -261,6 +328,25 @@ def test_end_tokens_and_lengths(folder: Path, prompts: Tokens, expected: Tokens)
     assert answer(core, make_batch(prompts)) == oracle(folder, prompts, N_OUTPUT, eos_token_id=list(ends))
     assert answer(core, make_batch(prompts, min_output=9)) == oracle(folder, prompts, N_OUTPUT, eos_token_id=list(ends), min_new_tokens=9)
     assert answer(core, make_batch(prompts, max_output=3)) == oracle(folder, prompts, 3, eos_token_id=list(ends))
+
+
+def until(tokens: list[int], words: list[tuple[int, ...]], min_output: int) -> list[int]:
+    """The answer as far as the end of the first of these words that may end it."""
+    for n in range(min_output, len(tokens)):
+        if any(tuple(tokens[:n][-len(word) :]) == word for word in words):
+            return tokens[:n]
+    return tokens
+
+
+@pytest.mark.parametrize("min_output", [0, 9])
+def test_stop_words(folder: Path, prompts: Tokens, expected: Tokens, min_output: int) -> None:
+    words = [tuple(expected[3][4:7]), tuple(expected[5][9:11]), (expected[8][12],), (*expected[9][3:5], 7)]
+    core = make_core(folder, stop_words=tuple(words), max_batch_size=7)
+    wanted = [until(tokens, words, min_output) for tokens in expected]
+    assert len({len(tokens) for tokens in wanted}) >= 4
+    assert answer(core, make_batch(prompts, min_output=min_output)) == wanted
+    pair = make_pair(folder, {"stop_words": tuple(words)}, {"stop_words": tuple(words)})
+    assert hand_over(*pair, make_batch(prompts, min_output=min_output, generation=1)) == wanted
 
 
 def test_end_tokens_come_from_the_model(folder: Path, prompts: Tokens, expected: Tokens, tmp_path: Path) -> None:
@@ -471,6 +557,63 @@ def test_contexts_are_offered_a_step_ahead_and_sent_as_they_are_computed(folder:
     assert generation.poll_kv() == [1]
 
 
+# --- cancelling ---
+
+
+def test_cancelled_requests(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+    """One queued, one in its context, one in generation, one refused, one unknown; the others are answered."""
+    core = make_core(folder, max_batch_size=3, max_num_tokens=10)
+    core.enqueue(make_batch([prompts[1], [5] * 30, *prompts[2:7], []]))
+    answers = Answers()
+    answers.poll(core)
+    answers.poll(core)
+    assert [(s.id, len(s.output), s.n_uncached) for s in core.engine.scheduler.running] == [(0, 2, 1), (1, 0, 13)]
+    core.cancel([0, 1, 6, 7, 99])
+    core.cancel([0])
+    answers.run(core)
+    assert sorted(answers.cancelled) == [0, 1, 6]
+    assert answers.errors == [7]
+    assert answers.tokens() == expected[2:6]
+    core.cancel([2])
+    assert not core.has_work()
+    assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
+
+
+def test_a_request_that_is_handed_over_is_cancelled_by_its_receiver(folder: Path, prompts: Tokens) -> None:
+    context, generation = make_pair(folder, {"max_num_tokens": 20}, {"batch_scheduler_policy": "no_evict"})
+    batch = make_batch([[3] * 15, [4] * 16, [5] * 30, [6] * 50], generation=1)
+    requests = batch.split()
+    context.enqueue(batch)
+    assert context.started() == [0, 1, 2]
+    context.cancel([0, 1, 2, 3])  # the last one has no memory yet, so nobody was asked to take it
+    firsts, finals = Answers(), Answers()
+    for i in range(3):
+        assert generation.receive_kv(requests[i], 0, slot=i)
+        context.send_kv(i, 1, slot=i)
+        if i < 2:
+            generation.cancel([i])  # on its way
+    left, arrived = set(), set()
+    for _ in range(1000):
+        if context.has_work():
+            firsts.poll(context)
+        if generation.has_work():
+            finals.poll(generation)
+        left |= set(context.poll_kv())
+        arrived |= set(generation.poll_kv())
+    assert firsts.cancelled == [3]
+    assert left == arrived == set(firsts.first) == {0, 1, 2}
+    for i in range(3):
+        context.release_kv(i)
+        generation.admit(requests[i], firsts.first[i])
+    finals.poll(generation)
+    generation.cancel([2])  # in generation
+    finals.run(generation)
+    assert sorted(finals.cancelled) == [0, 1, 2] and not finals.final
+    for core in (context, generation):
+        assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
+        assert not core.has_work()
+
+
 # --- weights ---
 
 
@@ -482,6 +625,24 @@ def test_dummy_weights_depend_on_the_name_alone() -> None:
     assert torch.equal(a.get(name), b.get(name))
     assert torch.equal(a.get(name)[5:9], a.get(name, slice(5, 9)))
     assert not torch.equal(a.get(name), a.get("model.layers.0.mlp.down_proj.weight"))
+
+
+def test_dummy_weights_are_made_where_they_are_asked_for() -> None:
+    """All of this matrix would be 3.5 GB. And they stay what they are: these are the values of other versions and machines."""
+    source = DummyWeights(load_model_config("llama3.1-405b"))
+    name = "model.layers.0.mlp.gate_proj.weight"
+    part = source.get(name, slice(50_000, 50_003), slice(16_000, 16_004))
+    assert torch.equal(part, source.get(name, slice(49_000, 51_000), slice(15_000, None))[1000:1003, 1000:1004])
+    assert (part * 128 * 147.8).round().int().tolist() == [[-198, -89, 116, -92], [44, 274, -10, -14], [-50, 192, -102, -43]]
+
+
+def test_dummy_weights_look_random() -> None:
+    config = dataclasses.replace(load_model_config("tiny-llama"), vocab_size=1024, hidden_size=1024)
+    x, y = (DummyWeights(config).get(name).double() * scale for name, scale in (("lm_head.weight", 32), ("model.embed_tokens.weight", 10)))
+    assert abs(x.mean()) < 0.003 and abs(x.std() - 1) < 0.003
+    assert abs((x * y).mean()) < 0.004
+    assert abs((x[1:] * x[:-1]).mean()) < 0.004 and abs((x[:, 1:] * x[:, :-1]).mean()) < 0.004
+    assert torch.linalg.svdvals(x)[0] < 2.05 * 1024**0.5  # of a random matrix: 2; rows or columns that are alike show here
 
 
 # --- a real model ---

@@ -55,9 +55,15 @@ def text(tokenizer: Tokenizer, prompt: str) -> str:
     return "".join(tokenizer._tokenizer.id_to_token(i) for i in tokenizer.encode(prompt))  # type: ignore[attr-defined]
 
 
+def test_plain_text_has_no_special_tokens(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode_plain("abab") == tokenizer.encode("abab")[1:] == [258, 258]
+    assert tokenizer.encode_plain("") == []
+
+
 def test_bytes() -> None:
     tokenizer = load_tokenizer(None)
-    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
+    assert tokenizer.encode("aé") == tokenizer.encode_plain("aé") == [97, 0xC3, 0xA9]
     assert tokenizer.encode_batch(["a", "bc"]) == [[97], [98, 99]]
     assert (tokenizer.vocab_size, tokenizer.plain_tokens) == (256, range(256))
     for prompt in TRICKY:

@@ -1,0 +1,85 @@
+"""Whether a model fits the memory of its node, known before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
+from mpillm.engine.layout import Layout
+
+if TYPE_CHECKING:
+    from mpillm.engine.model_config import ModelConfig, ModelInfo
+
+# Limit, usage, and what of the usage is files that the system drops when memory is short; cgroups of version 2, then 1.
+_CGROUP_FILES = {
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+
+
+def check_fit(config: CoreConfig, info: ModelInfo) -> None:
+    """ConfigError if the ranks of this node can't hold their parts of the model; to be asked before any of them loads.
+
+    Nodes count as alike, and each rank as the one of its instance that holds the most.
+    """
+    weights = max(_weight_values(info.config, stage) for stage in _stages(info.layout)) * (4 if info.dtype == "float32" else 2)
+    # A KV cache of a given size is to be had in full. The default one is larger than one sequence, but takes memory only as it is used.
+    tokens = info.max_seq_len if config.kv_cache_tokens is None else info.kv_cache_tokens
+    kv_cache = tokens * info.config.kv_bytes_per_token(info.dtype, config.tp_size, config.pp_size)
+    needed, available = (weights + kv_cache) * config.node_ranks, available_bytes()
+    if needed > available:
+        each = f"each of the {config.node_ranks} ranks on this node needs" if config.node_ranks > 1 else "it needs"
+        together = f", {_shown(needed)} together" if config.node_ranks > 1 else ""
+        raise ConfigError(
+            f"{config.model_path} does not fit: {each} {_shown(weights + kv_cache)} of memory ({_shown(weights)} to load the weights in "
+            f"{info.dtype}, {_shown(kv_cache)} of KV cache for {tokens} tokens){together}, and {_shown(available)} are available; "
+            "spread it over more nodes (tensor or pipeline parallelism), or set a smaller --kv_cache_tokens or --max_seq_len"
+        )
+
+
+def available_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """What this process can still get: of the node's memory, and within the control groups it is in (containers, Slurm jobs)."""
+    return min([int(psutil.virtual_memory().available), *_cgroup_rooms(cgroups, own)])
+
+
+def _stages(layout: Layout) -> list[Layout]:
+    return [dataclasses.replace(layout, tp_rank=0, pp_rank=stage) for stage in range(layout.pp_size)]
+
+
+def _weight_values(model: ModelConfig, layout: Layout) -> int:
+    """Numbers in memory at once while a rank loads: a matrix is there twice while it is packed (see `linear`), two of a layer as one."""
+    sizes = layout.sizes(model)
+    tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0  # as rows, and packed
+    return sum(sizes.values()) + tied + 2 * max(sizes.values())
+
+
+def _cgroup_rooms(cgroups: Path, own: Path) -> Iterator[int]:
+    """Of each control group around this process that limits memory: the limit less what is used and not just files read."""
+    lines = own.read_text().splitlines() if own.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        version = "memory" if "memory" in controllers.split(",") else ""
+        if controllers and not version:
+            continue
+        limit_file, usage_file, cached = _CGROUP_FILES[version]
+        top = cgroups / version
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
+            try:
+                limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except OSError:  # the topmost group has no limit; in a container, groups outside of it are not seen
+                continue
+            if limit != "max":
+                yield int(limit) - usage + sum(int(counts.get(name, 0)) for name in cached)
+
+
+def _shown(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,116 @@
+"""Greedy tokens equal those of transformers whatever the scheduler's policy, the chunking and the block reuse, also on several ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import DONE, USAGE, Starter
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from test_parallel import Answers, check, layout, oracle  # noqa: E402 - needs torch
+
+from mpillm.engine.weights import save_preset  # noqa: E402
+
+N_NEW = 40
+# 10 blocks. The leader sends what fits by tokens: it is for what is left empty in blocks that some are evicted.
+SCARCE: list[object] = ["--tokens_per_block", 32, "--kv_cache_tokens", 320, "--max_seq_len", 200]
+CHUNKINGS: dict[str, list[object]] = {
+    "unchunked": ["--enable_chunked_context", "false", "--max_num_tokens", 160],
+    "in order": ["--max_num_tokens", 24],
+    "evenly": ["--max_num_tokens", 24, "--context_chunking_policy", "equal_progress"],
+}
+
+
+def prompts_alike(folder: Path, n_prompts: int, n_new: int) -> Answers:
+    """Prompts for tiny-llama, most of which begin like others, and transformers' answers."""
+    save_preset("tiny-llama", folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    random = np.random.default_rng(11)
+    beginnings = [random.integers(3, 512, n).tolist() for n in (0, 33, 70)]
+    prompts = [beginnings[i % 3] + random.integers(3, 512, 1 + 11 * i % 50).tolist() for i in range(n_prompts)]
+    dataset = folder / "prompts.jsonl"
+    dataset.write_text("".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in prompts))
+    return dataset, oracle(model, prompts, n_new)
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return prompts_alike(tmp_path_factory.mktemp("alike"), 16, N_NEW)
+
+
+def see(instance: dict[str, Any], policy: str, reuse: bool) -> None:
+    """What the statistics must say of a run with a small cache."""
+    assert (instance["preemptions"] > 0) == (policy == "max_util")
+    assert ("reused_tokens" in instance) == reuse
+    assert not reuse or instance["reused_tokens"] == 32 * instance["reused_blocks"] > 0
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "policy", "chunking", "reuse"),
+    [
+        (2, 1, "max_util", "evenly", True),
+        (1, 2, "max_util", "in order", True),
+        (1, 2, "static", "unchunked", True),
+    ],
+)
+def test_policies_on_several_ranks(one: Starter, alike: Answers, tp: int, pp: int, policy: str, chunking: str, reuse: bool) -> None:
+    options = ["--batch_scheduler_policy", policy, "--enable_kv_cache_reuse", str(reuse).lower(), *CHUNKINGS[chunking], *SCARCE]
+    see(check(one, "tiny-llama", tp * pp, alike, *layout(tp, pp), *options, n_new=N_NEW), policy, reuse)
+
+
+def test_a_file_says_it_and_the_command_line_has_the_last_word(one: Starter, alike: Answers) -> None:
+    """In TensorRT-LLM's words; stop words end an answer, and reuse is not for submissions."""
+    dataset, expected = alike
+    yaml = one.folder / "disagg.yaml"
+    yaml.write_text(
+        "executors:\n  num_instances: 1\n  kv_cache_config: {enable_block_reuse: true, max_tokens: 320, tokens_per_block: 32}\n"
+        "  scheduler_config: {capacity_scheduler_policy: STATIC_BATCH, context_chunking_policy: EQUAL_PROGRESS}\n"
+    )
+    word = expected[0][6:8]
+    options = ["--disagg_config", yaml, "--batch_scheduler_policy", "no_evict", "--stop_words", json.dumps([word]), "--save_outputs"]
+    options += ["--model_path", "tiny-llama", "--dataset_path", dataset, "--max_output_len", N_NEW, "--max_seq_len", 200]
+    ended = one.run(2, *options, "--min_query_count", 16, core="torch").must(DONE)
+    assert "KV cache reuse is on: MLPerf forbids it" in ended.out
+    (instance,) = ended.result["per_instance"]
+    see(instance, "no_evict", True)
+    found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    assert len(found[0]) <= 8
+    for index, tokens in enumerate(expected):
+        ends = [n for n in range(1, len(tokens)) if tokens[:n][-2:] == word]
+        assert found[index] == tokens[: min(ends, default=len(tokens))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model_path", "tiny-llama", "--beam_width", 2], "--beam_width 2: the torch core has no beam search, only 1 is supported"),
+        (["--model_path", "llama3.1-405b", "--load_format", "dummy"], "llama3.1-405b does not fit: it needs"),
+    ],
+    ids=["beams", "too large"],
+)
+def test_bad_options(one: Starter, options: list[object], message: str) -> None:
+    ended = one.run(2, *options, core="torch").must(USAGE)
+    assert message in ended.message and "before anything was loaded" in ended.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_everything_with_everything(one: Starter, tmp_path: Path, tp: int, pp: int) -> None:
+    """64 prompts of 64 new tokens: every policy, chunking and reuse, with a small cache and with a large one."""
+    answers = prompts_alike(tmp_path / "model", 64, 64)
+    for policy in ("max_util", "no_evict", "static"):
+        for chunking, chunks in CHUNKINGS.items():
+            for reuse in (False, True):
+                options = ["--batch_scheduler_policy", policy, "--enable_kv_cache_reuse", str(reuse).lower(), *chunks]
+                name = f"tp{tp}-pp{pp}-{policy}-{chunking}{'-reuse' * reuse}".replace(" ", "-")
+                scarce = check(one, "tiny-llama", tp * pp, answers, *layout(tp, pp), *options, *SCARCE, n_new=64, name=name)
+                print(name, scarce, flush=True)
+                see(scarce, policy, reuse)
+        roomy = check(one, "tiny-llama", tp * pp, answers, *layout(tp, pp), *options, n_new=64, name=f"{name}-roomy")
+        assert roomy["preemptions"] == 0 and roomy["reused_tokens"] > 0
