@@ -57,24 +57,35 @@ class KVCache:
     def read(self, blocks: list[int], n_tokens: int, layers: slice, heads: slice) -> Tensor:
         """A copy of some layers and heads of the first `n_tokens` tokens in `blocks`: a piece of a handoff, uint8 [bytes]."""
         piece = self.new_piece(n_tokens, layers, heads)
-        for pool, part in zip((self.keys, self.values), self._parts(piece, n_tokens, layers, heads), strict=True):
-            chosen = pool[layers, :, heads][:, blocks].transpose(1, 2)
-            part.copy_(chosen.flatten(2, 3)[:, :, :n_tokens])
+        n_whole, rest = divmod(n_tokens, self.tokens_per_block)
+        for held, whole, end in self._parts(piece, n_tokens, layers, heads):
+            whole.copy_(held[:, blocks[:n_whole]])
+            if rest:
+                end.copy_(held[:, blocks[n_whole], :, :rest])
         return piece
 
     @torch.inference_mode()
     def write(self, blocks: list[int], n_tokens: int, layers: slice, heads: slice, piece: Tensor) -> None:
         """Fill `blocks` from what `read` gave for the same tokens, layers and heads."""
-        size = self.tokens_per_block
-        for pool, part in zip((self.keys, self.values), self._parts(piece, n_tokens, layers, heads), strict=True):
-            for i, block in enumerate(blocks):
-                tokens = part[:, :, i * size : (i + 1) * size]
-                pool[layers, block, heads, : tokens.shape[2]] = tokens
+        n_whole, rest = divmod(n_tokens, self.tokens_per_block)
+        for held, whole, end in self._parts(piece, n_tokens, layers, heads):
+            held[:, blocks[:n_whole]] = whole
+            if rest:
+                held[:, blocks[n_whole], :, :rest] = end
 
-    def _parts(self, piece: Tensor, n_tokens: int, layers: slice, heads: slice) -> tuple[Tensor, ...]:
-        """Keys and values of a piece: each [layers, kv_heads, tokens, head_dim]."""
+    def _parts(self, piece: Tensor, n_tokens: int, layers: slice, heads: slice) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Views for keys, then for values: the cache's layers and heads, the piece's tokens of whole blocks as such, those behind them.
+
+        [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim], [layers, whole blocks, kv_heads, tokens_per_block, head_dim], [layers,
+        kv_heads, tokens, head_dim].
+        """
+        size = self.tokens_per_block
         shape = (layers.stop - layers.start, 2, heads.stop - heads.start, n_tokens, self._shape[-1])
-        return piece.view(self.keys.dtype).view(shape).unbind(1)
+        parts = []
+        for pool, part in zip((self.keys, self.values), piece.view(self.keys.dtype).view(shape).unbind(1), strict=True):
+            end = n_tokens - n_tokens % size
+            parts.append((pool[layers, :, heads], part[:, :, :end].unflatten(2, (-1, size)).transpose(1, 2), part[:, :, end:]))
+        return parts
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
