@@ -1,9 +1,10 @@
-"""Torch cores that fail: run by name, as ``--core_type plugin_torch_cores:Class`` with this folder in PYTHONPATH."""
+"""Torch cores that fail, or take too much: run by name, as ``--core_type plugin_torch_cores:Class`` with this folder in PYTHONPATH."""
 
 from __future__ import annotations
 
 import os
 
+from mpillm.cores.base import Credits
 from mpillm.cores.torch_core import TorchCore
 from mpillm.messages import Batch
 
@@ -23,3 +24,10 @@ class Failing(TorchCore):
         if not self._left:
             raise ValueError("broken in a step")
         return super().poll_responses()
+
+
+class Greedy(TorchCore):
+    """Takes all requests at once, whatever its KV cache holds: which of them run is the scheduler's affair alone."""
+
+    def credits(self) -> Credits:
+        return Credits(1 << 20, 1 << 40)
