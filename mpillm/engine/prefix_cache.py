@@ -57,9 +57,12 @@ class PrefixCache(BlockAllocator):
                 super().give_back([block])
 
     def take_known(self, sequence: Sequence) -> list[int]:
-        """The blocks that hold the beginning of its context already; never all of it: a token must be computed to get the next."""
+        """The blocks that hold what follows its cached tokens; never all of it: a token must be computed to get the next."""
+        if sequence.n_cached % self._tokens_per_block:
+            return []
         blocks: list[int] = []
-        for hash_ in self._hashes(sequence, (sequence.n_context - 1) // self._tokens_per_block):
+        hashes = self._hashes(sequence, (sequence.n_context - 1) // self._tokens_per_block)
+        for hash_ in hashes[sequence.n_cached // self._tokens_per_block :]:
             block = self._block_of.get(hash_)
             if block is None:
                 break

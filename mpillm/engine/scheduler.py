@@ -192,6 +192,8 @@ class Scheduler:
         left = self._max_num_tokens - len(plan)
         contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
         while left > 0 and (contexts or self._can_start()):
+            if contexts:
+                self._reuse(contexts[0])
             n_wanted = (contexts[0] if contexts else self.waiting[0]).n_uncached
             if n_wanted > left and plan and not self._chunked:
                 break
@@ -206,6 +208,8 @@ class Scheduler:
         contexts = [s for s in self.running if s.n_uncached > 1]
         n_now = -(-len(contexts) // self._n_in_flight)
         contexts = [s for s in contexts if not s.in_flight][:n_now]
+        for sequence in contexts:
+            self._reuse(sequence)
         level = rest = 0
         for i, n_wanted in enumerate(sorted(s.n_uncached for s in contexts)):
             level, rest = divmod(left, len(contexts) - i)
@@ -237,13 +241,22 @@ class Scheduler:
 
     def _start(self) -> Sequence:
         sequence = self.waiting.popleft()
-        sequence.blocks = self._known.take_known(sequence) if self._known is not None else []
-        sequence.n_cached = len(sequence.blocks) * self._tokens_per_block
+        self._reuse(sequence)
         sequence.blocks += self._blocks.take(self._blocks_for(sequence.n_context) - len(sequence.blocks))
         self._n_owed += self._blocks_for(sequence.n_cached_at_most) - len(sequence.blocks)
         self._take_slot(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
         return sequence
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Take blocks that others have filled with what it would compute next, in place of its own."""
+        if self._known is not None and (known := self._known.take_known(sequence)):
+            first = sequence.n_cached // self._tokens_per_block
+            part = slice(first, first + len(known))
+            self._blocks.give_back(sequence.blocks[part])
+            sequence.blocks[part] = known
+            sequence.n_cached += len(known) * self._tokens_per_block
+            sequence.n_told = 0
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot, sequence.n_told = self._slots.pop(), 0

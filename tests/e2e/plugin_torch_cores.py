@@ -1,4 +1,4 @@
-"""Torch cores that fail: run by name, as ``--core_type plugin_torch_cores:Class`` with this folder in PYTHONPATH."""
+"""Torch cores that fail, or take too much: run by name, as ``--core_type plugin_torch_cores:Class`` with this folder in PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from mpillm.comms.mover import Mover, Moving, Peer
+from mpillm.cores.base import Credits
 from mpillm.cores.torch_core import TorchCore
 from mpillm.messages import Batch
 
@@ -61,3 +62,10 @@ class FailingHandoff(TorchCore):
         self._left -= 1
         if not self._left:
             raise ValueError("broken in the handoff")
+
+
+class Greedy(TorchCore):
+    """Takes all requests at once, whatever its KV cache holds: which of them run is the scheduler's affair alone."""
+
+    def credits(self) -> Credits:
+        return Credits(1 << 20, 1 << 40)

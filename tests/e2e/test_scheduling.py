@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import DONE, USAGE, Starter
+from support import DONE, ROOT, USAGE, Starter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from test_parallel import Answers, check, layout, oracle  # noqa: E402 - needs torch
+from test_parallel import Answers, layout, oracle  # noqa: E402 - needs torch
 
 from mpillm.engine.weights import save_preset  # noqa: E402
 
-N_NEW = 40
-# 10 blocks. The leader sends what fits by tokens: it is for what is left empty in blocks that some are evicted.
+N_NEW = 64
+# 10 blocks, of which a sequence has 2 when it starts and 4 when it ends.
 SCARCE: list[object] = ["--tokens_per_block", 32, "--kv_cache_tokens", 320, "--max_seq_len", 200]
 CHUNKINGS: dict[str, list[object]] = {
     "unchunked": ["--enable_chunked_context", "false", "--max_num_tokens", 160],
@@ -27,21 +27,40 @@ CHUNKINGS: dict[str, list[object]] = {
 }
 
 
-def prompts_alike(folder: Path, n_prompts: int, n_new: int) -> Answers:
-    """Prompts for tiny-llama, most of which begin like others, and transformers' answers."""
+def prompts_alike(folder: Path, n_prompts: int) -> Answers:
+    """Prompts of 34 to 40 tokens for tiny-llama, of which each third begins alike, and transformers' answers."""
     save_preset("tiny-llama", folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     random = np.random.default_rng(11)
-    beginnings = [random.integers(3, 512, n).tolist() for n in (0, 33, 70)]
-    prompts = [beginnings[i % 3] + random.integers(3, 512, 1 + 11 * i % 50).tolist() for i in range(n_prompts)]
+    beginnings = [random.integers(3, 512, 33).tolist() for _ in range(3)]
+    prompts = [beginnings[i % 3] + random.integers(3, 512, 1 + i % 7).tolist() for i in range(n_prompts)]
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in prompts))
-    return dataset, oracle(model, prompts, n_new)
+    return dataset, oracle(model, prompts, N_NEW)
 
 
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    return prompts_alike(tmp_path_factory.mktemp("alike"), 16, N_NEW)
+    return prompts_alike(tmp_path_factory.mktemp("alike"), 16)
+
+
+def check(starter: Starter, answers: Answers, tp: int, pp: int, *options: object, name: str = "run") -> dict[str, Any]:
+    """The answers of one instance are the expected ones; what it counted."""
+    dataset, expected = answers
+    given = ["--model_path", "tiny-llama", "--dataset_path", dataset, "--save_outputs", "--num_threads", 1, *layout(tp, pp), *options]
+    ended = starter.run(
+        tp * pp + 1,
+        *(*given, "--max_output_len", N_NEW, "--min_query_count", len(expected)),
+        core="plugin_torch_cores:Greedy",
+        env={"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+        log_dir=starter.folder / name,
+        timeout=600,
+    ).must(DONE)
+    found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    wrong = [index for index, tokens in enumerate(expected) if found.get(index) != tokens]
+    assert not wrong, f"prompt {wrong[0]}: {found.get(wrong[0])}, transformers: {expected[wrong[0]]} ({len(wrong)} prompts differ)"
+    (instance,) = ended.result["per_instance"]
+    return dict(instance)
 
 
 def see(instance: dict[str, Any], policy: str, reuse: bool) -> None:
@@ -61,7 +80,7 @@ def see(instance: dict[str, Any], policy: str, reuse: bool) -> None:
 )
 def test_policies_on_several_ranks(one: Starter, alike: Answers, tp: int, pp: int, policy: str, chunking: str, reuse: bool) -> None:
     options = ["--batch_scheduler_policy", policy, "--enable_kv_cache_reuse", str(reuse).lower(), *CHUNKINGS[chunking], *SCARCE]
-    see(check(one, "tiny-llama", tp * pp, alike, *layout(tp, pp), *options, n_new=N_NEW), policy, reuse)
+    see(check(one, alike, tp, pp, *options), policy, reuse)
 
 
 def test_a_file_says_it_and_the_command_line_has_the_last_word(one: Starter, alike: Answers) -> None:
@@ -103,14 +122,15 @@ def test_bad_options(one: Starter, options: list[object], message: str) -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_everything_with_everything(one: Starter, tmp_path: Path, tp: int, pp: int) -> None:
     """64 prompts of 64 new tokens: every policy, chunking and reuse, with a small cache and with a large one."""
-    answers = prompts_alike(tmp_path / "model", 64, 64)
+    answers = prompts_alike(tmp_path / "model", 64)
     for policy in ("max_util", "no_evict", "static"):
         for chunking, chunks in CHUNKINGS.items():
             for reuse in (False, True):
                 options = ["--batch_scheduler_policy", policy, "--enable_kv_cache_reuse", str(reuse).lower(), *chunks]
                 name = f"tp{tp}-pp{pp}-{policy}-{chunking}{'-reuse' * reuse}".replace(" ", "-")
-                scarce = check(one, "tiny-llama", tp * pp, answers, *layout(tp, pp), *options, *SCARCE, n_new=64, name=name)
+                scarce = check(one, answers, tp, pp, *options, *SCARCE, name=name)
                 print(name, scarce, flush=True)
                 see(scarce, policy, reuse)
-        roomy = check(one, "tiny-llama", tp * pp, answers, *layout(tp, pp), *options, n_new=64, name=f"{name}-roomy")
-        assert roomy["preemptions"] == 0 and roomy["reused_tokens"] > 0
+        options = ["--batch_scheduler_policy", policy, "--enable_kv_cache_reuse", *CHUNKINGS["in order"]]
+        roomy = check(one, answers, tp, pp, *options, name=f"tp{tp}-pp{pp}-{policy}-roomy")
+        assert roomy["preemptions"] == 0 and roomy["reused_tokens"] == 61 * 32

@@ -295,6 +295,20 @@ def test_what_is_reused() -> None:
     assert reused(8, prompt + answer(prompt, 9)) == 6, "answers are known as well: 8 of its 9 tokens were cached"
 
 
+@pytest.mark.parametrize(("policy", "n_stages"), [("max_util", 1), ("static", 1), ("static", 3)])
+def test_those_that_start_together_share(policy: str, n_stages: int) -> None:
+    """A sequence looks again when its context goes on: what another has computed since it started takes the place of its own blocks."""
+    engine = make_engine(n_blocks=60, policy=policy, reuse=True, n_stages=n_stages, max_num_tokens=12)
+    sequences = [sequence(i, [*range(17), 60 + i, 5, 5], 6) for i in range(4)]
+    for s in sequences:
+        engine.add(s)
+    run(engine)
+    assert [s.output for s in sequences] == [answer(s.prompt, 6) for s in sequences]
+    assert isinstance(engine.blocks, PrefixCache)
+    assert engine.blocks.reused_blocks == 3 + 4 + 4  # the second computes its fourth block in the same step as the first
+    check_empty(engine)
+
+
 def test_sequences_that_run_at_once_share() -> None:
     engine = make_engine(reuse=True, max_num_tokens=100)
     first, second = sequence(0, list(range(20)), 10), sequence(1, [*range(16), 50, 51], 10)

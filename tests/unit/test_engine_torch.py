@@ -611,6 +611,7 @@ def test_a_request_that_is_handed_over_is_cancelled_by_its_receiver(folder: Path
     assert sorted(finals.cancelled) == [0, 1, 2] and not finals.final
     for core in (context, generation):
         assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
+        assert core.engine.scheduler._n_owed == 0
         assert not core.has_work()
 
 
@@ -643,6 +644,17 @@ def test_dummy_weights_look_random() -> None:
     assert abs((x * y).mean()) < 0.004
     assert abs((x[1:] * x[:-1]).mean()) < 0.004 and abs((x[:, 1:] * x[:, :-1]).mean()) < 0.004
     assert torch.linalg.svdvals(x)[0] < 2.05 * 1024**0.5  # of a random matrix: 2; rows or columns that are alike show here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["llama2-7b", "llama2-13b", "llama2-70b", "llama3.1-8b", "mixtral-8x7b"])
+def test_a_layer_of_a_preset_runs(tmp_path: Path, preset: str) -> None:
+    """At its true width, in bfloat16."""
+    (tmp_path / "config.json").write_text(json.dumps(preset_json(preset) | {"num_hidden_layers": 1}))
+    prompts = [np.random.default_rng(i).integers(0, 32000, 9 + i).tolist() for i in range(4)]
+    answers = answer(make_core(tmp_path, load_format="dummy", dtype="bfloat16"), make_batch(prompts, max_output=6))
+    assert all(len(set(tokens)) > 1 for tokens in answers)
+    assert len({tuple(tokens) for tokens in answers}) == 4
 
 
 # --- a real model ---
