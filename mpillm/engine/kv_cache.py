@@ -84,7 +84,13 @@ class KVCache:
         parts = []
         for pool, part in zip((self.keys, self.values), piece.view(self.keys.dtype).view(shape).unbind(1), strict=True):
             end = n_tokens - n_tokens % size
-            parts.append((pool[layers, :, heads], part[:, :, :end].unflatten(2, (-1, size)).transpose(1, 2), part[:, :, end:]))
+            parts.append(
+                (
+                    pool[layers, :, heads],
+                    part[:, :, :end].view(*part.shape[:2], end // size, size, self._shape[-1]).transpose(1, 2),
+                    part[:, :, end:],
+                )
+            )
         return parts
 
 
