@@ -10,7 +10,7 @@ from mpillm.comms.transport import Transport
 from mpillm.comms.world import Communicators, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
-from mpillm.planning import server_value
+from mpillm.planning import Setup, server_value
 from mpillm.roles.base import Role, RouteMap
 from mpillm.roles.ctx import Context
 from mpillm.roles.executor import Executor
@@ -21,8 +21,8 @@ _SERVER_VALUES = ("max_batch_size", "max_num_tokens", "max_seq_len")  # where no
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
-def core_config(config: RunConfig, plan: WorldPlan, rank: int) -> CoreConfig:
-    """What the core on `rank` (of an instance) is built from."""
+def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[int, int]) -> CoreConfig:
+    """What the core on `rank` (of an instance) is built from; `gpu_bytes`: see `devices.assign`."""
     me = plan.ranks[rank]
     assert me.instance is not None
     instance = plan.instances[me.instance]
@@ -40,12 +40,16 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int) -> CoreConfig:
         ep_rank=me.ep_rank or 0,
         rank=rank,
         device=me.device,
+        gpu_bytes=gpu_bytes.get(instance.index),
         n_threads=config.num_threads or _thread_share(plan, rank),
         model_path=config.model_path,
         load_format=config.load_format,
         dtype=config.dtype,
         **{name: value for name in _SERVER_VALUES if (value := server_value(config, server, name)) is not None},
         kv_cache_tokens=config.kv_cache_tokens or kv_cache.get("max_tokens"),
+        kv_cache_fraction=config.kv_cache_free_gpu_mem_fraction
+        if config.given("kv_cache_free_gpu_mem_fraction")
+        else kv_cache.get("free_gpu_memory_fraction", config.kv_cache_free_gpu_mem_fraction),
         tokens_per_block=config.tokens_per_block
         if config.given("tokens_per_block")
         else kv_cache.get("tokens_per_block", config.tokens_per_block),
@@ -65,19 +69,20 @@ def _thread_share(plan: WorldPlan, rank: int) -> int:
 
 def make_roles(
     config: RunConfig,
-    plan: WorldPlan,
+    setup: Setup,
     comms: Communicators,
     transports: dict[str, Transport],
     make_harness: Callable[[Transport, RouteMap], Role] | None,
 ) -> list[Role]:
     """The roles of this rank, in the order in which their phases run; `make_harness` on the harness's rank."""
+    plan = setup.plan
     rank = comms.control.rank
     me = plan.ranks[rank]
     ranks = RouteMap(route_ranks(plan))
     route = transports.get("route")
     roles: list[Role] = []
     if me.instance is not None:
-        core = BackendRegistry.get(config.core_type)(core_config(config, plan, rank), comms.of_instance())
+        core = BackendRegistry.get(config.core_type)(core_config(config, plan, rank, setup.gpu_bytes), comms.of_instance())
         roles.append(_instance_role(core, plan, rank, ranks, transports))
     if "leader" in me.roles:
         assert route is not None

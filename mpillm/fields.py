@@ -153,10 +153,24 @@ FIELDS = (
     Field(
         "dtype", "of weights and KV cache; auto is the checkpoint's", default="auto", choices=("auto", "float32", "bfloat16"), group="model"
     ),
+    Field(
+        "device",
+        "what the engine runs on; auto: GPUs, one for each worker rank, where there are any",
+        default="auto",
+        choices=("auto", "cuda", "cpu"),
+        group="model",
+    ),
     Field("max_batch_size", "requests that an instance runs at once [default: the core's]", positive, group="model"),
     Field("max_num_tokens", "tokens of one engine step [default: the core's]", positive, group="model"),
     Field("max_seq_len", "prompt and answer together [default: the model's]", positive, group="model"),
     Field("kv_cache_tokens", "size of a rank's KV cache [default: the core's]", positive, group="model"),
+    Field(
+        "kv_cache_free_gpu_mem_fraction",
+        "without kv_cache_tokens: the part of a GPU's memory, of what the model leaves, that the KV cache takes",
+        fraction,
+        0.9,
+        group="model",
+    ),
     Field("tokens_per_block", "tokens of one KV cache block", positive, 32, group="model"),
     Field("enable_chunked_context", "let a prompt be computed in several steps", boolean, True, group="model"),
     Field("num_threads", "CPU threads of each instance rank [default: the node's cores, shared evenly]", positive, group="model"),

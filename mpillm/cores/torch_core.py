@@ -1,4 +1,4 @@
-"""The embedded engine as a core: Llama and Mixtral with PyTorch, anywhere."""
+"""The embedded engine as a core: Llama and Mixtral with PyTorch, on a CPU or an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class TorchCore(LLMCore):
     A request that can never be answered gets an ERROR row, its reason a line in the log.
     """
 
+    uses_gpus = True
+
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         """ConfigError as `check_model`."""
         super().__init__(config, comms)
@@ -51,13 +53,25 @@ class TorchCore(LLMCore):
     def load(self) -> None:
         c = self.config
         torch.set_num_threads(c.n_threads)
-        groups = MpiGroups(self.info.layout, self.comms) if self.comms else Groups(self.info.layout)
-        worker = Worker(self.info, c.tokens_per_block, groups, dummy=c.load_format == "dummy")
+        worker = self._make_worker()
         if c.tp_rank == c.pp_rank == 0:
             limits = EngineLimits(c.max_batch_size, c.max_num_tokens, c.tokens_per_block, c.enable_chunked_context)
             self._engine = Engine(self.info, limits, worker)
         else:
             self._follower = Follower(worker)
+
+    def _make_worker(self) -> Worker:
+        c, layout, dummy = self.config, self.info.layout, self.config.load_format == "dummy"
+        alone = self.comms is None or self.comms.instance.size == 1
+        if c.gpu_bytes is None:
+            groups = Groups(layout) if self.comms is None else MpiGroups(layout, self.comms)
+            return Worker(self.info, c.tokens_per_block, groups, dummy=dummy)
+        from mpillm.engine.gpu import GpuWorker
+        from mpillm.engine.nccl import NcclGroups
+
+        torch.cuda.set_device(c.device or 0)
+        groups = Groups(layout) if self.comms is None or alone else NcclGroups(layout, self.comms)
+        return GpuWorker(self.info, c.tokens_per_block, groups, c.max_batch_size, dummy=dummy, device=f"cuda:{c.device or 0}")
 
     def run_health_check(self) -> None:
         """One token from a prompt of one token, through all ranks of the instance; the engine must be idle."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.engine.device import Sampled
 from mpillm.engine.kv_cache import BlockAllocator
 from mpillm.engine.model_config import ModelInfo
 from mpillm.engine.scheduler import Scheduler, Sequence
@@ -43,12 +44,14 @@ class Engine:
         self.cache = worker.cache
         self._groups = worker.groups
         self._n_stages = worker.groups.layout.pp_size
+        self._depth = self._n_stages + worker.n_ahead  # steps in flight
         self.blocks = BlockAllocator(info.kv_cache_tokens // limits.tokens_per_block)
         self.scheduler = Scheduler(
             self.blocks, limits.tokens_per_block, limits.max_batch_size, limits.max_num_tokens, limits.chunked, self._n_stages
         )
         self._end_ids = set(info.end_ids)
-        self._in_flight: deque[tuple[list[Sequence], list[Sequence]]] = deque()  # steps: all sequences, those that get a token
+        # Steps: all sequences, those that get a token, and their tokens, where the first stage is the last.
+        self._in_flight: deque[tuple[list[Sequence], list[Sequence], Sampled | None]] = deque()
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
         self._handing_over: dict[int, Sequence] = {}
         self._reserved: dict[int, tuple[list[int], NDArray[np.uint8]]] = {}
@@ -75,44 +78,59 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has something to do now."""
-        return (len(self._in_flight) < self._n_stages and self.scheduler.can_plan()) or self._has_tokens()
+        return (len(self._in_flight) < self._depth and self.scheduler.can_plan()) or self._has_tokens()
+
+    def is_idle(self) -> bool:
+        """Whether `has_work` will stay False until something is added: no step is in flight."""
+        return not self._in_flight and not self.scheduler.can_plan()
 
     def step(self) -> list[Progress]:
         """Start a step of at most `max_num_tokens` tokens, if there can be one more; who got a first or last token from those that ended.
 
-        There are as many steps in flight as stages, each with sequences of its own, so that all stages have something to do.
+        There are as many steps in flight as stages, each with sequences of its own, so that all stages have something to do. A worker that
+        feeds a token to the next step by itself (`n_ahead`) gets that step before the token is read. What such a step computes for a
+        sequence that turns out to have ended is dropped; its blocks may be another's by then, in steps that run later.
         """
-        if len(self._in_flight) < self._n_stages and (plan := self.scheduler.plan()):
+        if len(self._in_flight) < self._depth and (plan := self.scheduler.plan()):
             sequences = [sequence for sequence, _ in plan]
             step, sampled = Step.of(plan)
             if self._groups.has_followers:
                 self._groups.send_plan(pack(step, sequences))
+            for sequence in sampled:
+                sequence.n_unread += 1
             for sequence in sequences:
-                sequence.in_flight = True
-            self._in_flight.append((sequences, sampled))
-            tokens = self.worker.run(step)
-            if self._n_stages == 1:
-                self._arrived = tokens
+                most = 1 if sequence.hand_over else sequence.max_output
+                sequence.in_flight = not self.worker.n_ahead or sequence.n_output >= most
+            self._in_flight.append((sequences, sampled, self.worker.run(step)))
         progress: list[Progress] = []
         while self._has_tokens():
             assert self._arrived is not None
-            sequences, sampled = self._in_flight.popleft()
+            sequences, sampled, _ = self._in_flight.popleft()
+            for sequence in sampled:
+                sequence.n_unread -= 1
             for sequence in sequences:
-                sequence.in_flight = False
+                sequence.in_flight &= sequence.n_unread > 0
             tokens, self._arrived = self._arrived, None
             progress += [p for sequence, token in zip(sampled, tokens, strict=True) if (p := self._append(sequence, token))]
         return progress
 
     def _has_tokens(self) -> bool:
-        if self._arrived is None and self._in_flight and self._n_stages > 1:
-            self._arrived = self._groups.take_tokens()
+        if self._arrived is None and self._in_flight:
+            tokens = self._in_flight[0][2]
+            if self._n_stages > 1:
+                self._arrived = self._groups.take_tokens()
+            elif tokens is not None and tokens.ready():
+                self._arrived = tokens.take()
         return self._arrived is not None
 
     def _append(self, sequence: Sequence, token: int) -> Progress | None:
+        if sequence.is_done:
+            return None
         sequence.output.append(token)
         n = len(sequence.output)
         is_final = n >= sequence.max_output or token in self._end_ids
         if is_final:
+            sequence.is_done = True
             self.scheduler.drop(sequence)
             self.scheduler.free(sequence)
         elif sequence.hand_over:

@@ -22,7 +22,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _CHECKPOINT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_DEFAULT_KV_BYTES = 2 << 30
+_DEFAULT_KV_BYTES = 2 << 30  # on a CPU
+_GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,11 @@ def check_model(config: CoreConfig) -> ModelInfo:
     layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
     if folder is not None and config.load_format == "auto":
         checkpoint_files(folder, model)
-    # float16 has no place on a CPU: its values are held as float32, which keeps them exactly.
+    # float16 has no place here: its values are held as float32, which keeps them exactly.
     auto = "bfloat16" if model.dtype == "bfloat16" else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype
-    kv_cache_tokens, max_seq_len = _lengths(config, model, dtype)
+    room = None if config.gpu_bytes is None else _gpu_room(config, model, dtype, config.gpu_bytes)
+    kv_cache_tokens, max_seq_len = _lengths(config, model, dtype, room)
     return ModelInfo(
         architecture=architecture,
         config=model,
@@ -354,8 +356,31 @@ def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
         )
 
 
-def _lengths(config: CoreConfig, model: ModelConfig, dtype: str) -> tuple[int, int]:
-    """Tokens in the KV cache, and the longest sequence."""
+def _gpu_room(config: CoreConfig, model: ModelConfig, dtype: str, there: int) -> int:
+    """Bytes that the model leaves on each GPU of the instance, of `there`, for its KV cache; ConfigError if there are none."""
+    width = 4 if dtype == "float32" else 2
+    ranks = [(tp_rank, pp_rank) for tp_rank in range(config.tp_size) for pp_rank in range(config.pp_size)]
+    weights = width * max(Layout(config.tp_size, config.pp_size, config.ep_size, *rank).n_values(model) for rank in ranks)
+    heads = model.n_heads + 2 * max(model.n_kv_heads, config.tp_size)
+    per_row = 4 * model.hidden_size + (2 * heads * model.head_dim + 3 * model.intermediate_size) // config.tp_size
+    # Logits: as they come, and what sampling makes of them (float32, and sums in float64).
+    step = width * per_row * max(config.max_num_tokens, config.max_batch_size) + 20 * model.vocab_size * config.max_batch_size
+    room = there - weights - step - _GPU_OVERHEAD
+    if room < config.tokens_per_block * model.kv_bytes_per_token(dtype, config.tp_size, config.pp_size):
+        raise ConfigError(
+            f"{config.model_path} does not fit: a GPU of instance {config.instance} has {_gib(there)} free, and {_gib(weights)} of weights"
+            f" and {_gib(step + _GPU_OVERHEAD)} for a step of max_num_tokens {config.max_num_tokens} and max_batch_size"
+            f" {config.max_batch_size} leave no room for a KV cache (more GPUs for an instance: --tensor_parallelism)"
+        )
+    return room
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / (1 << 30):.1f} GiB"
+
+
+def _lengths(config: CoreConfig, model: ModelConfig, dtype: str, gpu_room: int | None) -> tuple[int, int]:
+    """Tokens in the KV cache, and the longest sequence. A cache on a GPU has `gpu_room` bytes, a fraction of them by default."""
     for name in ("max_batch_size", "max_num_tokens", "tokens_per_block", "n_threads"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} {getattr(config, name)}: at least 1 is needed")
@@ -364,14 +389,19 @@ def _lengths(config: CoreConfig, model: ModelConfig, dtype: str) -> tuple[int, i
         raise ConfigError(f"max_seq_len {wanted}: {config.model_path} allows 1 to {model.max_position_embeddings}")
     longest = wanted or model.max_position_embeddings
     block = config.tokens_per_block
-    if config.kv_cache_tokens is None:
-        room = max(longest, _DEFAULT_KV_BYTES // model.kv_bytes_per_token(dtype, config.tp_size, config.pp_size))
+    per_token = model.kv_bytes_per_token(dtype, config.tp_size, config.pp_size)
+    if config.kv_cache_tokens is None and gpu_room is None:
+        room = max(longest, _DEFAULT_KV_BYTES // per_token)
         return -(-min(room, config.max_batch_size * longest) // block) * block, longest
-    tokens = config.kv_cache_tokens // block * block
+    size = config.kv_cache_tokens
+    if size is None:
+        assert gpu_room is not None
+        size = min(int(config.kv_cache_fraction * gpu_room) // per_token, config.max_batch_size * longest + block)
+    elif gpu_room is not None and size * per_token > gpu_room:
+        raise ConfigError(f"a KV cache of {size} tokens needs {_gib(size * per_token)} on a GPU, and the model leaves {_gib(gpu_room)}")
+    tokens = size // block * block
     if tokens == 0 or (wanted is not None and wanted > tokens):
-        raise ConfigError(
-            f"a KV cache of {config.kv_cache_tokens} tokens (blocks of {block}) does not hold one sequence of {wanted or longest} tokens"
-        )
+        raise ConfigError(f"a KV cache of {size} tokens (blocks of {block}) does not hold one sequence of {wanted or longest} tokens")
     return tokens, min(longest, tokens)
 
 

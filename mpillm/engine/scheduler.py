@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from mpillm.engine.kv_cache import BlockAllocator
 from mpillm.engine.sampler import SamplingParams
 
+UNREAD = -1  # stands for a token that is still on the device
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -24,24 +26,31 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     n_cached: int = 0
-    in_flight: bool = False  # in a step whose tokens have not come back
+    n_unread: int = (
+        0  # tokens of the answer, behind `output`, that steps in flight give: the device knows them, the scheduler only how many
+    )
+    in_flight: bool = False  # in a step whose tokens must come back before it can be in another
+    is_done: bool = False
     slot: int = -1  # while it runs: a number below max_batch_size of its own
     n_told: int = 0  # of its blocks, how many the other ranks of the instance know
 
     @property
+    def n_output(self) -> int:
+        return len(self.output) + self.n_unread
+
+    @property
     def n_context(self) -> int:
-        return len(self.prompt) + len(self.output)
+        return len(self.prompt) + len(self.output) + self.n_unread
 
     @property
     def n_uncached(self) -> int:
-        return len(self.prompt) + len(self.output) - self.n_cached
+        return len(self.prompt) + len(self.output) + self.n_unread - self.n_cached
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens [start, end) of the context."""
+        """Tokens [start, end) of the context, `UNREAD` where they are not known here."""
         n = len(self.prompt)
-        if start >= n:
-            return self.output[start - n : end - n]
-        return self.prompt[start:end] + self.output[: max(0, end - n)]
+        known = self.output[start - n : end - n] if start >= n else self.prompt[start:end] + self.output[: max(0, end - n)]
+        return known if len(known) == end - start else known + [UNREAD] * (end - start - len(known))
 
 
 class Scheduler:
@@ -75,7 +84,7 @@ class Scheduler:
 
     def can_plan(self) -> bool:
         """Whether `plan` would give anything."""
-        return any(not s.in_flight for s in self.running) or (bool(self.waiting) and self._fits(self.waiting[0].n_context))
+        return any(not s.in_flight for s in self.running) or self._can_start()
 
     def plan(self) -> list[tuple[Sequence, int]]:
         """The next step: sequences and how many tokens each adds, those with one token first."""
@@ -87,7 +96,7 @@ class Scheduler:
                 plan.append((sequence, 1))
                 left -= 1
         contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
-        while contexts or (self.waiting and self._fits(self.waiting[0].n_context)):
+        while contexts or self._can_start():
             sequence = contexts[0] if contexts else self.waiting[0]
             n = min(sequence.n_uncached, left) if self._chunked else sequence.n_uncached
             if n == 0 or (n > left and plan):  # unchunked, a context longer than a step has one for itself
@@ -102,6 +111,9 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """It runs no more; its blocks stay its own (see `free`)."""
+        if sequence.slot < 0:  # it gave way while the token that ended it was on its way
+            self.waiting.remove(sequence)
+            return
         self.running.remove(sequence)
         self._give_slot_back(sequence)
 
@@ -139,6 +151,10 @@ class Scheduler:
         if n_running + self._reserved >= self._max_batch_size:
             return False
         return self._blocks_for(n_context) + n_running + self._reserved <= self._blocks.n_free
+
+    def _can_start(self) -> bool:
+        """Whether there is room for the first that waits; one that gave way is computed again when all its tokens are known."""
+        return bool(self.waiting) and not self.waiting[0].n_unread and self._fits(self.waiting[0].n_context)
 
     def _start(self, sequence: Sequence) -> None:
         sequence.blocks = self._blocks.take(self._blocks_for(sequence.n_context))

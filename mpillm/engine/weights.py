@@ -50,23 +50,28 @@ class DummyWeights:
     The scales keep the residual stream near 1 and the embedding small against it, so that greedy decoding wanders and does not repeat.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
+        """On different kinds of devices they are different numbers."""
         self._shapes = config.tensors()
+        self._device = device
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape)[rows]
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            return torch.ones(shape, device=self._device)[rows]
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         scale = 0.1 if "embed_tokens" in name else 1 / math.sqrt(shape[1])
-        return torch.randn(shape, generator=generator)[rows, columns] * scale
+        return torch.randn(shape, generator=generator, device=self._device)[rows, columns] * scale
 
 
 class Shards:
     """A rank's parts of parameters, as the engine holds them."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(
+        self, source: WeightSource, config: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.config = config
+        self.device = device
         self._source = source
         self._layout = layout
         self._dtype = dtype
@@ -74,7 +79,7 @@ class Shards:
     def get(self, name: str) -> Tensor:
         """This rank's part of ``name.weight``."""
         name += ".weight"
-        return self._source.get(name, *self._layout.part(name, self.config)).to(self._dtype)
+        return self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self._dtype)
 
 
 def save_preset(name: str, folder: Path) -> None:
