@@ -49,6 +49,11 @@ def natural(text: str) -> int:
     return _at_least(int(text), 0)
 
 
+def integers(text: str) -> tuple[int, ...]:
+    """Ints of at least 1, with commas between them."""
+    return tuple(map(positive, text.split(",")))
+
+
 def seconds(text: str) -> float:
     """A duration above 0."""
     value = float(text)
@@ -109,6 +114,7 @@ _KINDS: dict[Callable[[str], Any], str] = {
     flag_dict: "key:value,key:value",
     boolean: "true or false",
     positive: "a whole number of at least 1",
+    integers: "whole numbers of at least 1, with commas between them",
     natural: "a whole number of at least 0",
     seconds: "a number of seconds above 0",
     not_negative: "a number of at least 0",

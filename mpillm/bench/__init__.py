@@ -9,7 +9,7 @@ from disagg.errors import ConfigError, nearest
 
 _BENCHES = {
     "routing": "what everything around the model costs, with dummy cores",
-    "engine": "the embedded engine against transformers, on the same prompts",
+    "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
 }
 
 

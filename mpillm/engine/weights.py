@@ -53,15 +53,16 @@ class DummyWeights:
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         """On different kinds of devices they are different numbers."""
         self._shapes = config.tensors()
+        self._dtype = getattr(torch, config.dtype)
         self._device = device
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape, device=self._device)[rows]
+            return torch.ones(shape, dtype=self._dtype, device=self._device)[rows]
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         scale = 0.1 if "embed_tokens" in name else 1 / math.sqrt(shape[1])
-        return torch.randn(shape, generator=generator, device=self._device)[rows, columns] * scale
+        return torch.randn(shape, generator=generator, device=self._device)[rows, columns].mul(scale).to(self._dtype)
 
 
 class Shards:
