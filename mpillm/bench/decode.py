@@ -51,14 +51,13 @@ def bench_decode(config: Any) -> int:
     worker = GpuWorker(info, block, Groups(), core.max_batch_size, dummy=info.folder is None, device="cuda:0")
     torch.cuda.synchronize()
     startup = time.perf_counter() - started
-    for pool in (worker.cache.keys, worker.cache.values):
-        for layer in pool:
-            layer.normal_()
+    with torch.inference_mode():
+        for pool in (worker.cache.keys, worker.cache.values):
+            for layer in pool:
+                layer.normal_()
     print(f"{gpus[0].name}, {core.model_path}, {info.dtype}, {context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
-    print(
-        f"  {'batch':>6} {'step ms':>9} {'(least)':>9} {'floor ms':>9} {'ratio':>6} {'tokens/s':>9} {'attention ms':>12} {'products ms':>11}"
-    )
+    print(f"  {'batch':>6} {'step ms':>9} {'(least)':>9} {'floor ms':>9} {'ratio':>6} {'tokens/s':>9} {'attention':>10} {'products':>9}")
     for batch in batches:
         steps, n_context = _decode(worker, info, core, batch, context, n_steps)
         step_s = statistics.median(steps)
@@ -66,7 +65,7 @@ def bench_decode(config: Any) -> int:
         attention_s, products_s = _attention(worker, batch, n_context // batch), _products(worker, batch)
         print(
             f"  {batch:>6} {step_s * 1e3:>9.3f} {min(steps) * 1e3:>9.3f} {floor_s * 1e3:>9.3f} {step_s / floor_s:>6.2f}"
-            f" {batch / step_s:>9.0f} {attention_s * 1e3:>12.3f} {products_s * 1e3:>11.3f}",
+            f" {batch / step_s:>9.0f} {attention_s * 1e3:>10.3f} {products_s * 1e3:>9.3f}",
             flush=True,
         )
     return 0

@@ -1,4 +1,4 @@
-"""``bench engine``: on a CPU, the embedded engine against transformers' `generate`, in turns, on the same prompts; and the products alone."""
+"""``bench engine``: on a CPU, the engine against transformers' `generate`, in turns, on the same prompts; on a GPU, see `decode`."""
 
 from __future__ import annotations
 
