@@ -40,6 +40,7 @@ class TorchCore(LLMCore):
         super().__init__(config, comms)
         self.info = check_model(config)
         self._refused: list[int] = []
+        self.worker: Worker | None = None
         self._engine: Engine | None = None  # of the instance leader
         self._follower: Follower | None = None  # of every other rank
         self._preemptions_before_test = 0
@@ -53,7 +54,7 @@ class TorchCore(LLMCore):
     def load(self) -> None:
         c = self.config
         torch.set_num_threads(c.n_threads)
-        worker = self._make_worker()
+        worker = self.worker = self._make_worker()
         if c.tp_rank == c.pp_rank == 0:
             limits = EngineLimits(c.max_batch_size, c.max_num_tokens, c.tokens_per_block, c.enable_chunked_context)
             self._engine = Engine(self.info, limits, worker)
@@ -106,7 +107,7 @@ class TorchCore(LLMCore):
         return {"preemptions": self.engine.scheduler.preemptions - self._preemptions_before_test}
 
     def notify_stop(self) -> None:
-        self._engine = self._follower = None
+        self._engine = self._follower = self.worker = None
 
     @property
     def engine(self) -> Engine:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.attention import Span
-from mpillm.engine.device import Sampled, to_device
+from mpillm.engine.device import to_device
 from mpillm.engine.kv_cache import KVCache
 from mpillm.engine.model_config import ModelInfo
 from mpillm.engine.parallel import Groups
@@ -103,23 +103,18 @@ class GpuWorker(Worker):
 
     # --- a step ---
 
-    @torch.inference_mode()
-    def run(self, step: Step) -> Sampled | None:
+    def forward(self, step: Step) -> Tensor:
         self._tell_blocks(step.spans)
-        n = len(step.tokens)
         slots = [span.slot for span in step.spans]
-        if n == len(step.spans) == len(step.wanted):
-            x, slots_wanted = self._decode(step, slots)
-        else:
-            x, slots_wanted = self._mixed(step, slots)
-        if not self.groups.layout.is_last_stage:
-            self.groups.send_hidden(x)
-            return None
-        if not step.wanted:
-            return Sampled(torch.empty(0, dtype=torch.int64)) if self.groups.layout.tp_rank == 0 else None
-        tokens = self._pick(self.model.logits(x), step)
-        self._last.index_copy_(0, slots_wanted, tokens)
-        return Sampled(tokens) if self.groups.layout.tp_rank == 0 else None
+        is_decode = len(step.tokens) == len(step.spans) == len(step.wanted)
+        x, self._slots_wanted = (self._decode if is_decode else self._mixed)(step, slots)
+        return x
+
+    def _sample(self, logits: Tensor, step: Step) -> Tensor:
+        """As of any worker, but on every rank of the TP group: each feeds its own next step."""
+        tokens = self._pick(logits, step)
+        self._last.index_copy_(0, self._slots_wanted, tokens)
+        return tokens
 
     def _decode(self, step: Step, slots: list[int]) -> tuple[Tensor, Tensor]:
         """Every sequence adds a token and gets one: this stage's output, and the slots."""
@@ -200,7 +195,7 @@ class GpuWorker(Worker):
             self._table.view(-1).index_copy_(0, places, values.to(torch.int32))
 
     def _pick(self, logits: Tensor, step: Step) -> Tensor:
-        """A token for each row of this rank's columns of the logits: int64, the same on every rank of the TP group."""
+        """int64, the same on every rank of the TP group."""
         groups, layout = self.groups, self.groups.layout
         if step.not_end and len(self._forbidden):
             rows = to_device(step.not_end, self.device)

@@ -123,25 +123,27 @@ class Worker:
 
     @torch.inference_mode()
     def run(self, step: Step) -> Sampled | None:
-        """A token for each wanted row on the rank that samples; None on the others."""
-        groups, layout = self.groups, self.groups.layout
+        """A token for each wanted row on the first rank of the last stage; None on the others."""
+        layout = self.groups.layout
+        x = self.forward(step)
+        if not layout.is_last_stage:
+            self.groups.send_hidden(x)
+            return None
+        tokens = self._sample(self.model.logits(x), step) if step.wanted else torch.empty(0, dtype=torch.int64)
+        return None if tokens is None or layout.tp_rank else Sampled(tokens)
+
+    def forward(self, step: Step) -> Tensor:
+        """What `model.logits` wants of the wanted rows, or the next stage of all."""
         attention = StepAttention(step.spans, self.cache, self._n_heads, self.model.rotations)
-        if layout.is_first_stage:
+        if self.groups.layout.is_first_stage:
             x = self.model.embed(torch.tensor(step.tokens))
         else:
-            x = groups.receive_hidden(len(step.tokens), self._config.hidden_size, self._dtype, torch.device("cpu"))
-        x = self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64))
-        if not layout.is_last_stage:
-            groups.send_hidden(x)
-            return None
-        if not step.wanted:
-            return Sampled(torch.empty(0, dtype=torch.int64)) if layout.tp_rank == 0 else None
-        tokens = self._sample(self.model.logits(x).float(), step)
-        return None if tokens is None else Sampled(tokens)
+            x = self.groups.receive_hidden(len(step.tokens), self._config.hidden_size, self._dtype, torch.device("cpu"))
+        return self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64))
 
     def _sample(self, logits: Tensor, step: Step) -> Tensor | None:
-        """From this rank's columns of the logits."""
-        groups, layout = self.groups, self.groups.layout
+        """A token for each row of this rank's columns of the logits (may be changed), at least on the first rank of the TP group."""
+        groups, layout, logits = self.groups, self.groups.layout, logits.float()
         if step.not_end and len(self._forbidden):
             logits[torch.tensor(step.not_end)[:, None], self._forbidden] = -torch.inf
         if step.sampling is not None:

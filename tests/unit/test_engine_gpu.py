@@ -14,7 +14,7 @@ import torch
 from test_engine_torch import N_OUTPUT, Tokens, folder, oracle, prompts  # noqa: F401 - fixtures
 
 from mpillm.cores.base import CoreConfig
-from mpillm.engine import gpu
+from mpillm.engine import step
 from mpillm.engine.device import Sampled
 from mpillm.engine.engine import Engine, EngineLimits
 from mpillm.engine.gpu import GpuWorker, ladder
@@ -44,12 +44,14 @@ class Repacked(GpuWorker):
     tables: dict[int, list[int]]
 
     def run(self, step: Step) -> Sampled | None:
-        return super().run(unpack(self.message, self.tables))
+        told = unpack(self.message, self.tables)
+        assert told == step
+        return super().run(told)
 
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "Sampled", Late)
+    monkeypatch.setattr(step, "Sampled", Late)
 
 
 def make_engine(model: Path, kind: type[Worker] = GpuWorker, **options: Any) -> Engine:
@@ -72,7 +74,7 @@ def answer(engine: Engine, prompts: Tokens, sampling: list[SamplingParams] | Non
     while not engine.is_idle():
         progress += engine.step()
         most = max(most, len(engine._in_flight))
-    assert most == 2 * engine.worker.n_ahead
+    assert most == 1 + engine.worker.n_ahead
     assert sorted(p.sequence.id for p in progress if p.is_final) == list(range(len(prompts)))
     assert engine.blocks.n_free == engine.blocks.n_blocks
     assert sorted(engine.scheduler._slots) == list(range(engine.limits.max_batch_size))
