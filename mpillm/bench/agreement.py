@@ -75,10 +75,7 @@ def _compare(config: Any, world: MPI.Intracomm) -> None:
             same = sum(length == config.output_len for length in lengths)
             apart = float(np.abs(first.logits - outcome.logits).mean())
             print(f"  {name:<24} {same:>7} of {len(lengths):<3} {np.mean(lengths):>29.1f} {min(lengths):>6} {apart:>13.5f}")
-    print(
-        f"  differences in new tokens; logits apart: the mean |difference|, of logits whose mean |value| is {float(np.abs(exact.logits).mean()):.4f}",
-        flush=True,
-    )
+    print(f"  logits apart: their mean |difference|; their mean |value| is {float(np.abs(exact.logits).mean()):.4f}", flush=True)
 
 
 def _agreeing(a: list[int], b: list[int]) -> int:

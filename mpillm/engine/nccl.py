@@ -130,6 +130,18 @@ class NcclGroups(MpiGroups):
         super().__init__(layout, comms)
         self._tp_gpus = NcclComm(comms.tp) if layout.tp_size > 1 else None
         self._pp_gpus = NcclComm(comms.pp) if layout.pp_size > 1 else None
+        if self._pp_gpus is not None:
+            self._meet_neighbours(self._pp_gpus)
+
+    @staticmethod
+    def _meet_neighbours(stages: NcclComm) -> None:
+        """The first message between two ranks makes both hosts wait for each other: here nobody has anything else to do."""
+        there, back = torch.zeros(2, 1, device="cuda")
+        with stages.group():
+            if stages.rank + 1 < stages.size:
+                stages.send(there, stages.rank + 1)
+            if stages.rank > 0:
+                stages.receive(back, stages.rank - 1)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x if self._tp_gpus is None or not x.numel() else self._tp_gpus.all_reduce(x)
