@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.layout import Layout
-from mpillm.engine.parallel import MpiGroups
+from mpillm.engine.parallel import MpiGroups, Plan
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -155,6 +155,13 @@ class NcclGroups(MpiGroups):
 
     def broadcast(self, x: Tensor) -> Tensor:
         return x if self._tp_gpus is None else self._tp_gpus.broadcast(x, 0)
+
+    def send_plan(self, plan: Plan) -> None:
+        """Not before all have it may this rank start the step: a host can be held up by its GPU, which then waits for theirs."""
+        super().send_plan(plan)
+        for request, _ in self._sending:
+            request.Wait()
+        self._sending.clear()
 
     def send_hidden(self, x: Tensor) -> None:
         assert self._pp_gpus is not None
