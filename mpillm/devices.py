@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from disagg import WorldPlan
 from disagg.errors import ConfigError
-
-GIB = 1 << 30
 
 
 class Gpu(NamedTuple):
@@ -26,7 +27,12 @@ class _Memory(ctypes.Structure):
 
 
 def local_gpus() -> tuple[Gpu, ...]:
-    """NVIDIA's GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible, in its order, as the driver's management library knows them."""
+    """NVIDIA's GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible, in its order, as the driver's management library knows them.
+
+    None if the PyTorch that is installed was built without CUDA.
+    """
+    if not _torch_has_cuda():
+        return ()
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -37,6 +43,13 @@ def local_gpus() -> tuple[Gpu, ...]:
         return tuple(_read(nvml, handle) for handle in _visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
     finally:
         nvml.nvmlShutdown()
+
+
+def _torch_has_cuda() -> bool:
+    """Read off its files: importing it takes a second, on ranks that need it for nothing else."""
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    return version is not None and version.is_file() and not re.search(r"^cuda\b.*= *None", version.read_text(), re.MULTILINE)
 
 
 def _visible(nvml: ctypes.CDLL, visible: str | None) -> list[ctypes.c_void_p]:
@@ -65,7 +78,7 @@ def _read(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
 
 
 def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, int]:
-    """Bytes that each instance may count on, on every one of its GPUs, by instance; empty: the CPU.
+    """Bytes that are free on every GPU of an instance, by instance; empty: the CPU.
 
     `gpus` are those of each rank's node. `auto` is cuda if any worker's node has a GPU. ConfigError: a node has too few.
     """
@@ -75,7 +88,7 @@ def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dic
         workers = [rank.rank for rank in plan.ranks if rank.node == node and rank.device is not None]
         if workers and len(there := gpus[workers[0]]) < len(workers):
             raise ConfigError(
-                f"--device {device}: {len(workers)} worker ranks on node {node}, which has {len(there)} GPU{'s' * (len(there) != 1)}"
-                " for one rank each: start fewer ranks, or --device cpu"
+                f"--device {device}: {len(workers)} worker rank{'s' * (len(workers) > 1)} on node {node}, one GPU each, and PyTorch can use {len(there)} there:"
+                " start fewer ranks, or --device cpu"
             )
     return {instance.index: min(gpus[rank][plan.ranks[rank].device or 0].free for rank in instance.ranks) for instance in plan.instances}
