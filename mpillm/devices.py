@@ -87,8 +87,9 @@ def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dic
     for node in dict.fromkeys(rank.node for rank in plan.ranks):
         workers = [rank.rank for rank in plan.ranks if rank.node == node and rank.device is not None]
         if workers and len(there := gpus[workers[0]]) < len(workers):
+            who = "1 worker rank" if len(workers) == 1 else f"{len(workers)} worker ranks"
             raise ConfigError(
-                f"--device {device}: {len(workers)} worker rank{'s' * (len(workers) > 1)} on node {node}, one GPU each, and PyTorch can use {len(there)} there:"
+                f"--device {device}: {who} on node {node}, one GPU each, and PyTorch can use {len(there)} there:"
                 " start fewer ranks, or --device cpu"
             )
     return {instance.index: min(gpus[rank][plan.ranks[rank].device or 0].free for rank in instance.ranks) for instance in plan.instances}

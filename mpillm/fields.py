@@ -152,7 +152,11 @@ FIELDS = (
         group="topology",
     ),
     # the model
-    Field("model_path", "a Hugging Face folder, or a preset: tiny-llama, tiny-mixtral", group="model"),
+    Field(
+        "model_path",
+        "a Hugging Face folder, or a preset with random weights: tiny-llama, tiny-mixtral, llama3.2-1b, llama3.1-8b",
+        group="model",
+    ),
     Field(
         "load_format", "read the weights, or make random ones from config.json", default="auto", choices=("auto", "dummy"), group="model"
     ),

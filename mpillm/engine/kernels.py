@@ -20,7 +20,7 @@ _LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 16  # of a tensor core's product
 _CONTEXT_ROWS = {torch.bfloat16: 128, torch.float32: 16}  # query rows of one program, over all heads that share a KV head
 _PROGRAMS = 512  # about as many as run at once on a large GPU: decode splits contexts until there are so many
-_MOST_SPLITS = 32
+_MOST_SPLITS = 16
 
 
 @triton.jit
@@ -215,8 +215,8 @@ def decode_attention(
     sums, bests = (out, out) if splits == 1 else qkv.new_empty(2, n, n_heads, splits, dtype=torch.float32)
     _decode[(k, n, splits)](
         qkv, keys, values, table, slots, positions, out, parts, sums, bests, table.stride(0), _LOG2_E / math.sqrt(d),
-        H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=64 if n * k >= _PROGRAMS else 32, SPLITS=splits,
-        num_warps=4, num_stages=3,
+        H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=64, SPLITS=splits,
+        num_warps=4, num_stages=3 if splits == 1 else 5,
     )  # fmt: skip
     if splits > 1:
         _join[(n * n_heads,)](out, parts, sums, bests, D=d, BLOCK_D=block_d, SPLITS=splits, BLOCK_S=splits)
