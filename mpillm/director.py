@@ -16,6 +16,7 @@ from mpillm.comms.transport import Transport
 from mpillm.config import RunConfig, run_name
 from mpillm.cores import BackendRegistry
 from mpillm.dataset import Dataset, Synthetic, load_dataset
+from mpillm.devices import assign
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.factory import core_config
 from mpillm.loadgen.logs import unsatisfied, verdict
@@ -107,8 +108,11 @@ class Director:
             for rank, state in enumerate(self.coordinator.ranks):
                 me = plan.ranks[rank]
                 state.label = f"rank {rank} ({', '.join(me.roles)}{f', instance {me.instance}' if me.instance is not None else ''})"
-        for instance in plan.instances:
-            limits = BackendRegistry.check(core_config(config, plan, instance.leader))
+        gpus = [tuple(reports[rank]["gpus"]) for rank in range(self._size)]
+        gpu_bytes = assign(config.device, plan, gpus) if BackendRegistry.uses_gpus(config.core_type) else {}
+        cores = [core_config(config, plan, instance.leader, gpu_bytes) for instance in plan.instances]
+        for core in cores:
+            limits = BackendRegistry.check(core)
         self._load_data(config, limits)
         self._settings = test_settings(self._loadgen_config(config), len(self._dataset or ()))
         self._make_run_directory(config, disagg.dump(yaml), plan, reports)
@@ -121,11 +125,14 @@ class Director:
         self._console.line()
         self._console.line(disagg.table(plan))
         self._console.line(f"  run directory {path_shown(self._log_dir)}")
-        if any(core_config(config, plan, instance.leader).enable_kv_cache_reuse for instance in plan.instances):
+        if any(core.enable_kv_cache_reuse for core in cores):
             self._console.line("  KV cache reuse is on: MLPerf forbids it, so this is no result to submit")
         if self._dataset is not None:
             self._console.line(f"  data set {self._dataset.name}: {len(self._dataset)} samples, {len(self._dataset.tokens)} tokens")
-        return Setup(plan, str(self._log_dir), (reports[0]["host"], reports[0]["pid"])), "all ranks agree"
+        if gpu_bytes:
+            name = next(gpus[rank.rank][rank.device].name for rank in plan.ranks if rank.device is not None)
+            self._console.line(f"  GPUs: {sum(len(instance.ranks) for instance in plan.instances)} ({name})")
+        return Setup(plan, str(self._log_dir), (reports[0]["host"], reports[0]["pid"]), gpu_bytes), "all ranks agree"
 
     def _check_agreement(self, reports: dict[int, Any]) -> None:
         errors: dict[str, list[int]] = {}

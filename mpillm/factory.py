@@ -12,7 +12,7 @@ from mpillm.comms.transport import Transport
 from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
-from mpillm.planning import server_value
+from mpillm.planning import Setup, server_value
 from mpillm.roles.base import Role, RouteMap
 from mpillm.roles.ctx import Context
 from mpillm.roles.executor import Executor
@@ -32,8 +32,8 @@ _POLICIES = {
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
-def core_config(config: RunConfig, plan: WorldPlan, rank: int) -> CoreConfig:
-    """What the core on `rank` (of an instance) is built from."""
+def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[int, int]) -> CoreConfig:
+    """What the core on `rank` (of an instance) is built from; `gpu_bytes`: see `devices.assign`."""
     me = plan.ranks[rank]
     assert me.instance is not None
     instance = plan.instances[me.instance]
@@ -57,12 +57,14 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int) -> CoreConfig:
         ep_rank=me.ep_rank or 0,
         rank=rank,
         device=me.device,
+        gpu_bytes=gpu_bytes.get(instance.index),
         n_threads=config.num_threads or _thread_share(_node_ranks(plan, rank)),
         model_path=config.model_path,
         load_format=config.load_format,
         dtype=config.dtype,
         **{name: value for name in _SERVER_VALUES if (value := server_value(config, server, name)) is not None},
         kv_cache_tokens=config.kv_cache_tokens or kv_cache.get("max_tokens"),
+        kv_cache_fraction=chosen("kv_cache_free_gpu_mem_fraction", kv_cache.get("free_gpu_memory_fraction")),
         tokens_per_block=chosen("tokens_per_block", kv_cache.get("tokens_per_block")),
         enable_chunked_context=chosen("enable_chunked_context", server.extra.get("enable_chunked_prefill")),
         context_chunking_policy=chosen("context_chunking_policy", _POLICIES.get(scheduler.get("context_chunking_policy", ""))),
@@ -90,18 +92,19 @@ def _thread_share(node_ranks: int) -> int:
 
 def make_roles(
     config: RunConfig,
-    plan: WorldPlan,
+    setup: Setup,
     comms: Communicators,
     route: Transport | None,
     make_harness: Callable[[Transport, RouteMap], Role] | None,
 ) -> list[Role]:
     """The roles of this rank, in the order in which their phases run; `make_harness` on the harness's rank."""
+    plan = setup.plan
     rank = comms.control.rank
     me = plan.ranks[rank]
     ranks = RouteMap(route_ranks(plan))
     roles: list[Role] = []
     if me.instance is not None:
-        core = BackendRegistry.get(config.core_type)(core_config(config, plan, rank), comms.of_instance())
+        core = BackendRegistry.get(config.core_type)(core_config(config, plan, rank, setup.gpu_bytes), comms.of_instance())
         roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if "leader" in me.roles:
         assert route is not None

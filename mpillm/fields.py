@@ -50,6 +50,11 @@ def natural(text: str) -> int:
     return _at_least(int(text), 0)
 
 
+def integers(text: str) -> tuple[int, ...]:
+    """Ints of at least 1, with commas between them."""
+    return tuple(map(positive, text.split(",")))
+
+
 def seconds(text: str) -> float:
     """A duration above 0."""
     value = float(text)
@@ -118,6 +123,7 @@ _KINDS: dict[Callable[[str], Any], str] = {
     flag_dict: "key:value,key:value",
     boolean: "true or false",
     positive: "a whole number of at least 1",
+    integers: "whole numbers of at least 1, with commas between them",
     natural: "a whole number of at least 0",
     seconds: "a number of seconds above 0",
     not_negative: "a number of at least 0",
@@ -159,7 +165,7 @@ FIELDS = (
     Field(
         "model_path",
         "a Hugging Face folder, or a preset with random weights: llama2-7b, llama2-13b, llama2-70b, llama3.1-8b, llama3.1-405b,"
-        " mixtral-8x7b, tiny-llama, tiny-mixtral",
+        " llama3.2-1b, mixtral-8x7b, tiny-llama, tiny-mixtral",
         group="model",
     ),
     Field(
@@ -168,10 +174,24 @@ FIELDS = (
     Field(
         "dtype", "of weights and KV cache; auto is the checkpoint's", default="auto", choices=("auto", "float32", "bfloat16"), group="model"
     ),
+    Field(
+        "device",
+        "what the engine runs on; auto: GPUs, one for each worker rank, where there are any",
+        default="auto",
+        choices=("auto", "cuda", "cpu"),
+        group="model",
+    ),
     Field("max_batch_size", "requests that an instance runs at once [default: the core's]", positive, group="model"),
     Field("max_num_tokens", "tokens of one engine step [default: the core's]", positive, group="model"),
     Field("max_seq_len", "prompt and answer together [default: the model's]", positive, group="model"),
     Field("kv_cache_tokens", "size of a rank's KV cache [default: the core's]", positive, group="model"),
+    Field(
+        "kv_cache_free_gpu_mem_fraction",
+        "without kv_cache_tokens: the part of a GPU's memory, of what the model leaves, that the KV cache takes",
+        fraction,
+        0.9,
+        group="model",
+    ),
     Field("tokens_per_block", "tokens of one KV cache block", positive, 32, group="model"),
     Field("enable_chunked_context", "let a prompt be computed in several steps", boolean, True, group="model"),
     Field(

@@ -28,6 +28,7 @@ class Setup:
     plan: WorldPlan
     log_dir: str
     rank0: tuple[str, int]  # host and pid
+    gpu_bytes: dict[int, int]  # see `devices.assign`
 
 
 def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:

@@ -27,6 +27,8 @@ from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Beat, Watch
 from mpillm.comms.world import create_communicators
 from mpillm.config import RunConfig
+from mpillm.cores import BackendRegistry
+from mpillm.devices import local_gpus
 from mpillm.errors import STOP_SIGNALS, ExitCode, Failure, Interrupted, RunError
 from mpillm.factory import make_roles
 from mpillm.fields import DEADLINES
@@ -138,6 +140,9 @@ class Rank:
             "error": self._usage_error,
             "digest": self._config.digest() if self._config else "",
             "values": self._config.values if self._config else {},
+            "gpus": local_gpus()
+            if self._config and self._config.device != "cpu" and BackendRegistry.uses_gpus(self._config.core_type)
+            else (),
         }
 
     def _drain_report(self) -> dict[str, Any]:
@@ -160,7 +165,7 @@ class Rank:
         self._comms = create_communicators(MPI.COMM_WORLD, self._control, setup.plan)
         self._route = Transport(self._comms.route) if self._comms.route is not None else None
         make_harness = self._director.make_harness if self._director else None
-        self._roles = make_roles(self._config, setup.plan, self._comms, self._route, make_harness)
+        self._roles = make_roles(self._config, setup, self._comms, self._route, make_harness)
         if self._route:
             self._loop.pollers.append(self._route.dispatch)
         self._loop.pollers.extend(role.poll for role in self._roles)

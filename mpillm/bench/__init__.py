@@ -9,7 +9,8 @@ from disagg.errors import ConfigError, nearest
 
 _BENCHES = {
     "routing": "what everything around the model costs, with dummy cores",
-    "engine": "the embedded engine against transformers, on the same prompts",
+    "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
+    "agreement": "answers and logits of tensor parallel instances against those of one rank",
 }
 
 
@@ -18,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m mpillm bench NAME [options]\n")
         for name, description in _BENCHES.items():
-            print(f"  {name:<8} {description}")
+            print(f"  {name:<9} {description}")
         return 0
     if argv[0] not in _BENCHES:
         raise ConfigError(f"no benchmark '{argv[0]}'{nearest(argv[0], _BENCHES)}; there are: {', '.join(_BENCHES)}")

@@ -1,4 +1,4 @@
-"""``bench engine``: the embedded engine against transformers, in turns, on the same prompts; and the matrix products alone."""
+"""``bench engine``: on a CPU, the engine against transformers, in turns, on the same prompts; on a GPU, see `decode`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,39 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from disagg.errors import ConfigError
+from mpillm.bench.decode import bench_decode
 from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.config import Parser, add_fields, collect
 from mpillm.cores.base import CoreConfig
 from mpillm.dataset import load_dataset
 from mpillm.engine.model_config import ModelInfo, check_model
-from mpillm.fields import Field, positive
+from mpillm.fields import Field, integers, not_negative, positive
 from mpillm.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
 
 _FIELDS = (
-    Field("model_path", "folder of a Hugging Face checkpoint", group="benchmark"),
+    Field(
+        "device", "cuda: steps of decode on one GPU, and what they are made of", default="cpu", choices=("cpu", "cuda"), group="benchmark"
+    ),
+    Field("model_path", "folder of a Hugging Face checkpoint; on a GPU also a preset [default there: llama3.1-8b]", group="benchmark"),
     Field("dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark"),
     Field("num_prompts", "how many of the data set's prompts", positive, 40, group="benchmark"),
     Field("max_prompt_len", "longer prompts are left out, tokens", positive, 96, group="benchmark"),
     Field("output_len", "new tokens for each prompt", positive, 32, group="benchmark"),
-    Field("dtype", "of weights and KV cache", default="float32", choices=("float32", "bfloat16"), group="benchmark"),
+    Field(
+        "dtype",
+        "of weights and KV cache [default: float32; on a GPU the checkpoint's]",
+        choices=("float32", "bfloat16"),
+        group="benchmark",
+    ),
     Field("n_threads", "CPU threads", positive, 2, group="benchmark"),
     Field("max_batch_size", "of the engine", positive, 64, group="benchmark"),
     Field("max_num_tokens", "of one step of the engine", positive, 2048, group="benchmark"),
+    Field("batches", "GPU: batch sizes, with commas between them", integers, (1, 64, 256, 1024), group="benchmark"),
+    Field("context_len", "GPU: tokens in the cache of each sequence", positive, 512, group="benchmark"),
+    Field("bandwidth", "GPU: of its memory, TB/s", not_negative, 4.3, group="benchmark"),
     Field("repeats", "rounds of which the median is printed", positive, 3, group="benchmark"),
 )
 _STATIC_BATCH = 8  # what the engine is compared with, beside all prompts in one batch
@@ -45,14 +57,17 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="mpillm bench engine",
         description="Output tokens/s, offline, of the embedded engine and of transformers: greedy, all answers of one length.",
-        epilog="example:\n  python -m mpillm bench engine --model_path DIR",
+        epilog="examples:\n  python -m mpillm bench engine --model_path DIR\n  python -m mpillm bench engine --device cuda --batches 1,64",
     )
     add_fields(parser, _FIELDS)
     config = collect(vars(parser.parse_args(argv)), _FIELDS)
+    if config.device == "cuda":
+        return bench_decode(config)
+    dtype = config.dtype or "float32"
     core = CoreConfig(
         core_type="torch",
         model_path=config.model_path,
-        dtype=config.dtype,
+        dtype=dtype,
         n_threads=config.n_threads,
         max_batch_size=config.max_batch_size,
         max_num_tokens=config.max_num_tokens,
@@ -67,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
     torch.set_num_threads(config.n_threads)
     engine = _Engine(core, info)
-    baseline = TransformersBaseline(info.folder, config.dtype)
+    baseline = TransformersBaseline(info.folder, dtype)
     batches = sorted({_STATIC_BATCH, len(prompts)})
     contenders: dict[str, Callable[[], list[list[int]]]] = {"engine": lambda: engine.answer(prompts, config.output_len)}
     for size in batches:
@@ -91,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
     mean = statistics.mean(map(len, prompts))
     lengths = f"{mean:.0f} tokens on average, {config.output_len} new tokens each"
-    print(f"{len(prompts)} prompts of {lengths}, {config.dtype}, {config.n_threads} threads")
+    print(f"{len(prompts)} prompts of {lengths}, {dtype}, {config.n_threads} threads")
     print(f"  {'':<32} {'tokens/s':>9} {'(least to most)':>18}   engine is")
     for name in contenders:
         rates = [n_output / t for t in times[name]]
@@ -151,7 +166,7 @@ class _Engine:
         sequences = [EngineSequence(i, prompt, n_output, n_output, SamplingParams()) for i, prompt in enumerate(prompts)]
         for sequence in sequences:
             self._engine.add(sequence)
-        while self._engine.has_work():
+        while not self._engine.is_idle():
             self._engine.step()
         return [sequence.output for sequence in sequences]
 

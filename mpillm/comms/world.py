@@ -27,7 +27,9 @@ def start_mpi() -> MPI.Intracomm:
     # On one node Open MPI needs no network, and looking for one (libfabric's probe) takes it a whole second.
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if local is not None and local == os.environ.get("OMPI_COMM_WORLD_SIZE"):
-        os.environ.setdefault("OMPI_MCA_btl", "self,sm")
+        # Before Open MPI 5, whose mpirun no longer is ORTE, shared memory was called vader.
+        old = any(name.startswith("OMPI_MCA_orte_") for name in os.environ)
+        os.environ.setdefault("OMPI_MCA_btl", "self,vader" if old else "self,sm")
         os.environ.setdefault("OMPI_MCA_pml", "ob1")
     try:
         from mpi4py import MPI

@@ -31,6 +31,14 @@ class BackendRegistry:
         module, _, function = path.partition(":")
         return getattr(importlib.import_module(module), function)(config)
 
+    # Cores that run on a GPU of their own, asked without importing them.
+    _on_gpus: ClassVar[frozenset[str]] = frozenset({"torch"})
+
+    @classmethod
+    def uses_gpus(cls, name: str) -> bool:
+        """Whether a rank of this core takes a GPU where there is one."""
+        return name in cls._on_gpus or (":" in name and cls.get(name).uses_gpus)
+
     @classmethod
     def register(cls, name: str, path: str) -> None:
         """Add a core: `path` is ``module:Class``."""

@@ -53,6 +53,7 @@ class CoreConfig:
     ep_rank: int = 0
     rank: int = 0  # in the world, for messages
     device: int | None = None  # index on the node, None for a control rank
+    gpu_bytes: int | None = None  # free on that GPU, and on those of the instance's other ranks; None: runs on the CPU
     n_threads: int = 1  # CPU threads that this rank may use
     model_path: str | None = None  # a folder, or the name of a preset
     load_format: str = "auto"  # auto: safetensors; dummy: seeded random weights
@@ -61,6 +62,7 @@ class CoreConfig:
     max_num_tokens: int = 1024  # most tokens of one engine step
     max_seq_len: int | None = None  # prompt and answer; None: the model's
     kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
+    kv_cache_fraction: float = 0.9  # of the GPU memory that the model leaves, when the core chooses
     tokens_per_block: int = 32
     enable_chunked_context: bool = True
     context_chunking_policy: str = "first_come_first_served"  # or equal_progress
@@ -75,6 +77,8 @@ class CoreConfig:
 
 class LLMCore(ABC):
     """A backend. Raise from any method: the error names this rank and ends the run everywhere."""
+
+    uses_gpus = False  # whether a rank of it takes a GPU where there is one
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         """`comms` are the instance's (None: it has one rank, this one). Cheap: no weights, no sockets; `load` does that."""

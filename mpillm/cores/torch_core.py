@@ -1,4 +1,4 @@
-"""The embedded engine as a core: Llama and Mixtral with PyTorch, anywhere."""
+"""The embedded engine as a core: Llama and Mixtral with PyTorch, on a CPU or an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig, Credits, LLMCore
 from mpillm.engine.engine import Engine, EngineLimits
 from mpillm.engine.model_config import ModelInfo, check_model, model_info
@@ -37,11 +38,14 @@ class TorchCore(LLMCore):
     A request that can never be answered gets an ERROR row, its reason a line in the log.
     """
 
+    uses_gpus = True
+
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         """ConfigError as `model_info`. Not for memory: another rank of the node may be loading already."""
         super().__init__(config, comms)
         self.info = model_info(config)
         self._refused: list[int] = []
+        self.worker: Worker | None = None
         self._engine: Engine | None = None  # of the instance leader
         self._follower: Follower | None = None  # of every other rank
         self._handoff: tuple[Mover, dict[int, Peer]] | None = None
@@ -49,6 +53,8 @@ class TorchCore(LLMCore):
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelInfo:
+        if config.gpu_bytes is not None and config.role != "executor":
+            raise ConfigError("--mode disaggregated: the handoff between GPUs is not there yet; --device cpu, or --mode aggregated")
         return check_model(config)
 
     # --- life ---
@@ -56,8 +62,7 @@ class TorchCore(LLMCore):
     def load(self) -> None:
         c = self.config
         torch.set_num_threads(c.n_threads)
-        groups = MpiGroups(self.info.layout, self.comms) if self.comms else Groups(self.info.layout)
-        worker = Worker(self.info, c.tokens_per_block, groups, dummy=c.load_format == "dummy")
+        worker = self.worker = self._make_worker()
         if self._handoff is not None:
             layout = self.info.layout
             worker.transfers = Transfers(worker.cache, self.info.config, layout, *self._handoff, sends=c.role == "context")
@@ -74,6 +79,19 @@ class TorchCore(LLMCore):
             self._engine = Engine(self.info, limits, worker)
         else:
             self._follower = Follower(worker)
+
+    def _make_worker(self) -> Worker:
+        c, layout, dummy = self.config, self.info.layout, self.config.load_format == "dummy"
+        alone = self.comms is None or self.comms.instance.size == 1
+        if c.gpu_bytes is None:
+            groups = Groups(layout) if self.comms is None else MpiGroups(layout, self.comms)
+            return Worker(self.info, c.tokens_per_block, groups, dummy=dummy)
+        from mpillm.engine.gpu import GpuWorker
+        from mpillm.engine.nccl import NcclGroups
+
+        torch.cuda.set_device(c.device or 0)
+        groups = Groups(layout) if self.comms is None or alone else NcclGroups(layout, self.comms)
+        return GpuWorker(self.info, c.tokens_per_block, groups, c.max_batch_size, dummy=dummy, device=f"cuda:{c.device or 0}")
 
     def run_health_check(self) -> None:
         """One token from a prompt of one token, through all ranks of the instance; the engine must be idle."""
@@ -118,7 +136,7 @@ class TorchCore(LLMCore):
         return counts
 
     def notify_stop(self) -> None:
-        self._engine = self._follower = None
+        self._engine = self._follower = self.worker = None
 
     @property
     def engine(self) -> Engine:

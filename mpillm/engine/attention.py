@@ -32,6 +32,7 @@ class Span:
     n_cached: int
     n_new: int
     blocks: list[int]
+    slot: int = -1  # see `Sequence`
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class _Behind:
 class StepAttention:
     """Everything about a step that its layers share; made once per step, called once per layer."""
 
-    def __init__(self, spans: list[Span], cache: KVCache, n_heads: int) -> None:
-        """`spans` in the order of the step's rows: those with one new token first."""
+    def __init__(self, spans: list[Span], cache: KVCache, n_heads: int, rotations: Tensor) -> None:
+        """`spans` in the order of the step's rows: those with one new token first; rotations (complex64) [positions, head_dim / 2]."""
         self._cache = cache
         self._n_heads = n_heads
         self._n_kv_heads, self._size, self._head_dim = cache.keys.shape[2:]
@@ -85,12 +86,13 @@ class StepAttention:
         blocks = np.concatenate(
             [np.repeat(_used(span, self._size), self._size)[span.n_cached : span.n_cached + span.n_new] for span in spans]
         )
-        self.positions = torch.from_numpy(positions)  # [rows]
+        self._rotations = rotations[torch.from_numpy(positions)][:, None]
         self._slots = (torch.from_numpy(blocks), torch.from_numpy(positions % self._size))
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        """Store the step's keys and values and attend: qkv [rows, heads + 2 * kv_heads, head_dim] to [rows, heads * head_dim]."""
+        """As `model.Attention`."""
         h, k = self._n_heads, self._n_kv_heads
+        _rotate(qkv[:, : h + k], self._rotations)
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         block, offset = self._slots
         keys[block, :, offset] = qkv[:, h : h + k]
@@ -201,6 +203,15 @@ class StepAttention:
         )
         out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=plan.mask, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(len(q), -1)
+
+
+def _rotate(x: Tensor, rotations: Tensor) -> None:
+    """Turn the pairs of x [rows, heads, head_dim] in place by rotations [rows, 1, head_dim / 2] (complex64)."""
+    if x.dtype == torch.float32:
+        torch.view_as_complex(x.view(*x.shape[:2], -1, 2)).mul_(rotations)
+    else:
+        turned = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(rotations)
+        x.copy_(torch.view_as_real(turned).view(x.shape))
 
 
 def _used(span: Span, size: int) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mpillm.engine.device import Sampled
 from mpillm.engine.kv_cache import BlockAllocator
 from mpillm.engine.model_config import ModelInfo
 from mpillm.engine.prefix_cache import PrefixCache
@@ -45,6 +46,7 @@ class Engine:
         self.cache = worker.cache
         self._groups = worker.groups
         self._n_stages = worker.groups.layout.pp_size
+        self._depth = self._n_stages + worker.n_ahead  # steps in flight
         size, n_blocks = limits.tokens_per_block, info.kv_cache_tokens // limits.tokens_per_block
         self.blocks = PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
         self.scheduler = Scheduler(
@@ -61,7 +63,8 @@ class Engine:
         self._stops: dict[int, list[list[int]]] = {}  # stop words by their last token
         for tokens in info.stop_words:
             self._stops.setdefault(tokens[-1], []).append(list(tokens))
-        self._in_flight: deque[tuple[list[Sequence], list[Sequence]]] = deque()  # steps: all sequences, those that get a token
+        # Steps: all sequences, those that get a token, and their tokens, where the first stage is the last.
+        self._in_flight: deque[tuple[list[Sequence], list[Sequence], Sampled | None]] = deque()
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
         # The handoff, by sequence id: those to hand over, where those that are not computed go, blocks of those that will come.
         self._handing_over: dict[int, Sequence] = {}
@@ -100,8 +103,12 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` has something to do now."""
-        can_plan = len(self._in_flight) < self._n_stages and self.scheduler.can_plan()
+        can_plan = len(self._in_flight) < self._depth and self.scheduler.can_plan()
         return can_plan or bool(self._ordered) or self._has_tokens() or bool(self._cancelled)
+
+    def is_idle(self) -> bool:
+        """Whether `has_work` will stay False until something is added: no step is in flight."""
+        return not (self._in_flight or self._ordered or self._cancelled or self.scheduler.can_plan())
 
     def cancel(self, sequence_id: int) -> None:
         """End it where it is: queued, in context, in generation, or while its KV cache is on its way here; `step` tells, once.
@@ -118,6 +125,7 @@ class Engine:
                     self._end_cancelled(sequence)
 
     def _end_cancelled(self, sequence: Sequence) -> None:
+        sequence.is_done = True
         self.scheduler.remove(sequence)
         self._cancelled.append(sequence)
         if self._handing_over.pop(sequence.id, None):
@@ -126,9 +134,11 @@ class Engine:
     def step(self) -> list[Progress]:
         """Start a step of at most `max_num_tokens` tokens, if there can be one more; who got a first or last token from those that ended.
 
-        There are as many steps in flight as stages, each with sequences of its own, so that all stages have something to do.
+        There are as many steps in flight as stages, each with sequences of its own, so that all stages have something to do. A worker that
+        feeds a token to the next step by itself (`n_ahead`) gets that step before the token is read. What such a step computes for a
+        sequence that turns out to have ended is dropped; its blocks may be another's by then, in steps that run later.
         """
-        plan = self.scheduler.plan() if len(self._in_flight) < self._n_stages else []
+        plan = self.scheduler.plan() if len(self._in_flight) < self._depth else []
         if plan or self._ordered:
             sequences = [sequence for sequence, _ in plan]
             step, sampled = Step.of(plan)
@@ -136,20 +146,23 @@ class Engine:
             self.scheduler.publish(plan)
             if self._groups.has_followers:
                 self._groups.send_plan(pack(step, sequences))
+            for sequence in sampled:
+                sequence.n_unread += 1
             for sequence in sequences:
-                sequence.in_flight = True
+                most = 1 if sequence.hand_over else sequence.max_output
+                sequence.in_flight = not self.worker.n_ahead or sequence.n_output >= most
+            tokens_to_come = self.worker.run(step)
             if plan:
-                self._in_flight.append((sequences, sampled))
-            tokens = self.worker.run(step)
-            if plan and self._n_stages == 1:
-                self._arrived = tokens
+                self._in_flight.append((sequences, sampled, tokens_to_come))
         progress: list[Progress] = []
         while self._has_tokens():
             assert self._arrived is not None
-            sequences, sampled = self._in_flight.popleft()
+            sequences, sampled, _ = self._in_flight.popleft()
+            for sequence in sampled:
+                sequence.n_unread -= 1
             for sequence in sequences:
-                sequence.in_flight = False
-                if sequence.is_cancelled:
+                sequence.in_flight &= sequence.n_unread > 0
+                if sequence.is_cancelled and not sequence.is_done and not sequence.in_flight:
                     self._end_cancelled(sequence)
             tokens, self._arrived = self._arrived, None
             progress += [p for sequence, token in zip(sampled, tokens, strict=True) if (p := self._append(sequence, token))]
@@ -158,16 +171,21 @@ class Engine:
         return progress
 
     def _has_tokens(self) -> bool:
-        if self._arrived is None and self._in_flight and self._n_stages > 1:
-            self._arrived = self._groups.take_tokens()
+        if self._arrived is None and self._in_flight:
+            tokens = self._in_flight[0][2]
+            if self._n_stages > 1:
+                self._arrived = self._groups.take_tokens()
+            elif tokens is not None and tokens.ready():
+                self._arrived = tokens.take()
         return self._arrived is not None
 
     def _append(self, sequence: Sequence, token: int) -> Progress | None:
-        if sequence.is_cancelled:
+        if sequence.is_done or sequence.is_cancelled:
             return None
         sequence.output.append(token)
         n = len(sequence.output)
         is_final = n >= sequence.max_output or token in self._end_ids or self._is_stopped(sequence)
+        sequence.is_done = is_final
         if is_final or sequence.hand_over:
             self.scheduler.drop(sequence)
             if sequence.id not in self._handing_over:

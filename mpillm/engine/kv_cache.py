@@ -37,11 +37,19 @@ class KVCache:
     A piece of a handoff is [layers, 2, kv_heads, tokens, head_dim] of the cache's dtype, contiguous, keys before values.
     """
 
-    def __init__(self, n_layers: int, n_blocks: int, n_kv_heads: int, tokens_per_block: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        n_layers: int,
+        n_blocks: int,
+        n_kv_heads: int,
+        tokens_per_block: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.tokens_per_block = tokens_per_block
         self._shape = (n_layers, n_blocks + 1, n_kv_heads, tokens_per_block, head_dim)
-        self.keys = _lazy_zeros(self._shape, dtype)
-        self.values = _lazy_zeros(self._shape, dtype)
+        self.keys, self.values = (_zeros(self._shape, dtype, torch.device(device)) for _ in range(2))
 
     def blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.tokens_per_block)
@@ -94,7 +102,9 @@ class KVCache:
         return parts
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose memory the system provides as it is used: NumPy's are, PyTorch's are written at once."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the CPU zeros whose memory the system provides as it is used: NumPy's are, PyTorch's are written at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     n_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Whether a model fits the memory of its node, known before anything is loaded."""
+"""Whether a model fits the memory of its node, or of its GPUs: known before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from mpillm.engine.layout import Layout
 
 if TYPE_CHECKING:
     from mpillm.engine.model_config import ModelConfig, ModelInfo
+
+_GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory
 
 # Limit, usage, and what of the usage is files that the system drops when memory is short; cgroups of version 2, then 1.
 _CGROUP_FILES = {
@@ -35,12 +37,31 @@ def check_fit(config: CoreConfig, info: ModelInfo) -> None:
     needed, available = (weights + kv_cache) * config.node_ranks, available_bytes()
     if needed > available:
         each = f"each of the {config.node_ranks} ranks on this node needs" if config.node_ranks > 1 else "it needs"
-        together = f", {_shown(needed)} together" if config.node_ranks > 1 else ""
+        together = f", {shown(needed)} together" if config.node_ranks > 1 else ""
         raise ConfigError(
-            f"{config.model_path} does not fit: {each} {_shown(weights + kv_cache)} of memory ({_shown(weights)} to load the weights in "
-            f"{info.dtype}, {_shown(kv_cache)} of KV cache for {tokens} tokens){together}, and {_shown(available)} are available; "
+            f"{config.model_path} does not fit: {each} {shown(weights + kv_cache)} of memory ({shown(weights)} to load the weights in "
+            f"{info.dtype}, {shown(kv_cache)} of KV cache for {tokens} tokens){together}, and {shown(available)} are available; "
             "spread it over more nodes (tensor or pipeline parallelism), or set a smaller --kv_cache_tokens or --max_seq_len"
         )
+
+
+def gpu_room(config: CoreConfig, model: ModelConfig, dtype: str, there: int) -> int:
+    """Bytes that the model leaves on each GPU of the instance, of `there`, for its KV cache; ConfigError if there are none."""
+    width = 4 if dtype == "float32" else 2
+    ranks = [(tp_rank, pp_rank) for tp_rank in range(config.tp_size) for pp_rank in range(config.pp_size)]
+    weights = width * max(Layout(config.tp_size, config.pp_size, config.ep_size, *rank).n_values(model) for rank in ranks)
+    heads = model.n_heads + 2 * max(model.n_kv_heads, config.tp_size)
+    per_row = 4 * model.hidden_size + (2 * heads * model.head_dim + 3 * model.intermediate_size) // config.tp_size
+    # Logits: as they come, and what sampling makes of them (float32, and sums in float64).
+    step = width * per_row * max(config.max_num_tokens, config.max_batch_size) + 20 * model.vocab_size * config.max_batch_size
+    room = there - weights - step - _GPU_OVERHEAD
+    if room < config.tokens_per_block * model.kv_bytes_per_token(dtype, config.tp_size, config.pp_size):
+        raise ConfigError(
+            f"{config.model_path} does not fit: a GPU of instance {config.instance} has {shown(there)} free, and {shown(weights)}"
+            f" of weights and {shown(step + _GPU_OVERHEAD)} for a step of max_num_tokens {config.max_num_tokens} and max_batch_size"
+            f" {config.max_batch_size} leave no room for a KV cache (more GPUs for an instance: --tensor_parallelism)"
+        )
+    return room
 
 
 def available_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -81,5 +102,6 @@ def _cgroup_rooms(cgroups: Path, own: Path) -> Iterator[int]:
                 yield int(limit) - usage + sum(int(counts.get(name, 0)) for name in cached)
 
 
-def _shown(n_bytes: int) -> str:
+def shown(n_bytes: int) -> str:
+    """For a person."""
     return f"{n_bytes / 2**30:.1f} GiB"

@@ -5,43 +5,62 @@ side by side; the rotation is then one complex product, in place. Scores do not 
 
 `Shards` gives a rank its own heads, intermediate values, experts and vocabulary. So the model runs as it is written, on fewer of them;
 what remains is to sum over the TP group behind `o`, behind the feed-forward, and behind the embedding.
+
+What is not a product is somebody else's: attention comes with the step, the rest is `ops` or, on a GPU, `kernels`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mpillm.engine.attention import StepAttention
+from mpillm.engine import ops
 from mpillm.engine.linear import Linear
 from mpillm.engine.model_config import ModelConfig, RopeScaling
 from mpillm.engine.parallel import Groups
-from mpillm.engine.weights import Shards, WeightSource
+from mpillm.engine.weights import Shards
+
+
+class Attention(Protocol):
+    """Of one step, called once per layer: qkv [rows, heads + 2 * kv_heads, head_dim] to [rows, heads * head_dim].
+
+    It turns queries and keys by their positions, stores keys and values, and attends.
+    """
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor: ...
+
+
+class Ops(Protocol):
+    """See `ops`."""
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
 
 class Mlp:
     """The dense feed-forward, its intermediate values split over the TP group; the result is a part of a sum over it."""
 
-    def __init__(self, shards: Shards, gate: str, up: str, down: str) -> None:
+    def __init__(self, shards: Shards, ops: Ops, gate: str, up: str, down: str) -> None:
+        self._ops = ops
         self.gate_up = Linear(torch.cat([shards.get(gate), shards.get(up)]))
         self.down = Linear(shards.get(down))
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate, inplace=True) * up)
+        return self.down(self._ops.silu_mul(self.gate_up(x)))
 
 
 class Mixture:
     """The best experts of many for each row, weighted; this rank adds what its own contribute."""
 
-    def __init__(self, shards: Shards, prefix: str, experts: range) -> None:
+    def __init__(self, shards: Shards, prefix: str, experts: range, ops: Ops) -> None:
         self._n_chosen = shards.config.n_experts_per_token
         self._router = Linear(shards.get(f"{prefix}.gate"))
-        self.experts = {i: Mlp(shards, *(f"{prefix}.experts.{i}.{w}" for w in ("w1", "w3", "w2"))) for i in experts}
+        self.experts = {i: Mlp(shards, ops, *(f"{prefix}.experts.{i}.{w}" for w in ("w1", "w3", "w2"))) for i in experts}
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._router(x).float().softmax(-1).topk(self._n_chosen, dim=-1)
@@ -55,7 +74,7 @@ class Mixture:
 
 
 class Layer:
-    def __init__(self, shards: Shards, index: int, experts: range) -> None:
+    def __init__(self, shards: Shards, index: int, experts: range, ops: Ops) -> None:
         prefix, head_dim = f"model.layers.{index}", shards.config.head_dim
 
         def get_rotary(name: str) -> Tensor:
@@ -68,75 +87,68 @@ class Layer:
         self.post_norm = shards.get(f"{prefix}.post_attention_layernorm")
         self.mlp: Mlp | Mixture
         if shards.config.n_experts:
-            self.mlp = Mixture(shards, f"{prefix}.block_sparse_moe", experts)
+            self.mlp = Mixture(shards, f"{prefix}.block_sparse_moe", experts, ops)
         else:
-            self.mlp = Mlp(shards, *(f"{prefix}.mlp.{name}_proj" for name in ("gate", "up", "down")))
+            self.mlp = Mlp(shards, ops, *(f"{prefix}.mlp.{name}_proj" for name in ("gate", "up", "down")))
 
 
 class Llama:
     """This rank's weights and its part of the forward pass, for Llama and Mixtral; holds no state of any sequence."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, dtype: torch.dtype, max_seq_len: int, groups: Groups) -> None:
-        """Reads one layer after the other from `source`; ConfigError if a tensor cannot be read."""
+    def __init__(self, config: ModelConfig, shards: Shards, max_seq_len: int, groups: Groups, ops: Ops = ops) -> None:
+        """Reads one layer after the other from `shards`; ConfigError if a tensor cannot be read."""
         layout = groups.layout
-        shards = Shards(source, config, layout, dtype)
         self.config = config
         self._groups = groups
-        self._heads = layout.n_heads(config), _length(layout.kv_heads(config))
-        self.layers = [Layer(shards, i, layout.experts(config)) for i in layout.layers(config)]
+        self._ops = ops
+        self._n_heads = layout.n_heads(config) + 2 * _length(layout.kv_heads(config))
+        self.layers = [Layer(shards, i, layout.experts(config), ops) for i in layout.layers(config)]
         self.lm_head: Linear | None = None
         if layout.is_first_stage or (layout.is_last_stage and config.tie_word_embeddings):
-            self._embedding = shards.get("model.embed_tokens")
+            self.embedding = shards.get("model.embed_tokens")
         if layout.is_last_stage:
             self._norm = shards.get("model.norm")
-            self.lm_head = Linear(self._embedding if config.tie_word_embeddings else shards.get("lm_head"))
-        self._vocabulary = layout.vocabulary(config)
-        self._rotations = _rotations(config, max_seq_len)
+            self.lm_head = Linear(self.embedding if config.tie_word_embeddings else shards.get("lm_head"))
+        self.vocabulary = layout.vocabulary(config)
+        self.rotations = _rotations(config, max_seq_len).to(shards.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding for `tokens` (int64)."""
         if self._groups.layout.tp_size == 1:
-            return self._embedding.index_select(0, tokens)
-        mine = (tokens >= self._vocabulary.start) & (tokens < self._vocabulary.stop)
-        x = self._embedding.index_select(0, torch.where(mine, tokens - self._vocabulary.start, 0))
+            return self.embedding.index_select(0, tokens)
+        mine = (tokens >= self.vocabulary.start) & (tokens < self.vocabulary.stop)
+        x = self.embedding.index_select(0, torch.where(mine, tokens - self.vocabulary.start, 0))
         return self._groups.all_reduce(x.mul_(mine[:, None]))
 
-    def forward(self, x: Tensor, attention: StepAttention, wanted: Tensor, layer_stored: Callable[[int], None] | None = None) -> Tensor:
-        """`x`, the step's rows, through this stage's layers; the last stage gives this rank's columns of the logits of rows `wanted`.
+    def forward(self, x: Tensor, attention: Attention, wanted: Tensor | None, layer_stored: Callable[[int], None] | None = None) -> Tensor:
+        """`x`, the step's rows (changed), through this stage's layers; the last stage gives rows `wanted` (int64; None: all), normed.
 
-        wanted: int64; logits: float32 [len(wanted), this rank's vocabulary]. `layer_stored` is called with each of this stage's layers as
-        soon as the cache has its keys and values.
+        `layer_stored` is called with each of this stage's layers as soon as the cache has its keys and values.
         """
-        (n_heads, n_kv_heads), all_reduce = self._heads, self._groups.all_reduce
-        turned = n_heads + n_kv_heads
-        rotations = self._rotations[attention.positions][:, None]
+        all_reduce, eps = self._groups.all_reduce, self.config.rms_norm_eps
+        normed = self._ops.add_norm(x, None, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self._normed(x, layer.input_norm)).view(len(x), turned + n_kv_heads, self.config.head_dim)
-            _rotate(qkv[:, :turned], rotations)
-            attended = attention(i, qkv)
+            attended = attention(i, layer.qkv(normed).view(len(x), self._n_heads, self.config.head_dim))
             if layer_stored is not None:
                 layer_stored(i)
-            if self.lm_head is not None and i == len(self.layers) - 1:  # nothing reads the other rows any more
+            is_last = i == len(self.layers) - 1
+            if self.lm_head is not None and is_last and wanted is not None:  # nothing reads the other rows any more
                 x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
-            x.add_(all_reduce(layer.o(attended)))
-            x.add_(all_reduce(layer.mlp(self._normed(x, layer.post_norm))))
-        return x if self.lm_head is None else self.lm_head(self._normed(x, self._norm)).float()
+            normed = self._ops.add_norm(x, all_reduce(layer.o(attended)), layer.post_norm, eps)
+            delta = all_reduce(layer.mlp(normed))
+            if is_last and self.lm_head is None:
+                return x.add_(delta)
+            normed = self._ops.add_norm(x, delta, self._norm if is_last else self.layers[i + 1].input_norm, eps)
+        return normed
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+    def logits(self, normed: Tensor) -> Tensor:
+        """This rank's columns of the logits, in the weights' dtype, of what `forward` gave on the last stage."""
+        assert self.lm_head is not None
+        return self.lm_head(normed)
 
 
 def _length(part: slice) -> int:
     return int(part.stop - part.start)
-
-
-def _rotate(x: Tensor, rotations: Tensor) -> None:
-    """Turn the pairs of x [rows, heads, head_dim] in place by rotations [rows, 1, head_dim / 2] (complex64)."""
-    if x.dtype == torch.float32:
-        torch.view_as_complex(x.view(*x.shape[:2], -1, 2)).mul_(rotations)
-    else:
-        turned = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(rotations)
-        x.copy_(torch.view_as_real(turned).view(x.shape))
 
 
 def _rotations(config: ModelConfig, max_seq_len: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import CoreConfig
 from mpillm.engine.layout import Layout
-from mpillm.engine.memory import check_fit
+from mpillm.engine.memory import check_fit, gpu_room, shown
 from mpillm.tokenizer import load_tokenizer
 
 PRESETS = Path(__file__).parent / "presets"
@@ -30,7 +30,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _CHECKPOINT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_DEFAULT_KV_BYTES = 2 << 30
+_DEFAULT_KV_BYTES = 2 << 30  # on a CPU
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class ModelInfo:
 def check_model(config: CoreConfig) -> ModelInfo:
     """As `model_info`, and ConfigError if the model does not fit the memory that is there now: so before any rank loads."""
     info = model_info(config)
-    check_fit(config, info)
+    if config.gpu_bytes is None:
+        check_fit(config, info)
     return info
 
 
@@ -145,10 +146,11 @@ def model_info(config: CoreConfig) -> ModelInfo:
     layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
     if folder is not None and config.load_format == "auto":
         checkpoint_files(folder, model)
-    # float16 has no place on a CPU: its values are held as float32, which keeps them exactly.
+    # float16 has no place here: its values are held as float32, which keeps them exactly.
     auto = "bfloat16" if model.dtype == "bfloat16" else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype
-    kv_cache_tokens, max_seq_len = _lengths(config, model, dtype)
+    room = None if config.gpu_bytes is None else gpu_room(config, model, dtype, config.gpu_bytes)
+    kv_cache_tokens, max_seq_len = _lengths(config, model, dtype, room)
     return ModelInfo(
         architecture=architecture,
         config=model,
@@ -367,8 +369,8 @@ def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
                 raise ConfigError(f"moe_expert_parallel_size {config.ep_size} does not divide the {count} {name} of {config.model_path}")
 
 
-def _lengths(config: CoreConfig, model: ModelConfig, dtype: str) -> tuple[int, int]:
-    """Tokens in the KV cache, and the longest sequence."""
+def _lengths(config: CoreConfig, model: ModelConfig, dtype: str, gpu_room: int | None) -> tuple[int, int]:
+    """Tokens in the KV cache, and the longest sequence. A cache on a GPU has `gpu_room` bytes, a fraction of them by default."""
     for name in ("max_batch_size", "max_num_tokens", "tokens_per_block", "n_threads"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} {getattr(config, name)}: at least 1 is needed")
@@ -377,14 +379,19 @@ def _lengths(config: CoreConfig, model: ModelConfig, dtype: str) -> tuple[int, i
         raise ConfigError(f"max_seq_len {wanted}: {config.model_path} allows 1 to {model.max_position_embeddings}")
     longest = wanted or model.max_position_embeddings
     block = config.tokens_per_block
-    if config.kv_cache_tokens is None:
-        room = max(longest, _DEFAULT_KV_BYTES // model.kv_bytes_per_token(dtype, config.tp_size, config.pp_size))
+    per_token = model.kv_bytes_per_token(dtype, config.tp_size, config.pp_size)
+    if config.kv_cache_tokens is None and gpu_room is None:
+        room = max(longest, _DEFAULT_KV_BYTES // per_token)
         return -(-min(room, config.max_batch_size * longest) // block) * block, longest
-    tokens = config.kv_cache_tokens // block * block
+    size = config.kv_cache_tokens
+    if size is None:
+        assert gpu_room is not None
+        size = min(int(config.kv_cache_fraction * gpu_room) // per_token, config.max_batch_size * longest + block)
+    elif gpu_room is not None and size * per_token > gpu_room:
+        raise ConfigError(f"a KV cache of {size} tokens needs {shown(size * per_token)} on a GPU, and the model leaves {shown(gpu_room)}")
+    tokens = size // block * block
     if tokens == 0 or (wanted is not None and wanted > tokens):
-        raise ConfigError(
-            f"a KV cache of {config.kv_cache_tokens} tokens (blocks of {block}) does not hold one sequence of {wanted or longest} tokens"
-        )
+        raise ConfigError(f"a KV cache of {size} tokens (blocks of {block}) does not hold one sequence of {wanted or longest} tokens")
     return tokens, min(longest, tokens)
 
 

@@ -42,7 +42,11 @@ class Groups:
         return x
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor | None:
-        """x [n, widths[tp_rank]] of all ranks side by side on TP rank 0; None elsewhere."""
+        """x [n, widths[tp_rank]] of all ranks side by side on TP rank 0, if not everywhere; else None."""
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """x of TP rank 0, on all ranks of the TP group."""
         return x
 
     def send_hidden(self, x: Tensor) -> None:
@@ -53,8 +57,8 @@ class Groups:
         """Whether something of the previous stage is there."""
         raise NotImplementedError
 
-    def receive_hidden(self, width: int, dtype: torch.dtype) -> Tensor:
-        """What `has_hidden` has found: [rows, width]."""
+    def receive_hidden(self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What `has_hidden` has found: [n_rows, width]."""
         raise NotImplementedError
 
     # --- plans and tokens ---
@@ -126,10 +130,10 @@ class MpiGroups(Groups):
             self._hidden = message.Irecv((buffer, self._mpi.BYTE)), buffer
         return self._hidden is not None and self._hidden[0].Test()
 
-    def receive_hidden(self, width: int, dtype: torch.dtype) -> Tensor:
+    def receive_hidden(self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert self._hidden is not None
         buffer, self._hidden = self._hidden[1], None
-        return torch.from_numpy(buffer).view(dtype).view(-1, width)
+        return torch.from_numpy(buffer).view(dtype).view(n_rows, width)
 
     def send_plan(self, plan: Plan) -> None:
         for rank in range(1, self._instance.size):

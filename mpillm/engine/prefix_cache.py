@@ -77,7 +77,8 @@ class PrefixCache(BlockAllocator):
         """The step `plan` is under way, its tokens count as cached: what it fills can be found by the steps behind it."""
         size = self._tokens_per_block
         for sequence, n_new in plan:
-            first, end = (sequence.n_cached - n_new) // size, sequence.n_cached // size
+            n_known = len(sequence.prompt) + len(sequence.output)  # tokens that are still on a device have no hash
+            first, end = (sequence.n_cached - n_new) // size, min(sequence.n_cached, n_known) // size
             hashes = self._hashes(sequence, end) if end > first else []
             for hash_, block in zip(hashes[first:], sequence.blocks[first:end], strict=True):
                 if hash_ not in self._block_of:  # of twins, computed side by side, one is enough

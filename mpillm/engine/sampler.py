@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mpillm.engine.device import to_device
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -30,29 +32,29 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1
 
 
-def sample(logits: Tensor, params: list[SamplingParams], places: list[int]) -> list[int]:
-    """A token per row of `logits` [n, vocab] (float32, may be changed); `places` count the answer's tokens so far."""
+def sample(logits: Tensor, params: list[SamplingParams], places: list[int]) -> Tensor:
+    """A token per row of `logits` [n, vocab] (float32), int64, on their device; `places` count the answer's tokens so far."""
     tokens = logits.argmax(-1)
     for restricted in (False, True):
         chosen = [i for i, p in enumerate(params) if not p.is_greedy and p.is_restricted == restricted]
         if chosen:
-            rows = [params[i] for i in chosen]
-            scaled = logits[chosen].div_(torch.tensor([[p.temperature] for p in rows]))
-            uniform = torch.from_numpy(_uniform(np.array([p.seed for p in rows]), np.array([places[i] for i in chosen])))
-            tokens[chosen] = _sample_restricted(scaled, rows, uniform) if restricted else _invert(scaled.softmax(-1), uniform)
-    result: list[int] = tokens.tolist()
-    return result
+            rows, index = [params[i] for i in chosen], to_device(chosen, logits.device)
+            scaled = logits.index_select(0, index).div_(to_device(np.array([[p.temperature] for p in rows], np.float32), logits.device))
+            numbers = _uniform(np.array([p.seed for p in rows]), np.array([places[i] for i in chosen]))
+            uniform = to_device(numbers, logits.device)
+            tokens[index] = _sample_restricted(scaled, rows, uniform) if restricted else _invert(scaled.softmax(-1), uniform)
+    return tokens
 
 
 def _sample_restricted(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) -> Tensor:
-    vocab = scaled.shape[-1]
-    top_k = torch.tensor([[min(p.top_k, vocab) or vocab] for p in params])
-    top_p = torch.tensor([[p.top_p] for p in params])
+    vocab, device = scaled.shape[-1], scaled.device
+    top_k = np.array([[min(p.top_k, vocab) or vocab] for p in params])
+    top_p = to_device(np.array([[p.top_p] for p in params], np.float32), device)
     values, ids = scaled.topk(int(top_k.max()), dim=-1)  # sorted: only top-p without top-k sorts the whole vocabulary
-    values[torch.arange(values.shape[-1]) >= top_k] = -torch.inf
-    probabilities = values.softmax(-1)
+    places = torch.arange(values.shape[-1], device=device)
+    probabilities = values.masked_fill_(places >= to_device(top_k, device), -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    probabilities[(before >= top_p) & (torch.arange(values.shape[-1]) > 0)] = 0
+    probabilities.masked_fill_((before >= top_p) & (places > 0), 0)
     return ids.gather(-1, _invert(probabilities, uniform)[:, None])[:, 0]
 
 

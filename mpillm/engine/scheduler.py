@@ -10,6 +10,8 @@ from mpillm.engine.kv_cache import BlockAllocator
 from mpillm.engine.prefix_cache import PrefixCache
 from mpillm.engine.sampler import SamplingParams
 
+UNREAD = -1  # stands for a token that is still on the device
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -25,19 +27,25 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     n_cached: int = 0
-    in_flight: bool = False  # in a step whose tokens have not come back
+    n_unread: int = 0  # tokens of the answer, behind `output`, that steps in flight give: the device knows them, the scheduler how many
+    in_flight: bool = False  # in a step whose tokens must come back before it can be in another
+    is_done: bool = False  # what steps in flight still give it is dropped
     slot: int = -1  # while it runs: a number below max_batch_size of its own
     n_told: int = 0  # of its blocks, how many the other ranks of the instance know
     is_cancelled: bool = False
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for (see `PrefixCache`)
 
     @property
+    def n_output(self) -> int:
+        return len(self.output) + self.n_unread
+
+    @property
     def n_context(self) -> int:
-        return len(self.prompt) + len(self.output)
+        return len(self.prompt) + len(self.output) + self.n_unread
 
     @property
     def n_uncached(self) -> int:
-        return len(self.prompt) + len(self.output) - self.n_cached
+        return len(self.prompt) + len(self.output) + self.n_unread - self.n_cached
 
     @property
     def n_cached_at_most(self) -> int:
@@ -45,11 +53,10 @@ class Sequence:
         return len(self.prompt) + (0 if self.hand_over else self.max_output - 1)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens [start, end) of the context."""
+        """Tokens [start, end) of the context, `UNREAD` where they are not known here."""
         n = len(self.prompt)
-        if start >= n:
-            return self.output[start - n : end - n]
-        return self.prompt[start:end] + self.output[: max(0, end - n)]
+        known = self.output[start - n : end - n] if start >= n else self.prompt[start:end] + self.output[: max(0, end - n)]
+        return known if len(known) == end - start else known + [UNREAD] * (end - start - len(known))
 
 
 class Scheduler:
@@ -119,11 +126,16 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """It runs no more; its blocks stay its own (see `free`)."""
+        if sequence.slot < 0:  # it gave way while the token that ended it was on its way
+            self.waiting.remove(sequence)
+            return
         self.running.remove(sequence)
         self._give_slot_back(sequence)
         self._batch_runs &= bool(self.running)
 
     def free(self, sequence: Sequence) -> None:
+        if not sequence.blocks:  # it gave way, and gave them back
+            return
         self._n_owed -= self._blocks_for(sequence.n_cached_at_most) - len(sequence.blocks)
         self._blocks.give_back(sequence.blocks)
         sequence.blocks = []
@@ -237,7 +249,10 @@ class Scheduler:
         return has_place and self._has_room(self._blocks_for(n_context), self._blocks_for(n_at_most))
 
     def _can_start(self) -> bool:
-        return bool(self.waiting) and self._fits(self.waiting[0].n_context, self.waiting[0].n_cached_at_most)
+        """Whether there is room for the first that waits; one that gave way is computed again when all its tokens are known."""
+        if not self.waiting or self.waiting[0].n_unread:
+            return False
+        return self._fits(self.waiting[0].n_context, self.waiting[0].n_cached_at_most)
 
     def _start(self) -> Sequence:
         sequence = self.waiting.popleft()
@@ -254,7 +269,7 @@ class Scheduler:
             first = sequence.n_cached // self._tokens_per_block
             part = slice(first, first + len(known))
             self._blocks.give_back(sequence.blocks[part])
-            sequence.blocks[part] = known
+            sequence.blocks = [*sequence.blocks[:first], *known, *sequence.blocks[part.stop :]]
             sequence.n_cached += len(known) * self._tokens_per_block
             sequence.n_told = 0
 

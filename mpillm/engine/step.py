@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,15 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mpillm.engine import ops
 from mpillm.engine.attention import Span, StepAttention
+from mpillm.engine.device import Sampled
 from mpillm.engine.kv_cache import KVCache
-from mpillm.engine.model import Llama
+from mpillm.engine.model import Llama, Ops
 from mpillm.engine.model_config import ModelInfo
 from mpillm.engine.parallel import Groups
 from mpillm.engine.sampler import SamplingParams, sample
 from mpillm.engine.scheduler import Sequence
 from mpillm.engine.transfer import Kind, Transfer, Transfers, pack_transfers, unpack_transfers
-from mpillm.engine.weights import Checkpoint, DummyWeights
+from mpillm.engine.weights import Checkpoint, DummyWeights, Shards
 
 _SAMPLING = np.dtype([("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")])
 _SPAN = 6  # numbers of a span in a message: slot, cached, new, blocks already told, blocks told now, what is wanted
@@ -43,16 +47,16 @@ class Step:
         sampled: list[Sequence] = []
         for sequence, n in plan:
             start, sequence.n_cached = sequence.n_cached, sequence.n_cached + n
-            step.spans.append(Span(start, n, sequence.blocks))
+            step.spans.append(Span(start, n, sequence.blocks, sequence.slot))
             step.tokens += sequence.tokens(start, start + n)
             if sequence.n_uncached == 0:
-                if len(sequence.output) < sequence.min_output:
+                if sequence.n_output < sequence.min_output:
                     step.not_end.append(len(sampled))
                 step.wanted.append(len(step.tokens) - 1)
                 sampled.append(sequence)
         if not all(s.sampling.is_greedy for s in sampled):
             step.sampling = [s.sampling for s in sampled]
-            step.places = [len(s.output) for s in sampled]
+            step.places = [s.n_output for s in sampled]
         return step, sampled
 
 
@@ -85,7 +89,7 @@ def unpack(message: NDArray[np.int32], tables: dict[int, list[int]]) -> Step:
             tables[slot] = []
         tables[slot] += message[at : at + n_blocks].tolist()
         at += n_blocks
-        step.spans.append(Span(n_cached, n_new, tables[slot]))
+        step.spans.append(Span(n_cached, n_new, tables[slot], slot))
         last += n_new
         if wants == _TOKEN_NOT_END:
             step.not_end.append(len(step.wanted))
@@ -100,30 +104,32 @@ def unpack(message: NDArray[np.int32], tables: dict[int, list[int]]) -> Step:
 
 
 class Worker:
-    """This rank's part of the model, and its memory."""
+    """This rank's part of the model, and its memory. On a CPU: see `gpu` for another one."""
 
-    def __init__(self, info: ModelInfo, tokens_per_block: int, groups: Groups, *, dummy: bool) -> None:
+    n_ahead = 0  # steps that may be started before the tokens of the one that they follow are read
+
+    def __init__(self, info: ModelInfo, tokens_per_block: int, groups: Groups, *, dummy: bool, device: str = "cpu", ops: Ops = ops) -> None:
         """Loads the weights: minutes for a large model."""
         config, layout = info.config, groups.layout
         dtype = torch.float32 if info.dtype == "float32" else torch.bfloat16
-        source = DummyWeights(config) if dummy or info.folder is None else Checkpoint(info.folder, config)
+        source = DummyWeights(config, device) if dummy or info.folder is None else Checkpoint(info.folder, config)
         self.groups = groups
         self.transfers: Transfers | None = None  # of a rank that hands over, or takes over
         self._config = config
         self._dtype = dtype
         self._n_heads = layout.n_heads(config)
-        self._end_ids = list(info.end_ids)
+        mine = layout.vocabulary(config)
+        self._forbidden = torch.tensor([id_ - mine.start for id_ in info.end_ids if mine.start <= id_ < mine.stop], dtype=torch.int64)
         with torch.inference_mode():
-            self.model = Llama(config, source, dtype, info.max_seq_len, groups)
+            self.model = Llama(config, Shards(source, config, layout, dtype, device), info.max_seq_len, groups, ops)
             kv_heads = layout.kv_heads(config)
             n_blocks = info.kv_cache_tokens // tokens_per_block
             n_layers = len(layout.layers(config))
-            self.cache = KVCache(n_layers, n_blocks, kv_heads.stop - kv_heads.start, tokens_per_block, config.head_dim, dtype)
+            self.cache = KVCache(n_layers, n_blocks, kv_heads.stop - kv_heads.start, tokens_per_block, config.head_dim, dtype, device)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> list[int] | None:
-        """A token for each wanted row on the rank that samples; None on the others, and for a step without tokens."""
-        groups, layout = self.groups, self.groups.layout
+    def run(self, step: Step) -> Sampled | None:
+        """A token for each wanted row on the first rank of the last stage; None on the others, and for a step without tokens."""
         layer_stored = None
         if step.transfers:
             assert self.transfers is not None
@@ -132,38 +138,45 @@ class Worker:
                 layer_stored = self.transfers.layer_stored
             if not step.spans:
                 return None
-        attention = StepAttention(step.spans, self.cache, self._n_heads)
-        if layout.is_first_stage:
+        layout = self.groups.layout
+        x = self.forward(step, layer_stored)
+        if not layout.is_last_stage:
+            self.groups.send_hidden(x)
+            return None
+        tokens = self._sample(self.model.logits(x), step) if step.wanted else torch.empty(0, dtype=torch.int64)
+        return None if tokens is None or layout.tp_rank else Sampled(tokens)
+
+    def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
+        """What `model.logits` wants of the wanted rows, or the next stage of all; `layer_stored` as `Llama.forward` calls it."""
+        attention = StepAttention(step.spans, self.cache, self._n_heads, self.model.rotations)
+        if self.groups.layout.is_first_stage:
             x = self.model.embed(torch.tensor(step.tokens))
         else:
-            x = groups.receive_hidden(self._config.hidden_size, self._dtype)
-        x = self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
-        if not layout.is_last_stage:
-            groups.send_hidden(x)
-            return None
-        return self._sample(x, step) if step.wanted else [] if layout.tp_rank == 0 else None
+            x = self.groups.receive_hidden(len(step.tokens), self._config.hidden_size, self._dtype, torch.device("cpu"))
+        return self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
 
-    def _sample(self, logits: Tensor, step: Step) -> list[int] | None:
-        """From this rank's columns of the logits."""
-        groups, layout = self.groups, self.groups.layout
-        mine = layout.vocabulary(self._config)
-        forbidden = [id_ - mine.start for id_ in self._end_ids if mine.start <= id_ < mine.stop]
-        if step.not_end and forbidden:
-            logits[torch.tensor(step.not_end)[:, None], torch.tensor(forbidden)] = -torch.inf
+    def _sample(self, logits: Tensor, step: Step) -> Tensor | None:
+        """A token for each row of this rank's columns of the logits (may be changed), at least on the first rank of the TP group."""
+        groups, layout, logits = self.groups, self.groups.layout, logits.float()
+        if step.not_end and len(self._forbidden):
+            logits[torch.tensor(step.not_end)[:, None], self._forbidden] = -torch.inf
         if step.sampling is not None:
             whole = groups.gather(logits, layout.vocabulary_sizes(self._config))
             return None if whole is None else sample(whole, step.sampling, step.places)
         if layout.tp_size == 1:
-            greedy: list[int] = logits.argmax(-1).tolist()
-            return greedy
-        # Each rank's best and where it is: float64 holds both exactly.
-        best, at = logits.max(-1)
-        pairs = groups.gather(torch.stack([best.double(), (at + mine.start).double()], dim=1), [2] * layout.tp_size)
+            return logits.argmax(-1)
+        return self._best_of_all(*logits.max(-1))
+
+    def _best_of_all(self, best: Tensor, at: Tensor) -> Tensor | None:
+        """The likeliest token of each row, from the logits of each rank's likeliest and its columns: where `gather` gives the whole."""
+        groups, layout = self.groups, self.groups.layout
+        # float64 holds both exactly.
+        mine = torch.stack([best.double(), (at + self.model.vocabulary.start).double()], dim=1)
+        pairs = groups.gather(mine, [2] * layout.tp_size)
         if pairs is None:
             return None
-        pairs = pairs.view(len(logits), layout.tp_size, 2)
-        chosen: list[int] = pairs[:, :, 1].gather(1, pairs[:, :, 0].argmax(1, keepdim=True))[:, 0].long().tolist()
-        return chosen
+        pairs = pairs.view(len(best), layout.tp_size, 2)
+        return pairs[:, :, 1].gather(1, pairs[:, :, 0].argmax(1, keepdim=True))[:, 0].long()
 
 
 class Follower:
@@ -174,23 +187,29 @@ class Follower:
         self._groups = worker.groups
         self._tables: dict[int, list[int]] = {}
         self._step: Step | None = None
+        self._sampled: deque[Sampled] = deque()  # tokens that the leader waits for
 
     def has_work(self) -> bool:
+        if self._sampled and self._sampled[0].ready():
+            return True
         if self._step is None and (message := self._groups.take_plan()) is not None:
             self._step = unpack(message, self._tables)
-        if self._step is None:
-            return False
-        return self._groups.layout.is_first_stage or not self._step.spans or self._groups.has_hidden()
+        return self._step is not None and self._can_run()
 
     def run(self) -> None:
         """What `has_work` has found."""
-        assert self._step is not None
-        step, self._step = self._step, None
-        tokens = self._worker.run(step)
-        if tokens is not None:
-            self._groups.send_tokens(tokens)
+        if self._step is not None and self._can_run():
+            step, self._step = self._step, None
+            if (sampled := self._worker.run(step)) is not None:
+                self._sampled.append(sampled)
+        while self._sampled and self._sampled[0].ready():
+            self._groups.send_tokens(self._sampled.popleft().take())
 
     def poll_kv(self) -> None:
         """Tell the leader which transfers are done on this rank."""
         if self._worker.transfers is not None and (done := self._worker.transfers.poll()):
             self._groups.send_moved(done)
+
+    def _can_run(self) -> bool:
+        assert self._step is not None
+        return self._groups.layout.is_first_stage or not self._step.spans or self._groups.has_hidden()

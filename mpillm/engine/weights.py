@@ -97,8 +97,11 @@ def _signed(x: int) -> int:
 class Shards:
     """A rank's parts of parameters, as the engine holds them."""
 
-    def __init__(self, source: WeightSource, config: ModelConfig, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(
+        self, source: WeightSource, config: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self.config = config
+        self.device = device
         self._source = source
         self._layout = layout
         self._dtype = dtype
@@ -106,7 +109,7 @@ class Shards:
     def get(self, name: str) -> Tensor:
         """This rank's part of ``name.weight``."""
         name += ".weight"
-        return self._source.get(name, *self._layout.part(name, self.config)).to(self._dtype)
+        return self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self._dtype)
 
 
 def save_preset(name: str, folder: Path) -> None:

@@ -21,7 +21,7 @@ from mpillm.engine.layout import Layout
 from mpillm.engine.parallel import Groups
 from mpillm.engine.prefix_cache import PrefixCache
 from mpillm.engine.sampler import SamplingParams
-from mpillm.engine.scheduler import Scheduler, Sequence
+from mpillm.engine.scheduler import UNREAD, Scheduler, Sequence
 from mpillm.engine.step import Step, unpack
 
 VOCAB, SIZE = 97, 4  # tokens per block
@@ -50,6 +50,7 @@ class FakeGroups(Groups):
         self._messages: deque[Any] = deque()
         self._tables: dict[int, list[int]] = {}
         self._memory: dict[tuple[int, int], int] = {}  # block and place in it: token
+        self._last: dict[int, int] = {}  # by slot: what a row takes whose token the engine has not read
 
     def send_plan(self, plan: Any) -> None:
         self._messages.append(plan.copy())
@@ -63,21 +64,42 @@ class FakeGroups(Groups):
         for span in step.spans:
             for i in range(span.n_new):
                 position = span.n_cached + i
-                self._memory[span.blocks[position // SIZE], position % SIZE] = step.tokens[first + i]
+                token = step.tokens[first + i]
+                self._memory[span.blocks[position // SIZE], position % SIZE] = self._last[span.slot] if token == UNREAD else token
             first += span.n_new
         ends = np.cumsum([span.n_new for span in step.spans]) - 1
         spans = [step.spans[int(np.flatnonzero(ends == row)[0])] for row in step.wanted]
-        return [next_token([self._memory[s.blocks[p // SIZE], p % SIZE] for p in range(s.n_cached + s.n_new)]) for s in spans]
+        tokens = [next_token([self._memory[s.blocks[p // SIZE], p % SIZE] for p in range(s.n_cached + s.n_new)]) for s in spans]
+        self._last |= {s.slot: token for s, token in zip(spans, tokens, strict=True)}
+        return tokens
+
+
+class FakeSampled:
+    """Computed when it is taken; with `random`, as on a device, some time after it was started."""
+
+    def __init__(self, groups: FakeGroups, random: np.random.Generator | None) -> None:
+        self._groups = groups
+        self._random = random
+
+    def ready(self) -> bool:
+        return self._random is None or self._random.random() < 0.5
+
+    def take(self) -> list[int]:
+        return self._groups.run_oldest()
 
 
 class FakeWorker:
     cache = None
 
-    def __init__(self, groups: FakeGroups) -> None:
+    def __init__(self, groups: FakeGroups, n_ahead: int, random: np.random.Generator) -> None:
         self.groups = groups
+        self.n_ahead = n_ahead
+        self._random = random
 
-    def run(self, step: Step) -> list[int] | None:
-        return self.groups.run_oldest() if self.groups.layout.pp_size == 1 else None
+    def run(self, step: Step) -> FakeSampled | None:
+        if self.groups.layout.pp_size > 1:
+            return None
+        return FakeSampled(self.groups, self._random if self.n_ahead else None)
 
 
 def make_engine(
@@ -90,13 +112,15 @@ def make_engine(
     max_num_tokens: int = 20,
     stop_words: tuple[tuple[int, ...], ...] = (),
     seed: int = 0,
+    n_ahead: int = 0,
 ) -> Engine:
     info: Any = SimpleNamespace(kv_cache_tokens=n_blocks * SIZE, end_ids=(), stop_words=stop_words, vocab_size=VOCAB, max_seq_len=80)
     chunked = chunking != "off"
     limits = EngineLimits(
         max_batch_size, max_num_tokens if chunked else 64, SIZE, chunked, policy, chunking if chunked else CHUNKINGS[1], reuse
     )
-    worker: Any = FakeWorker(FakeGroups(n_stages, np.random.default_rng(seed)))
+    random = np.random.default_rng(seed)
+    worker: Any = FakeWorker(FakeGroups(n_stages, random), n_ahead, random)
     return Engine(info, limits, worker)
 
 
@@ -129,14 +153,14 @@ def check_empty(engine: Engine) -> None:
     engine.blocks.give_back(blocks)
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 3])
+@pytest.mark.parametrize(("n_stages", "n_ahead"), [(1, 0), (1, 1), (2, 0), (3, 0)])
 @pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_answer_is_right_and_every_block_comes_back(policy: str, chunking: str, reuse: bool, n_stages: int) -> None:
+def test_every_answer_is_right_and_every_block_comes_back(policy: str, chunking: str, reuse: bool, n_stages: int, n_ahead: int) -> None:
     """Requests come at random and some are cancelled at random, wherever they are then."""
     random = np.random.default_rng(zlib.crc32(f"{policy} {chunking} {reuse} {n_stages}".encode()))
-    engine = make_engine(policy=policy, chunking=chunking, reuse=reuse, n_stages=n_stages, seed=1)
+    engine = make_engine(policy=policy, chunking=chunking, reuse=reuse, n_stages=n_stages, n_ahead=n_ahead, seed=1)
     sequences = make_sequences(60, random)
     to_come, cancelled = deque(sequences), set()
     firsts: set[int] = set()

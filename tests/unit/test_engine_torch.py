@@ -309,7 +309,8 @@ def test_decode_attention_equals_the_plain_formula(blocks: str) -> None:
     for pool in (cache.keys, cache.values):
         pool.normal_()
     qkv = torch.randn(len(spans), 6 + 2 + 2, 8)
-    attended = StepAttention(spans, cache, 6)(0, qkv)
+    unturned = torch.ones(32, 4, dtype=torch.complex64)
+    attended = StepAttention(spans, cache, 6, unturned)(0, qkv.clone())
     for i, span in enumerate(spans):
         keys, values = (
             pool[0, span.blocks].transpose(0, 1).reshape(2, -1, 8)[:, : span.n_cached + 1].repeat_interleave(3, 0)
@@ -417,7 +418,7 @@ def test_the_distribution_of_sampled_tokens(top_k: int, top_p: float) -> None:
     wanted[kept] = probabilities[kept] / probabilities[kept].sum()
     params = [SamplingParams(temperature, top_k, top_p, seed=i // 100) for i in range(n)]
     tokens = sample(logits.repeat(n, 1), params, [i % 100 for i in range(n)])
-    found = torch.bincount(torch.tensor(tokens), minlength=8) / n
+    found = torch.bincount(tokens, minlength=8) / n
     assert set(torch.nonzero(found).flatten().tolist()) <= set(kept.tolist())
     torch.testing.assert_close(found, wanted, atol=0.015, rtol=0)
 

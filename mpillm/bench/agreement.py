@@ -1,0 +1,175 @@
+"""``bench agreement``: the same prompts through instances of growing tensor parallel size: how far answers and logits agree."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from launch.environment import tell_exit_code
+from mpillm.comms.world import InstanceComms, start_mpi
+from mpillm.config import Parser, add_fields, collect
+from mpillm.cores.base import CoreConfig
+from mpillm.devices import local_gpus
+from mpillm.fields import Field, positive
+from mpillm.messages import NO_INSTANCE, REQUEST, Batch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_FIELDS = (
+    Field("device", "what the ranks compute on", default="cuda", choices=("cpu", "cuda"), group="benchmark"),
+    Field("model_path", "a Hugging Face folder or a preset", default="llama3.2-1b", group="benchmark"),
+    Field("num_prompts", "how many random prompts", positive, 32, group="benchmark"),
+    Field("prompt_len", "tokens of the longest; the shortest has one", positive, 64, group="benchmark"),
+    Field("output_len", "new tokens of each", positive, 64, group="benchmark"),
+)
+_PAUSE_S = 1e-4
+_MOST_ROWS = 1024  # whose logits are compared: float32, as long as the vocabulary
+
+
+class _Outcome(NamedTuple):
+    answers: list[list[int]]
+    logits: NDArray[np.float32]  # of every token of some prompts
+
+
+def main(argv: Sequence[str]) -> int:
+    """On every rank of an mpirun of as many ranks as the largest instance shall have; rank 0 prints."""
+    parser = Parser(
+        prog="mpillm bench agreement",
+        description="Greedy answers and logits of tensor parallel 2, 4, … in bfloat16 against those of one rank, and against float32.",
+        epilog="example:\n  python -m mpillm mpirun -n 4 bench agreement --model_path llama3.2-1b",
+    )
+    add_fields(parser, _FIELDS)
+    config = collect(vars(parser.parse_args(argv)), _FIELDS)
+    world = start_mpi()
+    if config.device == "cuda" and len(local_gpus()) < world.size:
+        raise ConfigError(f"--device cuda: {world.size} ranks, {len(local_gpus())} GPUs")
+    try:
+        _compare(config, world)
+    except Exception:  # noqa: BLE001 - the others may be waiting for this rank
+        traceback.print_exc()
+        world.Abort(1)
+    if world.rank == 0:
+        tell_exit_code(0)
+    return 0
+
+
+def _compare(config: Any, world: MPI.Intracomm) -> None:
+    sizes = [size for size in (1 << i for i in range(8)) if size <= world.size]
+    outcomes = {f"TP {size}, bfloat16": _measure(config, world, size, "bfloat16") for size in sizes}
+    exact = _measure(config, world, 1, "float32")
+    first = outcomes.pop("TP 1, bfloat16")
+    if first is None or exact is None:
+        return
+    print(f"{config.model_path}, {config.num_prompts} prompts of 1 to {config.prompt_len} tokens, {config.output_len} new tokens, greedy")
+    print(f"  {'against TP 1, bfloat16':<24} {'same answers':>13} {'to the first difference: mean':>30} {'least':>6} {'logits apart':>13}")
+    for name, outcome in [*outcomes.items(), ("TP 1, float32", exact)]:
+        if outcome is not None:
+            lengths = [_agreeing(a, b) for a, b in zip(first.answers, outcome.answers, strict=True)]
+            same = sum(length == config.output_len for length in lengths)
+            apart = float(np.abs(first.logits - outcome.logits).mean())
+            print(f"  {name:<24} {same:>7} of {len(lengths):<3} {np.mean(lengths):>29.1f} {min(lengths):>6} {apart:>13.5f}")
+    print(f"  logits apart: their mean |difference|; their mean |value| is {float(np.abs(exact.logits).mean()):.4f}", flush=True)
+
+
+def _agreeing(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def _measure(config: Any, world: MPI.Intracomm, size: int, dtype: str) -> _Outcome | None:
+    """One instance on the first `size` ranks; None on the others."""
+    from mpi4py import MPI
+
+    comm: Any = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
+    outcome = None
+    if comm != MPI.COMM_NULL:
+        outcome = _instance(config, comm, dtype)
+        comm.Free()
+    done = world.Ibarrier()
+    while not done.Test():
+        time.sleep(_PAUSE_S)
+    return outcome
+
+
+def _instance(config: Any, comm: MPI.Intracomm, dtype: str) -> _Outcome:
+    from mpi4py import MPI
+
+    from mpillm.cores.torch_core import TorchCore
+
+    core = TorchCore(
+        CoreConfig(
+            "torch",
+            tp_size=comm.size,
+            tp_rank=comm.rank,
+            device=comm.rank,
+            gpu_bytes=min(gpu.free for gpu in local_gpus()[: comm.size]) if config.device == "cuda" else None,
+            model_path=config.model_path,
+            dtype=dtype,
+            max_batch_size=config.num_prompts,
+            max_seq_len=config.prompt_len + config.output_len,
+            end_ids=(),
+        ),
+        InstanceComms(comm, comm, MPI.COMM_SELF, comm) if comm.size > 1 else None,
+    )
+    core.load()
+    random = np.random.default_rng(7)
+    lengths = 1 + np.arange(config.num_prompts) * (config.prompt_len - 1) // max(1, config.num_prompts - 1)
+    prompts = [random.integers(0, core.info.vocab_size, n).tolist() for n in lengths]
+    answers = _answer(core, prompts, config.output_len) if comm.rank == 0 else {}
+    done = comm.Ibarrier()
+    while not done.Test():  # the others follow until rank 0 is here
+        if comm.rank and core.has_work():
+            core.poll_responses()
+        else:
+            time.sleep(_PAUSE_S)
+    outcome = _Outcome([answers.get(i, []) for i in range(len(prompts))], _logits(core, prompts))
+    core.notify_stop()
+    return outcome
+
+
+def _answer(core: Any, prompts: list[list[int]], n_output: int) -> dict[int, list[int]]:
+    rows = np.zeros(len(prompts), REQUEST)
+    rows["id"], rows["n_tokens"] = np.arange(len(prompts)), list(map(len, prompts))
+    rows["max_output"] = rows["min_output"] = n_output
+    rows["top_p"], rows["generation"] = 1, NO_INSTANCE
+    core.enqueue(Batch(rows, np.array([token for prompt in prompts for token in prompt], np.int32)))
+    answers: dict[int, list[int]] = {}
+    while len(answers) < len(prompts):
+        batch = core.poll_responses() if core.has_work() else None
+        if batch is None:
+            time.sleep(_PAUSE_S)
+            continue
+        offsets = batch.offsets()
+        for i, row in enumerate(batch.rows):
+            if row["n_tokens"] == n_output:
+                answers[int(row["id"])] = batch.tokens[offsets[i] : offsets[i + 1]].tolist()
+    return answers
+
+
+def _logits(core: Any, prompts: list[list[int]]) -> NDArray[np.float32]:
+    """Of every token of as many of the last prompts as there is room for; on every rank of the instance at once."""
+    import torch
+
+    from mpillm.engine.attention import Span
+    from mpillm.engine.step import Step
+
+    step, block = Step(), 1
+    for slot, prompt in enumerate(reversed(prompts)):
+        if len(prompt) < 2 or len(step.tokens) + len(prompt) > min(_MOST_ROWS, core.config.max_num_tokens):
+            break
+        n_blocks = -(-len(prompt) // core.config.tokens_per_block)
+        step.spans.append(Span(0, len(prompt), list(range(block, block + n_blocks)), slot))
+        step.tokens += prompt
+        block += n_blocks
+    step.wanted = list(range(len(step.tokens)))
+    worker = core.worker
+    with torch.inference_mode():
+        logits = worker.model.logits(worker.forward(step)).float()
+        whole = worker.groups.gather(logits, core.info.layout.vocabulary_sizes(core.info.config))
+    return np.empty(0, np.float32) if whole is None else whole.cpu().numpy()

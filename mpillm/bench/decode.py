@@ -1,0 +1,172 @@
+"""``bench engine --device cuda``: decode on one GPU, its step time over the floor that the memory sets, and the pieces of it."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
+from mpillm.devices import local_gpus
+from mpillm.engine.model_config import ModelInfo, check_model
+
+if TYPE_CHECKING:
+    from mpillm.engine.engine import Engine
+    from mpillm.engine.gpu import GpuWorker
+    from mpillm.engine.scheduler import Sequence
+
+_WARM_UP = 4  # steps
+_PAUSE_S = 50e-6
+_REPLAYS = 5
+
+
+def bench_decode(config: Any) -> int:
+    """Print the table of `config.batches` at `config.context_len`."""
+    gpus = local_gpus()
+    if not gpus:
+        raise ConfigError("--device cuda: there is no NVIDIA GPU")
+    batches, context, n_steps, block = config.batches, config.context_len, config.output_len, CoreConfig.tokens_per_block
+    longest = context + n_steps + _WARM_UP + 2 * block
+    core = CoreConfig(
+        core_type="torch",
+        model_path=config.model_path or "llama3.1-8b",
+        dtype=config.dtype or "auto",
+        gpu_bytes=gpus[0].free,
+        max_batch_size=max(batches),
+        max_num_tokens=max(config.max_num_tokens, *batches),
+        max_seq_len=longest,
+        kv_cache_tokens=max(batches) * (longest + block),
+    )
+    info = check_model(core)
+
+    import torch
+
+    from mpillm.engine.gpu import GpuWorker
+    from mpillm.engine.parallel import Groups
+
+    started = time.perf_counter()
+    worker = GpuWorker(info, block, Groups(), core.max_batch_size, dummy=info.folder is None, device="cuda:0")
+    torch.cuda.synchronize()
+    startup = time.perf_counter() - started
+    with torch.inference_mode():
+        for pool in (worker.cache.keys, worker.cache.values):
+            for layer in pool:
+                layer.normal_()
+    print(f"{gpus[0].name}, {core.model_path}, {info.dtype}, {context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
+    print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
+    print(f"  {'batch':>6} {'step ms':>9} {'(least)':>9} {'floor ms':>9} {'ratio':>6} {'tokens/s':>9} {'attention':>10} {'products':>9}")
+    for batch in batches:
+        steps, n_context = _decode(worker, info, core, batch, context, n_steps)
+        step_s = statistics.median(steps)
+        floor_s = (_weight_bytes(info, batch) + n_context * info.config.kv_bytes_per_token(info.dtype)) / (config.bandwidth * 1e12)
+        attention_s, products_s = _attention(worker, batch, n_context // batch), _products(worker, batch)
+        print(
+            f"  {batch:>6} {step_s * 1e3:>9.3f} {min(steps) * 1e3:>9.3f} {floor_s * 1e3:>9.3f} {step_s / floor_s:>6.2f}"
+            f" {batch / step_s:>9.0f} {attention_s * 1e3:>10.3f} {products_s * 1e3:>9.3f}",
+            flush=True,
+        )
+    return 0
+
+
+def _weight_bytes(info: ModelInfo, batch: int) -> int:
+    """Of the embedding a step reads the rows of its tokens."""
+    c, width = info.config, 4 if info.dtype == "float32" else 2
+    return info.n_bytes - (0 if c.tie_word_embeddings else (c.vocab_size - batch) * c.hidden_size * width)
+
+
+def _decode(worker: GpuWorker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int) -> tuple[list[float], int]:
+    """Seconds from one step's tokens to the next one's, with the whole engine around; and tokens in the cache half way."""
+    from mpillm.engine.engine import Engine, EngineLimits
+
+    engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
+    sequences = [_admitted(engine, i, context, _WARM_UP + n_steps + 1) for i in range(batch)]
+    arrivals: list[float] = []
+    seen = 1
+    while not engine.is_idle():
+        if not engine.has_work():
+            time.sleep(_PAUSE_S)
+        engine.step()
+        if len(sequences[0].output) > seen:
+            seen = len(sequences[0].output)
+            arrivals.append(time.perf_counter())
+    times = [b - a for a, b in itertools.pairwise(arrivals)][_WARM_UP - 1 :]
+    return times, batch * (context + _WARM_UP + n_steps // 2)
+
+
+def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
+    """A sequence as if its context had come from elsewhere."""
+    from mpillm.engine.sampler import SamplingParams
+    from mpillm.engine.scheduler import Sequence
+
+    sequence = Sequence(i, [1 + i] * context, n_output, 0, SamplingParams(), output=[2 + i], n_cached=context)
+    blocks = engine.scheduler.reserve(context, sequence.n_cached_at_most)
+    assert blocks is not None
+    sequence.blocks = blocks
+    engine.scheduler.admit(sequence)
+    return sequence
+
+
+def _attention(worker: GpuWorker, batch: int, n_tokens: int) -> float:
+    """Seconds of the attention of all layers, `n_tokens` each."""
+    import torch
+
+    from mpillm.engine import kernels
+
+    keys, values = worker.cache.keys, worker.cache.values
+    n_layers, n_blocks, k, size, d = keys.shape
+    per_sequence = -(-n_tokens // size)
+    table = (1 + torch.randperm(n_blocks - 1, device="cuda")[: batch * per_sequence]).view(batch, per_sequence).to(torch.int32)
+    slots, positions = torch.arange(batch, device="cuda"), torch.full((batch,), n_tokens - 1, device="cuda")
+    n_heads = worker.model.config.n_heads
+    qkv = torch.randn(batch, n_heads + 2 * k, d, device="cuda").to(keys.dtype)
+    out = qkv.new_empty(batch, n_heads * d)
+
+    def work() -> None:
+        for layer in range(n_layers):
+            kernels.decode_attention(qkv, keys[layer], values[layer], table, slots, positions, out, n_heads)
+
+    return _graph_time(work)
+
+
+def _products(worker: GpuWorker, batch: int) -> float:
+    """Seconds of all products with weights."""
+    import torch
+
+    from mpillm.engine.model import Mlp
+
+    model = worker.model
+    assert model.lm_head is not None
+    linears = [
+        linear for layer in model.layers if isinstance(layer.mlp, Mlp) for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
+    ]
+    linears.append(model.lm_head)
+    inputs = {n: torch.randn(batch, n, device="cuda").to(worker.cache.keys.dtype) for n in {linear.in_features for linear in linears}}
+
+    def work() -> None:
+        for linear in linears:
+            linear(inputs[linear.in_features])
+
+    return _graph_time(work)
+
+
+def _graph_time(work: Callable[[], None]) -> float:
+    """Seconds of a replay."""
+    import torch
+
+    with torch.inference_mode():
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / _REPLAYS

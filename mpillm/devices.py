@@ -1,0 +1,95 @@
+"""Which GPUs there are, and which rank gets which: known without PyTorch, before anything is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from disagg import WorldPlan
+from disagg.errors import ConfigError
+
+
+class Gpu(NamedTuple):
+    """A GPU that this process may use."""
+
+    name: str
+    total: int  # bytes
+    free: int
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def local_gpus() -> tuple[Gpu, ...]:
+    """NVIDIA's GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible, in its order, as the driver's management library knows them.
+
+    None if the PyTorch that is installed was built without CUDA.
+    """
+    if not _torch_has_cuda():
+        return ()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ()
+    if nvml.nvmlInit_v2() != 0:
+        return ()
+    try:
+        return tuple(_read(nvml, handle) for handle in _visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _torch_has_cuda() -> bool:
+    """Read off its files: importing it takes a second, on ranks that need it for nothing else."""
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    return version is not None and version.is_file() and not re.search(r"^cuda\b.*= *None", version.read_text(), re.MULTILINE)
+
+
+def _visible(nvml: ctypes.CDLL, visible: str | None) -> list[ctypes.c_void_p]:
+    """Handles; as CUDA does, up to the first word that names no GPU."""
+    count = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    words = map(str, range(count.value)) if visible is None else map(str.strip, visible.split(","))
+    handles = []
+    for word in words:
+        handle = ctypes.c_void_p()
+        if word.isdecimal():
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
+        else:
+            failed = nvml.nvmlDeviceGetHandleByUUID(word.encode(), ctypes.byref(handle))
+        if failed:
+            break
+        handles.append(handle)
+    return handles
+
+
+def _read(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
+    name, memory = ctypes.create_string_buffer(96), _Memory()
+    nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
+    nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    return Gpu(name.value.decode(errors="replace"), memory.total, memory.free)
+
+
+def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, int]:
+    """Bytes that are free on every GPU of an instance, by instance; empty: the CPU.
+
+    `gpus` are those of each rank's node. `auto` is cuda if any worker's node has a GPU. ConfigError: a node has too few.
+    """
+    if device == "cpu" or (device == "auto" and not any(gpus[rank.rank] for rank in plan.ranks if rank.device is not None)):
+        return {}
+    for node in dict.fromkeys(rank.node for rank in plan.ranks):
+        workers = [rank.rank for rank in plan.ranks if rank.node == node and rank.device is not None]
+        if workers and len(there := gpus[workers[0]]) < len(workers):
+            who = "1 worker rank" if len(workers) == 1 else f"{len(workers)} worker ranks"
+            raise ConfigError(
+                f"--device {device}: {who} on node {node}, one GPU each, and PyTorch can use {len(there)} there:"
+                " start fewer ranks, or --device cpu"
+            )
+    return {instance.index: min(gpus[rank][plan.ranks[rank].device or 0].free for rank in instance.ranks) for instance in plan.instances}

@@ -1,0 +1,264 @@
+"""Triton kernels for what lies between the matrix products, on NVIDIA GPUs; `ops` has the plain form of those that the CPU uses too.
+
+The cache of a layer is [blocks, kv_heads, tokens_per_block, head_dim] (see `kv_cache`). `table` [slots, blocks of a sequence] (int32) says
+in which block a sequence's tokens lie; a row of a step is a token, with the slot of its sequence and its position there.
+Attention is computed as in FlashAttention-2 (Dao, 2023), over blocks where they lie as in PagedAttention (Kwon et al., 2023), and decode is
+split over the context as in Flash-Decoding (Dao et al., 2023): all query heads that share a KV head are rows of one product.
+Everything is summed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = math.log2(math.e)
+_LEAST_ROWS = 16  # of a tensor core's product
+_CONTEXT_ROWS = {torch.bfloat16: 128, torch.float32: 16}  # query rows of one program, over all heads that share a KV head
+_PROGRAMS = 512  # about as many as run at once on a large GPU: decode splits contexts until there are so many
+_MOST_SPLITS = 16
+
+
+@triton.jit
+def _embed(out, weight, tokens, slots, last, first_row, n_rows, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    token = tl.load(tokens + row)
+    if token < 0:
+        token = tl.load(last + tl.load(slots + row))
+    at = token - first_row
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mine = (column < width) & (at >= 0) & (at < n_rows)
+    x = tl.load(weight + at * width + column, mask=mine, other=0.0)
+    tl.store(out + row.to(tl.int64) * width + column, x, mask=column < width)
+
+
+def embed(weight: Tensor, tokens: Tensor, slots: Tensor, last: Tensor, first: int) -> Tensor:
+    """Rows of `weight` [vocabulary, hidden] for `tokens` [n] (int64), zero for those outside [first, first + vocabulary).
+
+    A token of -1 stands for the last one of its sequence, last[slot] (int64).
+    """
+    n, width = len(tokens), weight.shape[1]
+    out = weight.new_empty(n, width)
+    _embed[(n, triton.cdiv(width, 1024))](out, weight, tokens, slots, last, first, weight.shape[0], width, BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _add_norm(out, x, delta, weight, width, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    real = column < width
+    value = tl.load(x + row + column, mask=real, other=0.0)
+    if ADDS:
+        value += tl.load(delta + row + column, mask=real, other=0.0)
+        tl.store(x + row + column, value, mask=real)
+    value = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / width + eps)
+    normed = value * scale * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row + column, normed.to(out.dtype.element_ty), mask=real)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """x += delta, and the RMS norm of x times weight: x, delta [n, hidden]."""
+    out = torch.empty_like(x)
+    width = x.shape[1]
+    block = triton.next_power_of_2(width)
+    adds = delta is not None
+    _add_norm[(len(x),)](out, x, delta if adds else x, weight, width, eps, ADDS=adds, BLOCK=block, num_warps=min(16, max(1, block // 512)))
+    return out
+
+
+@triton.jit
+def _silu_mul(out, gate_up, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (row * 2 + 1) * width + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=real)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up [n, 2 * intermediate], the gate's columns first."""
+    n, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(n, width)
+    _silu_mul[(n, triton.cdiv(width, 1024))](out, gate_up, width, BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _rotate_store(
+    qkv, keys, values, rotations, table, slots, positions, n_per_slot,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    position = tl.load(positions + row)
+    block = tl.load(table + tl.load(slots + row) * n_per_slot + position // SIZE).to(tl.int64)
+    real = (head < H + 2 * K) & (column < D)
+    at = qkv + (row * (H + 2 * K) + head) * D
+    x = tl.load(at + column, mask=real, other=0.0)
+    other = tl.load(at + (column ^ 1), mask=real & (head < H + K), other=0.0).to(tl.float32)  # the other value of a pair
+    turn = rotations + position * D + (column // 2) * 2
+    cosine, sine = tl.load(turn, mask=column < D, other=0.0), tl.load(turn + 1, mask=column < D, other=0.0)
+    turned = (x.to(tl.float32) * cosine + tl.where(column % 2 == 0, -other, other) * sine).to(x.dtype)
+    tl.debug_barrier()  # `other` was read by another thread than the one that writes there
+    tl.store(at + column, turned, mask=real & (head < H))
+    cell = ((block * K + (head - H) % K) * SIZE + position % SIZE) * D + column
+    tl.store(keys + cell, turned, mask=real & (head >= H) & (head < H + K))
+    tl.store(values + cell, x, mask=real & (head >= H + K))
+
+
+def rotate_store(
+    qkv: Tensor, keys: Tensor, values: Tensor, rotations: Tensor, table: Tensor, slots: Tensor, positions: Tensor, n_heads: int
+) -> None:
+    """Turn queries in place, put turned keys and values into the cache.
+
+    qkv [n, heads + 2 * kv_heads, head_dim]; keys, values: a layer's cache; rotations [positions, head_dim] (float32): cosine and sine of
+    each pair; slots, positions [n] (int64).
+    """
+    n, all_heads, d = qkv.shape
+    k, size = keys.shape[1:3]
+    heads = 8
+    _rotate_store[(n, triton.cdiv(all_heads, heads))](
+        qkv, keys, values, rotations, table, slots, positions, table.stride(0),
+        H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=triton.next_power_of_2(d), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    q, first, last, limit, block_row, keys, values, head, scale,
+    K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tokens [first, last) of a sequence, each seen by the rows whose `limit` is not below its position.
+
+    Weighted values [ROWS, BLOCK_D], and for each row the sum and the logarithm's (base 2) offset of the weights.
+    """
+    d = tl.arange(0, BLOCK_D)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for start in range(first, last, TILE):
+        token = start + tl.arange(0, TILE)
+        real = token < last
+        block = tl.load(block_row + token // SIZE, mask=real, other=0).to(tl.int64)
+        cell = ((block * K + head) * SIZE + token % SIZE) * D
+        key = tl.load(keys + cell[:, None] + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)
+        score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        score = tl.where(real[None, :] & (token[None, :] <= limit[:, None]), score, -float("inf"))
+        highest = tl.maximum(best, tl.max(score, 1))
+        base = tl.where(highest == -float("inf"), 0.0, highest)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(best - base)
+        total = total * shrink + tl.sum(weight, 1)
+        value = tl.load(values + cell[:, None] + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)
+        out = tl.dot(weight.to(value.dtype), value, out * shrink[:, None], input_precision="ieee")
+        best = highest
+    return out, total, best
+
+
+@triton.jit
+def _decode(
+    qkv, keys, values, table, slots, positions, out, parts, sums, bests, n_per_slot, scale,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    G: tl.constexpr = H // K
+    member, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    position = tl.load(positions + row).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(position + 1, TILE), SPLITS) * TILE
+    first = split * share
+    query = head * G + member
+    real = (member < G)[:, None] & (d < D)[None, :]
+    q = tl.load(qkv + (row * (H + 2 * K) + query[:, None]) * D + d[None, :], mask=real, other=0.0)
+    limit = tl.full([ROWS], 0, tl.int32) + position
+    block_row = table + tl.load(slots + row) * n_per_slot
+    last = tl.minimum(first + share, position + 1)
+    result, total, best = _attend(q, first, last, limit, block_row, keys, values, head, scale, K, D, SIZE, ROWS, BLOCK_D, TILE)
+    at = row * H + query
+    if SPLITS == 1:
+        tl.store(out + at[:, None] * D + d[None, :], (result / total[:, None]).to(out.dtype.element_ty), mask=real)
+    else:
+        at = at * SPLITS + split
+        tl.store(parts + at[:, None] * D + d[None, :], result, mask=real)
+        tl.store(sums + at, total, mask=member < G)
+        tl.store(bests + at, best, mask=member < G)
+
+
+@triton.jit
+def _join(out, parts, sums, bests, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64)
+    split, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    best = tl.load(bests + at * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
+    weight = tl.exp2(best - tl.max(best))
+    total = tl.sum(weight * tl.load(sums + at * SPLITS + split, mask=split < SPLITS, other=0.0))
+    part = tl.load(parts + (at * SPLITS + split[:, None]) * D + d[None, :], mask=(split < SPLITS)[:, None] & (d < D)[None, :], other=0.0)
+    tl.store(out + at * D + d, (tl.sum(part * weight[:, None], 0) / total).to(out.dtype.element_ty), mask=d < D)
+
+
+def decode_attention(
+    qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, positions: Tensor, out: Tensor, n_heads: int
+) -> None:
+    """One new token a row, whose key and value are stored already: `rotate_store`'s arguments to out [n, heads * head_dim]."""
+    n, _, d = qkv.shape
+    k, size = keys.shape[1:3]
+    splits = min(_MOST_SPLITS, max(1, triton.next_power_of_2(triton.cdiv(_PROGRAMS, n * k))))
+    rows, block_d = max(_LEAST_ROWS, triton.next_power_of_2(n_heads // k)), max(16, triton.next_power_of_2(d))
+    parts = out if splits == 1 else qkv.new_empty(n, n_heads, splits, d, dtype=torch.float32)
+    sums, bests = (out, out) if splits == 1 else qkv.new_empty(2, n, n_heads, splits, dtype=torch.float32)
+    _decode[(k, n, splits)](
+        qkv, keys, values, table, slots, positions, out, parts, sums, bests, table.stride(0), _LOG2_E / math.sqrt(d),
+        H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=64, SPLITS=splits,
+        num_warps=4, num_stages=3 if splits == 1 else 5,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(n * n_heads,)](out, parts, sums, bests, D=d, BLOCK_D=block_d, SPLITS=splits, BLOCK_S=splits)
+
+
+@triton.jit
+def _context(
+    qkv, keys, values, table, tiles, out, n_per_slot, scale,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    head, tile = tl.program_id(0), tiles + tl.program_id(1) * 4
+    G: tl.constexpr = H // K
+    row, slot = tl.load(tile), tl.load(tile + 3)
+    n, position = tl.load(tile + 1).to(tl.int32), tl.load(tile + 2).to(tl.int32)
+    member, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    query, token = head * G + member % G, member // G
+    real = (token < n)[:, None] & (d < D)[None, :]
+    q = tl.load(qkv + ((row + token) * (H + 2 * K) + query)[:, None] * D + d[None, :], mask=real, other=0.0)
+    block_row = table + slot * n_per_slot
+    limit = position + tl.minimum(token, n - 1)  # rows that are none see something, so that nothing is divided by zero
+    result, total, _ = _attend(q, 0, position + n, limit, block_row, keys, values, head, scale, K, D, SIZE, ROWS, BLOCK_D, TILE)
+    at = ((row + token) * H + query)[:, None] * D + d[None, :]
+    tl.store(out + at, (result / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+def context_tile(n_heads: int, n_kv_heads: int, dtype: torch.dtype) -> int:
+    """Query tokens of one program of `context_attention`."""
+    return max(1, _CONTEXT_ROWS[dtype] // (n_heads // n_kv_heads))
+
+
+def context_attention(qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor, tiles: Tensor, out: Tensor, n_heads: int) -> None:
+    """Several new tokens of a sequence, which see each other as far as they are behind, and everything before them.
+
+    tiles [m, 4] (int64): first row, rows (at most `context_tile`), position of the first, slot. The rest is as in `decode_attention`.
+    """
+    d = qkv.shape[2]
+    k, size = keys.shape[1:3]
+    group = n_heads // k
+    rows = max(_LEAST_ROWS, triton.next_power_of_2(context_tile(n_heads, k, qkv.dtype) * group))
+    _context[(k, len(tiles))](
+        qkv, keys, values, table, tiles, out, table.stride(0), _LOG2_E / math.sqrt(d),
+        H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=max(16, triton.next_power_of_2(d)),
+        TILE=64 if qkv.dtype == torch.bfloat16 else 32,
+        num_warps=8, num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,177 @@
+"""NCCL through ctypes: the collectives of a TP group and messages between GPUs, on PyTorch's current stream, so that graphs capture them.
+
+The library is the one that PyTorch brings; its communicators are ours, made with an id that travels over MPI. Nothing here waits on the
+host: an operation is there when the stream comes to it. Tensors are contiguous and on this rank's GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.layout import Layout
+from mpillm.engine.parallel import MpiGroups, Plan
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpillm.comms.world import InstanceComms
+
+_TYPES = {  # ncclDataType_t
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_SUM = 0
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * 128),)
+
+
+def _load() -> ctypes.CDLL:
+    spec = importlib.util.find_spec("nvidia.nccl")
+    folders = [Path(place) / "lib" for place in (spec.submodule_search_locations or ())] if spec else []
+    for name in (*(str(folder / "libnccl.so.2") for folder in folders), "libnccl.so.2"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise RuntimeError("several ranks of an instance on GPUs need NCCL, and there is no libnccl.so.2, beside PyTorch or elsewhere")
+
+
+class NcclComm:
+    """A communicator over the GPUs of an MPI communicator's ranks, in its order."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Collective; this rank's GPU is PyTorch's current one. RuntimeError with NCCL's words if it cannot be made."""
+        self._nccl = _load()
+        self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
+        self.rank, self.size = comm.rank, comm.size
+        unique = _UniqueId()
+        if comm.rank == 0:
+            self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique)))
+        unique = _UniqueId.from_buffer_copy(comm.bcast(bytes(unique), 0))
+        self._comm = ctypes.c_void_p()
+        self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), comm.size, unique, comm.rank))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum, in place."""
+        at = _address(x)
+        self._call("AllReduce", at, at, _count(x), _TYPES[x.dtype], _SUM)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]: the same shape on all."""
+        out = x.new_empty(self.size, *x.shape)
+        self._call("AllGather", _address(x), _address(out), _count(x), _TYPES[x.dtype])
+        return out
+
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        """x of `root`, in place."""
+        at = _address(x)
+        self._call("Broadcast", at, at, _count(x), _TYPES[x.dtype], root)
+        return x
+
+    def send(self, x: Tensor, peer: int) -> None:
+        """To be met by a `receive` of the same size there; several of them at once between `group`'s lines."""
+        self._call("Send", _address(x), _count(x), _TYPES[x.dtype], peer)
+
+    def receive(self, x: Tensor, peer: int) -> None:
+        """Into x."""
+        self._call("Recv", _address(x), _count(x), _TYPES[x.dtype], peer)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """What is called inside runs together."""
+        self._check(self._nccl.ncclGroupStart())
+        try:
+            yield
+        finally:
+            self._check(self._nccl.ncclGroupEnd())
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self._check(getattr(self._nccl, f"nccl{name}")(*arguments, self._comm, stream))
+
+    def _check(self, result: int) -> None:
+        if result:
+            raise RuntimeError(f"NCCL: {self._nccl.ncclGetErrorString(result).decode()}")
+
+
+def _address(x: Tensor) -> ctypes.c_void_p:
+    assert x.is_contiguous() and x.is_cuda
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def _count(x: Tensor) -> ctypes.c_size_t:
+    return ctypes.c_size_t(x.numel())
+
+
+class NcclGroups(MpiGroups):
+    """Tensors go over NCCL, from GPU to GPU; plans and tokens over MPI as ever.
+
+    Every rank of the TP group gets what is gathered. A stage's input is not waited for here: the stream does that.
+    """
+
+    def __init__(self, layout: Layout, comms: InstanceComms) -> None:
+        super().__init__(layout, comms)
+        self._tp_gpus = NcclComm(comms.tp) if layout.tp_size > 1 else None
+        self._pp_gpus = NcclComm(comms.pp) if layout.pp_size > 1 else None
+        if self._pp_gpus is not None:
+            self._meet_neighbours(self._pp_gpus)
+
+    @staticmethod
+    def _meet_neighbours(stages: NcclComm) -> None:
+        """The first message between two ranks makes both hosts wait for each other: here nobody has anything else to do."""
+        there, back = torch.zeros(2, 1, device="cuda")
+        with stages.group():
+            if stages.rank + 1 < stages.size:
+                stages.send(there, stages.rank + 1)
+            if stages.rank > 0:
+                stages.receive(back, stages.rank - 1)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x if self._tp_gpus is None or not x.numel() else self._tp_gpus.all_reduce(x)
+
+    def gather(self, x: Tensor, widths: list[int]) -> Tensor | None:
+        if self._tp_gpus is None:
+            return x
+        padded = x.new_zeros(len(x), max(widths))
+        padded[:, : x.shape[1]] = x
+        return torch.cat([part[:, :width] for part, width in zip(self._tp_gpus.all_gather(padded), widths, strict=True)], dim=1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x if self._tp_gpus is None else self._tp_gpus.broadcast(x, 0)
+
+    def send_plan(self, plan: Plan) -> None:
+        """Not before all have it may this rank start the step: a host can be held up by its GPU, which then waits for theirs."""
+        super().send_plan(plan)
+        for request, _ in self._sending:
+            request.Wait()
+        self._sending.clear()
+
+    def send_hidden(self, x: Tensor) -> None:
+        assert self._pp_gpus is not None
+        self._pp_gpus.send(x.contiguous(), self._pp_gpus.rank + 1)
+
+    def has_hidden(self) -> bool:
+        return True
+
+    def receive_hidden(self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert self._pp_gpus is not None
+        x = torch.empty(n_rows, width, dtype=dtype, device=device)
+        self._pp_gpus.receive(x, self._pp_gpus.rank - 1)
+        return x

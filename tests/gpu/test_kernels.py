@@ -1,0 +1,110 @@
+"""The Triton kernels against plain PyTorch, on a GPU; with TRITON_INTERPRET=1 and Triton installed, slowly, on none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("no GPU", allow_module_level=True)
+
+import plain_kernels as plain  # noqa: E402
+
+from mpillm.engine import kernels  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+
+
+def error(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((out.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def limit(dtype: torch.dtype) -> float:
+    return 1e-5 if dtype == torch.float32 else 8e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_between_the_products(dtype: torch.dtype) -> None:
+    for n, width in ((1, 64), (3, 576), (5, 4096)):
+        x, delta = torch.randn(2, n, width, device=DEVICE).to(dtype)
+        weight = torch.randn(width, device=DEVICE).to(dtype)
+        x2 = x.clone()
+        assert error(kernels.add_norm(x, None, weight, 1e-5), plain.add_norm(x2, None, weight, 1e-5)) < limit(dtype)
+        assert error(kernels.add_norm(x, delta, weight, 1e-5), plain.add_norm(x2, delta, weight, 1e-5)) < limit(dtype)
+        assert torch.equal(x, x2)
+        gate_up = torch.randn(n, 2 * width, device=DEVICE).to(dtype)
+        assert error(kernels.silu_mul(gate_up), plain.silu_mul(gate_up.clone())) < limit(dtype)
+    table = torch.randn(50, 576, device=DEVICE).to(dtype)
+    tokens = torch.tensor([-1, 10, 59, 60, 9, -1], device=DEVICE)
+    slots = torch.tensor([2, 0, 0, 0, 0, 1], device=DEVICE)
+    last = torch.tensor([0, 5, 33], device=DEVICE)
+    assert torch.equal(kernels.embed(table, tokens, slots, last, 10), plain.embed(table, tokens, slots, last, 10))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "size"), [(32, 8, 128, 32), (9, 3, 64, 16), (8, 4, 16, 8), (4, 4, 80, 64), (8, 1, 128, 32)]
+)
+def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dtype) -> None:
+    """Contexts of many lengths, blocks anywhere, what no row may see is not a number."""
+    torch.manual_seed(heads)
+    lengths = [0, 1, 5, size - 1, size, 3 * size + 2, 200] if INTERPRETED else [0, 1, 5, size - 1, size, 3 * size + 2, 200, 1000, 3333]
+    n, per_slot = len(lengths), (max(lengths) + 70) // size + 1
+    blocks = torch.randperm(n * per_slot, device=DEVICE) + 1
+    table = blocks.view(n, per_slot).to(torch.int32)
+    slots = torch.randperm(n, device=DEVICE)
+    ours = torch.full((2, n * per_slot + 1, kv_heads, size, d), torch.nan, device=DEVICE).to(dtype)
+    for i, length in enumerate(lengths):
+        for j in range(length):
+            ours[:, table[slots[i], j // size], :, j % size] = torch.randn(2, kv_heads, d, device=DEVICE).to(dtype)
+    theirs = ours.clone()
+    angles = torch.randn(5000, d // 2, device=DEVICE)
+    rotations = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1)
+
+    positions = torch.tensor(lengths, device=DEVICE)
+    qkv = torch.randn(n, heads + 2 * kv_heads, d, device=DEVICE).to(dtype)
+    qkv2 = qkv.clone()
+    kernels.rotate_store(qkv, *ours, rotations, table, slots, positions, heads)
+    plain.rotate_store(qkv2, *theirs, rotations, table, slots, positions, heads)
+    assert error(qkv[:, :heads], qkv2[:, :heads]) < limit(dtype)
+    assert error(ours.nan_to_num(), theirs.nan_to_num()) < limit(dtype)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    out, wanted = torch.full((2, n, heads * d), torch.nan, device=DEVICE).to(dtype)
+    for few in (1, n):  # one sequence alone is split into many parts
+        for which in range(n - few + 1):
+            rows = slice(which, which + few)
+            arguments = table, slots[rows], positions[rows]
+            kernels.decode_attention(qkv[rows], *ours, *arguments, out[rows], heads)
+            plain.decode_attention(qkv[rows], *ours, *arguments, wanted[rows], heads)
+            assert error(out[rows], wanted[rows]) < limit(dtype)
+
+    news = [2, 3, 17, 40, 64, 5, 33][:n] + [2] * max(0, n - 7)
+    starts = [sum(news[:i]) for i in range(n)]
+    positions = torch.cat([torch.arange(length + 1, length + 1 + new) for length, new in zip(lengths, news, strict=True)]).to(DEVICE)
+    row_slots = torch.repeat_interleave(slots, torch.tensor(news, device=DEVICE))
+    qkv = torch.randn(sum(news), heads + 2 * kv_heads, d, device=DEVICE).to(dtype)
+    if not all((length + new) // size < per_slot for length, new in zip(lengths, news, strict=True)):
+        raise AssertionError("the table is too small")
+    kernels.rotate_store(qkv, *ours, rotations, table, row_slots, positions, heads)
+
+    def tiles(size: int) -> torch.Tensor:
+        return torch.tensor(
+            [
+                [start + at, min(size, new - at), length + 1 + at, slot]
+                for start, new, length, slot in zip(starts, news, lengths, slots.tolist(), strict=True)
+                for at in range(0, new, size)
+            ],
+            device=DEVICE,
+        )
+
+    out, wanted = torch.full((2, sum(news), heads * d), torch.nan, device=DEVICE).to(dtype)
+    kernels.context_attention(qkv, *ours, table, tiles(kernels.context_tile(heads, kv_heads, dtype)), out, heads)
+    plain.context_attention(qkv, *ours, table, tiles(plain.context_tile(heads, kv_heads, dtype)), wanted, heads)
+    assert error(out, wanted) < limit(dtype)
