@@ -1,7 +1,7 @@
 """What moves KV caches from rank to rank. Nothing here waits.
 
-A `Mover` for device memory (NCCL, whose sends and receives of a pair of ranks match by order and not by tag) takes the place of
-`MpiMover`; who sends what to whom, and when, does not change.
+A `Mover` for device memory takes the place of `MpiMover`; who sends what to whom, and when, does not change. (One over NCCL has to bring
+receives into the order of the sends, which match by order there: receivers accept in one order, contexts are computed in another.)
 """
 
 from __future__ import annotations

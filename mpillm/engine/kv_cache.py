@@ -87,18 +87,14 @@ class KVCache:
         [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim], [layers, whole blocks, kv_heads, tokens_per_block, head_dim], [layers,
         kv_heads, tokens, head_dim].
         """
-        size = self.tokens_per_block
-        shape = (layers.stop - layers.start, 2, heads.stop - heads.start, n_tokens, self._shape[-1])
+        size, head_dim = self._shape[-2:]
+        n_whole = n_tokens // size
+        n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
+        handed = piece.view(self.keys.dtype).view(n_layers, 2, n_heads, n_tokens, head_dim)
         parts = []
-        for pool, part in zip((self.keys, self.values), piece.view(self.keys.dtype).view(shape).unbind(1), strict=True):
-            end = n_tokens - n_tokens % size
-            parts.append(
-                (
-                    pool[layers, :, heads],
-                    part[:, :, :end].view(*part.shape[:2], end // size, size, self._shape[-1]).transpose(1, 2),
-                    part[:, :, end:],
-                )
-            )
+        for pool, part in zip((self.keys, self.values), handed.unbind(1), strict=True):
+            whole = part[:, :, : n_whole * size].view(n_layers, n_heads, n_whole, size, head_dim).transpose(1, 2)
+            parts.append((pool[layers, :, heads], whole, part[:, :, n_whole * size :]))
         return parts
 
 

@@ -141,8 +141,8 @@ class Scheduler:
         sequence.blocks = []
 
     def start_ahead(self) -> None:
-        """Give blocks to the contexts of the next step and of the one behind it, so that their receivers can be asked meanwhile."""
-        left = 2 * self._max_num_tokens - sum(s.n_uncached for s in self.running if not s.in_flight)
+        """Give blocks to the contexts of the next steps, one more than can be in flight: their receivers can be asked meanwhile."""
+        left = (1 + self._n_in_flight) * self._max_num_tokens - sum(s.n_uncached for s in self.running if not s.in_flight)
         while left > 0 and self._can_start():
             left -= self._start().n_uncached
 
