@@ -177,11 +177,13 @@ class Harness(Role):
         now = time.perf_counter()
         ids, flags = batch.rows["id"], batch.rows["flags"]
         starts, lengths = batch.offsets()[:-1], batch.rows["n_tokens"].astype(np.int64)
-        first, final = (flags & ResponseFlag.FIRST) != 0, (flags & ResponseFlag.FINAL) != 0
-        # The generation instance's last token may overtake the context instance's first: then it brings the first as well.
-        first = (first | final) & self._active[ids] & (self._first_at[ids] == 0) & (lengths > 0)
-        if first.any():
-            self._on_first(ids[first], batch.tokens, starts[first], now)
+        final = (flags & ResponseFlag.FINAL) != 0
+        # The generation instance's last token may overtake the context instance's first: then it brings the first as well. The first
+        # tokens before the last ones, because both of an answer may be in one message.
+        for kind in (flags & ResponseFlag.FIRST) != 0, final:
+            first = kind & self._active[ids] & (self._first_at[ids] == 0) & (lengths > 0)
+            if first.any():
+                self._on_first(ids[first], batch.tokens, starts[first], now)
         if final.any():
             errors = (flags[final] & ResponseFlag.ERROR) != 0
             self._on_final(ids[final], batch.tokens, starts[final], lengths[final], errors, now)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
+import pytest
 
 from mpillm.comms.tags import Tag
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.dummy import DummyCore
+from mpillm.loadgen.sut import Query
+from mpillm.messages import RESPONSE, Batch, ResponseFlag
+from mpillm.roles.harness import Harness, Sampling
 from mpillm.roles.instance import InstanceRole
 
 
@@ -27,3 +34,38 @@ def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
     core.enqueue(core.warm_up_requests())
     assert role.poll()
     assert sent == [Tag.GRANT, Tag.DONE]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [[(1, ResponseFlag.FIRST)], [(4, ResponseFlag.FINAL)]],
+        [[(1, ResponseFlag.FIRST), (4, ResponseFlag.FINAL)]],  # a busy instance looks at both at once
+        [[(4, ResponseFlag.FINAL)], [(1, ResponseFlag.FIRST | ResponseFlag.CONTEXT_DONE)]],  # the last one overtook the first
+        [[(1, ResponseFlag.FIRST | ResponseFlag.FINAL)]],
+    ],
+)
+def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, int]]]) -> None:
+    told: dict[str, list[Any]] = {"first": [], "complete": []}
+    test: Any = SimpleNamespace(
+        issued=deque([Query(np.array([77], np.uint64), np.array([0]), 0.0)]),
+        use_token_latencies=True,
+        first_tokens=told["first"].extend,
+        complete=told["complete"].extend,
+        start=lambda: None,
+    )
+    sent: list[Batch] = []
+    route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(Batch.unpack(buffer)[0]))
+    dataset: Any = SimpleNamespace(gather=lambda indices: (np.array([3]), np.array([5, 6, 7], np.int32)), output_lengths=None)
+    harness = Harness(route, 1, dataset, Sampling(8), lambda: test, None, hands_over=len(messages) == 2)
+    harness.ready()
+    route.handlers[Tag.WINDOW](SimpleNamespace(buffer=np.array([10], np.int64).view(np.uint8)))
+    harness.test()
+    assert harness.poll()
+    id_ = sent[0].rows["id"][0]
+    for message in messages:
+        rows = np.array([(id_, n_tokens, flags) for n_tokens, flags in message], RESPONSE)
+        tokens = np.arange(sum(n_tokens for n_tokens, _ in message), dtype=np.int32)
+        route.handlers[Tag.ANSWER](SimpleNamespace(buffer=Batch(rows, tokens).pack()))
+    assert [response.id for response in told["first"]] == [response.id for response in told["complete"]] == [77]
+    assert (harness.totals.samples, harness.in_flight) == (1, 0)
