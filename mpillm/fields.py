@@ -238,7 +238,7 @@ FIELDS = (
     Field("apply_chat_template", "put prompts into the model's chat template, if it has one", boolean, True, group="data"),
     # generation
     Field("max_output_len", "most tokens of an answer, the end token included", positive, 128, group="generation"),
-    Field("min_output_len", "no answer ends before this many tokens", positive, 1, group="generation"),
+    Field("min_output_len", "no end token or stop word ends an answer before this many tokens", natural, 0, group="generation"),
     Field(
         "stop_words",
         'an answer ends behind any of these: one word, or a JSON array of words and of token ids, as ["###", [13, 13]]',

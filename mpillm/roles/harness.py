@@ -27,7 +27,7 @@ class Sampling:
     """How every answer of a run is generated."""
 
     max_output_len: int
-    min_output_len: int = 1
+    min_output_len: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0

@@ -28,14 +28,6 @@ class Failing(TorchCore):
         return super().poll_responses()
 
 
-class EndsEarly(TorchCore):
-    """Lets the first token end an answer, which no option does."""
-
-    def enqueue(self, requests: Batch) -> None:
-        requests.rows["min_output"] = 0
-        super().enqueue(requests)
-
-
 class FailingHandoff(TorchCore):
     """Raises at the fifth piece of a KV cache that rank MPILLM_TEST_RANK would move in the test."""
 

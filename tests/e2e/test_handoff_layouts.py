@@ -110,8 +110,6 @@ def test_answers_that_end_with_their_first_token(one: Starter, tiny: Answers, tm
         *SMALL_CHUNKS,
         *options,
         n_new=12,
-        core="plugin_torch_cores:EndsEarly",
-        env=PLUGINS,
     )
     assert instances[0]["samples"] == len(expected)
     assert instances[1]["samples"] + instances[2]["samples"] == len(expected) - alone
