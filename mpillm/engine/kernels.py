@@ -262,3 +262,47 @@ def context_attention(qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor, 
         TILE=64 if qkv.dtype == torch.bfloat16 else 32,
         num_warps=8, num_stages=2,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_blocks", "n_tokens", "first_head"])
+def _copy_blocks(
+    keys,
+    values,
+    blocks,
+    piece,
+    n_blocks,
+    n_tokens,
+    first_head,
+    n_heads,
+    N_PIECE_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    INTO_PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i, part = tl.program_id(0), tl.program_id(1)  # part: [layers, 2, heads of the piece]
+    head, layer, is_value = part % N_PIECE_HEADS, part // (2 * N_PIECE_HEADS), part // N_PIECE_HEADS % 2
+    pool = values if is_value else keys
+    block = tl.load(blocks + i).to(tl.int64)
+    held = pool + ((layer.to(tl.int64) * n_blocks + block) * n_heads + first_head + head) * (SIZE * DIM)
+    handed = piece + (part.to(tl.int64) * n_tokens + i * SIZE) * DIM
+    n = tl.minimum(n_tokens - i * SIZE, SIZE) * DIM
+    for start in range(0, SIZE * DIM, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        if INTO_PIECE:
+            tl.store(handed + at, tl.load(held + at, mask=at < n), mask=at < n)
+        else:
+            tl.store(held + at, tl.load(handed + at, mask=at < n), mask=at < n)
+
+
+def copy_blocks(keys: Tensor, values: Tensor, blocks: Tensor, first_head: int, piece: Tensor, into_piece: bool) -> None:
+    """Between layers of the cache, [layers, blocks, kv_heads, tokens_per_block, head_dim], and `piece`.
+
+    `piece` is contiguous, [layers, 2, heads, tokens, head_dim]; its heads are the cache's from `first_head` on. `blocks` (int32) hold its
+    tokens, in their order.
+    """
+    n_layers, _, n_heads, n_tokens, dim = piece.shape
+    _, n_blocks, n_held, size, _ = keys.shape
+    grid = len(blocks), n_layers * 2 * n_heads
+    block = min(4096, triton.next_power_of_2(size * dim))
+    _copy_blocks[grid](keys, values, blocks, piece, n_blocks, n_tokens, first_head, n_held, n_heads, size, dim, into_piece, block)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpillm.engine.device import to_device
+
 NULL_BLOCK = 0  # never given out: what short rows of a block table are filled with
 
 
@@ -54,17 +56,23 @@ class KVCache:
     def blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.tokens_per_block)
 
+    def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
+        n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
+        n_bytes: int = 2 * n_layers * n_heads * n_tokens * self._shape[-1] * self.keys.element_size()
+        return n_bytes
+
     @torch.inference_mode()
     def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Tensor:
         """Room for a piece of a handoff: uint8 [bytes]."""
-        n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
-        n_bytes = 2 * n_layers * n_heads * n_tokens * self._shape[-1] * self.keys.element_size()
-        return torch.empty(n_bytes, dtype=torch.uint8, device=self.keys.device)
+        return torch.empty(self.piece_bytes(n_tokens, layers, heads), dtype=torch.uint8, device=self.keys.device)
 
     @torch.inference_mode()
     def read(self, blocks: list[int], n_tokens: int, layers: slice, heads: slice) -> Tensor:
         """A copy of some layers and heads of the first `n_tokens` tokens in `blocks`: a piece of a handoff, uint8 [bytes]."""
         piece = self.new_piece(n_tokens, layers, heads)
+        if piece.is_cuda:
+            self._copy_on_gpu(blocks, n_tokens, layers, heads, piece, into_piece=True)
+            return piece
         n_whole, rest = divmod(n_tokens, self.tokens_per_block)
         for held, whole, end in self._parts(piece, n_tokens, layers, heads):
             whole.copy_(held[:, blocks[:n_whole]])
@@ -75,11 +83,22 @@ class KVCache:
     @torch.inference_mode()
     def write(self, blocks: list[int], n_tokens: int, layers: slice, heads: slice, piece: Tensor) -> None:
         """Fill `blocks` from what `read` gave for the same tokens, layers and heads."""
+        if piece.is_cuda:
+            self._copy_on_gpu(blocks, n_tokens, layers, heads, piece, into_piece=False)
+            return
         n_whole, rest = divmod(n_tokens, self.tokens_per_block)
         for held, whole, end in self._parts(piece, n_tokens, layers, heads):
             held[:, blocks[:n_whole]] = whole
             if rest:
                 held[:, blocks[n_whole], :, :rest] = end
+
+    def _copy_on_gpu(self, blocks: list[int], n_tokens: int, layers: slice, heads: slice, piece: Tensor, *, into_piece: bool) -> None:
+        """In one kernel, without waiting."""
+        from mpillm.engine.kernels import copy_blocks
+
+        there = to_device(np.array(blocks[: self.blocks_for(n_tokens)], np.int32), piece.device)
+        handed = piece.view(self.keys.dtype).view(layers.stop - layers.start, 2, heads.stop - heads.start, n_tokens, self._shape[-1])
+        copy_blocks(self.keys[layers], self.values[layers], there, heads.start, handed, into_piece)
 
     def _parts(self, piece: Tensor, n_tokens: int, layers: slice, heads: slice) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Views for keys, then for values: the cache's layers and heads, the piece's tokens of whole blocks as such, those behind them.
