@@ -280,29 +280,32 @@ def _copy_blocks(
     INTO_PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    i, part = tl.program_id(0), tl.program_id(1)  # part: [layers, 2, heads of the piece]
-    head, layer, is_value = part % N_PIECE_HEADS, part // (2 * N_PIECE_HEADS), part // N_PIECE_HEADS % 2
-    pool = values if is_value else keys
+    i, part = tl.program_id(0), tl.program_id(1)
+    layer, head = (part // N_PIECE_HEADS).to(tl.int64), part % N_PIECE_HEADS
     block = tl.load(blocks + i).to(tl.int64)
-    held = pool + ((layer.to(tl.int64) * n_blocks + block) * n_heads + first_head + head) * (SIZE * DIM)
-    handed = piece + (part.to(tl.int64) * n_tokens + i * SIZE) * DIM
+    held = ((layer * n_blocks + block) * n_heads + first_head + head) * (SIZE * DIM)
+    handed = ((2 * layer * N_PIECE_HEADS + head) * n_tokens + i * SIZE) * DIM  # of a key; values lie behind all keys of the layer
+    value = N_PIECE_HEADS * n_tokens.to(tl.int64) * DIM
     n = tl.minimum(n_tokens - i * SIZE, SIZE) * DIM
     for start in range(0, SIZE * DIM, BLOCK):
         at = start + tl.arange(0, BLOCK)
+        real = at < n
         if INTO_PIECE:
-            tl.store(handed + at, tl.load(held + at, mask=at < n), mask=at < n)
+            tl.store(piece + handed + at, tl.load(keys + held + at, mask=real), mask=real)
+            tl.store(piece + handed + value + at, tl.load(values + held + at, mask=real), mask=real)
         else:
-            tl.store(held + at, tl.load(handed + at, mask=at < n), mask=at < n)
+            tl.store(keys + held + at, tl.load(piece + handed + at, mask=real), mask=real)
+            tl.store(values + held + at, tl.load(piece + handed + value + at, mask=real), mask=real)
 
 
 def copy_blocks(keys: Tensor, values: Tensor, blocks: Tensor, first_head: int, piece: Tensor, into_piece: bool) -> None:
     """Between layers of the cache, [layers, blocks, kv_heads, tokens_per_block, head_dim], and `piece`.
 
-    `piece` is contiguous, [layers, 2, heads, tokens, head_dim]; its heads are the cache's from `first_head` on. `blocks` (int32) hold its
-    tokens, in their order.
+    `piece` is contiguous, [layers, 2, heads, tokens, head_dim]; its heads are the cache's from `first_head` on. `blocks` (int32) hold
+    its tokens, in their order.
     """
     n_layers, _, n_heads, n_tokens, dim = piece.shape
     _, n_blocks, n_held, size, _ = keys.shape
-    grid = len(blocks), n_layers * 2 * n_heads
-    block = min(4096, triton.next_power_of_2(size * dim))
+    grid = len(blocks), n_layers * n_heads
+    block = min(2048, triton.next_power_of_2(size * dim))
     _copy_blocks[grid](keys, values, blocks, piece, n_blocks, n_tokens, first_head, n_held, n_heads, size, dim, into_piece, block)
