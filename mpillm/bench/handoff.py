@@ -28,10 +28,10 @@ _FIELDS = (
     Field("models", "presets whose shapes are used, with commas between them", default="llama3.1-8b,llama2-70b", group="benchmark"),
     Field("prompt_lens", "tokens, with commas between them", integers, (128, 1024, 8192), group="benchmark"),
     Field("tokens_per_block", "of the KV cache", positive, 32, group="benchmark"),
-    Field("mebibytes", "moved in a row for each figure, but at least 8 and at most 256 caches", positive, 16384, group="benchmark"),
+    Field("mebibytes", "moved in a row for each figure, but at least 8 and at most 512 caches", positive, 16384, group="benchmark"),
     Field("repeats", "rounds of which the median is printed", positive, 5, group="benchmark"),
 )
-_AHEAD = 4  # KV caches under way at once
+_UNDER_WAY = 1 << 30  # bytes of KV caches under way at once, or 4 of them, or 64
 _SINGLES = 20  # of which the median is the time of one alone
 _DEADLINE_S = 120.0
 
@@ -125,24 +125,24 @@ class _Bench:
 
         size, random = self._config.tokens_per_block, np.random.default_rng(7)
         n_blocks = -(-n_tokens // size)
-        shape = (model.n_layers, _AHEAD * n_blocks, model.n_kv_heads, size, model.head_dim, torch.bfloat16, self._device)
+        n_bytes = 4 * model.n_layers * model.n_kv_heads * model.head_dim * n_tokens
+        ahead = max(4, min(64, _UNDER_WAY // n_bytes))
+        shape = (model.n_layers, ahead * n_blocks, model.n_kv_heads, size, model.head_dim, torch.bfloat16, self._device)
         cache, peers = KVCache(*shape), {0: Peer(1 - self._world.rank, 1, 1)}
-        there, here = ((1 + random.permutation(_AHEAD * n_blocks)).reshape(_AHEAD, n_blocks).tolist() for _ in range(2))
+        there, here = ((1 + random.permutation(ahead * n_blocks)).reshape(ahead, n_blocks).tolist() for _ in range(2))
         if self._sends:
             _fill(cache)
         transfers = Transfers(cache, model, Layout(), self._mover, peers, sends=self._sends)
-        n_bytes = cache.piece_bytes(n_tokens, slice(0, model.n_layers), slice(0, model.n_kv_heads))
-        n = min(256, max(8, (self._config.mebibytes << 20) // n_bytes))
+        kind, blocks = (Kind.SEND, there) if self._sends else (Kind.RECEIVE, here)
+        n = min(512, max(8, (self._config.mebibytes << 20) // n_bytes))
 
         def hand_over(n: int) -> None:
             n_started = n_done = 0
             deadline = time.perf_counter() + _DEADLINE_S
             while n_done < n:
-                while n_started < min(n, n_done + _AHEAD):
-                    slot = n_started % _AHEAD
-                    kind, blocks = (Kind.SEND, there[slot]) if self._sends else (Kind.RECEIVE, here[slot])
-                    transfers.start([Transfer(kind, n_started, 0, slot, n_tokens, blocks)])
-                    n_started += 1
+                slots = [i % ahead for i in range(n_started, min(n, n_done + ahead))]
+                transfers.start([Transfer(kind, slot, 0, slot, n_tokens, blocks[slot]) for slot in slots])
+                n_started += len(slots)
                 n_done += len(transfers.poll())
                 if time.perf_counter() > deadline:
                     raise RuntimeError(f"{n_done} of {n} KV caches have been moved after {_DEADLINE_S:g} s")

@@ -1,9 +1,10 @@
 """KV caches from GPU to GPU over NCCL, without a copy on a host.
 
 NCCL matches messages by order, and a kernel that sends keeps a part of its GPU busy until the receiver's has come. So a sender launches one
-when its buffer is filled, and no sooner; a notice over MPI tells the receiver's host, which has it received in the order of the notices.
+when its buffers are filled, and no sooner; a notice over MPI tells the receiver's host, which has them received in the notices' order.
 Contexts may be computed in another order than that in which they were accepted: receives wait by their tag for their notice, and a notice
-waits (with those behind it, from the same rank) for its receive, which is posted by the receiver's next steps, whatever the sender does.
+waits (with those behind it, from the same rank) for its receives, which are posted by the receiver's next steps, whatever the sender does.
+Small buffers that are ready together go together, in one kernel: their launches would take longer than their bytes.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ class Event(Protocol):
 
 
 class Notice(NamedTuple):
-    """What a sender has launched."""
+    """Of a buffer that a sender has launched."""
 
     tag: int
     n_bytes: int
+
+
+_TOGETHER = 64 << 20  # bytes: what buffers that go together fill, or overfill with the last of them
 
 
 class Link(Protocol):
@@ -43,18 +47,18 @@ class Link(Protocol):
         """The end of what the GPU has been given so far, outside of links."""
         ...
 
-    def notify(self, notice: Notice) -> None: ...
+    def notify(self, together: list[Notice]) -> None: ...
 
-    def notices(self) -> list[Notice]:
-        """Those that have come since this was last asked, in the order in which they were sent."""
+    def notices(self) -> list[list[Notice]]:
+        """What was notified of since this was last asked, in that order."""
         ...
 
-    def send(self, buffer: Tensor) -> Event:
-        """Launch it; sends and receives are matched by order."""
+    def send(self, buffers: list[Tensor]) -> Event:
+        """Launch them together; sends and receives are matched by order."""
         ...
 
-    def receive(self, buffer: Tensor, ready: Event) -> Event:
-        """Launch it, to begin after `ready`."""
+    def receive(self, buffers: list[Tensor], ready: list[Event]) -> Event:
+        """Launch them together, to begin after all of `ready`."""
         ...
 
 
@@ -86,28 +90,31 @@ class NcclLink:
     def mark(self) -> Event:
         return _event(torch.cuda.current_stream())
 
-    def notify(self, notice: Notice) -> None:
+    def notify(self, together: list[Notice]) -> None:
         while self._notifying and self._notifying[0].Test():
             self._notifying.popleft()
-        self._notifying.append(self._comm.Isend(np.array(notice, np.int64), self._peer, Tag.NOTICE))
+        self._notifying.append(self._comm.Isend(np.array(together, np.int64), self._peer, Tag.NOTICE))
 
-    def notices(self) -> list[Notice]:
-        came = []
-        while self._comm.Iprobe(self._peer, Tag.NOTICE):
-            numbers = np.empty(2, np.int64)
+    def notices(self) -> list[list[Notice]]:
+        came, status = [], MPI.Status()
+        while self._comm.Iprobe(self._peer, Tag.NOTICE, status):
+            numbers = np.empty((status.Get_count(MPI.INT64_T) // 2, 2), np.int64)
             self._comm.Recv(numbers, self._peer, Tag.NOTICE)
-            came.append(Notice(*numbers.tolist()))
+            came.append([Notice(*row) for row in numbers.tolist()])
         return came
 
-    def send(self, buffer: Tensor) -> Event:
-        with torch.cuda.stream(self._stream):
-            self._nccl.send(buffer, 1)
+    def send(self, buffers: list[Tensor]) -> Event:
+        with torch.cuda.stream(self._stream), self._nccl.group():
+            for buffer in buffers:
+                self._nccl.send(buffer, 1)
         return _event(self._stream)
 
-    def receive(self, buffer: Tensor, ready: Event) -> Event:
-        self._stream.wait_event(ready)  # type: ignore[arg-type]
-        with torch.cuda.stream(self._stream):
-            self._nccl.receive(buffer, 0)
+    def receive(self, buffers: list[Tensor], ready: list[Event]) -> Event:
+        for event in ready:
+            self._stream.wait_event(event)  # type: ignore[arg-type]
+        with torch.cuda.stream(self._stream), self._nccl.group():
+            for buffer in buffers:
+                self._nccl.receive(buffer, 0)
         return _event(self._stream)
 
 
@@ -137,9 +144,9 @@ class NcclMover:
     def send(self, rank: int, tag: int, buffer: Any) -> _Moving:
         """`buffer` is being filled by what the current stream has been given so far."""
         lane = self._lanes[rank]
+        lane.go_on()
         moving = _Moving(tag, buffer, lane.link.mark())
         lane.leaving.append(moving)
-        lane.go_on()
         return moving
 
     def receive(self, rank: int, tag: int, buffer: Any) -> _Moving:
@@ -172,20 +179,39 @@ class _Lane:
         self.link = link
         self.leaving: deque[_Moving] = deque()  # not launched
         self.expected: dict[int, deque[_Moving]] = {}  # not launched, by tag
-        self._noticed: deque[Notice] = deque()  # and not received
+        self._noticed: deque[list[Notice]] = deque()  # and not received
+        self._matched: list[_Moving] = []  # with the first of them
 
     def go_on(self) -> None:
         """Launch what can be."""
         while self.leaving and self.leaving[0].ready.query():
-            moving = self.leaving.popleft()
-            self.link.notify(Notice(moving.tag, moving.buffer.nbytes))
-            moving.launched = self.link.send(moving.buffer)
+            together, n_bytes = [self.leaving.popleft()], 0
+            while (n_bytes := n_bytes + together[-1].buffer.nbytes) < _TOGETHER and self.leaving and self.leaving[0].ready.query():
+                together.append(self.leaving.popleft())
+            self.link.notify([Notice(moving.tag, moving.buffer.nbytes) for moving in together])
+            _launched(together, self.link.send([moving.buffer for moving in together]))
         if self.expected:
             self._noticed += self.link.notices()
-        while self._noticed and (waiting := self.expected.get(self._noticed[0].tag)):
-            notice, moving = self._noticed.popleft(), waiting.popleft()
+        while self._noticed and self._match(self._noticed[0]):
+            self._noticed.popleft()
+            together, self._matched = self._matched, []
+            _launched(together, self.link.receive([moving.buffer for moving in together], [moving.ready for moving in together]))
+
+    def _match(self, notices: list[Notice]) -> bool:
+        """Whether all that was sent together is expected by now."""
+        for tag, n_bytes in notices[len(self._matched) :]:
+            waiting = self.expected.get(tag)
             if not waiting:
-                del self.expected[notice.tag]
-            if notice.n_bytes != moving.buffer.nbytes:
-                raise RuntimeError(f"handoff: {moving.buffer.nbytes} bytes are expected with tag {notice.tag}, {notice.n_bytes} come")
-            moving.launched = self.link.receive(moving.buffer, moving.ready)
+                return False
+            moving = waiting.popleft()
+            if not waiting:
+                del self.expected[tag]
+            if n_bytes != moving.buffer.nbytes:
+                raise RuntimeError(f"handoff: {moving.buffer.nbytes} bytes are expected with tag {tag}, {n_bytes} come")
+            self._matched.append(moving)
+        return True
+
+
+def _launched(together: list[_Moving], event: Event) -> None:
+    for moving in together:
+        moving.launched = event

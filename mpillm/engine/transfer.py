@@ -11,15 +11,17 @@ sizes at the two ends. A cache that is too small to be worth several messages (`
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.comms.tags import Tag
+from mpillm.engine.kv_cache import Held
 from mpillm.engine.layout import MAX_PIECES, Layout, cuts
 
 if TYPE_CHECKING:
@@ -81,6 +83,10 @@ class _Under:
     pieces: deque[tuple[Moving, _Piece, Tensor]] = field(default_factory=deque)
     n_waiting: int = 0  # pieces to be sent that have no buffer yet
 
+    @property
+    def held(self) -> Held:
+        return Held(self.transfer.blocks, self.transfer.n_tokens)
+
 
 class Transfers:
     """Starts what it is told to, and says what is done."""
@@ -122,54 +128,57 @@ class Transfers:
                 continue
             for piece in self._pieces_of(transfer):
                 if transfer.kind == Kind.SEND:
-                    self._send(under, piece)
+                    self._to_send.append((under, piece))
+                    under.n_waiting += 1
                 else:
                     buffer = self._cache.new_piece(transfer.n_tokens, piece.layers, piece.heads)
                     under.pieces.append((self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer))
+        self._gather()
 
     def layer_stored(self, layer: int) -> None:
         """The step's keys and values of this rank's `layer` are in the cache."""
         for under in self._by_layer:
             for piece in self._pieces_of(under.transfer):
                 if piece.layers.stop == layer + 1:
-                    self._send(under, piece)
+                    self._to_send.append((under, piece))
+                    under.n_waiting += 1
+        self._gather()
 
     def poll(self) -> list[int]:
         """Tickets of transfers that are done on this rank."""
         self._mover.poll()
-        done = [under.transfer.ticket for under in self._under_way if self._is_done(under)]
+        arrived: list[tuple[_Under, _Piece, Tensor]] = []
+        done = []
+        for under in self._under_way:
+            while under.pieces and under.pieces[0][0].done():
+                _, piece, buffer = under.pieces.popleft()
+                if under.transfer.kind == Kind.RECEIVE:
+                    arrived.append((under, piece, buffer))
+                else:
+                    self._n_bytes -= buffer.nbytes
+            if not under.pieces and not under.n_waiting:
+                done.append(under.transfer.ticket)
+        for layers, heads, group in _alike(arrived):
+            self._cache.write([under.held for under, _, _ in group], layers, heads, [buffer for _, _, buffer in group])
         if done:
             self._under_way = [under for under in self._under_way if under.pieces or under.n_waiting]
         self._gather()
         return done
 
-    def _is_done(self, under: _Under) -> bool:
-        while under.pieces and under.pieces[0][0].done():
-            _, piece, buffer = under.pieces.popleft()
-            if under.transfer.kind == Kind.RECEIVE:
-                self._cache.write(under.transfer.blocks, under.transfer.n_tokens, piece.layers, piece.heads, buffer)
-            else:
-                self._n_bytes -= buffer.nbytes
-        return not under.pieces and not under.n_waiting
-
-    def _send(self, under: _Under, piece: _Piece) -> None:
-        under.n_waiting += 1
-        self._to_send.append((under, piece))
-        self._gather()
-
     def _gather(self) -> None:
         """Send what there is room for. The blocks stay what they are until all has left."""
+        ready: list[tuple[_Under, _Piece]] = []
         while self._to_send:
             under, piece = self._to_send[0]
-            transfer = under.transfer
-            n_bytes = self._cache.piece_bytes(transfer.n_tokens, piece.layers, piece.heads)
+            n_bytes = self._cache.piece_bytes(under.transfer.n_tokens, piece.layers, piece.heads)
             if self._most_bytes is not None and self._n_bytes and self._n_bytes + n_bytes > self._most_bytes:
-                return
-            self._to_send.popleft()
-            under.n_waiting -= 1
+                break
+            ready.append(self._to_send.popleft())
             self._n_bytes += n_bytes
-            buffer = self._cache.read(transfer.blocks, transfer.n_tokens, piece.layers, piece.heads)
-            under.pieces.append((self._mover.send(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer))
+        for layers, heads, group in _alike(ready):
+            for (under, piece), buffer in zip(group, self._cache.read([under.held for under, _ in group], layers, heads), strict=True):
+                under.n_waiting -= 1
+                under.pieces.append((self._mover.send(piece.rank, Tag.KV + under.transfer.slot, buffer), piece, buffer))
 
     def _pieces_of(self, transfer: Transfer) -> list[_Piece]:
         pieces = self._whole if transfer.n_tokens < self._whole_below[transfer.peer] else self._pieces
@@ -179,6 +188,15 @@ class Transfers:
 def partners(config: ModelConfig, layout: Layout, peers: Iterable[Peer], *, sends: bool) -> set[int]:
     """Ranks of the handoff communicator that this one sends to, or receives from."""
     return {piece.rank for peer in peers for piece in _pieces(config, layout, peer, sends, 1)}
+
+
+_WithPiece = TypeVar("_WithPiece", bound=tuple[Any, ...])  # a piece is its second
+
+
+def _alike(some: list[_WithPiece]) -> Iterator[tuple[slice, slice, list[_WithPiece]]]:
+    """Those next to each other of the same layers and heads, together."""
+    for (layers, heads), group in itertools.groupby(some, lambda one: (one[1].layers, one[1].heads)):
+        yield layers, heads, list(group)
 
 
 def _pieces(config: ModelConfig, layout: Layout, peer: Peer, sends: bool, n_pieces: int) -> list[_Piece]:

@@ -17,7 +17,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
 import plain_kernels as plain  # noqa: E402
 
 from mpillm.engine import kernels  # noqa: E402
-from mpillm.engine.kv_cache import KVCache  # noqa: E402
+from mpillm.engine.kv_cache import Held, KVCache  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -121,10 +121,12 @@ def test_pieces_of_a_handoff(dtype: torch.dtype) -> None:
         for name in ("keys", "values"):
             getattr(caches[1], name).copy_(getattr(caches[0], name))
         for layers, heads in ((slice(0, 5), slice(0, 3)), (slice(2, 4), slice(1, 3))):
-            there, here = ([7, 2, 5], [1, 9, 4])
-            pieces = [cache.read(there, n_tokens, layers, heads) for cache in caches]
-            assert torch.equal(pieces[0], pieces[1].cpu())
-            for cache, piece in zip(caches, pieces, strict=True):
-                cache.write(here, n_tokens, layers, heads, piece)
+            there = [Held([7, 2, 5], n_tokens), Held([8, 3], 1)]
+            here = [Held([1, 9, 4], n_tokens), Held([6], 1)]
+            pieces = [cache.read(there, layers, heads) for cache in caches]
+            for a, b in zip(*pieces, strict=True):
+                assert torch.equal(a, b.cpu())
+            for cache, some in zip(caches, pieces, strict=True):
+                cache.write(here, layers, heads, some)
             for name in ("keys", "values"):
                 assert torch.equal(getattr(caches[0], name), getattr(caches[1], name).cpu())
