@@ -1,7 +1,6 @@
 """What moves KV caches from rank to rank. Nothing here waits.
 
-A `Mover` for device memory takes the place of `MpiMover`; who sends what to whom, and when, does not change. (One over NCCL has to bring
-receives into the order of the sends, which match by order there: receivers accept in one order, contexts are computed in another.)
+On GPUs `engine.nccl_mover` takes the place of `MpiMover`; who sends what to whom, and when, does not change.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ class Moving(Protocol):
 class Mover(Protocol):
     """Buffers between two ranks with the same tag arrive in the order in which they were sent."""
 
+    whole_below: int  # bytes: with less, to move it in several pieces costs more than it gains
+
     def send(self, rank: int, tag: int, buffer: Any) -> Moving:
         """Send `buffer`, which must not change until that is done, to `rank` of the handoff communicator."""
         ...
@@ -39,19 +40,28 @@ class Mover(Protocol):
         """Fill `buffer`, which has the size of what `rank` sends."""
         ...
 
+    def poll(self) -> None:
+        """Let things go on; called before buffers are asked whether they are done."""
+        ...
+
 
 class MpiMover:
     """Memory that NumPy can see, over MPI."""
 
+    whole_below = 0
+
     def __init__(self, comm: MPI.Intracomm) -> None:
         """`comm`: the handoff communicator; nothing else may receive from any rank or with any tag there."""
-        self._comm = comm
+        self.comm = comm
 
     def send(self, rank: int, tag: int, buffer: Any) -> Moving:
-        return _Moving(self._comm.Isend((np.asarray(buffer), MPI.BYTE), rank, tag))
+        return _Moving(self.comm.Isend((np.asarray(buffer), MPI.BYTE), rank, tag))
 
     def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
-        return _Moving(self._comm.Irecv((np.asarray(buffer), MPI.BYTE), rank, tag))
+        return _Moving(self.comm.Irecv((np.asarray(buffer), MPI.BYTE), rank, tag))
+
+    def poll(self) -> None:
+        """MPI goes on whenever a request is tested."""
 
 
 class _Moving(NamedTuple):

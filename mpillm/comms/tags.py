@@ -33,4 +33,6 @@ class Tag(enum.IntEnum):
     HIDDEN = 26  # stage to stage: the activations of a step
     MOVED = 27  # any rank to its leader: int32 tickets of KV caches that have left it, or arrived (see engine/transfer.py)
     # handoff, up to the end of the slots
+    NCCL_ID = 28  # bytes: with which two ranks on GPUs make a communicator of their own
+    NOTICE = 29  # int64 tag, int64 bytes: this comes next over NCCL (see engine/nccl_mover.py)
     KV = 32  # + slot: pieces of a KV cache

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig, Credits, LLMCore
 from mpillm.engine.engine import Engine, EngineLimits
 from mpillm.engine.model_config import ModelInfo, check_model, model_info
@@ -20,16 +19,18 @@ from mpillm.engine.prefix_cache import PrefixCache
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.scheduler import Sequence
 from mpillm.engine.step import Follower, Worker
-from mpillm.engine.transfer import Transfers
+from mpillm.engine.transfer import Transfers, partners
 from mpillm.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, ResponseFlag
 
 if TYPE_CHECKING:
     from mpillm.comms.mover import Mover, Peer
     from mpillm.comms.world import InstanceComms
+    from mpillm.engine.kv_cache import KVCache
 
 _log = logging.getLogger(__name__)
 _MAX_WARM_UP = 64  # requests
 _HEALTH_PAUSE_S = 0.0005
+_CACHE_TO_BUFFERS = 32  # GPU memory of the KV cache over that for buffers of KV caches under way, out of what the cache leaves free
 
 
 class TorchCore(LLMCore):
@@ -53,8 +54,6 @@ class TorchCore(LLMCore):
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelInfo:
-        if config.gpu_bytes is not None and config.role != "executor":
-            raise ConfigError("--mode disaggregated: the handoff between GPUs is not there yet; --device cpu, or --mode aggregated")
         return check_model(config)
 
     # --- life ---
@@ -63,9 +62,9 @@ class TorchCore(LLMCore):
         c = self.config
         torch.set_num_threads(c.n_threads)
         worker = self.worker = self._make_worker()
+        max_moving_tokens = None if c.gpu_bytes is None else self.info.kv_cache_tokens // _CACHE_TO_BUFFERS
         if self._handoff is not None:
-            layout = self.info.layout
-            worker.transfers = Transfers(worker.cache, self.info.config, layout, *self._handoff, sends=c.role == "context")
+            worker.transfers = self._make_transfers(worker.cache, *self._handoff)
         if c.tp_rank == c.pp_rank == 0:
             limits = EngineLimits(
                 c.max_batch_size,
@@ -75,10 +74,23 @@ class TorchCore(LLMCore):
                 c.batch_scheduler_policy,
                 c.context_chunking_policy,
                 c.enable_kv_cache_reuse,
+                max_moving_tokens,
             )
             self._engine = Engine(self.info, limits, worker)
         else:
             self._follower = Follower(worker)
+
+    def _make_transfers(self, cache: KVCache, mover: Mover, peers: dict[int, Peer]) -> Transfers:
+        config, layout, sends = self.info.config, self.info.layout, self.config.role == "context"
+        if self.config.gpu_bytes is None:
+            return Transfers(cache, config, layout, mover, peers, sends=sends)
+        from mpillm.comms.mover import MpiMover
+        from mpillm.engine.nccl_mover import NcclMover
+
+        assert isinstance(mover, MpiMover)
+        mover = NcclMover.connected(mover.comm, partners(config, layout, peers.values(), sends=sends), sends=sends)
+        most_bytes = (cache.keys.nbytes + cache.values.nbytes) // _CACHE_TO_BUFFERS
+        return Transfers(cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes)
 
     def _make_worker(self) -> Worker:
         c, layout, dummy = self.config, self.info.layout, self.config.load_format == "dummy"

@@ -34,6 +34,7 @@ class EngineLimits:
     policy: str = "max_util"  # see `Scheduler`
     chunking: str = "first_come_first_served"
     reuse: bool = False  # of blocks that hold a common prefix
+    max_moving_tokens: int | None = None  # of KV caches that are on their way here, for which there are buffers; one may be larger
 
 
 class Engine:
@@ -72,7 +73,7 @@ class Engine:
         self._accepted: dict[int, tuple[int, int]] = {}
         self._reserved: dict[int, tuple[list[int], int]] = {}  # with the most tokens that will be cached
         self._ordered: list[Transfer] = []  # for the next step
-        self._moving: dict[int, list[int]] = {}  # by ticket: sequence id, ranks that are not done
+        self._moving: dict[int, list[int]] = {}  # by ticket: sequence id, tokens, ranks that are not done
         self._n_transfers = 0
         self.kv_bytes = 0  # handed over
         self._cancelled: list[Sequence] = []  # `step` has not told yet
@@ -208,8 +209,8 @@ class Engine:
         while self._groups.has_followers and (tickets := self._groups.take_moved()):
             done += tickets
         for ticket in done:
-            self._moving[ticket][1] -= 1
-        return [self._moving.pop(ticket)[0] for ticket in dict.fromkeys(done) if self._moving[ticket][1] == 0]
+            self._moving[ticket][2] -= 1
+        return [self._moving.pop(ticket)[0] for ticket in dict.fromkeys(done) if self._moving[ticket][2] == 0]
 
     def release_kv(self, sequence_id: int) -> None:
         if sequence_id in self._handing_over:
@@ -241,6 +242,9 @@ class Engine:
             raise ValueError(
                 f"request {sequence_id}: {n_prompt} prompt tokens and {max_output} output tokens exceed max_seq_len {self.info.max_seq_len}"
             )
+        n_moving = sum(n_tokens for _, n_tokens, _ in self._moving.values())
+        if n_moving and self.limits.max_moving_tokens is not None and n_moving + n_prompt > self.limits.max_moving_tokens:
+            return False
         n_at_most = n_prompt + max_output - 1
         blocks = self.scheduler.reserve(n_prompt, n_at_most)
         if blocks is None:
@@ -271,5 +275,5 @@ class Engine:
         layout = self._groups.layout
         self._n_transfers += 1
         ticket = self._n_transfers & 0x7FFFFFFF
-        self._moving[ticket] = [sequence_id, layout.tp_size * layout.pp_size]
+        self._moving[ticket] = [sequence_id, n_tokens, layout.tp_size * layout.pp_size]
         self._ordered.append(Transfer(kind, ticket, peer, slot, n_tokens, blocks))

@@ -221,6 +221,7 @@ class GpuWorker(Worker):
         pool = None
         for size in reversed(sizes):
             with torch.inference_mode():
+                self._rows.zero_()  # the slots of a larger size would be positions, past a sequence's end
                 self._rows[size : 2 * size] = self._nobody
                 self._forward_decode(size)  # compiles kernels, makes room for the libraries' own needs
                 torch.cuda.synchronize()

@@ -262,3 +262,50 @@ def context_attention(qkv: Tensor, keys: Tensor, values: Tensor, table: Tensor, 
         TILE=64 if qkv.dtype == torch.bfloat16 else 32,
         num_warps=8, num_stages=2,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_blocks", "first_head", "n"])
+def _copy_blocks(
+    keys,
+    values,
+    table,
+    n,
+    n_blocks,
+    first_head,
+    n_heads,
+    N_PIECE_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    INTO_PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i, part = tl.program_id(0), tl.program_id(1)
+    block, first = tl.load(table + i), tl.load(table + n + i)
+    n_tokens, address = tl.load(table + 2 * n + i), tl.load(table + 3 * n + i)
+    layer, head = (part // N_PIECE_HEADS).to(tl.int64), part % N_PIECE_HEADS
+    held = ((layer * n_blocks + block) * n_heads + first_head + head) * (SIZE * DIM)
+    # Of a key; values lie behind all keys of the layer.
+    piece = address.to(keys.dtype) + ((2 * layer * N_PIECE_HEADS + head) * n_tokens + first) * DIM
+    value = N_PIECE_HEADS * n_tokens * DIM
+    end = tl.minimum(n_tokens - first, SIZE) * DIM
+    for start in range(0, SIZE * DIM, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        real = at < end
+        key_there, value_there = tl.multiple_of(piece + at, 16), tl.multiple_of(piece + value + at, 16)
+        if INTO_PIECES:
+            tl.store(key_there, tl.load(keys + held + at, mask=real), mask=real)
+            tl.store(value_there, tl.load(values + held + at, mask=real), mask=real)
+        else:
+            tl.store(keys + held + at, tl.load(key_there, mask=real), mask=real)
+            tl.store(values + held + at, tl.load(value_there, mask=real), mask=real)
+
+
+def copy_blocks(keys: Tensor, values: Tensor, table: Tensor, first_head: int, n_heads: int, into_pieces: bool) -> None:
+    """Between layers of the cache, [layers, blocks, kv_heads, tokens_per_block, head_dim], and pieces of several handoffs.
+
+    A piece is contiguous, [layers, 2, heads, tokens, head_dim]; its heads are `n_heads` of the cache's from `first_head` on. `table`
+    (int64 [4, n]) says which blocks: number, index of its first token, how many tokens the piece has, the piece's address.
+    """
+    n_layers, n_blocks, n_held, size, dim = keys.shape
+    block, n = min(2048, triton.next_power_of_2(size * dim)), table.shape[1]
+    _copy_blocks[(n, n_layers * n_heads)](keys, values, table, n, n_blocks, first_head, n_held, n_heads, size, dim, into_pieces, block)

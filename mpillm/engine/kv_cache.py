@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from mpillm.engine.device import to_device
 
 NULL_BLOCK = 0  # never given out: what short rows of a block table are filled with
 
@@ -29,6 +32,13 @@ class BlockAllocator:
     def give_back(self, blocks: list[int]) -> None:
         for block in blocks:
             heapq.heappush(self._free, block)
+
+
+class Held(NamedTuple):
+    """A sequence's blocks, and how many tokens of them count."""
+
+    blocks: list[int]
+    n_tokens: int
 
 
 class KVCache:
@@ -54,32 +64,57 @@ class KVCache:
     def blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.tokens_per_block)
 
+    def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
+        n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
+        n_bytes: int = 2 * n_layers * n_heads * n_tokens * self._shape[-1] * self.keys.element_size()
+        return n_bytes
+
     @torch.inference_mode()
     def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Tensor:
         """Room for a piece of a handoff: uint8 [bytes]."""
-        n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
-        n_bytes = 2 * n_layers * n_heads * n_tokens * self._shape[-1] * self.keys.element_size()
-        return torch.empty(n_bytes, dtype=torch.uint8, device=self.keys.device)
+        return torch.empty(self.piece_bytes(n_tokens, layers, heads), dtype=torch.uint8, device=self.keys.device)
 
     @torch.inference_mode()
-    def read(self, blocks: list[int], n_tokens: int, layers: slice, heads: slice) -> Tensor:
-        """A copy of some layers and heads of the first `n_tokens` tokens in `blocks`: a piece of a handoff, uint8 [bytes]."""
-        piece = self.new_piece(n_tokens, layers, heads)
-        n_whole, rest = divmod(n_tokens, self.tokens_per_block)
-        for held, whole, end in self._parts(piece, n_tokens, layers, heads):
-            whole.copy_(held[:, blocks[:n_whole]])
-            if rest:
-                end.copy_(held[:, blocks[n_whole], :, :rest])
-        return piece
+    def read(self, held: list[Held], layers: slice, heads: slice) -> list[Tensor]:
+        """Copies of some layers and heads: for each a piece of a handoff, uint8 [bytes]."""
+        sizes = [self.piece_bytes(n_tokens, layers, heads) for _, n_tokens in held]
+        pieces = list(torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.keys.device), sizes))
+        if self.keys.is_cuda:
+            self._copy_on_gpu(held, layers, heads, pieces, into_pieces=True)
+            return pieces
+        for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
+            n_whole, rest = divmod(n_tokens, self.tokens_per_block)
+            for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
+                whole.copy_(pool[:, blocks[:n_whole]])
+                if rest:
+                    end.copy_(pool[:, blocks[n_whole], :, :rest])
+        return pieces
 
     @torch.inference_mode()
-    def write(self, blocks: list[int], n_tokens: int, layers: slice, heads: slice, piece: Tensor) -> None:
-        """Fill `blocks` from what `read` gave for the same tokens, layers and heads."""
-        n_whole, rest = divmod(n_tokens, self.tokens_per_block)
-        for held, whole, end in self._parts(piece, n_tokens, layers, heads):
-            held[:, blocks[:n_whole]] = whole
-            if rest:
-                held[:, blocks[n_whole], :, :rest] = end
+    def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor]) -> None:
+        """Fill blocks from what `read` gave for the same tokens, layers and heads."""
+        if self.keys.is_cuda:
+            self._copy_on_gpu(held, layers, heads, pieces, into_pieces=False)
+            return
+        for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
+            n_whole, rest = divmod(n_tokens, self.tokens_per_block)
+            for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
+                pool[:, blocks[:n_whole]] = whole
+                if rest:
+                    pool[:, blocks[n_whole], :, :rest] = end
+
+    def _copy_on_gpu(self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor], *, into_pieces: bool) -> None:
+        """All in one kernel, without waiting."""
+        from mpillm.engine.kernels import copy_blocks
+
+        rows: tuple[list[int], ...] = [], [], [], []
+        for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
+            n = self.blocks_for(n_tokens)
+            of_piece = blocks[:n], range(0, n_tokens, self.tokens_per_block), [n_tokens] * n, [piece.data_ptr()] * n
+            for row, numbers in zip(rows, of_piece, strict=True):
+                row += numbers
+        table = to_device(np.array(rows, np.int64), self.keys.device)
+        copy_blocks(self.keys[layers], self.values[layers], table, heads.start, heads.stop - heads.start, into_pieces)
 
     def _parts(self, piece: Tensor, n_tokens: int, layers: slice, heads: slice) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Views for keys, then for values: the cache's layers and heads, the piece's tokens of whole blocks as such, those behind them.

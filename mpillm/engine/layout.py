@@ -127,11 +127,11 @@ class Cut(NamedTuple):
     heads: range  # KV heads of the model
 
 
-_MAX_PIECES = 4  # that a stage's layers move in: the first while the others still compute
+MAX_PIECES = 4  # that a stage's layers move in: the first while the others still compute
 
 
-def cuts(config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int]) -> list[Cut]:
-    """How a KV cache is re-cut on its way between layouts (TP size, PP size), in the order of the layers.
+def cuts(config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int], n_pieces: int = MAX_PIECES) -> list[Cut]:
+    """How a KV cache is re-cut on its way between layouts (TP size, PP size), in the order of the layers: a sender's in `n_pieces`.
 
     Each receiver gets all that it holds. Of several senders that hold the same heads, the receivers are shared out among them.
     """
@@ -139,8 +139,8 @@ def cuts(config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int]
     for source_stage, dest_stage in itertools.product(range(sender[1]), range(receiver[1])):
         held = Layout(sender[0], sender[1], pp_rank=source_stage).layers(config)
         wanted = Layout(receiver[0], receiver[1], pp_rank=dest_stage).layers(config)
-        n_pieces = min(_MAX_PIECES, len(held))
-        for layers in (_common(held[share(len(held), i, n_pieces)], wanted) for i in range(n_pieces)):
+        n = min(n_pieces, len(held))
+        for layers in (_common(held[share(len(held), i, n)], wanted) for i in range(n)):
             for dest in range(receiver[0]) if layers else ():
                 needed = _kv_range(config, receiver[0], dest)
                 sources: dict[range, list[int]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,19 +53,27 @@ def _load() -> ctypes.CDLL:
 
 
 class NcclComm:
-    """A communicator over the GPUs of an MPI communicator's ranks, in its order."""
+    """A communicator over the GPUs of several ranks."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """Collective; this rank's GPU is PyTorch's current one. RuntimeError with NCCL's words if it cannot be made."""
+    def __init__(self, rank: int, size: int, tell: Callable[[bytes], bytes]) -> None:
+        """Collective; this rank's GPU is PyTorch's current one, and `tell` gives everyone what rank 0 calls it with.
+
+        RuntimeError with NCCL's words if it cannot be made.
+        """
         self._nccl = _load()
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size = rank, size
         unique = _UniqueId()
-        if comm.rank == 0:
+        if rank == 0:
             self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique)))
-        unique = _UniqueId.from_buffer_copy(comm.bcast(bytes(unique), 0))
+        unique = _UniqueId.from_buffer_copy(tell(bytes(unique)))
         self._comm = ctypes.c_void_p()
-        self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), comm.size, unique, comm.rank))
+        self._check(self._nccl.ncclCommInitRank(ctypes.byref(self._comm), size, unique, rank))
+
+    @classmethod
+    def of(cls, comm: MPI.Intracomm) -> NcclComm:
+        """Over the ranks of an MPI communicator, in its order."""
+        return cls(comm.rank, comm.size, lambda unique: comm.bcast(unique, 0))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum, in place."""
@@ -128,8 +136,8 @@ class NcclGroups(MpiGroups):
 
     def __init__(self, layout: Layout, comms: InstanceComms) -> None:
         super().__init__(layout, comms)
-        self._tp_gpus = NcclComm(comms.tp) if layout.tp_size > 1 else None
-        self._pp_gpus = NcclComm(comms.pp) if layout.pp_size > 1 else None
+        self._tp_gpus = NcclComm.of(comms.tp) if layout.tp_size > 1 else None
+        self._pp_gpus = NcclComm.of(comms.pp) if layout.pp_size > 1 else None
         if self._pp_gpus is not None:
             self._meet_neighbours(self._pp_gpus)
 

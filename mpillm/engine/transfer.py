@@ -5,21 +5,24 @@ steps. A receive is posted, and a KV cache that earlier steps have computed is s
 computed by the step itself is sent as its layers are: each piece (see `layout.cuts`) as soon as the last of its layers is in the cache.
 
 A piece is gathered into one contiguous buffer (see `KVCache.read`), and scattered into blocks where it arrives: blocks may be of different
-sizes at the two ends.
+sizes at the two ends. A cache that is too small to be worth several messages (`Mover.whole_below`) goes in one piece to each rank.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.comms.tags import Tag
-from mpillm.engine.layout import Layout, cuts
+from mpillm.engine.kv_cache import Held
+from mpillm.engine.layout import MAX_PIECES, Layout, cuts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,74 +75,137 @@ class _Piece(NamedTuple):
     heads: slice  # of this rank's
 
 
-class _Under(NamedTuple):
+@dataclass
+class _Under:
     """A transfer under way: its pieces that are."""
 
     transfer: Transfer
-    pieces: deque[tuple[Moving, _Piece, Tensor]]
+    pieces: deque[tuple[Moving, _Piece, Tensor]] = field(default_factory=deque)
+    n_waiting: int = 0  # pieces to be sent that have no buffer yet
+
+    @property
+    def held(self) -> Held:
+        return Held(self.transfer.blocks, self.transfer.n_tokens)
 
 
 class Transfers:
     """Starts what it is told to, and says what is done."""
 
-    def __init__(self, cache: KVCache, config: ModelConfig, layout: Layout, mover: Mover, peers: dict[int, Peer], *, sends: bool) -> None:
-        """`sends`: this is a rank of a context instance."""
+    def __init__(
+        self,
+        cache: KVCache,
+        config: ModelConfig,
+        layout: Layout,
+        mover: Mover,
+        peers: dict[int, Peer],
+        *,
+        sends: bool,
+        most_bytes: int | None = None,
+    ) -> None:
+        """`sends`: this is a rank of a context instance, of whose memory buffers take at most `most_bytes`, or one piece."""
         self._cache = cache
         self._mover = mover
-        self._pieces = {peer: _pieces(config, layout, other, sends) for peer, other in peers.items()}
+        self._most_bytes = most_bytes
+        self._pieces = {peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()}
+        self._whole = {peer: _pieces(config, layout, other, sends, 1) for peer, other in peers.items()}
+        # From how many tokens on a cache is moved in several pieces, by how many ranks the larger instance spreads it over.
+        n_ranks = {peer: max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size) for peer, other in peers.items()}
+        token_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * cache.keys.element_size()
+        self._whole_below = {peer: mover.whole_below * n / token_bytes for peer, n in n_ranks.items()}
         self._under_way: list[_Under] = []
         self._by_layer: list[_Under] = []  # of the step that is being computed
+        self._to_send: deque[tuple[_Under, _Piece]] = deque()
+        self._n_bytes = 0  # of buffers that are being sent
 
     def start(self, transfers: list[Transfer]) -> None:
         """Begin with the transfers of a step, before its own work."""
         self._by_layer = []
         for transfer in transfers:
-            under = _Under(transfer, deque())
+            under = _Under(transfer)
             self._under_way.append(under)
             if transfer.kind == Kind.SEND_LAYERS:
                 self._by_layer.append(under)
                 continue
-            for piece in self._pieces[transfer.peer]:
+            for piece in self._pieces_of(transfer):
                 if transfer.kind == Kind.SEND:
-                    self._send(under, piece)
+                    self._to_send.append((under, piece))
+                    under.n_waiting += 1
                 else:
                     buffer = self._cache.new_piece(transfer.n_tokens, piece.layers, piece.heads)
                     under.pieces.append((self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer))
+        self._gather()
 
     def layer_stored(self, layer: int) -> None:
         """The step's keys and values of this rank's `layer` are in the cache."""
         for under in self._by_layer:
-            for piece in self._pieces[under.transfer.peer]:
+            for piece in self._pieces_of(under.transfer):
                 if piece.layers.stop == layer + 1:
-                    self._send(under, piece)
+                    self._to_send.append((under, piece))
+                    under.n_waiting += 1
+        self._gather()
 
     def poll(self) -> list[int]:
         """Tickets of transfers that are done on this rank."""
-        done = [under.transfer.ticket for under in self._under_way if self._is_done(under)]
+        self._mover.poll()
+        arrived: list[tuple[_Under, _Piece, Tensor]] = []
+        done = []
+        for under in self._under_way:
+            while under.pieces and under.pieces[0][0].done():
+                _, piece, buffer = under.pieces.popleft()
+                if under.transfer.kind == Kind.RECEIVE:
+                    arrived.append((under, piece, buffer))
+                else:
+                    self._n_bytes -= buffer.nbytes
+            if not under.pieces and not under.n_waiting:
+                done.append(under.transfer.ticket)
+        for layers, heads, group in _alike(arrived):
+            self._cache.write([under.held for under, _, _ in group], layers, heads, [buffer for _, _, buffer in group])
         if done:
-            self._under_way = [under for under in self._under_way if under.pieces]
+            self._under_way = [under for under in self._under_way if under.pieces or under.n_waiting]
+        self._gather()
         return done
 
-    def _is_done(self, under: _Under) -> bool:
-        while under.pieces and under.pieces[0][0].done():
-            _, piece, buffer = under.pieces.popleft()
-            if under.transfer.kind == Kind.RECEIVE:
-                self._cache.write(under.transfer.blocks, under.transfer.n_tokens, piece.layers, piece.heads, buffer)
-        return not under.pieces
+    def _gather(self) -> None:
+        """Send what there is room for. The blocks stay what they are until all has left."""
+        ready: list[tuple[_Under, _Piece]] = []
+        while self._to_send:
+            under, piece = self._to_send[0]
+            n_bytes = self._cache.piece_bytes(under.transfer.n_tokens, piece.layers, piece.heads)
+            if self._most_bytes is not None and self._n_bytes and self._n_bytes + n_bytes > self._most_bytes:
+                break
+            ready.append(self._to_send.popleft())
+            self._n_bytes += n_bytes
+        for layers, heads, group in _alike(ready):
+            for (under, piece), buffer in zip(group, self._cache.read([under.held for under, _ in group], layers, heads), strict=True):
+                under.n_waiting -= 1
+                under.pieces.append((self._mover.send(piece.rank, Tag.KV + under.transfer.slot, buffer), piece, buffer))
 
-    def _send(self, under: _Under, piece: _Piece) -> None:
-        transfer = under.transfer
-        buffer = self._cache.read(transfer.blocks, transfer.n_tokens, piece.layers, piece.heads)
-        under.pieces.append((self._mover.send(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer))
+    def _pieces_of(self, transfer: Transfer) -> list[_Piece]:
+        pieces = self._whole if transfer.n_tokens < self._whole_below[transfer.peer] else self._pieces
+        return pieces[transfer.peer]
 
 
-def _pieces(config: ModelConfig, layout: Layout, peer: Peer, sends: bool) -> list[_Piece]:
+def partners(config: ModelConfig, layout: Layout, peers: Iterable[Peer], *, sends: bool) -> set[int]:
+    """Ranks of the handoff communicator that this one sends to, or receives from."""
+    return {piece.rank for peer in peers for piece in _pieces(config, layout, peer, sends, 1)}
+
+
+_WithPiece = TypeVar("_WithPiece", bound=tuple[Any, ...])  # a piece is its second
+
+
+def _alike(some: list[_WithPiece]) -> Iterator[tuple[slice, slice, list[_WithPiece]]]:
+    """Those next to each other of the same layers and heads, together."""
+    for (layers, heads), group in itertools.groupby(some, lambda one: (one[1].layers, one[1].heads)):
+        yield layers, heads, list(group)
+
+
+def _pieces(config: ModelConfig, layout: Layout, peer: Peer, sends: bool, n_pieces: int) -> list[_Piece]:
     """What this rank sends to the ranks of `peer`, or receives from them."""
     mine, other = (layout.tp_size, layout.pp_size), (peer.tp_size, peer.pp_size)
     me = layout.pp_rank * layout.tp_size + layout.tp_rank
     first_layer, first_head = layout.layers(config).start, layout.kv_heads(config).start
     pieces = []
-    for cut in cuts(config, mine, other) if sends else cuts(config, other, mine):
+    for cut in cuts(config, mine, other, n_pieces) if sends else cuts(config, other, mine, n_pieces):
         if me == (cut.source if sends else cut.dest):
             layers = slice(cut.layers.start - first_layer, cut.layers.stop - first_layer)
             heads = slice(cut.heads.start - first_head, cut.heads.stop - first_head)

@@ -31,6 +31,7 @@ class Failing(TorchCore):
 class FailingHandoff(TorchCore):
     """Raises at the fifth piece of a KV cache that rank MPILLM_TEST_RANK would move in the test."""
 
+    whole_below = 0
     _left = 1 << 60
 
     def start_test(self) -> None:
@@ -45,6 +46,9 @@ class FailingHandoff(TorchCore):
     def send(self, rank: int, tag: int, buffer: Any) -> Moving:
         self._count()
         return self._mover.send(rank, tag, buffer)
+
+    def poll(self) -> None:
+        self._mover.poll()
 
     def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
         self._count()

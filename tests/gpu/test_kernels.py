@@ -17,6 +17,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
 import plain_kernels as plain  # noqa: E402
 
 from mpillm.engine import kernels  # noqa: E402
+from mpillm.engine.kv_cache import Held, KVCache  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -108,3 +109,24 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
     kernels.context_attention(qkv, *ours, table, tiles(kernels.context_tile(heads, kv_heads, dtype)), out, heads)
     plain.context_attention(qkv, *ours, table, tiles(plain.context_tile(heads, kv_heads, dtype)), wanted, heads)
     assert error(out, wanted) < limit(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_of_a_handoff(dtype: torch.dtype) -> None:
+    """Out of blocks and into others, as the CPU does it, and nothing else is written."""
+    for size, dim, n_tokens in ((4, 16, 1), (4, 16, 8), (4, 16, 11), (32, 128, 65), (32, 80, 64)):
+        caches = [KVCache(5, 9, 3, size, dim, dtype, device) for device in ("cpu", DEVICE)]
+        for pool in (caches[0].keys, caches[0].values):
+            pool.normal_()
+        for name in ("keys", "values"):
+            getattr(caches[1], name).copy_(getattr(caches[0], name))
+        for layers, heads in ((slice(0, 5), slice(0, 3)), (slice(2, 4), slice(1, 3))):
+            there = [Held([7, 2, 5], n_tokens), Held([8, 3], 1)]
+            here = [Held([1, 9, 4], n_tokens), Held([6], 1)]
+            pieces = [cache.read(there, layers, heads) for cache in caches]
+            for a, b in zip(*pieces, strict=True):
+                assert torch.equal(a, b.cpu())
+            for cache, some in zip(caches, pieces, strict=True):
+                cache.write(here, layers, heads, some)
+            for name in ("keys", "values"):
+                assert torch.equal(getattr(caches[0], name), getattr(caches[1], name).cpu())

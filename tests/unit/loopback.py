@@ -22,6 +22,8 @@ class Wire:
 class Mover:
     """As `mpillm.comms.mover.Mover`, of one rank."""
 
+    whole_below = 0
+
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire = wire
         self._rank = rank
@@ -33,6 +35,9 @@ class Mover:
 
     def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
         return Moving(self._wire.under_way.setdefault((rank, self._rank, tag), deque()), np.asarray(buffer))
+
+    def poll(self) -> None:
+        """What is sent is there."""
 
 
 class Moving:

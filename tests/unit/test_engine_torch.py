@@ -520,6 +520,18 @@ def test_no_room_is_false_and_never_room_is_an_error(folder: Path) -> None:
         core.receive_kv(batch, 0, 4)
 
 
+def test_what_is_on_its_way_is_limited(folder: Path) -> None:
+    """On a GPU buffers take memory of their own; one KV cache is let through whatever its size."""
+    _, core = make_pair(folder, {}, {"kv_cache_tokens": 640})
+    core.engine.limits = dataclasses.replace(core.engine.limits, max_moving_tokens=30)
+    answers = []
+    for i, n in enumerate((40, 10)):
+        batch = make_batch([[1] * n], max_output=8, generation=1)
+        batch.rows["id"] = i
+        answers.append(core.receive_kv(batch, 0, 3 + i))
+    assert answers == [True, False]
+
+
 def test_context_waits_without_work_until_its_cache_is_taken(folder: Path) -> None:
     core, _ = make_pair(folder, {"kv_cache_tokens": 64, "max_seq_len": None})
     core.enqueue(make_batch([[1] * 40, [2] * 40], generation=1))
