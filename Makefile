@@ -20,13 +20,14 @@ UNTESTED := --ignore=tests/mpi
 export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs help run test test-slow test-unit test-mpi lint install clean again
+.PHONY: docs help run test test-slow test-cross test-unit test-mpi lint install clean again
 .NOTPARALLEL:
 
 help:
 	@echo "make run        install, fetch $(MODEL), and run a disaggregated test on $(RANKS) ranks (RUN_ARGS='--save_outputs …')"
 	@echo "make test       lint, type checks and all tests, with Open MPI and MPICH"
 	@echo "make test-slow  the tests that take longer"
+	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: more than half an hour"
 	@echo "make lint       ruff and mypy only"
 	@echo "make clean      delete .venv and caches (runs and models, in build/, stay)"
 
@@ -37,15 +38,18 @@ run: $(STAMP)
 test: lint test-unit test-mpi
 
 test-unit: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) -m "not slow" $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(UNTESTED) -m "not slow and not cross" $(PYTEST_ARGS) tests
 
 test-mpi: $(STAMP)
 	@set -e; for python in "$(CURDIR)/$(PY)" "$$MPILLM_MPICH_PYTHON"; do for n in $(TEST_RANKS); do \
-	    echo "$$python tests/under_mpirun.py -n $$n tests/mpi"; "$$python" tests/under_mpirun.py -n $$n -m "not slow" $(PYTEST_ARGS) tests/mpi; \
+	    echo "$$python tests/under_mpirun.py -n $$n tests/mpi"; "$$python" tests/under_mpirun.py -n $$n -m "not slow and not cross" $(PYTEST_ARGS) tests/mpi; \
 	done; done
 
 test-slow: $(STAMP)
 	$(PY) -m pytest $(UNTESTED) -m slow $(PYTEST_ARGS) tests
+
+test-cross: $(STAMP)
+	$(PY) -m pytest -m cross $(PYTEST_ARGS) tests/e2e/test_cross_product.py
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
