@@ -1,4 +1,4 @@
-"""Every pair of layouts with every scheduler policy, chunking and reuse: half an hour and more (`make test-cross`)."""
+"""Every pair of layouts with every scheduler policy, chunking and reuse: an hour and a half on two cores (`make test-cross`)."""
 
 from __future__ import annotations
 
