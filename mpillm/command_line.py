@@ -33,6 +33,10 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{known}")
         return values
 
+    def texts(self, args: Sequence[str]) -> dict[str, str]:
+        """What the options say, by name; ConfigError for unknown words."""
+        return {name: text for name, text in vars(self.parse_args(args)).items() if text is not None}
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}")
 

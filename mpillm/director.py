@@ -18,7 +18,7 @@ from mpillm.cores import BackendRegistry
 from mpillm.dataset import Dataset, Synthetic, load_dataset
 from mpillm.devices import assign
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.factory import core_config
+from mpillm.factory import check_prompts, core_config
 from mpillm.loadgen.logs import unsatisfied, verdict
 from mpillm.loadgen.settings import LoadGenConfig, test_settings
 from mpillm.loadgen.sut import LoadGenTest
@@ -114,6 +114,8 @@ class Director:
         for core in cores:
             limits = BackendRegistry.check(core)
         self._load_data(config, limits)
+        if limits is not None and self._dataset is not None:
+            check_prompts(cores, self._dataset)
         self._settings = test_settings(self._loadgen_config(config), len(self._dataset or ()))
         self._make_run_directory(config, disagg.dump(yaml), plan, reports)
         nodes = len({rank.node for rank in plan.ranks})

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from disagg import WorldPlan
+from disagg.errors import ConfigError
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
 from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
-from mpillm.planning import Setup, server_value
+from mpillm.dataset import Dataset
+from mpillm.fields.flags import RUNTIME_FLAGS
+from mpillm.harness_config import TrtllmHarnessConfig
+from mpillm.planning import Setup
 from mpillm.roles.base import Role, RouteMap
 from mpillm.roles.ctx import Context
 from mpillm.roles.executor import Executor
@@ -20,7 +24,7 @@ from mpillm.roles.gen import Generation
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 
-_SERVER_VALUES = ("max_batch_size", "max_num_tokens", "max_seq_len")  # where nobody says, CoreConfig does
+_LIMITS = ("max_batch_size", "max_num_tokens")  # where nobody says, CoreConfig does
 # TensorRT-LLM's names in a YAML's scheduler_config, and ours, which are the harness's.
 _POLICIES = {
     "MAX_UTILIZATION": "max_util",
@@ -41,9 +45,16 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[i
     kv_cache = server.kv_cache_config or {}
     scheduler = server.extra.get("scheduler_config") or {}
 
+    harness = config.build(TrtllmHarnessConfig)
+
     def chosen(name: str, in_file: Any) -> Any:
-        """The command line goes before the file, the file before the default."""
+        """What a person set goes before the file, the file before the default."""
         return getattr(config, name) if config.given(name) or in_file is None else in_file
+
+    def flag(name: str, in_file: Any) -> Any:
+        """As `chosen`, of a runtime flag."""
+        given = config.given(RUNTIME_FLAGS[name].name)
+        return harness.runtime_flags.get(name) if given or in_file is None else in_file
 
     return CoreConfig(
         core_type=config.core_type,
@@ -62,19 +73,33 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[i
         model_path=config.model_path,
         load_format=config.load_format,
         dtype=config.dtype,
-        **{name: value for name in _SERVER_VALUES if (value := server_value(config, server, name)) is not None},
+        **{name: value for name in _LIMITS if (value := flag(name, getattr(server, name))) is not None},
+        max_seq_len=chosen("max_seq_len", server.max_seq_len),
         kv_cache_tokens=config.kv_cache_tokens or kv_cache.get("max_tokens"),
-        kv_cache_fraction=chosen("kv_cache_free_gpu_mem_fraction", kv_cache.get("free_gpu_memory_fraction")),
+        kv_cache_fraction=flag("kvcache_free_gpu_mem_frac", kv_cache.get("free_gpu_memory_fraction")),
         tokens_per_block=chosen("tokens_per_block", kv_cache.get("tokens_per_block")),
-        enable_chunked_context=chosen("enable_chunked_context", server.extra.get("enable_chunked_prefill")),
-        context_chunking_policy=chosen("context_chunking_policy", _POLICIES.get(scheduler.get("context_chunking_policy", ""))),
-        batch_scheduler_policy=chosen("batch_scheduler_policy", _POLICIES.get(scheduler.get("capacity_scheduler_policy", ""))),
+        enable_chunked_context=flag("enable_chunked_context", server.extra.get("enable_chunked_prefill")),
+        context_chunking_policy=flag("context_chunking_policy", _POLICIES.get(scheduler.get("context_chunking_policy", ""))),
+        batch_scheduler_policy=flag("batch_scheduler_policy", _POLICIES.get(scheduler.get("capacity_scheduler_policy", ""))),
         enable_kv_cache_reuse=chosen("enable_kv_cache_reuse", kv_cache.get("enable_block_reuse")),
         beam_width=chosen("beam_width", server.extra.get("max_beam_width")),
+        end_ids=(harness.gen_config.eos_token_id if harness.gen_config else ()) or None,
         stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
         node_ranks=_node_ranks(plan, rank),
         options=config.core_options,
     )
+
+
+def check_prompts(cores: Iterable[CoreConfig], dataset: Dataset) -> None:
+    """ConfigError if a prompt would need several steps of a core whose chunked context is off."""
+    lengths = dataset.lengths()
+    longest = int(lengths.argmax())
+    for core in cores:
+        if core.role != "generation" and not core.enable_chunked_context and lengths[longest] > core.max_num_tokens:
+            raise ConfigError(
+                f"{dataset.name}: the prompt of sample {longest} has {lengths[longest]} tokens, and a step of instance"
+                f" {core.instance} takes {core.max_num_tokens}: give --max_num_tokens {lengths[longest]}, or --enable_chunked_context true for several steps"
+            )
 
 
 def _node_ranks(plan: WorldPlan, rank: int) -> int:

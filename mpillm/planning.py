@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import disagg
-from disagg import DisaggConfig, ServerConfig, WorldPlan
+from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
@@ -60,11 +59,6 @@ def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
         max_seq_len=config.max_seq_len,
         router=config.traffic_distribution_policy,
     )
-
-
-def server_value(config: RunConfig, server: ServerConfig, name: str) -> Any:
-    """An option that a server section may set as well: the command line goes before the file."""
-    return getattr(config, name) if config.given(name) or getattr(server, name) is None else getattr(server, name)
 
 
 def plan_main(argv: Sequence[str]) -> int:

@@ -73,15 +73,15 @@ def test_a_field_that_disallows_its_default() -> None:
             Thing()
         assert Thing("given").value == "given"
     assert Thing.from_fields(config=Configuration({needed: "x"})).value == "x"  # type: ignore[attr-defined]
-    assert Thing.from_fields(config=Configuration(argv=["--needed", "y"])).value == "y"  # type: ignore[attr-defined]
+    assert Thing.from_fields(config=Configuration(options={"needed": "y"})).value == "y"  # type: ignore[attr-defined]
     assert Thing().value == "default", "outside of a context a class is an ordinary one"
 
 
 def test_dictionaries_can_be_merged() -> None:
     merged = Field("merged", from_string=trtllm_runtime_flags.from_string, autoconf_strategy=AutoConfStrategy.DictUpdate)
-    found = Configuration({merged: {"a": 1, "b": 2}}, sources="file", argv=["--merged", "b:3,c:4"]).resolve([merged])[merged]
+    found = Configuration({merged: {"a": 1, "b": 2}}, options={"merged": "b:3,c:4"}).resolve([merged])[merged]
     assert found.value == {"a": 1, "b": 3, "c": 4}
-    assert found.keys == {"a": "file", "b": "command line", "c": "command line"}
+    assert {key: origin.where for key, origin in found.keys.items()} == {"a": "configuration", "b": "command line", "c": "command line"}
 
 
 def test_dataclasses_inherit_bindings() -> None:
