@@ -241,6 +241,9 @@ def _check_together(config: RunConfig) -> None:
         )
     if config.dataset == "synthetic" and config.dataset_path:
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    chunking = config.context_chunking_policy != fields.context_chunking_policy.default
+    if chunking and config.given("context_chunking_policy") and not config.enable_chunked_context and not config.disagg_config:
+        raise ConfigError(f"{config.named('context_chunking_policy')} has no effect without --enable_chunked_context true")
     if config.server_target_qps == 0:
         raise ConfigError(f"{config.named('server_target_qps')}: expected more than 0")
     conflicting = (

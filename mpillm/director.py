@@ -114,7 +114,7 @@ class Director:
         for core in cores:
             limits = BackendRegistry.check(core)
         self._load_data(config, limits)
-        if limits is not None and self._dataset is not None:
+        if limits is not None and self._dataset is not None and config.core_type != "dummy":  # which computes no prompts
             check_prompts(cores, self._dataset)
         self._settings = test_settings(self._loadgen_config(config), len(self._dataset or ()))
         self._make_run_directory(config, disagg.dump(yaml), plan, reports)

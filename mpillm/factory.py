@@ -97,8 +97,8 @@ def check_prompts(cores: Iterable[CoreConfig], dataset: Dataset) -> None:
     for core in cores:
         if core.role != "generation" and not core.enable_chunked_context and lengths[longest] > core.max_num_tokens:
             raise ConfigError(
-                f"{dataset.name}: the prompt of sample {longest} has {lengths[longest]} tokens, and a step of instance"
-                f" {core.instance} takes {core.max_num_tokens}: give --max_num_tokens {lengths[longest]}, or --enable_chunked_context true for several steps"
+                f"{dataset.name}: the prompt of sample {longest} has {lengths[longest]} tokens, a step of instance {core.instance} takes"
+                f" {core.max_num_tokens}: give --max_num_tokens {lengths[longest]}, or --enable_chunked_context true for several steps"
             )
 
 

@@ -46,17 +46,19 @@ def _share(found: dict[str, Found], flags_name: str, known: Mapping[str, Field])
     flags = found[flags_name]
     values, origins = dict(flags.value), flags.key_origins()
     for name, field in known.items():
-        option = found.get(field.name, Found(field.default, DEFAULT))
-        candidates = [option]
+        flag = None
+        candidates = [found.get(field.name, Found(field.default, DEFAULT))]
         if values.get(name) is not None:
             value = field.check(values[name], f"{origins[name].where}: {flags_name} {name}")
-            candidates.append(_called(flags_name, Found(value, origins[name])))
+            candidates.append(flag := _called(flags_name, Found(value, origins[name])))
         if field is fields.max_batch_size and (size := _batch_size(found)) is not None:
             candidates.append(_called("gpu_batch_size", size))
         best = max(candidates, key=lambda candidate: candidate.origin.level)
         if best.value is None:
             continue
-        values[name], origins[name] = best.value, best.origin
+        values[name] = best.value
+        if best is not flag:
+            origins[name] = best.origin
         if field.name in found:
             found[field.name] = best
     found[flags_name] = Found(values, flags.origin, origins)
