@@ -121,7 +121,7 @@ class Worker:
         mine = layout.vocabulary(config)
         self._forbidden = torch.tensor([id_ - mine.start for id_ in info.end_ids if mine.start <= id_ < mine.stop], dtype=torch.int64)
         with torch.inference_mode():
-            self.model = Llama(config, Shards(source, config, layout, dtype, device), info.max_seq_len, groups, ops)
+            self.model = Llama(config, Shards(source, config, layout, dtype, device, info.quantization), info.max_seq_len, groups, ops)
             kv_heads = layout.kv_heads(config)
             n_blocks = info.kv_cache_tokens // tokens_per_block
             n_layers = len(layout.layers(config))

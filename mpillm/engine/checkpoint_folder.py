@@ -1,0 +1,118 @@
+"""Folders of safetensors that appear under their name only when they are complete, written one tensor at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from disagg.errors import ConfigError
+from mpillm.engine.memory import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What a model's folder holds beside weights and config.json: tokenizer, chat template, generation config, licence.
+_COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+_COMPANIONS += ("chat_template*", "*.model", "LICENSE*", "USE_POLICY*")
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
+
+
+class Entry(NamedTuple):
+    """A tensor that is going to be written."""
+
+    dtype: str  # in safetensors' words
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        n = _ITEM_BYTES[self.dtype]
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder to write in, which becomes `target` at the end, or is removed if that is not reached.
+
+    ConfigError if `target` is there already and not to be replaced, or cannot be written.
+    """
+    target = target.absolute()
+    if target.exists() and not overwrite:
+        raise ConfigError(f"{target}: exists already")
+    unique = uuid.uuid4().hex[:12]
+    work, old = target.parent / f".{target.name}.{unique}", target.parent / f".{target.name}.{unique}.old"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir()
+        try:
+            yield work
+            if target.exists():
+                target.rename(old)
+            work.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise ConfigError(f"{target}: cannot be written: {error.strerror}{f' ({error.filename})' if error.filename and not full else ''}")
+
+
+def check_room(folder: Path, n_bytes: int) -> None:
+    """ConfigError if the disk of `folder` has less than `n_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        raise ConfigError(f"{folder.parent}: {shown(n_bytes)} are needed on this disk, and {shown(free)} are free")
+
+
+def write_safetensors(file: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """`tensors` come in any order and are written as they come: only one is in memory at a time.
+
+    The format: https://github.com/huggingface/safetensors#format. Wide numbers come first, so that each lies where it can be used.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: -_ITEM_BYTES[item[1].dtype]):
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.n_bytes]}
+        end += entry.n_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    missing = set(entries)
+    with file.open("xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            entry = entries[name]
+            if tuple(tensor.shape) != entry.shape or tensor.nbytes != entry.n_bytes:
+                raise ValueError(f"{file}: {name} {tuple(tensor.shape)} of {tensor.nbytes} bytes is not {entry}")
+            stream.seek(8 + len(text) + header[name]["data_offsets"][0])
+            stream.write(memoryview(_bytes(tensor)))
+            missing.remove(name)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if missing:
+        raise ValueError(f"{file}: nothing was given for {', '.join(sorted(missing))}")
+
+
+def write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Everything of a model's folder but its weights and its `config.json`."""
+    for pattern in _COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
+
+
+def _bytes(tensor: Tensor) -> Any:
+    import torch
+
+    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
