@@ -1,12 +1,14 @@
-"""Folders of safetensors that appear under their name only when they are complete, written one tensor at a time."""
+"""Folders of safetensors: read without torch, written one tensor at a time, there under their name only when they are complete."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
+import struct
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.engine.memory import shown
+from mpillm.engine.quantization import RECORD
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
 # What a model's folder holds beside weights and config.json: tokenizer, chat template, generation config, licence.
 _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
 _COMPANIONS += ("chat_template*", "*.model", "LICENSE*", "USE_POLICY*")
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for its digest
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
 
 
@@ -36,6 +43,58 @@ class Entry(NamedTuple):
         for size in self.shape:
             n *= size
         return n
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}: not a JSON object")
+    return value
+
+
+def read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """A safetensors file's tensors: dtype, shape, data_offsets. The file's size must be exactly what they add up to."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
+                raise ConfigError(f"{file}: truncated, or not a safetensors file ({size} bytes)")
+            raw = stream.read(length)
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    try:
+        header: dict[str, Any] = json.loads(raw)
+        header.pop("__metadata__", None)
+        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        if any(not {"dtype", "shape"} <= entry.keys() for entry in header.values()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise ConfigError(f"{file}: truncated, or not a safetensors file (its header cannot be read)") from None
+    if size != expected:
+        raise ConfigError(f"{file}: truncated: its header says {expected} bytes, it has {size}")
+    return header
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a model's index names, or the one that needs none; ConfigError if the index cannot be read."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [folder / SINGLE]
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{index}: no weight_map")
+    return sorted({folder / str(name) for name in weight_map.values()})
 
 
 @contextlib.contextmanager
@@ -63,6 +122,23 @@ def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise ConfigError(f"{target}: cannot be written: {error.strerror}{f' ({error.filename})' if error.filename and not full else ''}")
+
+
+def digests(folder: Path) -> list[str]:
+    """Of a model's weights, and of those that they were quantised from: names and sizes of the files, their headers, and some of their bytes.
+
+    Not of all bytes: that would read a large model from end to end.
+    """
+    state = hashlib.sha256()
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        state.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for at in (0, *(size * i // _SAMPLES for i in range(1, _SAMPLES))):
+                stream.seek(at)
+                state.update(stream.read(_SAMPLE_BYTES))
+    record = folder / RECORD
+    return [state.hexdigest(), *(read_json(record).get("source_digests", []) if record.is_file() else [])]
 
 
 def check_room(folder: Path, n_bytes: int) -> None:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpillm.engine.quantization import SCALE_BYTES, is_quantized
+from mpillm.engine.quantization import SCALE_BYTES, is_linear
 
 if TYPE_CHECKING:
     from mpillm.engine.model_config import ModelConfig
@@ -121,7 +121,7 @@ class Layout:
         """Of this rank's parameters in memory: floats of `width` bytes, and what is in 8 bits (none, int8, fp8) with its scales."""
         shapes, n_bytes = config.tensors(), 0
         for name, n in self.sizes(config).items():
-            if quantization != "none" and is_quantized(name):
+            if quantization != "none" and is_linear(name):
                 n_bytes += n + SCALE_BYTES * len(range(shapes[name][0])[self.part(name, config)[0]])
             else:
                 n_bytes += n * width

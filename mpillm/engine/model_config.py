@@ -6,17 +6,19 @@ of ours that runs with seeded random weights.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import CoreConfig
+from mpillm.engine.checkpoint_folder import INDEX, SINGLE, read_header, read_json, weight_files
+from mpillm.engine.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.layout import Layout
 from mpillm.engine.memory import check_fit, gpu_room, shown
-from mpillm.engine.quantization import ALGORITHMS, DTYPES, held, is_quantized, parse_quantization, scale_name
+from mpillm.engine.quantization import ALGORITHMS, DTYPES, held, is_linear, parse_quantization, scale_name
 from mpillm.tokenizer import load_tokenizer
 
 PRESETS = Path(__file__).parent / "presets"
@@ -28,10 +30,7 @@ _CHOICES = {
     "batch_scheduler_policy": ("max_util", "no_evict", "static"),
     "context_chunking_policy": ("first_come_first_served", "equal_progress"),
 }
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _CHECKPOINT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _FP8_MULTIPLE = 16  # torch._scaled_mm's rule, for both sides of a matrix
 _DEFAULT_KV_BYTES = 2 << 30  # on a CPU
 
@@ -118,6 +117,7 @@ class ModelInfo:
     quantization: str  # none, int8 or fp8
     kv_cache_tokens: int  # size of the KV cache
     folder: Path | None  # None: a preset
+    engine: EngineFolder | None = None  # that the weights come from
 
 
 def check_model(config: CoreConfig) -> ModelInfo:
@@ -149,7 +149,11 @@ def model_info(config: CoreConfig) -> ModelInfo:
     model = _parse(raw, source)
     _check_layout(config, model)
     layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
-    if folder is not None and config.load_format == "auto":
+    engine = None if config.engine_dir is None else read_engine(Path(config.engine_dir))
+    if engine is not None:
+        check_engine(engine, _parse(engine.pretrained_config, engine.folder / "config.json"), config, model, folder)
+        model = dataclasses.replace(model, dtype=engine.dtype, quantization=engine.quantization)
+    elif folder is not None and config.load_format == "auto":
         checkpoint_files(folder, model)
     # float16 has no place here: its values are held as float32, which keeps them exactly.
     auto = "bfloat16" if model.dtype == "bfloat16" else "float32"
@@ -174,6 +178,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         quantization=quantization,
         kv_cache_tokens=kv_cache_tokens,
         folder=folder,
+        engine=engine,
     )
 
 
@@ -192,11 +197,11 @@ def preset_json(name: str) -> dict[str, Any]:
 
 def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     """The file of every tensor of `model`; ConfigError if one is missing, truncated, of the wrong shape or of a type we cannot read."""
-    files = _weight_files(folder)
+    files = weight_files(folder)
     found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
     expected = {name: (shape, tuple(_CHECKPOINT_DTYPES)) for name, shape in model.tensors().items()}
     if model.quantization != "none":
-        for name in [name for name in expected if is_quantized(name)]:
+        for name in [name for name in expected if is_linear(name)]:
             shape, floats = expected[name]
             expected[name] = shape, (DTYPES[model.quantization],)
             expected[scale_name(name)] = (shape[0], 1), floats
@@ -209,16 +214,6 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
         if entry["dtype"] not in dtypes:
             raise ConfigError(f"{file}: tensor {name} is of type {entry['dtype']}; can read {', '.join(dtypes)}")
     return {name: found[name][0] for name in expected}
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if not index.is_file():
-        return [folder / SINGLE]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ConfigError(f"{index}: no weight_map")
-    return sorted({folder / str(name) for name in weight_map.values()})
 
 
 def _presets() -> list[str]:
@@ -237,47 +232,6 @@ def _locate(model_path: str) -> tuple[Path, Path | None]:
     raise ConfigError(
         f"--model_path {model_path}: no such folder, and no such preset{nearest(model_path, known)}; presets: {', '.join(known)}"
     )
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: not a JSON object")
-    return value
-
-
-def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """A safetensors file's tensors: dtype, shape, data_offsets. The file's size must be exactly what they add up to."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
-                raise ConfigError(f"{file}: truncated, or not a safetensors file ({size} bytes)")
-            raw = stream.read(length)
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    try:
-        header: dict[str, Any] = json.loads(raw)
-        header.pop("__metadata__", None)
-        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        if any(not {"dtype", "shape"} <= entry.keys() for entry in header.values()):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise ConfigError(f"{file}: truncated, or not a safetensors file (its header cannot be read)") from None
-    if size != expected:
-        raise ConfigError(f"{file}: truncated: its header says {expected} bytes, it has {size}")
-    return header
 
 
 def _architecture(raw: dict[str, Any], source: Path) -> str:
@@ -397,7 +351,7 @@ def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout) -> str
     if quantization == "int8":
         raise ConfigError(f"{config.model_path}: int8 weights run on CPUs alone (--device cpu); on a GPU use fp8")
     for name in layout.tensors(model) if quantization == "fp8" else ():
-        if is_quantized(name):
+        if is_linear(name):
             shape = [len(range(n)[part]) for n, part in zip(model.tensors()[name], layout.part(name, model), strict=True)]
             if any(n % _FP8_MULTIPLE for n in shape):
                 raise ConfigError(

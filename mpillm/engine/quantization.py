@@ -16,14 +16,16 @@ from disagg.errors import ConfigError, nearest
 
 ALGORITHMS = ("int8", "fp8")
 DTYPES = {"int8": "I8", "fp8": "F8_E4M3"}  # safetensors' names
+RECORD = "quantization.json"  # of a folder that `quantize` made: what was done, and the relative error of each matrix
 SCALE_BYTES = 4  # float32, as the engine holds a scale
 _TYPES = {"int": "int8", "float": "fp8"}
 _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
 _LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+_LINEARS |= {"qkv_proj", "gate_up_proj", "w13"}  # as the engine has them
 
 
-def is_quantized(name: str) -> bool:
-    """Whether a quantised model holds the parameter `name` in 8 bits."""
+def is_linear(name: str) -> bool:
+    """Whether the parameter `name` is a linear projection of a layer, which a quantised model holds in 8 bits."""
     layer, _, kind = name.rpartition(".")
     return kind == "weight" and layer.rpartition(".")[2] in _LINEARS
 

@@ -15,11 +15,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.engine.checkpoint_folder import Entry, check_room, copy_companions, new_folder, write_json, write_safetensors
-from mpillm.engine.model_config import INDEX, SINGLE, ModelConfig, checkpoint_files, load_model_config, read_header, read_json
-from mpillm.engine.quantization import ALGORITHMS, DTYPES, check_algorithm, is_quantized, quantization_config, scale_name
+from mpillm.engine.checkpoint_folder import (
+    INDEX,
+    SINGLE,
+    Entry,
+    check_room,
+    copy_companions,
+    digests,
+    new_folder,
+    read_header,
+    read_json,
+    write_json,
+    write_safetensors,
+)
+from mpillm.engine.model_config import ModelConfig, checkpoint_files, load_model_config
+from mpillm.engine.quantization import ALGORITHMS, DTYPES, RECORD, check_algorithm, is_linear, quantization_config, scale_name
 
-RECORD = "quantization.json"  # what was done, and the relative error of each matrix
 _TORCH_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}  # of the type; int8's -128 stays unused
 
@@ -69,6 +80,7 @@ def quantize(
     record: dict[str, Any] = {
         "algorithm": algo,
         "source": str(source.absolute()),
+        "source_digests": digests(source),
         "bytes": {"source": sum(file.stat().st_size for file in files), "weights": n_bytes},
         "relative_errors": {},
     }
@@ -94,7 +106,7 @@ def _entries(file: Path, algo: str, model: ModelConfig) -> dict[str, Entry]:
     known, entries = model.tensors(), {}
     for name, header in read_header(file).items():
         entries[name] = Entry(header["dtype"], tuple(header["shape"]))
-        if algo != "none" and name in known and is_quantized(name):
+        if algo != "none" and name in known and is_linear(name):
             entries[name] = Entry(DTYPES[algo], entries[name].shape)
             entries[scale_name(name)] = Entry("F32", (entries[name].shape[0], 1))
     return entries
@@ -106,7 +118,7 @@ def _quantized(file: Path, algo: str, model: ModelConfig, errors: dict[str, floa
         with safe_open(file, framework="pt") as stream:
             for name in stream.keys():  # noqa: SIM118 - it is no dict
                 tensor = stream.get_tensor(name)
-                if algo == "none" or name not in known or not is_quantized(name):
+                if algo == "none" or name not in known or not is_linear(name):
                     yield name, tensor
                     continue
                 numbers, scales = quantize_rows(tensor, algo)
