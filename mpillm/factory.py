@@ -62,6 +62,8 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[i
         model_path=config.model_path,
         load_format=config.load_format,
         dtype=config.dtype,
+        quantization=config.quantization,
+        engine_dir=config.engine_dir,
         **{name: value for name in _SERVER_VALUES if (value := server_value(config, server, name)) is not None},
         kv_cache_tokens=config.kv_cache_tokens or kv_cache.get("max_tokens"),
         kv_cache_fraction=chosen("kv_cache_free_gpu_mem_fraction", kv_cache.get("free_gpu_memory_fraction")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -22,8 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # What a model's folder holds beside weights and config.json: tokenizer, chat template, generation config, licence.
-_COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
-_COMPANIONS += ("chat_template*", "*.model", "LICENSE*", "USE_POLICY*")
+_COMPANIONS = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template*", "*.model", "LICENSE*", "USE_POLICY*"),
+)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -120,14 +121,13 @@ def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise ConfigError(f"{target}: cannot be written: {error.strerror}{f' ({error.filename})' if error.filename and not full else ''}")
+        raise ConfigError(f"{target}: cannot be written: {error.strerror}{f' ({error.filename})' if error.filename else ''}") from None
 
 
 def digests(folder: Path) -> list[str]:
-    """Of a model's weights, and of those that they were quantised from: names and sizes of the files, their headers, and some of their bytes.
+    """Of a model's weights, and of those that they were quantised from: of the files' names, sizes, headers, and some of their bytes.
 
-    Not of all bytes: that would read a large model from end to end.
+    All bytes would mean to read a large model from end to end.
     """
     state = hashlib.sha256()
     for file in weight_files(folder):

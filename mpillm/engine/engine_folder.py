@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mpillm
 from disagg.errors import ConfigError
 from mpillm.engine.checkpoint_folder import Entry, digests, read_header, read_json, weight_files
 from mpillm.engine.layout import FUSED, Layout
@@ -31,9 +33,7 @@ class EngineFolder:
 
     folder: Path
     pretrained_config: dict[str, Any]
-    tp_size: int
-    pp_size: int
-    ep_size: int
+    layout: Layout  # of its first rank
     dtype: str
     quantization: str
     digests: tuple[str, ...]  # of the checkpoint that it was built from, and of what that was quantised from
@@ -52,9 +52,10 @@ def file_name(layout: Layout) -> str:
     return f"rank{layout.pp_rank * layout.tp_size + layout.tp_rank}.safetensors"
 
 
-def layouts(tp_size: int, pp_size: int, ep_size: int) -> list[Layout]:
-    """Of all ranks of an instance, in their order."""
-    return [Layout(tp_size, pp_size, ep_size, tp_rank, pp_rank) for pp_rank in range(pp_size) for tp_rank in range(tp_size)]
+def layouts(first: Layout) -> list[Layout]:
+    """Of all ranks of an instance, in their order; `first` is one of them."""
+    ranks = itertools.product(range(first.pp_size), range(first.tp_size))
+    return [dataclasses.replace(first, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank, tp_rank in ranks]
 
 
 def entries(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -> dict[str, Entry]:
@@ -76,7 +77,7 @@ def entries(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -
 
 
 def engine_json(
-    version: str, raw: dict[str, Any], info_dtype: str, quantization: str, layout: Layout, source: dict[str, Any], flags: dict[str, Any]
+    raw: dict[str, Any], layout: Layout, dtype: str, quantization: str, source: dict[str, Any], flags: dict[str, Any]
 ) -> dict[str, Any]:
     """The `config.json` of an engine of the model whose own one is `raw`; `source` says what it was built from, `flags` how."""
     mapping = {
@@ -89,9 +90,9 @@ def engine_json(
     pretrained = {name: value for name, value in raw.items() if name not in ("quantization_config", "torch_dtype")}
     quantized = {"quant_algo": _ALGORITHMS[quantization], "kv_cache_quant_algo": None}
     return {
-        "version": version,
+        "version": mpillm.__version__,
         "format": FORMAT,
-        "pretrained_config": pretrained | {"dtype": info_dtype, "mapping": mapping, "quantization": quantized},
+        "pretrained_config": pretrained | {"dtype": dtype, "mapping": mapping, "quantization": quantized},
         "build_config": flags,
         "source": source,
     }
@@ -106,9 +107,9 @@ def read_engine(folder: Path) -> EngineFolder:
     try:
         pretrained, mapping = raw["pretrained_config"], raw["pretrained_config"]["mapping"]
         algorithm = pretrained["quantization"]["quant_algo"]
-        sizes = [int(mapping[name]) for name in ("tp_size", "pp_size", "moe_ep_size")]
+        layout = Layout(*(int(mapping[name]) for name in ("tp_size", "pp_size", "moe_ep_size")))
         quantization = next(name for name, theirs in _ALGORITHMS.items() if theirs == algorithm)
-        return EngineFolder(folder, pretrained, *sizes, str(pretrained["dtype"]), quantization, tuple(raw["source"]["digests"]))
+        return EngineFolder(folder, pretrained, layout, str(pretrained["dtype"]), quantization, tuple(raw["source"]["digests"]))
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{file}: not an engine's config.json ({type(error).__name__}: {error})") from None
 
@@ -121,10 +122,9 @@ def check_engine(engine: EngineFolder, built: ModelConfig, config: CoreConfig, m
     option = f"--engine_dir {engine.folder}"
     if config.load_format == "dummy":
         raise ConfigError(f"{option}: --load_format dummy makes random weights; leave one of the two away")
-    wanted = config.tp_size, config.pp_size, config.ep_size
-    there = engine.tp_size, engine.pp_size, engine.ep_size
-    if wanted != there:
-        raise ConfigError(f"{option}: built for {_sizes(there)}; instance {config.instance} has {_sizes(wanted)}")
+    wanted = Layout(config.tp_size, config.pp_size, config.ep_size)
+    if wanted != engine.layout:
+        raise ConfigError(f"{option}: built for {_sizes(engine.layout)}; instance {config.instance} has {_sizes(wanted)}")
     for name in ("dtype", "quantization"):
         value, has = getattr(config, name), getattr(engine, name)
         if value not in ("auto", has):
@@ -133,7 +133,7 @@ def check_engine(engine: EngineFolder, built: ModelConfig, config: CoreConfig, m
         ours, theirs = getattr(model, field.name), getattr(built, field.name)
         if ours != theirs and field.name not in ("dtype", "quantization"):
             raise ConfigError(f"{option}: built from another model than {config.model_path}: {field.name} {theirs}, not {ours}")
-    for layout in layouts(*there):
+    for layout in layouts(engine.layout):
         _check_file(engine.file(layout), entries(built, layout, engine.dtype, engine.quantization))
     if source is None:
         digest = preset_digest(str(config.model_path))
@@ -156,5 +156,5 @@ def _entry(entry: Entry | None) -> str:
     return "not there" if entry is None else f"{entry.dtype} {list(entry.shape)}"
 
 
-def _sizes(sizes: tuple[int, int, int]) -> str:
-    return "TP {}, PP {}, EP {}".format(*sizes)
+def _sizes(layout: Layout) -> str:
+    return f"TP {layout.tp_size}, PP {layout.pp_size}, EP {layout.ep_size}"

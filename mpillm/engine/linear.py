@@ -1,7 +1,7 @@
 """The matrix product with weights, of floats or of 8 bits: all that a running model knows of quantisation is here.
 
-Floats on x86 with AVX-512 go to oneDNN with packed weights: against PyTorch's default (MKL) it measured 2 to 2.5 times as fast in float32 on
-an AMD EPYC, and 1.2 times in bfloat16. Elsewhere `F.linear`: with AVX2 neither is faster throughout, and it needs no second copy.
+Floats on x86 with AVX-512 go to oneDNN with packed weights: against PyTorch's default (MKL) it measured 2 to 2.5 times as fast in float32
+on an AMD EPYC, and 1.2 times in bfloat16. Elsewhere `F.linear`: with AVX2 neither is faster throughout, and it needs no second copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Int8Linear(Linear):
         if x.dtype == torch.bfloat16 and len(x) <= _FEW_ROWS:
             return torch._weight_int8pack_mm(x, self._weight, self._ones).mul_(self._scales)
         wide = x if _packs() else x.float()  # without AVX-512, bfloat16 is slower than float32
-        pieces = self._weight.split(max(1, _PIECE // self.in_features))
+        pieces = torch.split(self._weight, max(1, _PIECE // self.in_features))
         return torch.cat([_product(wide, piece.to(wide.dtype)) for piece in pieces], dim=1).mul_(self._scales).to(x.dtype)
 
 

@@ -35,13 +35,14 @@ def check_fit(config: CoreConfig, info: ModelInfo) -> None:
     # A KV cache of a given size is to be had in full. The default one is larger than one sequence, but takes memory only as it is used.
     tokens = info.max_seq_len if config.kv_cache_tokens is None else info.kv_cache_tokens
     kv_cache = tokens * info.config.kv_bytes_per_token(info.dtype, config.tp_size, config.pp_size)
+    kind = info.dtype if info.quantization == "none" else info.quantization
     needed, available = (weights + kv_cache) * config.node_ranks, available_bytes()
     if needed > available:
         each = f"each of the {config.node_ranks} ranks on this node needs" if config.node_ranks > 1 else "it needs"
         together = f", {shown(needed)} together" if config.node_ranks > 1 else ""
         raise ConfigError(
             f"{config.model_path} does not fit: {each} {shown(weights + kv_cache)} of memory ({shown(weights)} to load the weights in "
-            f"{info.dtype if info.quantization == 'none' else info.quantization}, {shown(kv_cache)} of KV cache for {tokens} tokens){together}, and {shown(available)} are available; "
+            f"{kind}, {shown(kv_cache)} of KV cache for {tokens} tokens){together}, and {shown(available)} are available; "
             "spread it over more nodes (tensor or pipeline parallelism), or set a smaller --kv_cache_tokens or --max_seq_len"
         )
 

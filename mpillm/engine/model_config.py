@@ -14,7 +14,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import CoreConfig
-from mpillm.engine.checkpoint_folder import INDEX, SINGLE, read_header, read_json, weight_files
+from mpillm.engine.checkpoint_folder import read_header, read_json, weight_files
 from mpillm.engine.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.layout import Layout
 from mpillm.engine.memory import check_fit, gpu_room, shown

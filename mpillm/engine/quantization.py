@@ -1,9 +1,9 @@
 """Which weights a quantised model has, and how `config.json` says so: no torch here, and no arithmetic (see `quantize`).
 
-The matrices of a layer's linear projections are 8 bits wide, each with one scale per output channel (a row of the matrix): the value is
-the number times its row's scale. Embedding, norms, router and `lm_head` stay as they were. On disk that is the format of compressed-tensors
-(https://github.com/vllm-project/compressed-tensors: `int-quantized` and `float-quantized`, strategy `channel`), which transformers, vLLM and
-llm-compressor read and write: `X.weight` [out, in] as int8 or float8_e4m3fn, `X.weight_scale` [out, 1].
+The matrices of a layer's linear projections are 8 bits wide, each with one scale per output channel (a row of the matrix): a weight is
+the number times its row's scale. Embedding, norms, router and `lm_head` stay as they were. On disk that is the format of
+compressed-tensors (https://github.com/vllm-project/compressed-tensors: `int-quantized` and `float-quantized`, strategy `channel`), which
+transformers, vLLM and llm-compressor read and write: `X.weight` [out, in] as int8 or float8_e4m3fn, `X.weight_scale` [out, 1].
 """
 
 from __future__ import annotations

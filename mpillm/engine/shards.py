@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-import mpillm
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
 from mpillm.engine.checkpoint_folder import Entry, check_room, digests, new_folder, read_json, write_json, write_safetensors
@@ -36,29 +35,31 @@ def build(
     overwrite: bool = False,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Write to `target` the engine of a model (a folder, or a preset's name) for an instance of TP x PP ranks, experts over `ep_size` of each TP group.
+    """Write to `target` the engine of a model (a folder, or a preset's name) for an instance of TP x PP ranks, EP inside the TP groups.
 
     `dtype` and `quantization` as of a run. `build_config` is kept in `config.json` for who runs the engine. One matrix is in memory at a
     time, and `target` appears when it is complete. Gives its `config.json`; `progress` gets a line for each file. ConfigError: as
     `model_info`, `target` is there (without `overwrite`), the disk is full.
     """
     target = Path(target)
-    sizes = {"tp_size": tp_size, "pp_size": pp_size, "ep_size": ep_size}
-    for name, size in sizes.items():
+    for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("ep_size", ep_size)):
         if size < 1:
             raise ConfigError(f"build: {name} {size}: at least 1 is needed")
-    info = model_info(CoreConfig("torch", model_path=str(checkpoint), dtype=dtype, quantization=quantization, **sizes))
+    core = CoreConfig(
+        "torch", model_path=str(checkpoint), tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, dtype=dtype, quantization=quantization
+    )
+    info = model_info(core)
     if info.folder is not None and info.folder.resolve() == target.resolve():
         raise ConfigError(f"{target}: the model to build from is there; write to another folder")
     source = DummyWeights(info.config) if info.folder is None else Checkpoint(info.folder, info.config)
-    ranks = layouts(**sizes)
+    ranks = layouts(info.layout)
     planned = {layout: entries(info.config, layout, info.dtype, info.quantization) for layout in ranks}
     file = PRESETS / f"{checkpoint}.json" if info.folder is None else info.folder / "config.json"
     origin = {
         "checkpoint": str(checkpoint) if info.folder is None else str(info.folder.absolute()),
         "digests": [preset_digest(str(checkpoint))] if info.folder is None else digests(info.folder),
     }
-    config = engine_json(mpillm.__version__, read_json(file), info.dtype, info.quantization, ranks[0], origin, dict(build_config or {}))
+    config = engine_json(read_json(file), info.layout, info.dtype, info.quantization, origin, dict(build_config or {}))
     with new_folder(target, overwrite) as work, torch.inference_mode():
         check_room(work, sum(entry.n_bytes for made in planned.values() for entry in made.values()))
         for layout, made in planned.items():
@@ -105,7 +106,7 @@ class Built(Weights):
 
     def _tensor(self, name: str) -> Tensor:
         try:
-            tensor: Tensor = self._file.get_tensor(name)
+            tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self._path}: tensor {name} cannot be read: {error}") from error
         return tensor
