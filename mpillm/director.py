@@ -15,7 +15,7 @@ from mpillm.comms.control import Coordinator
 from mpillm.comms.transport import Transport
 from mpillm.config import RunConfig, run_name
 from mpillm.cores import BackendRegistry
-from mpillm.dataset import Dataset, Synthetic, load_dataset
+from mpillm.dataset import Dataset, Limits, Synthetic, load_dataset
 from mpillm.devices import assign
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.factory import core_config
@@ -166,13 +166,7 @@ class Director:
                 config.input_mean, config.output_mean, config.input_stdev, config.output_stdev, config.num_samples, config.seed
             )
         max_seq_len = config.max_seq_len or (limits.max_seq_len if limits else None)
-        self._dataset = load_dataset(
-            source,
-            tokenizer,
-            vocab_size=limits.vocab_size if limits else None,
-            max_seq_len=max_seq_len,
-            max_output_len=config.max_output_len,
-        )
+        self._dataset = load_dataset(source, tokenizer, Limits(limits.vocab_size if limits else None, max_seq_len, config.max_output_len))
         self._tokenizer = tokenizer
         self._has_text = folder is not None
 

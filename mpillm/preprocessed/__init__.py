@@ -1,0 +1,1 @@
+"""The data sets that MLCommons and NVIDIA publish, tokenized beforehand."""
