@@ -148,7 +148,9 @@ def _array(file: Path, n_dimensions: int) -> np.memmap[tuple[int, ...], np.dtype
         raise ConfigError(f"data set {file} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:
         raise ConfigError(f"{file}: truncated, or not a .npy file of numbers: {error}") from None
-    if not isinstance(mapped, np.memmap) or mapped.dtype.kind not in "iu" or mapped.ndim != n_dimensions or mapped.size == 0:
+    if not isinstance(mapped, np.memmap):
+        raise ConfigError(f"{file}: an archive of arrays, not a .npy file")
+    if mapped.dtype.kind not in "iu" or mapped.ndim != n_dimensions or mapped.size == 0:
         raise ConfigError(f"{file}: {mapped.dtype} of shape {list(mapped.shape)}; expected integers, {n_dimensions} dimensions")
     if n_dimensions == 2 and not mapped.flags.c_contiguous:
         raise ConfigError(f"{file} is stored by columns (Fortran order); samples must be rows")
