@@ -216,6 +216,9 @@ class Director:
             raise RunError(Failure(f"LoadGen's logs in {self._log_dir} are missing or incomplete: is the disk full?"))
         self._result |= {"status": result, "loadgen_result": result, "loadgen_unsatisfied": unsatisfied(self._log_dir)}
         self._result |= test_result(self._harness, reports)
+        assert self._plan is not None
+        machines = {self._plan.ranks[rank].node: report["machine"] for rank, report in sorted(reports.items()) if report["machine"]}
+        write_json(self._log_dir / "machines.json", machines)
         return f"{self._result['samples']} of {self._harness.totals.issued} samples answered"
 
     def _stopped(self) -> int:
