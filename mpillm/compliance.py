@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from disagg.errors import ConfigError
-from mpillm.config import Parser
+from mpillm.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, read_answers, read_detail
 from mpillm.report.run_directory import RunDirectory

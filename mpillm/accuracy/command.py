@@ -11,7 +11,7 @@ from mpillm.accuracy.references import read_references
 from mpillm.accuracy.rouge import need_libraries
 from mpillm.accuracy.scores import Answer, Row, Scores, pass_at_1
 from mpillm.accuracy.targets import TASKS, Check, Task, check
-from mpillm.config import Parser
+from mpillm.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
 from mpillm.report.result import write_json

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
-from mpillm.config import Parser
+from mpillm.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.submission.layout import Submission, check_accuracy_file
 from mpillm.submission.rules import DIVISIONS, MEASUREMENTS, missing_scenarios
