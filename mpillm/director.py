@@ -24,8 +24,9 @@ from mpillm.loadgen.settings import LoadGenConfig, test_settings
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.planning import Setup, disagg_config
 from mpillm.report.console import Console, rank_list
+from mpillm.report.json_files import write_json
 from mpillm.report.outputs import Outputs
-from mpillm.report.result import failures_json, test_result, write_json
+from mpillm.report.result import failures_json, test_result
 from mpillm.roles.base import RouteMap
 from mpillm.roles.harness import Harness, Sampling
 from mpillm.tokenizer import load_tokenizer

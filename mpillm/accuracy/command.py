@@ -14,8 +14,8 @@ from mpillm.accuracy.targets import TASKS, Check, Task, check
 from mpillm.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
-from mpillm.report.result import write_json
-from mpillm.report.run_directory import RunDirectory, read_json
+from mpillm.report.json_files import read_json, write_json
+from mpillm.report.run_directory import RunDirectory
 from mpillm.tokenizer import Tokenizer, load_tokenizer
 
 COMPLETIONS = "mbxp_completions.json"
@@ -79,6 +79,8 @@ def _rows(run: RunDirectory, task: Task, given: str | None) -> Sequence[Row]:
     path = given or run.config.get("dataset_path")
     if not path:
         raise ConfigError(f"{run.path}: the run names no data set: give the one with the reference answers with --dataset_path")
+    if not given and not Path(path).exists():
+        raise ConfigError(f"{run.path}: its data set {path} is not to be found from here: say where it is with --dataset_path")
     return read_references(Path(path), task.columns)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
+from mpillm.report.json_files import read_json
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,11 @@ class RunDirectory:
     @property
     def scenario(self) -> str:
         """LoadGen's."""
-        return str(self.result["scenario"])
+        return _one(self.result["scenario"])
 
     @property
     def is_accuracy(self) -> bool:
         return bool(self.result["test_mode"] == "AccuracyOnly")
-
-
-def read_json(path: Path) -> Any:
-    """ConfigError: the file can't be read or is no JSON."""
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
 
 
 def _one(value: Any) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.loadgen.logs import read_detail, unsatisfied
-from mpillm.report.run_directory import RunDirectory, read_json
+from mpillm.report.json_files import read_json
+from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.rules import Round, place, round_of
 
 KINDS = ("performance", "accuracy", "TEST06")
@@ -57,7 +58,7 @@ class Run:
         versions: dict[str, str] = read_json(self.path / "ranks.json")[0]["versions"]
         return versions
 
-    def problems(self) -> list[str]:
+    def problems(self, division: str) -> list[str]:
         """Why this run, as it is, would not be accepted."""
         found = []
         result, config = self.directory.result, self.directory.config
@@ -66,7 +67,7 @@ class Run:
             found.append(f"LoadGen calls it {result['status']} ({why})")
         if config.get("enable_kv_cache_reuse"):
             found.append("KV cache reuse was on, which MLPerf forbids")
-        if config.get("model_scale") == "tiny":
+        if config.get("model_scale") == "tiny" and division == "closed":
             found.append("its model is a tiny one (--model_scale tiny)")
         if self.round is None:
             found.append(f"its LoadGen ({self.detail.get('loadgen_version')}) has the seeds of no round that this layout is for")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
-from mpillm.report.run_directory import read_json
+from mpillm.report.json_files import read_json
 from mpillm.submission.rules import MEASUREMENTS, STATUSES, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, SYSTEM_TYPES
 from mpillm.submission.runs import Run
 
