@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from mpillm import workloads
 from mpillm.command_line import Parser, add_fields
 from mpillm.configurator import Configuration, Field, Found
 from mpillm.fields import BY_NAME, FIELDS
@@ -48,8 +47,13 @@ class RunConfig:
 
     @property
     def benchmark(self) -> str | None:
-        """The workload, of a command that has at most one."""
+        """The workload's name, of a command that has at most one."""
         return self.benchmarks[0] if self.benchmarks else None
+
+    @property
+    def workload(self) -> workloads.Workload | None:
+        """The workload, scaled as this command wants it."""
+        return workloads.get(self.benchmark, self.model_scale) if self.benchmark else None
 
     def source(self, name: str) -> str:
         """Where the value came from: ``command line``, ``environment variable X``, a file, ``workload X`` or ``default``."""
@@ -126,21 +130,16 @@ def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> RunCon
     add_fields(parser, fields, shown)
     parser.parse_args(argv)
     config = _found(Configuration(argv=argv), fields)
-    if config.benchmarks and len(config.benchmarks) == 1 and (defaults := _workload_defaults(config.benchmark, config.scenarios[0])):
-        config = _found(Configuration(defaults, sources=f"workload {config.benchmark}", argv=argv), fields)
+    if config.benchmarks and len(config.benchmarks) == 1:
+        workload = config.workload
+        assert workload is not None
+        config = _found(Configuration(workload.defaults(config.scenarios[0]), sources=f"workload {workload.title}", argv=argv), fields)
     return config
 
 
 def _found(configuration: Configuration, fields: Sequence[Field]) -> RunConfig:
     found = configuration.resolve(fields)
     return RunConfig({field.name: found.get(field, Found(None, "default")) for field in fields})
-
-
-def _workload_defaults(benchmark: str | None, scenario: str) -> dict[Field, Any]:
-    if importlib.util.find_spec("mpillm.workloads") is None:
-        return {}
-    defaults: dict[Field, Any] = importlib.import_module("mpillm.workloads").get(benchmark).defaults(scenario)
-    return defaults
 
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
@@ -161,7 +160,7 @@ def _check_together(config: RunConfig) -> None:
             "--core_type torch needs --model_path: a Hugging Face folder, or the preset tiny-llama"
             " (python -m mpillm fetch-model smollm2-135m brings a small real model)"
         )
-    if config.dataset == "synthetic" and config.dataset_path:
+    if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError("--dataset synthetic and --dataset_path exclude each other")
     if config.server_target_qps == 0:
         raise ConfigError("--server_target_qps 0: expected more than 0")
@@ -176,6 +175,6 @@ def _check_together(config: RunConfig) -> None:
 
 
 def run_name(config: RunConfig) -> str:
-    """``<model>-<scenario>``, for the run directory's name."""
-    model = Path(config.model_path).name if config.model_path else config.core_type
+    """``<workload or model>-<scenario>``, for the run directory's name."""
+    model = config.benchmark or (Path(config.model_path).name if config.model_path else config.core_type)
     return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{config.scenario}")

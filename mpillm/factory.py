@@ -71,6 +71,7 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[i
         batch_scheduler_policy=chosen("batch_scheduler_policy", _POLICIES.get(scheduler.get("capacity_scheduler_policy", ""))),
         enable_kv_cache_reuse=chosen("enable_kv_cache_reuse", kv_cache.get("enable_block_reuse")),
         beam_width=chosen("beam_width", server.extra.get("max_beam_width")),
+        end_ids=config.end_ids,
         stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
         node_ranks=_node_ranks(plan, rank),
         options=config.core_options,
