@@ -20,11 +20,6 @@ from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, read_answers, read_detail
 from mpillm.report.run_directory import RunDirectory
 
-TESTS = ("TEST06",)
-
-# The end tokens of the workloads' models (`eos_token_id` of their generation_config.json).
-_END_IDS = {"llama2-70b": (2,), "mixtral-8x7b": (2,), "llama3.1-405b": (128001, 128008, 128009)}
-
 # LoadGen lays these over every other setting. 100 samples of a performance run are logged, and the sample indices follow no permutation.
 _TEST06 = {
     "mode": 2,
@@ -36,9 +31,17 @@ _TEST06 = {
 }
 
 
-def write_audit_config(path: Path) -> None:
-    """The ``audit.config`` of TEST06; OSError if it can't be written."""
-    path.write_text("".join(f"*.*.{key} = {value}\n" for key, value in _TEST06.items()), encoding="utf-8")
+def prepare_audit(compliance_test: str | None, audit_conf: str | None, run_directory: Path) -> str:
+    """The ``audit.config`` of a run, which it keeps; empty if it is no compliance run. OSError if it can't be written."""
+    kept = run_directory / "audit.config"
+    if audit_conf:
+        if Path(audit_conf).resolve() != kept.resolve():
+            shutil.copyfile(audit_conf, kept)
+    elif compliance_test:
+        kept.write_text("".join(f"*.*.{key} = {value}\n" for key, value in _TEST06.items()), encoding="utf-8")
+    else:
+        return ""  # one that an earlier run has left there is not this run's
+    return str(kept)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--end_ids", metavar="IDS", help="end tokens, with commas between them [default: the workload's]")
     values = parser.parse_args(argv)
     run = RunDirectory.read(Path(values.run_dir))
-    ids = _ids(values.end_ids) if values.end_ids else _END_IDS[run.benchmark.removesuffix("-interactive")]
+    ids = _ids(values.end_ids) if values.end_ids else run.workload.end_ids
     result = verify(run, ids)
     print(f"TEST06: {result.samples} answers\n{result.text()}{Path(values.run_dir) / 'TEST06'}")
     return ExitCode.DONE if result.passed else ExitCode.TEST_FAILED

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if options.mbxp and "mbxp" not in task.references:
         raise ConfigError(f"--mbxp {options.mbxp}: {run.benchmark} has no MBXP samples")
     answers = _answers(run)
-    rows = _rows(run, task, options.dataset_path)
+    rows = _rows(run, options.dataset_path)
     tokenizer = _tokenizer(run, options.tokenizer)
     need_libraries()
     if (worst := max(answer.index for answer in answers)) >= len(rows):
@@ -75,13 +75,15 @@ def _answers(run: RunDirectory) -> list[LoggedAnswer]:
     return answers
 
 
-def _rows(run: RunDirectory, task: Task, given: str | None) -> Sequence[Row]:
-    path = given or run.config.get("dataset_path")
+def _rows(run: RunDirectory, given: str | None) -> Sequence[Row]:
+    """The references: of the data set that was given, that was made for this run, or that the run names."""
+    made = run.path / run.workload.frame_file
+    path = given or (str(made) if run.workload.scaled and made.exists() else run.config.get("dataset_path"))
     if not path:
         raise ConfigError(f"{run.path}: the run names no data set: give the one with the reference answers with --dataset_path")
     if not given and not Path(path).exists():
         raise ConfigError(f"{run.path}: its data set {path} is not to be found from here: say where it is with --dataset_path")
-    return read_references(Path(path), task.columns)
+    return read_references(run.workload, path)
 
 
 def _tokenizer(run: RunDirectory, given: str | None) -> Tokenizer:

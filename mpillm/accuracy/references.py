@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from mpillm import workloads
 from mpillm.accuracy.scores import Row
 
 
-def read_references(path: Path, columns: Sequence[str]) -> list[Row]:
-    """These columns of every sample, in the order of the data set: from a JSONL file with an object per line, or a published data frame.
+def read_references(workload: workloads.Workload, file: str) -> list[Row]:
+    """The workload's reference columns of every sample, in the order of the data set: from the published data frame (or its folder), or
+    from a JSONL file with an object per line.
 
     ConfigError names the file, and the line or column that is missing.
     """
+    path, columns = Path(file), workload.columns.references
     if path.suffix != ".jsonl":
-        from mpillm.preprocessed import Columns, LLMDataLoader
-
-        read = LLMDataLoader(path, Columns(references=tuple(columns))).references()
+        read = workloads.loader(workload, file).references()
         return [dict(zip(columns, values, strict=True)) for values in zip(*(read[column] for column in columns), strict=True)]
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from mpillm import workloads
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
 from mpillm.report.json_files import read_json
 
@@ -48,6 +49,11 @@ class RunDirectory:
         if not name:
             raise ConfigError(f"{self.path} was no run of an MLPerf workload: start one with --benchmarks")
         return name
+
+    @property
+    def workload(self) -> workloads.Workload:
+        """The workload, scaled as it was run."""
+        return workloads.get(self.benchmark, str(self.config["model_scale"]))
 
     @property
     def scenario(self) -> str:

@@ -104,8 +104,6 @@ def _problems(result: Result, division: str) -> list[str]:
     problems = [f"{where}: no {kind} run: {_CURE[kind]}" for kind in needed if kind not in result.runs]
     for run in result.runs.values():
         problems += [f"{where}: {run.path}: {problem}" for problem in run.problems(division)]
-    if not any((run.path / "user.conf").is_file() for run in result.runs.values()):
-        problems.append(f"{where}: no run has a user.conf")
     if accuracy := result.runs.get("accuracy"):
         if (accuracy.path / "accuracy.txt").exists():
             check_accuracy_file(accuracy)

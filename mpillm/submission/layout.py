@@ -68,8 +68,7 @@ class Submission:
         _write_json(folder / "measurements.json", self.measurements[result.benchmark])
         _write(folder / "README.md", _readme(result))
         runs = result.runs
-        if conf := next((file for run in runs.values() if (file := run.path / "user.conf").is_file()), None):
-            shutil.copyfile(conf, folder / "user.conf")
+        _copy((runs.get("performance") or next(iter(runs.values()))).path, folder, "user.conf")
         if performance := runs.get("performance"):
             _copy(performance.path, folder / "performance" / "run_1", DETAIL, SUMMARY)
         if accuracy := runs.get("accuracy"):

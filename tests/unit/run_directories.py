@@ -69,7 +69,14 @@ def make_run(
     write(path / "config.json", {name: {"value": value, "source": "command line"} for name, value in fields.items()})
     write(
         path / "result.json",
-        {"status": "VALID", "scenario": scenario, "test_mode": mode, "world_size": workers + 1, "loadgen_unsatisfied": [], **(result or {})},
+        {
+            "status": "VALID",
+            "scenario": scenario,
+            "test_mode": mode,
+            "world_size": workers + 1,
+            "loadgen_unsatisfied": [],
+            **(result or {}),
+        },
     )
     ranks = [{"rank": 0, "roles": ["harness"], "node": "n0", "device": None}]
     ranks += [{"rank": 1 + i, "roles": ["executor"], "node": "n0", "device": i} for i in range(workers)]

@@ -10,7 +10,7 @@ import pytest
 from run_directories import log_entry, make_run, write
 
 from mpillm import cli
-from mpillm.compliance import check_test06, write_audit_config
+from mpillm.compliance import check_test06, prepare_audit
 from mpillm.loadgen.logs import LoggedAnswer, read_answers
 
 EOS = 2
@@ -36,9 +36,7 @@ def answer(tmp_path: Path, tokens: Sequence[int], first: Sequence[int] | None, c
         ([5, 6], [5], 3, (True, True, False)),
     ],
 )
-def test_checks(
-    tmp_path: Path, tokens: list[int], first: list[int] | None, count: int | None, expected: tuple[bool, bool, bool]
-) -> None:
+def test_checks(tmp_path: Path, tokens: list[int], first: list[int] | None, count: int | None, expected: tuple[bool, bool, bool]) -> None:
     good = answer(tmp_path, [8, 9], [8])
     result = check_test06([good, answer(tmp_path, tokens, first, count), good], "Server", [EOS])
     assert (result.first_token, result.eos, result.length) == expected
@@ -64,16 +62,26 @@ def test_audit_config(tmp_path: Path) -> None:
     """LoadGen itself reads it: mode 2 is a performance run."""
     import mlperf_loadgen as lg
 
-    file = tmp_path / "audit.config"
-    write_audit_config(file)
+    file = prepare_audit("TEST06", None, tmp_path)
     settings = lg.TestSettings()
     settings.scenario, settings.mode = lg.TestScenario.Server, lg.TestMode.AccuracyOnly
     settings.sample_concatenate_permutation = True
-    assert settings.FromConfig(str(file), "*", "Server", 2) == 0
+    assert settings.FromConfig(file, "*", "Server", 2) == 0
     assert settings.mode == lg.TestMode.PerformanceOnly
     assert (settings.accuracy_log_sampling_target, settings.min_query_count, settings.min_duration_ms) == (100, 100, 0)
     assert settings.accuracy_log_rng_seed == 720381539243781796
     assert not settings.sample_concatenate_permutation
+
+
+def test_audit_config_of_ones_own(tmp_path: Path) -> None:
+    own = tmp_path / "own.config"
+    own.write_text("*.*.min_query_count = 3\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    kept = prepare_audit(None, str(own), run)
+    assert (Path(kept), Path(kept).read_text()) == (run / "audit.config", own.read_text())
+    assert prepare_audit(None, kept, run) == kept
+    assert prepare_audit(None, None, run) == "", "what an earlier run left there makes no compliance run"
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,11 @@ def test_detail_of_a_cut_log(tmp_path: Path) -> None:
 )
 def test_verdict_on_an_accuracy_run(tmp_path: Path, n_answers: int, n_samples: int, errors: int, expected: str | None) -> None:
     run = make_run(
-        tmp_path / "run", "accuracy", answers=[log_entry(i, [i]) for i in range(n_answers)], n_samples=n_samples, detail={"num_errors": errors}
+        tmp_path / "run",
+        "accuracy",
+        answers=[log_entry(i, [i]) for i in range(n_answers)],
+        n_samples=n_samples,
+        detail={"num_errors": errors},
     )
     assert verdict(run, "AccuracyOnly") == expected
 
