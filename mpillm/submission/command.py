@@ -102,8 +102,10 @@ def _problems(result: Result, division: str) -> list[str]:
     where = f"{result.benchmark} {result.scenario}"
     needed = KINDS if division == "closed" else tuple(kind for kind in KINDS if kind != "TEST06")  # not asked of the open division
     problems = [f"{where}: no {kind} run: {_CURE[kind]}" for kind in needed if kind not in result.runs]
+    if division == "closed" and any(run.directory.workload.scaled for run in result.runs.values()):
+        problems.append(f"{where}: the model is a tiny one (--model_scale tiny)")
     for run in result.runs.values():
-        problems += [f"{where}: {run.path}: {problem}" for problem in run.problems(division)]
+        problems += [f"{where}: {run.path}: {problem}" for problem in run.problems()]
     if accuracy := result.runs.get("accuracy"):
         if (accuracy.path / "accuracy.txt").exists():
             check_accuracy_file(accuracy)

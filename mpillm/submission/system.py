@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
+from mpillm.engine.model_config import PRESETS
 from mpillm.report.json_files import read_json
 from mpillm.submission.rules import MEASUREMENTS, STATUSES, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, SYSTEM_TYPES
 from mpillm.submission.runs import Run
@@ -127,24 +128,47 @@ def measurements(run: Run) -> dict[str, str]:
     return {
         "input_data_types": "int32",
         "retraining": "N",
-        "starting_weights_filename": str(config.get("model_path") or ""),
+        "starting_weights_filename": Path(str(config.get("model_path") or "")).name,
         "weight_data_types": weights,
         "weight_transformations": transformations,
     }
 
 
 def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Data type of the weights, and what was done to them."""
-    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    dtype = config.get("dtype")
-    file = Path(str(config.get("model_path"))) / "config.json"
-    model = read_json(file) if file.is_file() else {}
-    if quantization := model.get("quantization_config"):
-        method = str(quantization.get("quant_algo") or quantization.get("quant_method") or "")
-        return method.lower(), f"quantization ({method})"
-    if dtype in (None, "auto"):
-        dtype = model.get("dtype") or model.get("torch_dtype")
-    return names.get(str(dtype), str(dtype or "")), "none"
+    """Data type of the weights, and what was done to them; empty where neither options nor files tell."""
+    model_path = str(config.get("model_path") or "")
+    engine = Path(str(config.get("engine_dir") or "")) / "config.json"
+    dtype, algorithm = config.get("dtype"), str(config.get("quantization") or "")
+    if config.get("engine_dir") and engine.is_file() and (built := read_json(engine).get("pretrained_config")):  # TensorRT-LLM's
+        dtype, algorithm = built.get("dtype"), str(built.get("quantization", {}).get("quant_algo") or "")
+    else:
+        model = _model(model_path)
+        algorithm = algorithm if algorithm in _QUANTIZED else _algorithm(model.get("quantization_config"))
+        dtype = model.get("dtype") or model.get("torch_dtype") if dtype in (None, "auto") else dtype
+    if algorithm:
+        return algorithm.lower(), f"quantization ({algorithm})"
+    return (_DTYPES.get(str(dtype), str(dtype)), "none") if dtype and model_path else ("", "none")
+
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_QUANTIZED = ("int8", "fp8")
+
+
+def _model(model_path: str) -> dict[str, Any]:
+    """The model's config.json, of a folder or a preset; empty if there is none here."""
+    files = (Path(model_path) / "config.json", PRESETS / f"{model_path}.json")
+    model: dict[str, Any] = next((read_json(file) for file in files if model_path and file.is_file()), {})
+    return model
+
+
+def _algorithm(quantization: Mapping[str, Any] | None) -> str:
+    """From a checkpoint's `quantization_config`: of compressed-tensors the kind of number, else the method's name."""
+    if not quantization:
+        return ""
+    for group in quantization.get("config_groups", {}).values():
+        weights = group.get("weights") or {}
+        return {"int": "int", "float": "fp"}.get(str(weights.get("type")), "") + str(weights.get("num_bits", ""))
+    return str(quantization.get("quant_algo") or quantization.get("quant_method") or "")
 
 
 def _one_kind(run: Run) -> dict[str, Any]:
