@@ -16,6 +16,9 @@ COMMANDS = {
     "mpirun": ("launch.mpirun:main", "print and start the right mpirun line for a command: mpirun -n 5 run …"),
     "plan": ("mpillm.planning:plan_main", "show what would run where, without MPI"),
     "generate-disagg-config": ("mpillm.planning:generate_main", "write a disaggregation YAML from options"),
+    "accuracy": ("mpillm.accuracy.command:main", "score the answers of an accuracy run"),
+    "compliance": ("mpillm.compliance:main", "check a run of compliance test TEST06"),
+    "submission": ("mpillm.submission.command:main", "lay runs out as a submission to MLPerf Inference"),
     "fetch-model": ("mpillm.models:main", "fetch a small real model"),
     "bench": ("mpillm.bench:main", "measure: bench routing, bench engine"),
 }
