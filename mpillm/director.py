@@ -18,7 +18,7 @@ from mpillm.cores import BackendRegistry
 from mpillm.dataset import Dataset, Synthetic, load_dataset
 from mpillm.devices import assign
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.factory import check_prompts, core_config
+from mpillm.factory import check_prompts, core_configs
 from mpillm.loadgen.logs import unsatisfied, verdict
 from mpillm.loadgen.settings import LoadGenConfig, test_settings
 from mpillm.loadgen.sut import LoadGenTest
@@ -110,7 +110,7 @@ class Director:
                 state.label = f"rank {rank} ({', '.join(me.roles)}{f', instance {me.instance}' if me.instance is not None else ''})"
         gpus = [tuple(reports[rank]["gpus"]) for rank in range(self._size)]
         gpu_bytes = assign(config.device, plan, gpus) if BackendRegistry.uses_gpus(config.core_type) else {}
-        cores = [core_config(config, plan, instance.leader, gpu_bytes) for instance in plan.instances]
+        cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpu_bytes)
         for core in cores:
             limits = BackendRegistry.check(core)
         self._load_data(config, limits)
