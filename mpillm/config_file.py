@@ -53,7 +53,7 @@ class Entry:
 def load(path: str, given: Mapping[Field, Any]) -> Configuration:
     """The one configuration of the file that agrees with what is `given`, by key field; ConfigError if none or several do.
 
-    Where several do, the one for what the fields' defaults say is meant.
+    Of several, those that say most of it in so many words are meant, and of these the one for what the fields' defaults say.
     """
     entries = _entries(path)
     if not entries:
@@ -62,6 +62,8 @@ def load(path: str, given: Mapping[Field, Any]) -> Configuration:
     if not found:
         wanted = ", ".join(f"{field.name} {_shown(value)}" for field, value in given.items())
         raise ConfigError(f"--config_file {path}: no configuration for {wanted}; there are: {'; '.join(map(str, entries))}")
+    said = [sum(field in entry.values for field in given) for entry in found]
+    found = [entry for entry, n in zip(found, said, strict=True) if n == max(said)]
     if len(found) > 1:
         usual = {field: field.default for field in KEYS if field not in given and field.default is not None}
         found = [entry for entry in found if all(entry.agrees(field, value) for field, value in usual.items())] or found
@@ -202,13 +204,16 @@ def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
 
 
 def _key_lines(node: Any, path: str) -> dict[str, int]:
-    lines: dict[str, int] = {}
+    """The line of every key of a mapping, with those that it merges (``<<``)."""
+    merged: dict[str, int] = {}
+    own: dict[str, int] = {}
     for key, value in node.value:
+        line = key.start_mark.line + 1
         if key.tag == "tag:yaml.org,2002:merge":
-            for merged in value.value if value.id == "sequence" else [value]:
-                lines = _key_lines(merged, path) | lines
-        elif sum(other.value == key.value for other, _ in node.value) > 1:
-            raise ConfigError(f"{path}:{key.start_mark.line + 1}: {key.value} stands there twice")
+            for source in value.value if value.id == "sequence" else [value]:
+                merged = _key_lines(source, path) | merged
+        elif str(key.value) in own:
+            raise ConfigError(f"{path}:{line}: {key.value} stands there twice")
         else:
-            lines[str(key.value)] = key.start_mark.line + 1
-    return lines
+            own[str(key.value)] = line
+    return merged | own

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from disagg import WorldPlan
@@ -34,8 +35,14 @@ _POLICIES = {
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
-def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[int, int]) -> CoreConfig:
-    """What the core on `rank` (of an instance) is built from; `gpu_bytes`: see `devices.assign`."""
+def core_configs(config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpu_bytes: dict[int, int]) -> list[CoreConfig]:
+    """What the cores on `ranks` (of instances) are built from; `gpu_bytes`: see `devices.assign`."""
+    workers = Counter(rank.node for rank in plan.ranks if rank.instance is not None)
+    return [_core_config(config, plan, rank, gpu_bytes, workers[plan.ranks[rank].node]) for rank in ranks]
+
+
+def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[int, int], node_ranks: int) -> CoreConfig:
+    """`node_ranks`: ranks of its node that belong to an instance."""
     me = plan.ranks[rank]
     assert me.instance is not None
     instance = plan.instances[me.instance]
@@ -67,7 +74,7 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[i
         rank=rank,
         device=me.device,
         gpu_bytes=gpu_bytes.get(instance.index),
-        n_threads=config.num_threads or _thread_share(_node_ranks(plan, rank)),
+        n_threads=config.num_threads or _thread_share(node_ranks),
         model_path=config.model_path,
         load_format=config.load_format,
         dtype=config.dtype,
@@ -85,14 +92,9 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[i
         beam_width=chosen("beam_width", server.extra.get("max_beam_width")),
         end_ids=config.end_ids,
         stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
-        node_ranks=_node_ranks(plan, rank),
+        node_ranks=node_ranks,
         options=config.core_options,
     )
-
-
-def _node_ranks(plan: WorldPlan, rank: int) -> int:
-    """Ranks of this rank's node that belong to an instance."""
-    return sum(1 for r in plan.ranks if r.node == plan.ranks[rank].node and r.instance is not None)
 
 
 def _thread_share(node_ranks: int) -> int:
@@ -117,7 +119,8 @@ def make_roles(
     ranks = RouteMap(route_ranks(plan))
     roles: list[Role] = []
     if me.instance is not None:
-        core = BackendRegistry.get(config.core_type)(core_config(config, plan, rank, setup.gpu_bytes), comms.of_instance())
+        (core_config,) = core_configs(config, plan, [rank], setup.gpu_bytes)
+        core = BackendRegistry.get(config.core_type)(core_config, comms.of_instance())
         roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if "leader" in me.roles:
         assert route is not None

@@ -32,6 +32,10 @@ class Slice:
             kind, value, at = hints[known.name], data[known.name], f"{where}: {known.name}"
             if isinstance(kind, type) and issubclass(kind, Slice):
                 values[known.name] = kind.from_json(value, at)
+            elif kind == tuple[int, ...] and _is(value, int):
+                values[known.name] = (value,)
+            elif kind == tuple[int, ...] and isinstance(value, list) and all(_is(item, int) for item in value):
+                values[known.name] = tuple(value)
             elif _is(value, kind):
                 values[known.name] = value
             else:
@@ -45,6 +49,7 @@ class Slice:
 
 
 _KIND_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_KIND_NAMES[tuple[int, ...]] = "a whole number, or an array of them"
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -98,12 +103,6 @@ class GenerationConfig(Slice):
             data = {cls._HUGGING_FACE.get(key, key): value for key, value in data.items()}
             if not data.get("do_sample"):  # transformers then leaves these three alone
                 data |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-        if isinstance(data, dict) and data.get("eos_token_id") is not None:
-            ids = data["eos_token_id"]
-            ids = ids if isinstance(ids, list) else [ids]
-            if not all(type(id_) is int for id_ in ids):
-                raise ConfigError(f"{where}: eos_token_id: {json.dumps(ids)[:60]}; must be a whole number or an array of them")
-            data = {**data, "eos_token_id": tuple(ids)}
         return super().from_json(data, where)
 
     def values(self) -> dict[Field, Any]:

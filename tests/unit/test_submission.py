@@ -239,7 +239,7 @@ def test_existing_output(maker: Maker) -> None:
 
 
 def test_bad_input(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    performance, accuracy, test06 = maker.runs()
+    performance, accuracy, _test06 = maker.runs()
 
     def says(expected: str, *words: object) -> None:
         assert expected in maker.submit(*words, code=2)
