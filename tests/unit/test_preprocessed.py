@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     "fewer lengths": (change(LENS, lambda a: a[:3]), "input_lens.npy has 3 samples, input_ids_padded.npy has 4"),
     "a longer length": (
         change(LENS, lambda a: a + np.array([0, 0, 3, 0])),
-        "input_lens.npy: sample 2 has length 5; input_ids_padded.npy has 1 to 4",
+        "sample 2 has length 5; input_ids_padded.npy has 1 to 4",
     ),
     "no length": (change(LENS, lambda a: a - [0, 1, 0, 0]), "input_lens.npy: sample 1 has length 0"),
     "fewer stop words": (change(STOPS, lambda a: a[1:]), "stop_ids_padded.npy has 3 samples, input_ids_padded.npy has 4"),
