@@ -78,7 +78,7 @@ def _quantize_rows(out, scales, x, width, LARGEST: tl.constexpr, BLOCK: tl.const
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(value))
-    scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+    scale = tl.where(largest == 0, 1.0, largest / LARGEST)
     tl.store(scales + row, scale)
     # The quotient may be larger than the type's largest number by its last bit.
     scaled = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)

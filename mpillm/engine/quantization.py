@@ -54,7 +54,12 @@ def quantization_config(algorithm: str, n_experts: int) -> dict[str, Any]:
     """
     number = {"num_bits": 8, "type": "int" if algorithm == "int8" else "float", "symmetric": True}
     activations = {**number, "strategy": "token", "dynamic": True} if algorithm == "fp8" else None
-    group = {"targets": ["Linear"], "weights": {**number, "strategy": "channel", "dynamic": False}, "input_activations": activations}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": activations,
+        "format": _FORMATS[algorithm],  # without it, int8 weights alone would be looked for packed into int32
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": _FORMATS[algorithm],

@@ -39,7 +39,7 @@ def quantize_rows(matrix: Tensor, algorithm: str) -> tuple[Tensor, Tensor]:
     """8-bit numbers [n, m] and float32 scales [n, 1] of `matrix` [n, m]; a row of zeros has scale 1."""
     matrix = matrix.float()
     largest = matrix.abs().amax(1, keepdim=True)
-    scales = torch.where(largest > 0, largest / _LARGEST[algorithm], 1.0)
+    scales = torch.where(largest == 0, 1.0, largest / _LARGEST[algorithm])  # what is not finite stays so
     scaled = (matrix / scales).clamp_(-_LARGEST[algorithm], _LARGEST[algorithm])
     if algorithm == "int8":
         scaled.round_()
