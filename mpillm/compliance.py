@@ -8,9 +8,10 @@ mlcommons/inference, compliance/TEST06 (`audit.config`, `run_verification.py`).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,12 @@ def prepare_audit(compliance_test: str | None, audit_conf: str | None, run_direc
     else:
         return ""  # one that an earlier run has left there is not this run's
     return str(kept)
+
+
+def is_test06(detail: Mapping[str, Any]) -> bool:
+    """Whether a run's detailed log is that of a TEST06 run, however LoadGen came by the settings."""
+    sampled = detail.get("effective_accuracy_log_sampling_target")
+    return detail.get("effective_test_mode") == "PerformanceOnly" and sampled == _TEST06["accuracy_log_sampling_target"]
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,7 @@ def _end_tokens(answer: LoggedAnswer, end_ids: Sequence[int]) -> int:
 def verify(run: RunDirectory, end_ids: Sequence[int]) -> Test06:
     """Judge the TEST06 run in `run` and write its ``TEST06`` folder. ConfigError: it is no such run, it failed, or its log was cut."""
     detail = read_detail(run.path)
-    sampled = detail.get("effective_accuracy_log_sampling_target")
-    if detail.get("effective_test_mode") != "PerformanceOnly" or sampled != _TEST06["accuracy_log_sampling_target"]:
+    if not is_test06(detail):
         raise ConfigError(f"{run.path} is no TEST06 run: start one with --compliance_test TEST06")
     answers = read_answers(run.path / ACCURACY)
     if not answers:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from mpillm.compliance import is_test06
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.json_files import read_json
 from mpillm.report.run_directory import RunDirectory
@@ -76,11 +77,19 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """ConfigError: `path` is no run directory of a workload, or the run failed."""
+    """ConfigError: `path` is no run directory of a workload, the run failed, or it is none that a submission has a place for."""
     directory = RunDirectory.read(path)
     benchmark, scenario = place(directory.workload.name, float(directory.config["accuracy_target"]), directory.scenario)
-    kind = "accuracy" if directory.is_accuracy else directory.config.get("compliance_test") or "performance"
-    return Run(directory, str(kind), benchmark, scenario)
+    kind = "performance"
+    if directory.is_accuracy:
+        kind = "accuracy"
+    elif is_test06(read_detail(path)):
+        kind = "TEST06"
+    elif directory.config.get("audit_conf"):
+        raise ConfigError(
+            f"{path} was run under an audit.config that is not TEST06's: it is neither a performance run nor a compliance run"
+        )
+    return Run(directory, kind, benchmark, scenario)
 
 
 @dataclass

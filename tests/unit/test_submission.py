@@ -238,8 +238,8 @@ def test_existing_output(maker: Maker) -> None:
     assert [path.name for path in maker.tree.parent.iterdir()] == ["Us"], "nothing is left beside it"
 
 
-def test_bad_input(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    performance, accuracy, _test06 = maker.runs()
+def test_bad_input(maker: Maker) -> None:
+    performance, accuracy, _ = maker.runs()
 
     def says(expected: str, *words: object) -> None:
         assert expected in maker.submit(*words, code=2)
@@ -262,6 +262,8 @@ def test_bad_input(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = {**MACHINE, "memory_bytes": 256 << 30}
     says("not made on the same system: memory_bytes", performance, make_run(maker.folder / "else", "accuracy", machine=elsewhere))
     says("not made on the same system: workers: 2 and 3", performance, make_run(maker.folder / "more", "accuracy", workers=3))
+    audit = make_run(maker.folder / "audit", audit_conf="own.config")
+    says("under an audit.config that is not TEST06's", audit)
     says("there is no Offline of it", make_run(maker.folder / "inter", benchmarks=["llama2-70b-interactive"]))
     for name in ("mlperf_log_detail.txt", "machines.json", "plan.json"):
         (broken := make_run(maker.folder / f"no-{name}") / name).unlink()
