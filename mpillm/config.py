@@ -232,6 +232,8 @@ def _check_together(config: RunConfig) -> None:
     for name in ("scenarios", "benchmarks"):
         if len(getattr(config, name) or ()) > 1:
             raise ConfigError(f"{config.named(name)}: a run is one test of one workload; start it once for each")
+    if config.dry_run:
+        raise ConfigError(f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI")
     if config.min_output_len > config.max_output_len:
         raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
     if config.core_type == "torch" and not config.model_path:

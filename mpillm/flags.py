@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm import fields
@@ -14,7 +13,8 @@ OWN_CORES = ("torch", "dummy")  # TensorRT-LLM's are passed what they are given
 
 
 def unify(found: dict[str, Found]) -> None:
-    """Give an option and its flag the value of the higher source: of the option, where they are alike. Other flags get their defaults.
+    """Give an option and its flag the value of the higher source: of the option, where they are alike. Other runtime flags get their
+    defaults; build flags that are options are taken out: what is left is trtllm-build's.
 
     `found` holds every field, by name. ConfigError, which names the source, for a flag that the core does not have or can't honour,
     for a value that is none, and for two that exclude each other.
@@ -24,6 +24,9 @@ def unify(found: dict[str, Found]) -> None:
         _check_honoured(core_type, found["trtllm_runtime_flags"])
     _share(found, "trtllm_runtime_flags", RUNTIME_FLAGS)
     _share(found, "trtllm_build_flags", BUILD_FLAGS)
+    build = found["trtllm_build_flags"]
+    values = {name: value for name, value in build.value.items() if name not in BUILD_FLAGS}
+    found["trtllm_build_flags"] = Found(values, build.origin, {name: origin for name, origin in build.keys.items() if name in values})
     if core_type in OWN_CORES:
         _batch_to_the_end(found)
 
@@ -75,11 +78,7 @@ def _batch_size(found: Mapping[str, Found]) -> Found | None:
     if not isinstance(sizes.value, dict):
         return None if sizes.value is None else sizes
     workloads: tuple[str, ...] = found["benchmarks"].value or ()
-    by_name: dict[str, Any] = {}
-    for name, size in sizes.value.items():
-        (workload,) = fields.benchmarks.parse(name, f"{sizes.origin.where}: gpu_batch_size")
-        by_name[workload] = size
-    return Found(by_name[workloads[0]], sizes.origin) if len(workloads) == 1 and workloads[0] in by_name else None
+    return Found(sizes.value[workloads[0]], sizes.origin) if len(workloads) == 1 and workloads[0] in sizes.value else None
 
 
 def _batch_to_the_end(found: dict[str, Found]) -> None:

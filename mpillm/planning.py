@@ -20,7 +20,7 @@ _PLANNING = [
     field
     for field in FIELDS
     if field.name in ("benchmarks", "config_file", "model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
-    or (field.group == "topology" and field.name not in ("core_type", "core_options"))
+    or (field.group in ("topology", "plan") and field.name not in ("core_type", "core_options"))
 ]
 
 
