@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=44, width=min(140, shutil.get_terminal_size((120, 24)).columns - 2))
+        width = min(140, shutil.get_terminal_size((120, 24)).columns - 2)
+        super().__init__(prog, max_help_position=min(44, width // 3), width=width)
 
 
 class Parser(argparse.ArgumentParser):
