@@ -58,7 +58,7 @@ def test_a_persons_own(tmp_path: Path) -> None:
 
 
 def test_synthetic_and_builtin(tmp_path: Path) -> None:
-    assert load(tmp_path, *TINY, "--dataset", "synthetic", "--num_samples", 5).name == "synthetic"
+    assert load(tmp_path, *TINY, "--dataset", "synthetic", "--num_samples", 5, "--input_mean", 8).name == "synthetic"
     assert load(tmp_path, *DUMMY).name == "prompts.jsonl"
 
 
