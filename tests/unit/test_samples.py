@@ -78,11 +78,16 @@ def test_the_narrowest_model_counts(tmp_path: Path) -> None:
             assert message in str(error.value) and "input_ids_padded.npy" in str(error.value)
 
 
+def test_end_tokens_of_another_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--end_ids 2,512 \(command line\): tiny-mixtral knows 512 tokens"):
+        load(tmp_path, *TINY, "--end_ids", "2,512")
+
+
 @pytest.mark.parametrize("name", workloads.WORKLOADS)
 def test_a_full_workload_says_which_data_set_it_lacks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     workload = workloads.get(name)
     with pytest.raises(ConfigError) as error:
-        load(tmp_path, "--benchmarks", name, "--scenarios", "Server")
+        load(tmp_path, "--benchmarks", name, "--scenarios", "Server", models=(Model(200_000),))
     for word in (workload.dataset_path, "input_ids_padded.npy", "input_lens.npy", workload.frame_file):
         assert word in str(error.value)
