@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from disagg.errors import ConfigError
-from mpillm import config_file, fields
+from mpillm import config_file, fields, workloads
 from mpillm.command_line import Parser, add_fields
 from mpillm.configurator import DEFAULT, Configuration, Field, Found, Level, Origin
 from mpillm.fields import BY_NAME, FIELDS
@@ -54,12 +52,17 @@ class RunConfig:
 
     @property
     def benchmark(self) -> str | None:
-        """The workload, of a command that has at most one."""
+        """The workload's name, of a command that has at most one."""
         return self.benchmarks[0] if self.benchmarks else None
 
     def origin(self, name: str) -> Origin:
         """Where the value came from."""
         return self.found[BY_NAME[name].name if name in BY_NAME else name].origin
+
+    @property
+    def workload(self) -> workloads.Workload | None:
+        """The workload, scaled as this command wants it."""
+        return workloads.get(self.benchmark, self.model_scale) if self.benchmark else None
 
     def source(self, name: str) -> str:
         """Where the value came from: ``command line``, ``environment variable X``, ``file:line``, ``workload X`` or ``default``."""
@@ -187,9 +190,10 @@ def _resolve(options: Mapping[str, str], known: Sequence[Field]) -> RunConfig:
         own.update(file)
         own.origins = file.origins
     benchmarks, scenarios = said(fields.benchmarks).value, said(fields.scenarios).value
-    if benchmarks is not None and len(benchmarks) == 1 and importlib.util.find_spec("mpillm.workloads") is not None:
-        workload.update(importlib.import_module("mpillm.workloads").get(benchmarks[0]).defaults(scenarios[0]))
-        workload.origins = Origin(Level.WORKLOAD, f"workload {benchmarks[0]}")
+    if benchmarks is not None and len(benchmarks) == 1:
+        known_workload = workloads.get(benchmarks[0], said(fields.model_scale).value)
+        workload.update(known_workload.defaults(scenarios[0]))
+        workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
     if (path := said(fields.llm_gen_config_path).value) is not None:
         generation.update(GenerationConfig.from_file(path).values())
         generation.origins = Origin(Level.CONTEXT, path)
@@ -241,7 +245,7 @@ def _check_together(config: RunConfig) -> None:
             "--core_type torch needs --model_path: a Hugging Face folder, or the preset tiny-llama"
             " (python -m mpillm fetch-model smollm2-135m brings a small real model)"
         )
-    if config.dataset == "synthetic" and config.dataset_path:
+    if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
     chunking = config.context_chunking_policy != fields.context_chunking_policy.default
     if chunking and config.given("context_chunking_policy") and not config.enable_chunked_context and not config.disagg_config:
@@ -259,6 +263,6 @@ def _check_together(config: RunConfig) -> None:
 
 
 def run_name(config: RunConfig) -> str:
-    """``<model>-<scenario>``, for the run directory's name."""
-    model = Path(config.model_path).name if config.model_path else config.core_type
+    """``<workload or model>-<scenario>``, for the run directory's name."""
+    model = config.benchmark or (Path(config.model_path).name if config.model_path else config.core_type)
     return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{config.scenario}")

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from disagg import WorldPlan
-from disagg.errors import ConfigError
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
 from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
-from mpillm.dataset import Dataset
 from mpillm.fields.flags import RUNTIME_FLAGS
 from mpillm.harness_config import TrtllmHarnessConfig
 from mpillm.planning import Setup
@@ -90,23 +88,11 @@ def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[
         batch_scheduler_policy=flag("batch_scheduler_policy", _POLICIES.get(scheduler.get("capacity_scheduler_policy", ""))),
         enable_kv_cache_reuse=chosen("enable_kv_cache_reuse", kv_cache.get("enable_block_reuse")),
         beam_width=chosen("beam_width", server.extra.get("max_beam_width")),
-        end_ids=(harness.gen_config.eos_token_id if harness.gen_config else ()) or None,
+        end_ids=config.end_ids,
         stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
         node_ranks=node_ranks,
         options=config.core_options,
     )
-
-
-def check_prompts(cores: Iterable[CoreConfig], dataset: Dataset) -> None:
-    """ConfigError if a prompt would need several steps of a core whose chunked context is off."""
-    lengths = dataset.lengths()
-    longest = int(lengths.argmax())
-    for core in cores:
-        if core.role != "generation" and not core.enable_chunked_context and lengths[longest] > core.max_num_tokens:
-            raise ConfigError(
-                f"{dataset.name}: the prompt of sample {longest} has {lengths[longest]} tokens, a step of instance {core.instance} takes"
-                f" {core.max_num_tokens}: give --max_num_tokens {lengths[longest]}, or --enable_chunked_context true for several steps"
-            )
 
 
 def _thread_share(node_ranks: int) -> int:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from disagg.errors import ConfigError, nearest
 from mpillm import fields
 from mpillm.configurator import DEFAULT, Field, Found, Level, Origin
-from mpillm.fields.flags import BUILD_FLAGS, RUNTIME_FLAGS, TENSORRT_ONLY
+from mpillm.fields.flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS, TENSORRT_ONLY
 
 OWN_CORES = ("torch", "dummy")  # TensorRT-LLM's are passed what they are given
 
 
 def unify(found: dict[str, Found]) -> None:
     """Give an option and its flag the value of the higher source: of the option, where they are alike. Other runtime flags get their
-    defaults; build flags that are options are taken out: what is left is trtllm-build's.
+    defaults; flags that are options and nothing else are taken out.
 
     `found` holds every field, by name. ConfigError, which names the source, for a flag that the core does not have or can't honour,
     for a value that is none, and for two that exclude each other.
@@ -23,10 +23,8 @@ def unify(found: dict[str, Found]) -> None:
     if core_type in OWN_CORES:
         _check_honoured(core_type, found["trtllm_runtime_flags"])
     _share(found, "trtllm_runtime_flags", RUNTIME_FLAGS)
-    _share(found, "trtllm_build_flags", BUILD_FLAGS)
-    build = found["trtllm_build_flags"]
-    values = {name: value for name, value in build.value.items() if name not in BUILD_FLAGS}
-    found["trtllm_build_flags"] = Found(values, build.origin, {name: origin for name, origin in build.keys.items() if name in values})
+    _take_out(found, "trtllm_runtime_flags", RUNTIME_OPTIONS)
+    _take_out(found, "trtllm_build_flags", BUILD_OPTIONS)
     if core_type in OWN_CORES:
         _batch_to_the_end(found)
 
@@ -34,6 +32,8 @@ def unify(found: dict[str, Found]) -> None:
 def _check_honoured(core_type: str, flags: Found) -> None:
     for name, value in flags.value.items():
         where = f"{flags.key_origins()[name].where}: trtllm_runtime_flags {name}"
+        if name in RUNTIME_OPTIONS:
+            continue
         if name not in RUNTIME_FLAGS:
             there_are = ", ".join(RUNTIME_FLAGS)
             raise ConfigError(f"{where}: the {core_type} core has no such flag{nearest(name, RUNTIME_FLAGS)}; it has {there_are}")
@@ -65,6 +65,13 @@ def _share(found: dict[str, Found], flags_name: str, known: Mapping[str, Field])
         if field.name in found:
             found[field.name] = best
     found[flags_name] = Found(values, flags.origin, origins)
+
+
+def _take_out(found: dict[str, Found], flags_name: str, options: Mapping[str, Field]) -> None:
+    _share(found, flags_name, options)
+    flags = found[flags_name]
+    values = {name: value for name, value in flags.value.items() if name not in options}
+    found[flags_name] = Found(values, flags.origin, {name: origin for name, origin in flags.keys.items() if name in values})
 
 
 def _called(name: str, found: Found) -> Found:

@@ -14,7 +14,7 @@ import disagg
 from disagg.errors import ConfigError
 from mpillm import fields
 from mpillm.configurator import autoconfigure, bind
-from mpillm.fields.flags import BUILD_FLAGS, RUNTIME_FLAGS
+from mpillm.fields.flags import BUILD_OPTIONS, RUNTIME_FLAGS
 from mpillm.model_files import EngineConfig, GenerationConfig
 
 
@@ -78,7 +78,7 @@ class TrtllmHarnessConfig(HarnessConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.runtime_flags = self.DEFAULT_RUNTIME_FLAGS | self.runtime_flags
-        for name in BUILD_FLAGS:
+        for name in BUILD_OPTIONS:
             mine, flag = getattr(self, name), self.build_flags.get(name)
             if flag is not None and flag != mine:
                 raise ConfigError(f"trtllm_build_flags {name} is {flag}, but {name} is {mine}")

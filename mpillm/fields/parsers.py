@@ -81,6 +81,12 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
 
 
+@expects("token ids with commas between them", _listed)
+def token_ids(text: str) -> tuple[int, ...]:
+    """Ints of at least 0, with commas between them."""
+    return tuple(map(natural, text.split(",")))
+
+
 @expects("a number of seconds above 0")
 def seconds(text: str) -> float:
     """A duration above 0."""

@@ -15,6 +15,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse_each, parse_run, run_name
+from mpillm.configurator import DEFAULT as DEFAULT_ORIGIN
 from mpillm.configurator import Found
 from mpillm.fields import (
     BY_NAME,
@@ -30,9 +31,8 @@ from mpillm.fields import (
     positive,
     scenarios,
     seconds,
-    stop_words,
 )
-from mpillm.fields.parsers import accuracy, grpc_ports, urls
+from mpillm.fields.parsers import accuracy, grpc_ports, stop_words, token_ids, urls
 
 ROOT = Path(__file__).parents[2]
 DUMMY = ["--core_type", "dummy"]
@@ -63,6 +63,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         {"offline": ("Offline",), "Offline,SERVER": ("Offline", "Server"), "Server, singlestream": ("Server", "SingleStream")},
         ["", "Multistream", "Offline,,Server"],
     ),
+    token_ids: ({"2": (2,), "0,128009": (0, 128009)}, ["", "2,", "-1", "</s>", "1.5"]),
     accuracy: ({".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99}, ["0.9", "1", "99.99", "", "high", "nan"]),
     gpu_batch_size.from_string: (
         {"2048": 2048, "llama2-70b:8,moe:16": {"llama2-70b": 8, "mixtral-8x7b": 16}},
@@ -201,7 +202,7 @@ def test_json_says_where_a_value_came_from() -> None:
 
 def test_unknown_attributes() -> None:
     with pytest.raises(AttributeError):
-        _ = RunConfig({"seed": Found(1, "default")}).no_such_option
+        _ = RunConfig({"seed": Found(1, DEFAULT_ORIGIN)}).no_such_option
 
 
 def test_run_names_are_file_names() -> None:

@@ -98,7 +98,8 @@ def test_every_value_says_its_line(tmp_path: Path) -> None:
         assert at[int(json[name]["source"].removeprefix(f"{python}:"))].strip().startswith(text)
     assert json["triton_num_servers"] == {"value": 4, "source": "command line"}
     assert json["trtllm_runtime_flags"]["source"]["max_num_tokens"].startswith(f"{python}:")
-    assert json["trtllm_runtime_flags"]["source"]["enable_chunked_context"] == "default"
+    assert json["trtllm_runtime_flags"]["source"]["use_inflight_batching"] == "default"
+    assert json["trtllm_runtime_flags"]["source"]["enable_chunked_context"] == "workload llama2-70b"
     yaml = written(tmp_path, "mine.yaml", SAME_IN_YAML)
     assert config_of(yaml).source("offline_expected_qps") == f"{yaml}:12"
 

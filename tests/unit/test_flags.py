@@ -151,9 +151,13 @@ def test_tensorrt_cores_are_passed_what_they_are_given() -> None:
     assert config.trtllm_runtime_flags["enable_batch_size_tuning"] is True
 
 
-def test_build_flags_may_say_the_parallelism() -> None:
+def test_flags_may_say_the_topology() -> None:
     config = parse_run(["--core_type", "trtllm_executor", "--trtllm_build_flags", "tensor_parallelism:2,pipeline_parallelism:4"])
-    assert (config.tensor_parallelism, config.pipeline_parallelism) == (2, 4)
+    assert (config.tensor_parallelism, config.pipeline_parallelism, config.trtllm_build_flags) == (2, 4, {})
+    flags = "num_ctx_servers:2,ctx_tp_size:4,num_gen_servers:3,gen_tp_size:1,max_batch_size:8"
+    config = parse_run([*DUMMY, "--mode", "disaggregated", "--trtllm_runtime_flags", flags])
+    assert (config.num_ctx_servers, config.ctx_tp_size, config.num_gen_servers, config.gen_tp_size) == (2, 4, 3, 1)
+    assert config.trtllm_runtime_flags == LISTED | {"max_batch_size": 8}
     explicit = parse_run([*DUMMY, "--trtllm_build_flags", "tensor_parallelism:2", "--tensor_parallelism", "8"])
     assert (explicit.tensor_parallelism, explicit.trtllm_build_flags) == (8, {}), "trtllm-build has no such flag"
 
