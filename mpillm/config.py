@@ -1,81 +1,64 @@
-"""The options of a run: parsed, each with where it came from, and identical on every rank."""
+"""The options of a command: found, each with where it came from, and identical on every rank."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
+import importlib
+import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from disagg.errors import ConfigError, nearest
-from mpillm.fields import FIELDS, Field
+from disagg.errors import ConfigError
+from mpillm.command_line import Parser, add_fields
+from mpillm.configurator import Configuration, Field, Found
+from mpillm.fields import BY_NAME, FIELDS
 
-
-class Parser(argparse.ArgumentParser):
-    """argparse with hyphens and underscores alike, no abbreviations, and errors that name the nearest option."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        kwargs.setdefault("usage", f"python -m {kwargs['prog']} [options]")
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's, but unknown words are a ConfigError."""
-        values, unknown = self.parse_known_args([_underscored(arg) for arg in args or ()], namespace)
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            options = [option for action in self._actions for option in action.option_strings]
-            known = nearest(name, options) if name.startswith("-") else ""
-            raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{known}")
-        return values
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}")
-
-
-def _underscored(arg: str) -> str:
-    if not arg.startswith("--"):
-        return arg
-    name, equals, value = arg.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
-
-
-def add_fields(parser: argparse.ArgumentParser, fields: Sequence[Field]) -> None:
-    """An option for each field, in its group; without a value a boolean means true."""
-    groups: dict[str, Any] = {}
-    for field in fields:
-        group = groups.setdefault(field.group, None) or parser.add_argument_group(field.group)
-        groups[field.group] = group
-        is_flag = isinstance(field.default, bool)
-        default = "" if field.default in (None, {}) else f" [default: {field.default}]"
-        choices = f": {', '.join(field.choices)}" if field.choices else ""
-        group.add_argument(
-            f"--{field.name}",
-            help=(field.description + choices + default).replace("%", "%%"),
-            metavar=field.name.rpartition("_")[2].upper(),
-            nargs="?" if is_flag else None,
-            const="true" if is_flag else None,
-        )
+# What `run` shows in --help.
+_RUN_GROUPS = ("workload", "topology", "model", "harness", "triton", "data", "generation", "test", "output", "deadlines")
 
 
 class RunConfig:
     """Values by field name, as attributes, and the source of each."""
 
-    def __init__(self, values: dict[str, Any], sources: dict[str, str]) -> None:
-        self.values = values
-        self.sources = sources
+    def __init__(self, found: Mapping[str, Found]) -> None:
+        self.found = dict(found)
 
     def __getattr__(self, name: str) -> Any:
+        found = self.__dict__["found"]
+        if name not in found and name in BY_NAME:
+            name = BY_NAME[name].name
         try:
-            return self.__dict__["values"][name]
+            return found[name].value
         except KeyError:
             raise AttributeError(name) from None
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values alone, by name."""
+        return {name: found.value for name, found in self.found.items()}
+
+    @property
+    def scenario(self) -> str:
+        """LoadGen's scenario, of a command that has just one."""
+        (scenario,) = self.scenarios
+        return str(scenario)
+
+    @property
+    def benchmark(self) -> str | None:
+        """The workload, of a command that has at most one."""
+        return self.benchmarks[0] if self.benchmarks else None
+
+    def source(self, name: str) -> str:
+        """Where the value came from: ``command line``, ``environment variable X``, a file, ``workload X`` or ``default``."""
+        return self.found[name].source
+
     def given(self, name: str) -> bool:
         """Whether a person set it."""
-        return self.sources[name] != "default"
+        source = self.source(BY_NAME[name].name if name in BY_NAME else name)
+        return source != "default" and not source.startswith("workload ")
 
     def digest(self) -> str:
         """A hash of all values and of the files that they name: the same on ranks that were started alike."""
@@ -84,63 +67,93 @@ class RunConfig:
             state.update(Path(self.disagg_config).read_bytes())
         return state.hexdigest()
 
-    def difference(self, other: dict[str, Any]) -> str:
-        """The first option whose value differs, with both values; empty if none does."""
+    def difference(self, other: Mapping[str, Any]) -> str:
+        """The first option whose value differs here from `other`'s, with both values; empty if none does."""
         for name, value in self.values.items():
             if value != other.get(name):
-                return f"--{name} is {value!r} there and {other.get(name)!r} here"
+                return f"--{name} is {other.get(name)!r} there and {value!r} here"
         return ""
 
     def to_json(self) -> dict[str, Any]:
-        """``{name: {"value", "source"}}``"""
-        return {name: {"value": value, "source": self.sources[name]} for name, value in self.values.items()}
+        """``{name: {"value", "source"}}``; for a dictionary made of several, "source" is each key's."""
+        return {name: {"value": found.value, "source": found.keys or found.source} for name, found in self.found.items()}
 
 
 def run_parser() -> Parser:
-    """The parser of `run`, its options made from the fields."""
-    parser = Parser(
+    """The parser of `run`, without its options."""
+    return Parser(
         prog="mpillm run",
         description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
         epilog="examples:\n"
         "  mpirun -n 5 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
         "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100 --min_duration 10",
     )
-    add_fields(parser, FIELDS)
-    return parser
 
 
 def options_page() -> str:
-    """docs/options.md: every option of `run`, from the fields."""
+    """docs/options.md: every option, from the fields."""
     lines = [
-        "# The options of `run`",
+        "# Options",
         "",
-        "Made by `make docs` from `mpillm/fields.py`. Underscores and hyphens mean the same: `--log_dir`, `--log-dir`.",
+        "Made by `make docs` from `mpillm/fields/`. Underscores and hyphens mean the same: `--log_dir`, `--log-dir`; upper and lower case",
+        "are alike in words to choose from. The commands of one test take the same options: each uses those of its stages.",
     ]
     group = ""
     for field in FIELDS:
         if field.group != group:
             group = field.group
             lines += ["", f"## {group.capitalize()}", "", "| option | meaning | default |", "|---|---|---|"]
-        meaning = field.description + (f" ({', '.join(field.choices)})" if field.choices else "")
-        default = "" if field.default in (None, {}) else f"`{field.default}`"
-        lines.append(f"| `--{field.name}` | {meaning.replace('|', '&#124;')} | {default} |")
+        also = "".join(f", `--{alias}`" for alias in field.aliases)
+        meaning = (field.description + (f" ({', '.join(field.choices)})" if field.choices else "")).replace("|", "&#124;")
+        default = f"`{field.shown_default}`" if field.shown_default else ""
+        lines.append(f"| `--{field.name}`{also} | {meaning} | {default} |")
     return "\n".join(lines) + "\n"
 
 
-def collect(texts: dict[str, str | None], fields: Sequence[Field]) -> RunConfig:
-    """Values of `fields` from the texts that argparse found; ConfigError naming the option, the value and what is allowed."""
-    values = {f.name: f.default if (text := texts[f.name]) is None else f.parse(text, f"--{f.name}") for f in fields}
-    return RunConfig(values, {f.name: "default" if texts[f.name] is None else "command line" for f in fields})
+def collect(argv: Sequence[str], fields: Sequence[Field], parser: Parser) -> RunConfig:
+    """Values of `fields` from a command line and nothing else; ConfigError naming the option, the value and what is allowed."""
+    add_fields(parser, fields)
+    parser.parse_args(argv)
+    return _found(Configuration(argv=argv, environ={}), fields)
+
+
+def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> RunConfig:
+    """Values of all fields: from the command line, the environment, a user's file and the workload; ConfigError names the source.
+
+    `shown` are in --help, and may be a command's own. The other fields are taken as well: the commands of one test share their options.
+    """
+    fields = list(({field.name: field for field in FIELDS} | {field.name: field for field in shown}).values())
+    add_fields(parser, fields, shown)
+    parser.parse_args(argv)
+    config = _found(Configuration(argv=argv), fields)
+    if config.benchmarks and len(config.benchmarks) == 1 and (defaults := _workload_defaults(config.benchmark, config.scenarios[0])):
+        config = _found(Configuration(defaults, sources=f"workload {config.benchmark}", argv=argv), fields)
+    return config
+
+
+def _found(configuration: Configuration, fields: Sequence[Field]) -> RunConfig:
+    found = configuration.resolve(fields)
+    return RunConfig({field.name: found.get(field, Found(None, "default")) for field in fields})
+
+
+def _workload_defaults(benchmark: str | None, scenario: str) -> dict[Field, Any]:
+    if importlib.util.find_spec("mpillm.workloads") is None:
+        return {}
+    defaults: dict[Field, Any] = importlib.import_module("mpillm.workloads").get(benchmark).defaults(scenario)
+    return defaults
 
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
-    config = collect(vars(run_parser().parse_args(argv)), FIELDS)
+    config = parse(argv, run_parser(), [field for field in FIELDS if field.group in _RUN_GROUPS])
     _check_together(config)
     return config
 
 
 def _check_together(config: RunConfig) -> None:
+    for name in ("scenarios", "benchmarks"):
+        if len(getattr(config, name) or ()) > 1:
+            raise ConfigError(f"--{name} {','.join(getattr(config, name))}: a run is one test of one workload; start it once for each")
     if config.min_output_len > config.max_output_len:
         raise ConfigError(f"--min_output_len {config.min_output_len} is more than --max_output_len {config.max_output_len}")
     if config.core_type == "torch" and not config.model_path:
@@ -165,4 +178,4 @@ def _check_together(config: RunConfig) -> None:
 def run_name(config: RunConfig) -> str:
     """``<model>-<scenario>``, for the run directory's name."""
     model = Path(config.model_path).name if config.model_path else config.core_type
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{config.scenarios}")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{config.scenario}")

@@ -151,7 +151,7 @@ class Director:
         other = {rank: report for rank, report in reports.items() if report["digest"] != mine["digest"]}
         if other:
             first = min(other)
-            difference = RunConfig(other[first]["values"], {}).difference(self._config.values)
+            difference = self._config.difference(other[first]["values"])
             raise ConfigError(
                 f"{rank_list(list(other))} {'was' if len(other) == 1 else 'were'} started with another configuration than rank 0: "
                 + (f"rank {first}: {difference}" if difference else f"the contents of {self._config.disagg_config} differ")
@@ -178,7 +178,7 @@ class Director:
 
     def _loadgen_config(self, config: RunConfig) -> LoadGenConfig:
         return LoadGenConfig(
-            scenario=config.scenarios,
+            scenario=config.scenario,
             test_mode=config.test_mode,
             user_conf=config.user_conf,
             min_duration_s=config.min_duration,
@@ -226,7 +226,7 @@ class Director:
         if self._outputs and self._has_text:
             self._console.answers(self._outputs.shown())
         rows: list[tuple[str, Any]] = [
-            ("LoadGen", f"{result['loadgen_result']} ({config.scenarios}, {config.test_mode})"),
+            ("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})"),
             *(("", f"{condition}: no") for condition in result["loadgen_unsatisfied"]),
             ("samples", f"{result['samples']} in {result['test_s']:.2f} s, {result['errors']} errors"),
             ("samples per second", f"{result['samples_per_second']:.2f}"),
@@ -275,7 +275,7 @@ class Director:
         head = {
             "status": self._result["status"],
             "loadgen_result": None,
-            "scenario": config.scenarios,
+            "scenario": config.scenario,
             "test_mode": config.test_mode,
             "mode": self._plan_mode(),
             "core_type": config.core_type,

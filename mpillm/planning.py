@@ -11,14 +11,18 @@ from typing import Any
 import disagg
 from disagg import DisaggConfig, ServerConfig, WorldPlan
 from disagg.errors import ConfigError
-from mpillm.config import Parser, RunConfig, add_fields, collect
-from mpillm.fields import FIELDS, Field, positive
+from mpillm.command_line import Parser
+from mpillm.config import RunConfig, parse
+from mpillm.configurator import Field
+from mpillm.fields import FIELDS
 
-_PLANNING = tuple(f for f in FIELDS if f.group == "topology" and f.name not in ("core_type", "core_options")) + tuple(
-    f for f in FIELDS if f.name in ("model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
-)
-_WORLD_SIZE = Field("world_size", "ranks, control ranks included", positive, group="topology")
-_NODES = Field("nodes", "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]", group="topology")
+# What plan and generate-disagg-config show in --help.
+_PLANNING = [
+    field
+    for field in FIELDS
+    if field.name in ("benchmarks", "config_file", "model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
+    or (field.group == "topology" and field.name not in ("core_type", "core_options"))
+]
 
 
 @dataclass(frozen=True)
@@ -63,23 +67,16 @@ def server_value(config: RunConfig, server: ServerConfig, name: str) -> Any:
     return getattr(config, name) if config.given(name) or getattr(server, name) is None else getattr(server, name)
 
 
-def _parse(prog: str, description: str, epilog: str, argv: Sequence[str], fields: Sequence[Field]) -> RunConfig:
-    parser = Parser(prog=f"mpillm {prog}", description=description, epilog=epilog)
-    add_fields(parser, fields)
-    return collect(vars(parser.parse_args(argv)), fields)
-
-
 def plan_main(argv: Sequence[str]) -> int:
     """``python -m mpillm plan``: the table or the JSON of a plan, without MPI."""
     format_field = Field("format", "how to print it", default="table", choices=("table", "json"), group="output")
-    config = _parse(
-        "plan",
-        "Show which rank would do what, without MPI.",
-        "examples:\n  python -m mpillm plan --world_size 5 --mode disaggregated\n"
+    parser = Parser(
+        prog="mpillm plan",
+        description="Show which rank would do what, without MPI.",
+        epilog="examples:\n  python -m mpillm plan --world_size 5 --mode disaggregated\n"
         "  python -m mpillm plan --disagg_config disagg.yaml --nodes a:4,b:5 --format json",
-        argv,
-        (*_PLANNING, _WORLD_SIZE, _NODES, format_field),
     )
+    config = parse(argv, parser, [*_PLANNING, format_field])
     nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
     world_size = config.world_size or (len(nodes) if nodes else None)
     if world_size is None:
@@ -94,13 +91,13 @@ def plan_main(argv: Sequence[str]) -> int:
 def generate_main(argv: Sequence[str]) -> int:
     """``python -m mpillm generate-disagg-config``: a YAML for `run`, trtllm-serve and plan."""
     output = Field("output", "the file to write [default: standard output]", group="output")
-    config = _parse(
-        "generate-disagg-config",
-        "Write a disaggregation YAML from options.",
-        "example:\n  python -m mpillm generate-disagg-config --mode disaggregated --world_size 8 --ctx_tp_size 2 --output disagg.yaml",
-        argv,
-        (*_PLANNING, _WORLD_SIZE, output),
+    parser = Parser(
+        prog="mpillm generate-disagg-config",
+        description="Write a disaggregation YAML from options.",
+        epilog="example:\n"
+        "  python -m mpillm generate-disagg-config --mode disaggregated --world_size 8 --ctx_tp_size 2 --output disagg.yaml",
     )
+    config = parse(argv, parser, [*_PLANNING, output])
     text = disagg.dump(disagg_config(config, config.world_size))
     if config.output:
         try:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
+from mpillm.command_line import Parser
 from mpillm.comms.world import InstanceComms, start_mpi
-from mpillm.config import Parser, add_fields, collect
+from mpillm.config import collect
 from mpillm.cores.base import CoreConfig
 from mpillm.devices import local_gpus
 from mpillm.fields import Field, positive
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 _FIELDS = (
     Field("device", "what the ranks compute on", default="cuda", choices=("cpu", "cuda"), group="benchmark"),
     Field("model_path", "a Hugging Face folder or a preset", default="llama3.2-1b", group="benchmark"),
-    Field("num_prompts", "how many random prompts", positive, 32, group="benchmark"),
-    Field("prompt_len", "tokens of the longest; the shortest has one", positive, 64, group="benchmark"),
-    Field("output_len", "new tokens of each", positive, 64, group="benchmark"),
+    Field("num_prompts", "how many random prompts", positive, default=32, group="benchmark"),
+    Field("prompt_len", "tokens of the longest; the shortest has one", positive, default=64, group="benchmark"),
+    Field("output_len", "new tokens of each", positive, default=64, group="benchmark"),
 )
 _PAUSE_S = 1e-4
 _MOST_ROWS = 1024  # whose logits are compared: float32, as long as the vocabulary
@@ -45,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
         description="Greedy answers and logits of tensor parallel 2, 4, … in bfloat16 against those of one rank, and against float32.",
         epilog="example:\n  python -m mpillm mpirun -n 4 bench agreement --model_path llama3.2-1b",
     )
-    add_fields(parser, _FIELDS)
-    config = collect(vars(parser.parse_args(argv)), _FIELDS)
+    config = collect(argv, _FIELDS, parser)
     world = start_mpi()
     if config.device == "cuda" and len(local_gpus()) < world.size:
         raise ConfigError(f"--device cuda: {world.size} ranks, {len(local_gpus())} GPUs")

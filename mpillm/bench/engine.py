@@ -14,7 +14,8 @@ import psutil
 from disagg.errors import ConfigError
 from mpillm.bench.decode import bench_decode
 from mpillm.bench.transformers_baseline import TransformersBaseline
-from mpillm.config import Parser, add_fields, collect
+from mpillm.command_line import Parser
+from mpillm.config import collect
 from mpillm.cores.base import CoreConfig
 from mpillm.dataset import load_dataset
 from mpillm.engine.model_config import ModelInfo, check_model
@@ -30,22 +31,22 @@ _FIELDS = (
     ),
     Field("model_path", "folder of a Hugging Face checkpoint; on a GPU also a preset [default there: llama3.1-8b]", group="benchmark"),
     Field("dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark"),
-    Field("num_prompts", "how many of the data set's prompts", positive, 40, group="benchmark"),
-    Field("max_prompt_len", "longer prompts are left out, tokens", positive, 96, group="benchmark"),
-    Field("output_len", "new tokens for each prompt", positive, 32, group="benchmark"),
+    Field("num_prompts", "how many of the data set's prompts", positive, default=40, group="benchmark"),
+    Field("max_prompt_len", "longer prompts are left out, tokens", positive, default=96, group="benchmark"),
+    Field("output_len", "new tokens for each prompt", positive, default=32, group="benchmark"),
     Field(
         "dtype",
         "of weights and KV cache [default: float32; on a GPU the checkpoint's]",
         choices=("float32", "bfloat16"),
         group="benchmark",
     ),
-    Field("n_threads", "CPU threads", positive, 2, group="benchmark"),
-    Field("max_batch_size", "of the engine", positive, 64, group="benchmark"),
-    Field("max_num_tokens", "of one step of the engine", positive, 2048, group="benchmark"),
-    Field("batches", "GPU: batch sizes, with commas between them", integers, (1, 64, 256, 1024), group="benchmark"),
-    Field("context_len", "GPU: tokens in the cache of each sequence", positive, 512, group="benchmark"),
-    Field("bandwidth", "GPU: of its memory, TB/s", not_negative, 4.3, group="benchmark"),
-    Field("repeats", "rounds of which the median is printed", positive, 3, group="benchmark"),
+    Field("n_threads", "CPU threads", positive, default=2, group="benchmark"),
+    Field("max_batch_size", "of the engine", positive, default=64, group="benchmark"),
+    Field("max_num_tokens", "of one step of the engine", positive, default=2048, group="benchmark"),
+    Field("batches", "GPU: batch sizes, with commas between them", integers, default=(1, 64, 256, 1024), group="benchmark"),
+    Field("context_len", "GPU: tokens in the cache of each sequence", positive, default=512, group="benchmark"),
+    Field("bandwidth", "GPU: of its memory, TB/s", not_negative, default=4.3, group="benchmark"),
+    Field("repeats", "rounds of which the median is printed", positive, default=3, group="benchmark"),
 )
 _STATIC_BATCH = 8  # what the engine is compared with, beside all prompts in one batch
 
@@ -59,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
         description="Output tokens/s, offline, of the embedded engine and of transformers: greedy, all answers of one length.",
         epilog="examples:\n  python -m mpillm bench engine --model_path DIR\n  python -m mpillm bench engine --device cuda --batches 1,64",
     )
-    add_fields(parser, _FIELDS)
-    config = collect(vars(parser.parse_args(argv)), _FIELDS)
+    config = collect(argv, _FIELDS, parser)
     if config.device == "cuda":
         return bench_decode(config)
     dtype = config.dtype or "float32"

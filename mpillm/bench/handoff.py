@@ -12,8 +12,9 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
+from mpillm.command_line import Parser
 from mpillm.comms.world import start_mpi
-from mpillm.config import Parser, add_fields, collect
+from mpillm.config import collect
 from mpillm.devices import local_gpus
 from mpillm.fields import Field, integers, positive
 
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 _FIELDS = (
     Field("device", "what the ranks compute on", default="cuda", choices=("cpu", "cuda"), group="benchmark"),
     Field("models", "presets whose shapes are used, with commas between them", default="llama3.1-8b,llama2-70b", group="benchmark"),
-    Field("prompt_lens", "tokens, with commas between them", integers, (128, 1024, 8192), group="benchmark"),
-    Field("tokens_per_block", "of the KV cache", positive, 32, group="benchmark"),
-    Field("mebibytes", "moved in a row for each figure, but at least 8 and at most 512 caches", positive, 16384, group="benchmark"),
-    Field("repeats", "rounds of which the median is printed", positive, 5, group="benchmark"),
+    Field("prompt_lens", "tokens, with commas between them", integers, default=(128, 1024, 8192), group="benchmark"),
+    Field("tokens_per_block", "of the KV cache", positive, default=32, group="benchmark"),
+    Field("mebibytes", "moved in a row for each figure, but at least 8 and at most 512 caches", positive, default=16384, group="benchmark"),
+    Field("repeats", "rounds of which the median is printed", positive, default=5, group="benchmark"),
 )
 _UNDER_WAY = 1 << 30  # bytes of KV caches under way at once, or 4 of them, or 64
 _SINGLES = 20  # of which the median is the time of one alone
@@ -43,8 +44,7 @@ def main(argv: Sequence[str]) -> int:
         description="GB/s of KV caches from the blocks of one rank to those of another, in a row, and the time of one alone.",
         epilog="example:\n  python -m mpillm mpirun -n 2 bench handoff",
     )
-    add_fields(parser, _FIELDS)
-    config = collect(vars(parser.parse_args(argv)), _FIELDS)
+    config = collect(argv, _FIELDS, parser)
     world = start_mpi()
     if world.size != 2:
         raise ConfigError(f"bench handoff: two ranks are needed, mpirun -n 2; there are {world.size}")

@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from mpillm.config import Parser, add_fields, collect
+from mpillm.command_line import Parser
+from mpillm.config import collect
 from mpillm.fields import Field, positive, seconds
 
 _RUN_DEADLINE_S = 600.0
 _FIELDS = (
-    Field("n", "ranks; harness, leader and two instances are 4", positive, 4, group="benchmark"),
-    Field("repeats", "runs of which the median is printed", positive, 3, group="benchmark"),
-    Field("offline_samples", "samples of an Offline run", positive, 200_000, group="benchmark"),
-    Field("input_len", "prompt tokens", positive, 128, group="benchmark"),
-    Field("output_len", "answer tokens", positive, 16, group="benchmark"),
-    Field("qps", "queries per second of the Server run", positive, 2000, group="benchmark"),
-    Field("server_s", "length of a Server run, seconds", seconds, 8.0, group="benchmark"),
-    Field("idle_s", "time for which the idle ranks are watched, seconds", seconds, 5.0, group="benchmark"),
+    Field("n", "ranks; harness, leader and two instances are 4", positive, default=4, group="benchmark"),
+    Field("repeats", "runs of which the median is printed", positive, default=3, group="benchmark"),
+    Field("offline_samples", "samples of an Offline run", positive, default=200_000, group="benchmark"),
+    Field("input_len", "prompt tokens", positive, default=128, group="benchmark"),
+    Field("output_len", "answer tokens", positive, default=16, group="benchmark"),
+    Field("qps", "queries per second of the Server run", positive, default=2000, group="benchmark"),
+    Field("server_s", "length of a Server run, seconds", seconds, default=8.0, group="benchmark"),
+    Field("idle_s", "time for which the idle ranks are watched, seconds", seconds, default=5.0, group="benchmark"),
     Field("mode", "kind of instances", default="aggregated", choices=("aggregated", "disaggregated"), group="benchmark"),
 )
 
@@ -36,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
         description="Measure the routing path with dummy cores of zero cost.",
         epilog="example:\n  python -m mpillm bench routing -n 4 --qps 2000",
     )
-    add_fields(parser, _FIELDS[1:])
-    parser.add_argument("-n", default=None, help="ranks; harness, leader and two instances are 4 [default: 4]")
-    config = collect(vars(parser.parse_args(argv)), _FIELDS)
+    config = collect(argv, _FIELDS, parser)
     length = ["--input_mean", str(config.input_len), "--output_mean", str(config.output_len), "--max_output_len", str(config.output_len)]
     data = ["--dataset", "synthetic", "--num_samples", "8192", *length]
 

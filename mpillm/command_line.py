@@ -1,0 +1,66 @@
+"""Command lines made of fields."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from disagg.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from mpillm.configurator import Field
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with hyphens and underscores alike, no abbreviations, and errors that name the nearest option."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("usage", f"python -m {kwargs['prog']} [options]")
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def parse_known(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """argparse's `parse_known_args`, hyphens and underscores alike."""
+        return self.parse_known_args([_underscored(arg) for arg in args or ()], namespace)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse's, but unknown words are a ConfigError."""
+        values, unknown = self.parse_known(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            options = [option for action in self._actions for option in action.option_strings]
+            known = nearest(name, options) if name.startswith("-") else ""
+            raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{known}")
+        return values
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}")
+
+
+def _underscored(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def add_fields(parser: argparse.ArgumentParser, fields: Sequence[Field], shown: Sequence[Field] | None = None) -> None:
+    """An option for each field, in its group; without a value a boolean means true. --help has those `shown`, or all."""
+    groups: dict[str, Any] = {}
+    for field in fields:
+        if not field.is_option:
+            continue
+        if field.group not in groups:
+            groups[field.group] = parser.add_argument_group(field.group)
+        default = f" [default: {field.shown_default}]" if field.shown_default else ""
+        choices = f": {', '.join(field.choices)}" if field.choices else ""
+        text = (field.description + choices + default).replace("%", "%%")
+        options: dict[str, Any] = {
+            "help": text if shown is None or field in shown else argparse.SUPPRESS,
+            "metavar": field.name.rpartition("_")[2].upper(),
+            "nargs": "?" if field.is_flag else None,
+            "const": "true" if field.is_flag else None,
+            "dest": field.name,
+        }
+        names = [("--" if len(name) > 1 else "-") + name for name in (field.name, *field.aliases)]
+        groups[field.group].add_argument(*names, **{**options, **(field.argparse_opts or {})})

@@ -1,0 +1,318 @@
+"""How a value is found: fields, what binds them to the parameters of classes, and the configuration that is in force.
+
+The names and the behaviour are those of nv-mitten's `nvmitten.configurator`, after its documentation and its users; the code is ours.
+A parameter gets its value from the first of these that has one:
+
+1. the argument in the call itself;
+2. the command line;
+3. the environment variable of a field with `from_environ`;
+4. the `Configuration` whose `autoapply()` is entered last (it replaces the one around it, and holds for this thread alone);
+5. the field's default, and then the parameter's own.
+
+Outside of `autoapply()` a class is an ordinary class, and `Cls.from_fields()` asks for its fields all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections import UserDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+from disagg.errors import ConfigError, nearest
+from mpillm.command_line import Parser, add_fields
+
+T = TypeVar("T", bound=type)
+
+
+class AutoConfStrategy(enum.Enum):
+    """What a value does to one that is found below it."""
+
+    Replace = "replace"
+    DictUpdate = "dict_update"  # dictionaries: key by key
+
+
+class Reason(ValueError):
+    """Why a text is no value, for the message that says what was expected."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Field:
+    """One thing that can be configured, and one object: fields are equal only to themselves.
+
+    Its name is with underscores; hyphens mean the same on the command line. What stands behind `*` is our own.
+    """
+
+    name: str
+    description: str = ""
+    from_string: Callable[[str], Any] | None = None  # ValueError for a text that is no value; None: the text is the value
+    disallow_default: bool = False  # a missing value is an error
+    disallow_argparse: bool | None = None  # no option on the command line; None: just when there is `from_environ`
+    argparse_opts: Mapping[str, Any] | None = None  # for `ArgumentParser.add_argument`
+    from_environ: str | None = None  # an environment variable
+    autoconf_strategy: AutoConfStrategy = AutoConfStrategy.Replace
+    _: dataclasses.KW_ONLY
+    default: Any = None  # None: none
+    choices: tuple[str, ...] = ()  # upper and lower case are alike
+    group: str = "general"  # the heading in --help
+    aliases: tuple[str, ...] = ()  # other names
+    overlay_environ: str | None = None  # an environment variable that is laid over the value, key by key
+
+    @property
+    def is_option(self) -> bool:
+        """Whether the command line may set it."""
+        return not (self.from_environ if self.disallow_argparse is None else self.disallow_argparse)
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the option without a value means true."""
+        return isinstance(self.default, bool) or self.from_string is bool
+
+    @property
+    def shown_default(self) -> str:
+        """The default as the command line would have it; empty if there is none."""
+        if self.default is None or self.default == {}:
+            return ""
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        return str(getattr(self.from_string, "to_text", str)(self.default))
+
+    def parse(self, text: str, source: str) -> Any:
+        """The value of `text`; ConfigError naming `source`, the text, and what is allowed."""
+        if self.choices and text not in self.choices:
+            by_case = {choice.lower(): choice for choice in self.choices}
+            if text.lower() in by_case:
+                return by_case[text.lower()]
+            raise ConfigError(f"{source} {text}: not one of {', '.join(self.choices)}{nearest(text, self.choices)}")
+        if self.from_string is bool:  # bool("false") is True
+            if text.lower() not in ("true", "false", "1", "0"):
+                raise ConfigError(f"{source} {text}: expected true or false")
+            return text.lower() in ("true", "1")
+        try:
+            return self.from_string(text) if self.from_string else text
+        except ValueError as error:
+            expected = getattr(self.from_string, "expects", f"what {getattr(self.from_string, '__name__', self.name)} reads")
+            why = f" ({error})" if isinstance(error, Reason) else ""
+            raise ConfigError(f"{source} {text}: expected {expected}{why}") from None
+
+    def check(self, value: Any, source: str) -> Any:
+        """A value from a file, as `parse` would give it from text; ConfigError naming `source`."""
+        if isinstance(value, enum.Enum):
+            value = value.value
+        if value is None or (isinstance(value, dict) and getattr(self.from_string, "reads_dict", False)):
+            return value
+        to_text = getattr(self.from_string, "to_text", str)
+        return self.parse(value if isinstance(value, str) else to_text(value), source)
+
+
+class Found(NamedTuple):
+    """A value and where it came from; for a dictionary made of several, where each key did."""
+
+    value: Any
+    source: str
+    keys: dict[str, str] = {}  # noqa: RUF012 - never changed
+
+    def over(self, below: Found | None, strategy: AutoConfStrategy) -> Found:
+        """This value laid over the one below it."""
+        if below is None or strategy is AutoConfStrategy.Replace or not isinstance(self.value, dict) or not isinstance(below.value, dict):
+            return self
+        keys = {k: below.keys.get(k, below.source) for k in below.value} | {k: self.keys.get(k, self.source) for k in self.value}
+        return Found({**below.value, **self.value}, self.source, keys)
+
+
+class Configuration(UserDict):  # type: ignore[type-arg]
+    """Values by field. Over them lie a command line and an environment: this process's, if none are given."""
+
+    def __init__(
+        self,
+        values: Mapping[Field, Any] | None = None,
+        *,
+        sources: Mapping[Field, str] | str = "configuration",
+        argv: Sequence[str] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(values or {})
+        self.sources = sources
+        self.argv = argv
+        self.environ = environ
+
+    @contextlib.contextmanager
+    def autoapply(self) -> Iterator[None]:
+        """Be what `@autoconfigure`d classes get their values from, in this thread, until the block ends."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def resolve(self, fields: Iterable[Field]) -> dict[Field, Found]:
+        """The values of those fields that have one, the command line, the environment and defaults considered."""
+        fields = list(fields)
+        environ = os.environ if self.environ is None else self.environ
+        texts = option_texts(fields, sys.argv[1:] if self.argv is None else self.argv)
+        found: dict[Field, Found] = {}
+        for field in fields:
+            layers = [Found(field.default, "default")] if field.default is not None else []
+            if field in self.data:
+                layers.append(Found(self.data[field], self.sources if isinstance(self.sources, str) else self.sources[field]))
+            if field.from_environ and (text := environ.get(field.from_environ)) is not None:
+                layers.append(_from_environ(field, field.from_environ, text))
+            if (text := texts.get(field.name)) is not None:
+                layers.append(Found(field.parse(text, f"--{field.name}"), "command line"))
+            value: Found | None = None
+            for layer in layers:
+                value = layer.over(value, field.autoconf_strategy)
+            if field.overlay_environ and (text := environ.get(field.overlay_environ)) is not None:
+                value = _from_environ(field, field.overlay_environ, text).over(value, AutoConfStrategy.DictUpdate)
+            if value is not None:
+                found[field] = value
+        return found
+
+    def configure(self, cls: type, given: Iterable[str] = ()) -> dict[str, Any]:
+        """Arguments for `cls` by parameter, without those `given`; ConfigError if a field that disallows its default has no value."""
+        wanted = {field: name for field, name in bound_fields(cls).items() if name not in set(given)}
+        found = self.resolve(wanted)
+        for field, name in wanted.items():
+            if field.disallow_default and (field not in found or found[field].source == "default"):
+                option = (
+                    f" (--{field.name})"
+                    if field.is_option
+                    else f" (environment variable {field.from_environ})"
+                    if field.from_environ
+                    else ""
+                )
+                raise ConfigError(f"{cls.__name__} needs a value for {name}: {field.name}{option} is not set, and has no default")
+        return {name: found[field].value for field, name in wanted.items() if field in found}
+
+
+_current: ContextVar[Configuration | None] = ContextVar("configuration", default=None)
+
+
+def _from_environ(field: Field, variable: str, text: str) -> Found:
+    return Found(field.parse(text, f"environment variable {variable}"), f"environment variable {variable}")
+
+
+def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]:
+    """What a command line, which may hold other options as well, says of `fields`, by name."""
+    parser = Parser(prog="mpillm", add_help=False)
+    add_fields(parser, list(fields))
+    return {name: text for name, text in vars(parser.parse_known(argv)[0]).items() if text is not None}
+
+
+def bind(field: Field, arg_name: str | None = None) -> Callable[[T], T]:
+    """Class decorator: the parameter `arg_name` (the field's name, if not given) gets the field's value."""
+
+    def decorate(cls: T) -> T:
+        own = dict(vars(cls).get("_bound_fields", {}))
+        cls._bound_fields = {field: arg_name or field.name, **own}  # type: ignore[attr-defined]
+        cls.from_fields = classmethod(_from_fields)  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def bound_fields(cls: type) -> dict[Field, str]:
+    """The parameter that each field is bound to, for `cls` and what it inherits as far as its `__init__` takes that."""
+    signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+    bound: dict[Field, str] = dict(vars(cls).get("_bound_fields", {}))
+    for base in cls.__mro__[1:]:
+        for field, name in vars(base).get("_bound_fields", {}).items():
+            if name in signature.parameters:
+                bound.setdefault(field, name)
+    return bound
+
+
+def autoconfigure(cls: T) -> T:
+    """Class decorator, outside of `@bind` and `@dataclass`: within `autoapply()`, calls of the class get what they do not say."""
+    plain = cls.__init__  # type: ignore[misc]
+    signature = inspect.signature(plain)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for name in vars(cls).get("_bound_fields", {}).values():
+        if name not in signature.parameters and not takes_any:
+            raise TypeError(f"{cls.__name__} has no parameter {name}{nearest(name, signature.parameters)}")
+
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        configuration = _current.get()
+        if configuration is not None:
+            given = (*signature.bind_partial(self, *args, **kwargs).arguments, *kwargs)
+            kwargs = {**configuration.configure(cls, given), **kwargs}
+        plain(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+def _from_fields(cls: type, /, *args: Any, config: Configuration | None = None, **kwargs: Any) -> Any:
+    """An instance of a class with bound fields from `config`: the one in force, or an empty one, if not given."""
+    if config is None:
+        config = _current.get() or Configuration()
+    given = (*inspect.signature(cls).bind_partial(*args, **kwargs).arguments, *kwargs)
+    with config.autoapply():
+        return cls(*args, **{**config.configure(cls, given), **kwargs})
+
+
+class ConfigurationIndex:
+    """Configurations by a path of keys: system, workload, scenario, setting, …"""
+
+    def __init__(self) -> None:
+        self._configurations: dict[tuple[Hashable, ...], Configuration] = {}
+
+    def register(self, keyspace: Sequence[Hashable], config: Configuration) -> None:
+        """Put `config` under a path."""
+        self._configurations[tuple(keyspace)] = config
+
+    def get(self, keyspace: Sequence[Hashable], prefix: Sequence[Hashable] = ()) -> Configuration | None:
+        """What was put under the path; None if nothing was."""
+        return self._configurations.get((*prefix, *keyspace))
+
+    def load_module(
+        self, module_path: str, prefix: Sequence[Hashable] = (), process_key: Callable[[Any], Sequence[Hashable]] | None = None
+    ) -> None:
+        """Put the configurations of a Python module's dictionary EXPORTS under the paths that are its keys; ConfigError if it has none."""
+        exports = getattr(importlib.import_module(module_path), "EXPORTS", None)
+        if not isinstance(exports, dict):
+            raise ConfigError(f"{module_path} has no dictionary EXPORTS of configurations")
+        for key, values in exports.items():
+            path = process_key(key) if process_key else key if isinstance(key, (list, tuple)) else (key,)
+            checked = {field: field.check(value, f"{module_path}: {field.name}") for field, value in values.items()}
+            self.register((*prefix, *path), Configuration(checked, sources=module_path))
+
+
+class HelpInfo:
+    """The fields that commands' classes are bound to, and what they say of themselves."""
+
+    _dependencies: dict[type, tuple[type, ...]] = {}  # noqa: RUF012 - a registry
+
+    @classmethod
+    def add_configurator_dependencies(cls, user: type, used: Iterable[type]) -> None:
+        """`user` makes instances of `used`: their fields are its own."""
+        cls._dependencies[user] = (*cls._dependencies.get(user, ()), *used)
+
+    @classmethod
+    def fields(cls, classes: Iterable[type]) -> list[Field]:
+        """The fields of classes and of what they make, each once."""
+        found: dict[Field, None] = {}
+        waiting, seen = list(classes), set()
+        while waiting:
+            user = waiting.pop(0)
+            if user not in seen:
+                seen.add(user)
+                found.update(dict.fromkeys(bound_fields(user)))
+                waiting += sorted(cls._dependencies.get(user, ()), key=lambda used: used.__qualname__)
+        return list(found)
+
+    @classmethod
+    def build_help_string(cls, classes: Iterable[type]) -> str:
+        """The options of classes, by group, as --help shows them."""
+        parser = Parser(prog="mpillm", add_help=False)
+        add_fields(parser, cls.fields(classes))
+        return parser.format_help()

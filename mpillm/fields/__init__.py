@@ -1,0 +1,46 @@
+"""Everything that can be configured: one registry from which command lines, --help, docs/options.md and config.json are made.
+
+A new option is one line in the file of its stage: ``name = Field("name", "what it means", parser, default=…, group=GROUP)``. It is then an
+option of the commands that show its group, an attribute of `RunConfig`, and a name of this package (`mpillm.fields.name`).
+"""
+
+from __future__ import annotations
+
+from disagg.errors import nearest
+from mpillm.configurator import Field as Field
+from mpillm.fields import (
+    checkpoint,
+    data,
+    deadlines,
+    engine_build,
+    general,
+    generation,
+    harness,
+    loadgen,
+    model,
+    results,
+    topology,
+    triton,
+)
+from mpillm.fields.deadlines import DEADLINES as DEADLINES
+from mpillm.fields.parsers import boolean as boolean
+from mpillm.fields.parsers import flag_dict as flag_dict
+from mpillm.fields.parsers import fraction as fraction
+from mpillm.fields.parsers import integers as integers
+from mpillm.fields.parsers import natural as natural
+from mpillm.fields.parsers import not_negative as not_negative
+from mpillm.fields.parsers import positive as positive
+from mpillm.fields.parsers import seconds as seconds
+from mpillm.fields.parsers import stop_words as stop_words
+
+_STAGES = (general, topology, model, checkpoint, engine_build, harness, triton, data, generation, loadgen, results, deadlines)
+FIELDS: tuple[Field, ...] = tuple(value for stage in _STAGES for value in vars(stage).values() if isinstance(value, Field))
+BY_NAME: dict[str, Field] = {name: field for field in FIELDS for name in (field.name, *field.aliases)}
+
+
+def __getattr__(name: str) -> Field:
+    """A field, by its name or one of its other names."""
+    try:
+        return BY_NAME[name]
+    except KeyError:
+        raise AttributeError(f"there is no field {name}{nearest(name, BY_NAME)}") from None

@@ -1,0 +1,19 @@
+"""Stage 2: the engine."""
+
+from __future__ import annotations
+
+from mpillm.configurator import Field
+from mpillm.fields.parsers import batch_sizes, flag_dict
+
+engine_dir = Field("engine_dir", "folder of the engine", group="build")
+gpu_batch_size = Field(
+    "gpu_batch_size", "largest batch of an instance, requests: a number, or workload:number,workload:number", batch_sizes, group="build"
+)
+trtllm_build_flags = Field(
+    "trtllm_build_flags",
+    "flags of the engine's build, key:value,key:value; TRTLLM_BUILD_FLAGS is laid over them",
+    flag_dict,
+    default={},
+    group="build",
+    overlay_environ="TRTLLM_BUILD_FLAGS",
+)

@@ -1,0 +1,23 @@
+"""How answers are generated."""
+
+from __future__ import annotations
+
+from mpillm.configurator import Field
+from mpillm.fields.parsers import fraction, natural, not_negative, positive
+from mpillm.fields.parsers import stop_words as words
+
+max_output_len = Field("max_output_len", "most tokens of an answer, the end token included", positive, default=128, group="generation")
+min_output_len = Field(
+    "min_output_len", "no end token or stop word ends an answer before this many tokens", natural, default=0, group="generation"
+)
+stop_words = Field(
+    "stop_words",
+    'an answer ends behind any of these: one word, or a JSON array of words and of token ids, as ["###", [13, 13]]',
+    words,
+    group="generation",
+)
+beam_width = Field("beam_width", "beams of a search; the torch core has 1 alone", positive, default=1, group="generation")
+temperature = Field("temperature", "0 is greedy", not_negative, default=0.0, group="generation")
+top_k = Field("top_k", "sample among the k likeliest tokens; 0 is all", natural, default=0, group="generation")
+top_p = Field("top_p", "sample among the likeliest tokens that hold this probability", fraction, default=1.0, group="generation")
+seed = Field("seed", "of sampling and synthetic data", natural, default=0, group="generation")

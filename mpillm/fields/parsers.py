@@ -1,0 +1,208 @@
+"""How the text of an option becomes its value: functions that raise ValueError, and say what they expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from disagg.errors import nearest
+from mpillm.configurator import Reason
+
+F = TypeVar("F", bound=Callable[[str], Any])
+
+
+def expects(what: str, to_text: Callable[[Any], str] = str, *, reads_dict: bool = False) -> Callable[[F], F]:
+    """Say what a function expects. A file's value (a number, a list) is read through `to_text`, or as it is if a dictionary will do."""
+
+    def mark(function: F) -> F:
+        vars(function).update(expects=what, to_text=to_text, reads_dict=reads_dict)
+        return function
+
+    return mark
+
+
+def _listed(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _paired(value: Any) -> str:
+    return ",".join(f"{key}:{item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+
+
+@expects("key:value,key:value", reads_dict=True)
+def flag_dict(text: str) -> dict[str, Any]:
+    """``key1:value1,key2:value2`` with values read as bool, int, float or else text; ValueError at the first bad pair."""
+    result: dict[str, Any] = {}
+    for pair in filter(None, text.split(",")):
+        key, colon, value = pair.partition(":")
+        if not colon or not key.strip():
+            raise Reason(f"'{pair}' is not key:value")
+        result[key.strip()] = _literal(value.strip())
+    return result
+
+
+def _literal(text: str) -> bool | int | float | str | None:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@expects("true or false")
+def boolean(text: str) -> bool:
+    """true or false, as words or digits."""
+    value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower())
+    if value is None:
+        raise ValueError(text)
+    return value
+
+
+@expects("a whole number of at least 1")
+def positive(text: str) -> int:
+    """An int of at least 1."""
+    return _at_least(int(text), 1)
+
+
+@expects("a whole number of at least 0")
+def natural(text: str) -> int:
+    """An int of at least 0."""
+    return _at_least(int(text), 0)
+
+
+@expects("whole numbers of at least 1, with commas between them", _listed)
+def integers(text: str) -> tuple[int, ...]:
+    """Ints of at least 1, with commas between them."""
+    return tuple(map(positive, text.split(",")))
+
+
+@expects("a number of seconds above 0")
+def seconds(text: str) -> float:
+    """A duration above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+@expects("a number of at least 0")
+def not_negative(text: str) -> float:
+    """A number of at least 0."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+@expects("a number above 0 and up to 1")
+def fraction(text: str) -> float:
+    """A number above 0 and up to 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise ValueError(text)
+    return value
+
+
+@expects('a word, or a JSON array of words and arrays of token ids, as ["###", [13, 13]]', json.dumps)
+def stop_words(text: str) -> list[str | list[int]]:
+    """One word, or a JSON array of words and of arrays of token ids."""
+    words = json.loads(text) if text.startswith("[") else [text]
+    if not all(word and (isinstance(word, str) or (isinstance(word, list) and all(type(t) is int for t in word))) for word in words):
+        raise ValueError(text)
+    return list(words)
+
+
+@expects("0.99 or 0.999")
+def accuracy(text: str) -> float:
+    """The part of the reference accuracy that an answer must reach: 0.99 or 0.999, or as 99 and 99.9."""
+    value = float(text)
+    value = round(value / 100, 6) if value > 1 else value
+    if value not in (0.99, 0.999):
+        raise ValueError(text)
+    return value
+
+
+@expects("a batch size, or workload:size,workload:size", _paired)
+def batch_sizes(text: str) -> int | dict[str, int]:
+    """One batch size, or one for each workload by its name."""
+    if ":" not in text:
+        return positive(text)
+    sizes = {}
+    for pair in text.split(","):
+        workload, colon, size = pair.partition(":")
+        if not colon or not workload.strip():
+            raise Reason(f"'{pair}' is not workload:size")
+        try:
+            sizes[workload.strip()] = positive(size)
+        except ValueError:
+            raise Reason(f"'{size}' is not a whole number of at least 1") from None
+    return sizes
+
+
+@expects("host:port,host:port", _listed)
+def urls(text: str) -> tuple[str, ...]:
+    """Servers as ``host:port,host:port``."""
+    for url in text.split(","):
+        host, colon, port = url.rpartition(":")
+        if not colon or not host.strip():
+            raise Reason(f"'{url}' is not host:port")
+        _port(port)
+    return tuple(url.strip() for url in text.split(","))
+
+
+def _hosts(value: Any) -> str:
+    return "|".join(f"{host}:{_listed(ports)}" for host, ports in value.items()) if isinstance(value, dict) else str(value)
+
+
+@expects("host_0:port_0,port_1|host_1:port_0,port_1", _hosts)
+def grpc_ports(text: str) -> dict[str, tuple[int, ...]]:
+    """The ports of each host's servers: ``host_0:port_0,port_1|host_1:port_0,port_1``."""
+    result: dict[str, tuple[int, ...]] = {}
+    for part in text.split("|"):
+        host, colon, ports = part.partition(":")
+        if not colon or not host.strip():
+            raise Reason(f"'{part}' is not host:port,port")
+        if host.strip() in result:
+            raise Reason(f"host {host.strip()} stands there twice")
+        result[host.strip()] = tuple(map(_port, ports.split(",")))
+        if len(set(result[host.strip()])) < len(result[host.strip()]):
+            raise Reason(f"host {host.strip()} has a port twice")
+    return result
+
+
+def _port(text: str) -> int:
+    try:
+        port = int(text)
+    except ValueError:
+        port = 0
+    if not 0 < port < 65536:
+        raise Reason(f"'{text}' is not a port, 1 to 65535")
+    return port
+
+
+def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
+    """A parser of known names with commas between them, each once; upper and lower case are alike."""
+    by_name = {name.lower(): name for name in known} | aliases
+
+    @expects(f"one or several of {', '.join(known)}, with commas between them", _listed)
+    def parse(text: str) -> tuple[str, ...]:
+        found: list[str] = []
+        for word in text.split(","):
+            name = by_name.get(word.strip().lower())
+            if name is None:
+                raise Reason(f"there is no {word.strip() or 'empty name'}{nearest(word.strip().lower(), by_name)}")
+            found.append(name)
+        return tuple(dict.fromkeys(found))
+
+    return parse
+
+
+def _at_least(value: int, least: int) -> int:
+    if value < least:
+        raise ValueError(f"less than {least}")
+    return value
