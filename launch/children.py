@@ -25,12 +25,11 @@ _POLL_S = 0.1
 _TAIL_BYTES = 1 << 16
 
 
-class Stopped(BaseException):
-    """A person's Ctrl-C, or another signal that asks this process to stop."""
+class Stopped(SystemExit):
+    """A person's Ctrl-C, or another signal that asks this process to stop. Nobody need catch it: the exit code is the one that a shell would say."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.code = 128 + number  # the exit code, as a shell would say it
+        super().__init__(128 + number)
 
 
 @dataclass(frozen=True)

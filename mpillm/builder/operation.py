@@ -28,14 +28,11 @@ import psutil
 from disagg.errors import ConfigError
 from launch.children import Children, tail
 from launch.environment import clean_environment
+from mpillm.errors import StageError
 
 STAMP = "mpillm-stamp.json"
 
 _SMALL = 1 << 20  # bytes: a file up to this size is known by its content, a larger one by its size and time
-
-
-class StageError(Exception):
-    """A stage failed, although its input was right when it began. Printed as it is; exit code `ExitCode.STAGE_FAILED`."""
 
 
 @dataclass(frozen=True)

@@ -59,22 +59,21 @@ class TRTLLMLibraryLoader:
     layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:
-        sizes = [self._size(native, given) for native, given in zip(PARALLELISM, (self.tp_size, self.pp_size, self.ep_size), strict=True)]
-        self.layout = Layout(*sizes)
+        given = zip(PARALLELISM, (self.tp_size, self.pp_size, self.ep_size), strict=True)
+        self.layout = Layout(*(self._size(native, size) for native, size in given))
 
     def _size(self, native: str, given: int | None) -> int:
         option = PARALLELISM[native]
-        found = {f"--{option}": given}
+        places: dict[str, Any] = {f"--{option}": given}
         for source, flags in ((_CHECKPOINT_SOURCE, self.checkpoint_flags), (_BUILD_SOURCE, self.build_flags)):
-            found |= {f"{source}: {name}": flags.get(name) for name in (option, native)}
-        found = {place: size for place, size in found.items() if size is not None}
-        for place, size in found.items():
+            places |= {f"{source}: {name}": flags.get(name) for name in (option, native)}
+        found = [(place, size) for place, size in places.items() if size is not None]
+        for place, size in found:
             if type(size) is not int or size < 1:
                 raise ConfigError(f"{place} {size}: expected a whole number of at least 1")
-            first, value = next(iter(found.items()))
-            if size != value:
-                raise ConfigError(f"{place} {size}, but {first} {value}")
-        return next(iter(found.values()), 1)
+            if size != found[0][1]:
+                raise ConfigError(f"{place} {size}, but {found[0][0]} {found[0][1]}")
+        return found[0][1] if found else 1
 
     def script(self, candidates: Sequence[str], quantizer: bool = False) -> list[str]:
         """The beginning of a command line that runs one of the library's scripts."""
@@ -91,7 +90,8 @@ class TRTLLMLibraryLoader:
         return [find_program("trtllm-build", "install TensorRT-LLM, or name its repository with --trtllm_lib_path")]
 
 
-def _without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
+def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags without those that `TRTLLMLibraryLoader` reads."""
     return {name: value for name, value in flags.items() if name not in PARALLELISM and name not in PARALLELISM.values()}
 
 
@@ -113,7 +113,7 @@ class QuantizerConfig:
     def __post_init__(self) -> None:
         if not self.model_path:
             raise ConfigError("generate-engines needs --model_path: the Hugging Face folder of the model")
-        self.flags = _without_parallelism(self.flags)
+        self.flags = without_parallelism(self.flags)
 
     @property
     def qformat(self) -> str:
@@ -226,7 +226,7 @@ class TRTLLMBuilderOp(Operation):
         self.deadline_s = deadline_s
         self.layout = self.loader.layout
         flags = {"max_batch_size": max_batch_size, "workers": self.layout.ranks if self.layout.ranks > 1 else None}
-        self.build_flags = {name: value for name, value in (flags | _without_parallelism(build_flags or {})).items() if value is not None}
+        self.build_flags = {name: value for name, value in (flags | without_parallelism(build_flags or {})).items() if value is not None}
         self.output = Path(engine_dir) if engine_dir else Path("build/engines") / self.checkpoint.output.name
 
     def inputs(self) -> dict[str, Any]:

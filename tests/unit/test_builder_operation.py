@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.builder.operation import STAMP, Command, Operation, StageError, execute, identity, log_of
+from mpillm.builder.operation import STAMP, Command, Operation, execute, identity, log_of
+from mpillm.errors import StageError
 
 WRITES = "import sys, pathlib; t = pathlib.Path(sys.argv[1]); t.mkdir(); (t / 'out').write_text(sys.argv[2]); print('wrote', sys.argv[2])"
 
@@ -155,7 +156,7 @@ import resource, sys
 sys.path.insert(0, {folder!r})
 from pathlib import Path
 from test_builder_operation import WRITES, Stage, lines_of
-from mpillm.builder.operation import StageError
+from mpillm.errors import StageError
 if {limit}:
     resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 try:

@@ -1,0 +1,141 @@
+"""The commands `generate-engines` and `generate-triton-config`: from options to stages, for each workload and scenario named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm.builder.operation import Operation, execute
+from mpillm.builder.torch_core import TorchBuilderOp, TorchQuantizerOp
+from mpillm.builder.triton import GenerateTritonConfigOp, engine_layout, triton_layout
+from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp
+from mpillm.command_line import Parser
+from mpillm.config import RunConfig, parse
+from mpillm.configurator import Configuration
+from mpillm.errors import ExitCode
+from mpillm.fields import BY_NAME, FIELDS
+
+ENGINE_CORES = ("trtllm_executor", "triton_grpc")
+"""Cores that run an engine of `trtllm-build`."""
+
+PYTORCH_CORES = ("trtllm_hlapi", "trtllm_endpoint", "trtllm_disagg")
+"""Cores of TensorRT-LLM's PyTorch backend, which read a Hugging Face folder; with trtllm_backend:tensorrt among the runtime flags they run an engine."""
+
+
+def each_test(argv: Sequence[str], parser: Parser, groups: Sequence[str]) -> Iterator[RunConfig]:
+    """The configuration of each workload and scenario that a command line names, in its order."""
+    shown = [field for field in FIELDS if field.group in groups]
+    named = parse(argv, parser, shown)
+    for benchmark in named.benchmarks or (None,):
+        for scenario in named.scenarios:
+            alone = [f"--scenarios={scenario}", *([f"--benchmarks={benchmark}"] if benchmark else [])]
+            # A parser takes options once; what is said last counts.
+            again = Parser(prog=parser.prog)
+            yield parse([*argv, *alone], again, shown)
+
+
+def applied(config: RunConfig) -> Configuration:
+    """A command's values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
+    return Configuration({BY_NAME[name]: value for name, value in config.values.items() if name in BY_NAME and value is not None}, argv=(), environ={})
+
+
+def uses_triton(config: RunConfig) -> bool:
+    """Whether the test goes through Triton servers."""
+    return bool(config.harness_type == "triton" or config.use_triton or config.core_type == "triton_grpc")
+
+
+def engine_stages(config: RunConfig) -> Operation:
+    """The last stage of what `generate-engines` makes for a test; the stages before it are its dependencies."""
+    deadline_s = config.build_deadline
+    with applied(config).autoapply():
+        if uses_triton(config) or config.core_type in ENGINE_CORES:
+            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), max_batch_size=_batch_size(config), deadline_s=deadline_s)
+        if config.core_type in PYTORCH_CORES:
+            if config.trtllm_runtime_flags.get("trtllm_backend", "pytorch") == "pytorch":
+                return TRTLLMQuantizerOp(export_hf=True, deadline_s=deadline_s)
+            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), max_batch_size=_batch_size(config), deadline_s=deadline_s)
+        if config.core_type == "torch":
+            quantizer = TorchQuantizerOp(deadline_s=deadline_s) if QuantizerConfig().qformat != "full_prec" else None
+            return TorchBuilderOp(quantizer, deadline_s=deadline_s)
+    raise ConfigError(f"--core_type {config.core_type}: there is nothing to build for it")
+
+
+def _batch_size(config: RunConfig) -> int | None:
+    size = config.gpu_batch_size
+    if isinstance(size, dict):
+        if config.benchmark not in size:
+            raise ConfigError(f"--gpu_batch_size has no size for {config.benchmark}: {', '.join(size)}")
+        size = size[config.benchmark]
+    return config.max_batch_size if size is None else size
+
+
+def generate_engines_main(argv: Sequence[str]) -> int:
+    """``python -m mpillm generate-engines``"""
+    parser = Parser(
+        prog="mpillm generate-engines",
+        description="Quantise a model and build its engine: with TensorRT-LLM's tools, or for the torch core. What is up to date is kept.",
+        epilog="examples:\n"
+        "  python -m mpillm generate-engines --core_type torch --model_path build/models/smollm2-135m --trtllm_checkpoint_flags=qformat:int8_wo\n"
+        "  python -m mpillm generate-engines --benchmarks=llama2-70b --harness_type=triton --model_path DIR --trtllm_lib_path build/TRTLLM"
+        " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
+    )
+    configs = list(each_test(argv, parser, ("workload", "topology", "model", "checkpoint", "build", "deadlines")))
+    stages = [engine_stages(config) for config in configs]
+    execute(_distinct(stages), force=configs[0].force, dry_run=configs[0].dry_run)
+    if not configs[0].dry_run:
+        for stage in dict.fromkeys(str(stage.output) for stage in stages):
+            print(stage)
+    return ExitCode.DONE
+
+
+def _distinct(stages: Sequence[Operation]) -> list[Operation]:
+    """Each output once; ConfigError if two tests want different things in one folder."""
+    by_output: dict[Path, Operation] = {}
+    for stage in stages:
+        first = by_output.setdefault(stage.output, stage)
+        if first.digest() != stage.digest():
+            raise ConfigError(f"{stage.output} would have to be two different things for the tests named: build them one by one, each with its --engine_dir")
+    return list(by_output.values())
+
+
+def generate_triton_config_main(argv: Sequence[str]) -> int:
+    """``python -m mpillm generate-triton-config``: with or without --harness_type=triton."""
+    parser = Parser(
+        prog="mpillm generate-triton-config",
+        description="Write a Triton model repository for each server, for an engine that is there.",
+        epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2-70b --scenarios=offline --engine_dir=build/engines/llama2",
+    )
+    configs = list(each_test(argv, parser, ("workload", "topology", "build", "harness", "triton")))
+    if len(configs) > 1:
+        raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
+    stages = triton_stages(configs[0])
+    execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)
+    return ExitCode.DONE
+
+
+def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
+    """The model repositories of a test, one for each server."""
+    if config.benchmark is None:
+        raise ConfigError("--benchmarks is needed: the workload names the models")
+    engine_dir = config.engine_dir
+    if not engine_dir:
+        with applied(config).autoapply():
+            engine_dir = str(TRTLLMBuilderOp().output)
+    cut = engine_layout(engine_dir)
+    counts = [getattr(config, name) if config.given(name) else None for name in ("triton_num_servers", "triton_num_models_per_server")]
+    layout = triton_layout(config.scenario, cut.ranks, *counts)
+    return [
+        GenerateTritonConfigOp(
+            engine_dir=engine_dir,
+            repo=config.triton_model_repo,
+            server=server,
+            layout=layout,
+            benchmark=config.benchmark,
+            scenario=config.scenario,
+            streaming=config.scenario != "Offline",
+            build_flags=config.trtllm_build_flags,
+            runtime_flags=config.trtllm_runtime_flags,
+        )
+        for server in range(layout.n_servers)
+    ]
