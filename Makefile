@@ -7,6 +7,8 @@ RANKS ?= 5
 # A minute's worth of answers on two cores; what RUN_ARGS says goes before it.
 SHORT := --max_output_len 40 --min_query_count 64
 RUN_ARGS ?=
+# Words for the shell, in which only spaces divide: host_0:8001|host_1:8001 is no pipe.
+RUN_ARGS_QUOTED = $(foreach word,$(RUN_ARGS),'$(subst ','\'',$(word))')
 # World sizes of the tests that run under mpirun, with Open MPI and with MPICH.
 TEST_RANKS ?= 2 5
 PYTEST_ARGS ?=
@@ -20,7 +22,9 @@ UNTESTED := --ignore=tests/mpi
 export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs help run test test-slow test-cross test-unit test-mpi lint install clean again
+# The stages of the pipeline (docs/pipeline.md), as the reference harness names them.
+PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
+.PHONY: docs help run test test-slow test-cross test-unit test-mpi lint install clean again $(PIPELINE)
 .NOTPARALLEL:
 
 help:
@@ -29,11 +33,18 @@ help:
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
 	@echo "make lint       ruff and mypy only"
+	@echo "make generate_engines, generate_triton_config, generate_disagg_config, run_llm_server, run_harness RUN_ARGS='--benchmarks=… …'"
+	@echo "                the stages from a model to a result: docs/pipeline.md"
 	@echo "make clean      delete .venv and caches (runs and models, in build/, stay)"
 
 run: $(STAMP)
 	@set -e; mkdir -p build; $(PY) -m mpillm fetch-model $(MODEL) > build/fetch-model.txt || { cat build/fetch-model.txt; exit 1; }; \
 	exec $(PY) -m mpillm mpirun -n $(RANKS) run --mode disaggregated --model_path "$$(tail -n 1 build/fetch-model.txt)" $(SHORT) $(RUN_ARGS)
+
+# Under an mpirun, which starts one make for each rank, what is there is used: many installations at once would end badly.
+$(PIPELINE): $(if $(OMPI_COMM_WORLD_RANK)$(PMI_RANK)$(SLURM_PROCID),,$(STAMP))
+	@test -x $(PY) || { echo "there is no $(PY); first, without mpirun: make install" >&2; exit 1; }
+	@exec $(PY) -m mpillm $@ $(RUN_ARGS_QUOTED)
 
 test: lint test-unit test-mpi
 

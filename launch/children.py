@@ -26,7 +26,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class Stopped(SystemExit):
-    """A person's Ctrl-C, or another signal that asks this process to stop. Nobody need catch it: the exit code is the one that a shell would say."""
+    """A person's Ctrl-C, or another signal that asks this process to stop. Uncaught it is an exit code as a shell's, 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -101,6 +101,10 @@ class Children:
         """A child that has ended, if any has."""
         return next((child for child in self._children if child.process.poll() is not None), None)
 
+    def running(self) -> list[Child]:
+        """The children that have not ended."""
+        return [child for child in self._children if child.process.poll() is None]
+
     def wait(self, child: Child, deadline_s: float | None) -> int | None:
         """Its exit code (negative: a signal), or None when it has not ended within `deadline_s` seconds."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
@@ -111,7 +115,7 @@ class Children:
         return child.process.returncode
 
     def _end(self) -> None:
-        running = [child.process for child in self._children if child.process.poll() is None]
+        running = [child.process for child in self.running()]
         for process in running:
             process.terminate()
         stop_at = time.monotonic() + self._grace_s

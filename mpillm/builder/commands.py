@@ -20,7 +20,7 @@ ENGINE_CORES = ("trtllm_executor", "triton_grpc")
 """Cores that run an engine of `trtllm-build`."""
 
 PYTORCH_CORES = ("trtllm_hlapi", "trtllm_endpoint", "trtllm_disagg")
-"""Cores of TensorRT-LLM's PyTorch backend, which read a Hugging Face folder; with trtllm_backend:tensorrt among the runtime flags they run an engine."""
+"""Cores of TensorRT-LLM's PyTorch backend, which read a Hugging Face folder; with the runtime flag trtllm_backend:tensorrt they run an engine."""
 
 
 def each_test(argv: Sequence[str], parser: Parser, groups: Sequence[str]) -> Iterator[RunConfig]:
@@ -37,7 +37,9 @@ def each_test(argv: Sequence[str], parser: Parser, groups: Sequence[str]) -> Ite
 
 def applied(config: RunConfig) -> Configuration:
     """A command's values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
-    return Configuration({BY_NAME[name]: value for name, value in config.values.items() if name in BY_NAME and value is not None}, argv=(), environ={})
+    return Configuration(
+        {BY_NAME[name]: value for name, value in config.values.items() if name in BY_NAME and value is not None}, argv=(), environ={}
+    )
 
 
 def uses_triton(config: RunConfig) -> bool:
@@ -76,7 +78,7 @@ def generate_engines_main(argv: Sequence[str]) -> int:
         prog="mpillm generate-engines",
         description="Quantise a model and build its engine: with TensorRT-LLM's tools, or for the torch core. What is up to date is kept.",
         epilog="examples:\n"
-        "  python -m mpillm generate-engines --core_type torch --model_path build/models/smollm2-135m --trtllm_checkpoint_flags=qformat:int8_wo\n"
+        "  python -m mpillm generate-engines --model_path build/models/smollm2-135m --trtllm_checkpoint_flags=qformat:int8_wo\n"
         "  python -m mpillm generate-engines --benchmarks=llama2-70b --harness_type=triton --model_path DIR --trtllm_lib_path build/TRTLLM"
         " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
     )
@@ -95,7 +97,9 @@ def _distinct(stages: Sequence[Operation]) -> list[Operation]:
     for stage in stages:
         first = by_output.setdefault(stage.output, stage)
         if first.digest() != stage.digest():
-            raise ConfigError(f"{stage.output} would have to be two different things for the tests named: build them one by one, each with its --engine_dir")
+            raise ConfigError(
+                f"{stage.output} would have to be two things at once for the tests named: build them one by one, with --engine_dir"
+            )
     return list(by_output.values())
 
 

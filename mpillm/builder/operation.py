@@ -1,7 +1,7 @@
 """Stages of the pipeline: what each needs, what it makes, and the runner that makes it whole or not at all.
 
-An `Operation` makes one folder. It is made beside its place, under a name of its own, and renamed when all its files are there; so a
-folder that is in its place is complete, whenever it was interrupted. A stamp in it says from what it was made: as long as that is the same, the stage is
+An `Operation` makes one folder. It is made beside its place, under a name of its own, and renamed when all its files are there; so a folder
+in its place is complete, whatever was interrupted. A stamp in it says what it was made from: as long as that is the same, the stage is
 skipped. What was said on the way is kept in `<folder>.log`.
 """
 
@@ -47,6 +47,10 @@ class Command:
         overlay = "".join(f"{name}={shlex.quote(value)} " for name, value in self.env.items())
         return overlay + shlex.join(self.argv)
 
+    def environment(self, keep_job: bool = False) -> dict[str, str]:
+        """What it is started with: this process's environment, without what makes this process a rank of an mpirun, unless `keep_job`."""
+        return {**(os.environ if keep_job else clean_environment(os.environ)), **self.env}
+
 
 class Operation(ABC):
     """One stage.
@@ -73,7 +77,7 @@ class Operation(ABC):
     def commands(self, target: Path) -> Sequence[Command]:
         """The commands that make the output in the folder `target`; none for a stage that this process makes itself."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 (nothing may be known)
         """Raise ConfigError for what can be known to be wrong before anything is made."""
 
     def describe(self) -> list[str]:
@@ -85,8 +89,7 @@ class Operation(ABC):
         for command in self.commands(target):
             with log.open("a", encoding="utf-8") as file:
                 file.write(f"$ {command}\n")
-            env = {**clean_environment(os.environ), **command.env}
-            child = children.start(self.name, command.argv, env, log)
+            child = children.start(self.name, command.argv, command.environment(), log)
             code = children.wait(child, self.deadline_s)
             if code is None:
                 raise StageError(
@@ -251,7 +254,7 @@ def read_stamp(folder: Path) -> dict[str, Any] | None:
 
 
 def identity(path: Path) -> Any:
-    """What tells the content of a file or folder from another: the stamp's digest for one of ours, or sizes and times, and hashes of small files."""
+    """What tells a file's or folder's content from another: a stamp's digest, else sizes and times of large files and hashes of small ones."""
     if stamp := read_stamp(path):
         return stamp["digest"]
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a stage starts: a tool or a model that is not there, sizes that do not divide, too few GPUs, too little disk."""
+"""What can be known to be wrong before a stage starts: no tool, no model, sizes that do not divide, too few GPUs, too little disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpillm.devices import visible_gpus
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 TRTLLM_PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
-"""Where TensorRT-LLM's repository is looked for without --trtllm_lib_path: the reference harness clones it there, NVIDIA's containers have it there."""
+"""TensorRT-LLM's repository without --trtllm_lib_path: where the reference harness clones it, and where NVIDIA's containers have it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checkpoints and engines of the torch core: 8-bit weights, and weights cut for each rank. Made by `torch_stage`, a process for each stage."""
+"""Checkpoints and engines of the torch core: 8-bit weights, and weights cut for each rank. `torch_stage` makes them, in a process each."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class TorchQuantizerOp(Operation):
         self.deadline_s = deadline_s
         for flag in self.config.flags:
             if flag != "qformat":
-                raise ConfigError(f"--trtllm_checkpoint_flags: the torch core has no flag '{flag}'{nearest(flag, ('qformat',))}; it has qformat")
+                raise ConfigError(
+                    f"--trtllm_checkpoint_flags: the torch core has no flag '{flag}'{nearest(flag, ('qformat',))}; it has qformat"
+                )
         if self.config.qformat not in ALGORITHMS:
-            formats = ", ".join(ALGORITHMS)
-            raise ConfigError(
-                f"--trtllm_checkpoint_flags: qformat {self.config.qformat}: the torch core has {formats}{nearest(self.config.qformat, ALGORITHMS)}"
-            )
+            known = ", ".join(ALGORITHMS) + nearest(self.config.qformat, ALGORITHMS)
+            raise ConfigError(f"--trtllm_checkpoint_flags: qformat {self.config.qformat}: the torch core has {known}")
         self.algorithm = ALGORITHMS[self.config.qformat]
         assert self.config.model_path is not None
         self.model = Path(self.config.model_path)
@@ -90,12 +90,19 @@ class TorchBuilderOp(Operation):
         self.limits = without_parallelism(build_flags or {})
         for flag in self.limits:
             if flag not in _LIMITS:
-                raise ConfigError(f"--trtllm_build_flags: the torch core has no flag '{flag}'{nearest(flag, _LIMITS)}; it has {', '.join(_LIMITS)}")
+                raise ConfigError(
+                    f"--trtllm_build_flags: the torch core has no flag '{flag}'{nearest(flag, _LIMITS)}; it has {', '.join(_LIMITS)}"
+                )
         self.output = Path(engine_dir) if engine_dir else Path("build/engines") / f"{self.source.name}-{config.qformat}-torch-{self.layout}"
 
     def inputs(self) -> dict[str, Any]:
         checkpoint = None if self.dependencies else identity(self.checkpoint)
-        return {"checkpoint": checkpoint or str(self.checkpoint), "layout": str(self.layout), "dtype": self.dtype, "limits": dict(self.limits)}
+        return {
+            "checkpoint": checkpoint or str(self.checkpoint),
+            "layout": str(self.layout),
+            "dtype": self.dtype,
+            "limits": dict(self.limits),
+        }
 
     def files(self) -> Sequence[str]:
         return ("config.json", *(f"rank{rank}.safetensors" for rank in range(self.layout.ranks)))

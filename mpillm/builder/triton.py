@@ -31,12 +31,13 @@ _RENAMED = {
 # Parameters that go in under their own names: those of tensorrtllm_backend's docs/model_config.md.
 _PARAMETERS = frozenset(
     """
-    batch_scheduler_policy cancellation_check_period_ms cross_kv_cache_fraction cuda_graph_cache_size cuda_graph_mode decoding_mode eagle_choices
-    enable_chunked_context enable_context_fmha_fp32_acc enable_kv_cache_reuse encoder_engine_dir exclude_input_in_output gpu_weights_percent
-    guided_decoding_backend iter_stats_max_iterations kv_cache_free_gpu_mem_fraction kv_cache_host_memory_bytes lora_cache_gpu_memory_fraction
-    lora_cache_host_memory_bytes lora_cache_max_adapter_size lora_cache_optimal_adapter_size lora_prefetch_dir max_attention_window_size
-    max_beam_width max_tokens_in_paged_kv_cache medusa_choices multi_block_mode normalize_log_probs num_nodes participant_ids recv_poll_period_ms
-    request_stats_max_iterations sink_token_length stats_check_period_ms tokenizer_dir xgrammar_tokenizer_info_path
+    batch_scheduler_policy cancellation_check_period_ms cross_kv_cache_fraction cuda_graph_cache_size cuda_graph_mode decoding_mode
+    eagle_choices enable_chunked_context enable_context_fmha_fp32_acc enable_kv_cache_reuse encoder_engine_dir exclude_input_in_output
+    gpu_weights_percent guided_decoding_backend iter_stats_max_iterations kv_cache_free_gpu_mem_fraction kv_cache_host_memory_bytes
+    lora_cache_gpu_memory_fraction lora_cache_host_memory_bytes lora_cache_max_adapter_size lora_cache_optimal_adapter_size
+    lora_prefetch_dir max_attention_window_size max_beam_width max_tokens_in_paged_kv_cache medusa_choices multi_block_mode
+    normalize_log_probs num_nodes participant_ids recv_poll_period_ms request_stats_max_iterations sink_token_length
+    stats_check_period_ms tokenizer_dir xgrammar_tokenizer_info_path
     """.split()  # noqa: SIM905 (as many names as an editor shows on four lines)
 )
 # Flags of the harness, or of this file, that are no parameters of the backend.
@@ -96,7 +97,7 @@ class TritonLayout:
 def triton_layout(scenario: str, gpus_per_model: int, n_servers: int | None, models_per_server: int | None) -> TritonLayout:
     """The numbers given, or those that follow from the GPUs of this node: Offline one server for all models, else one server for each.
 
-    A gRPC channel carries about a hundred streams at once, and only Offline has none. Where the GPUs are not known, one model for each server.
+    A gRPC channel carries about a hundred streams at once, and only Offline has none. Where the GPUs are not known a server has one model.
     ConfigError when they do not fit the GPUs.
     """
     gpus = visible_gpus()

@@ -28,7 +28,7 @@ from mpillm.configurator import HelpInfo, autoconfigure, bind
 _QUANTIZE_SCRIPT = ("examples/quantization/quantize.py",)
 _CONVERT_SCRIPT = ("examples/models/core/llama/convert_checkpoint.py", "examples/llama/convert_checkpoint.py")  # Mixtral's is the same
 _BUILD_SCRIPT = ("tensorrt_llm/commands/build.py",)
-# Bytes of a quantised checkpoint for each byte of its 16-bit source, to see whether the disk has room; the unquantised layers make it a little more.
+# Bytes of a quantised checkpoint for each byte of its 16-bit source, unquantised layers included, to see whether the disk has room.
 _SHRINK = {"nvfp4": 0.32, "int4_awq": 0.32, "int4_wo": 0.32, "w4a8_awq": 0.32, "fp8": 0.55, "int8_sq": 0.55, "int8_wo": 0.55}
 _CHECKPOINT_SOURCE = "--trtllm_checkpoint_flags"
 _BUILD_SOURCE = "--trtllm_build_flags"
@@ -46,7 +46,7 @@ _BUILD_SOURCE = "--trtllm_build_flags"
 class TRTLLMLibraryLoader:
     """Where TensorRT-LLM's tools are, and how the engine is cut.
 
-    The sizes may be given as options or in either flag string, as `tensor_parallelism` or in the tools' words (`tp_size`): all that are given must agree.
+    The sizes may be given as options or in either flag string, as `tensor_parallelism` or in the tools' words (`tp_size`): all must agree.
     """
 
     lib_path: str | None = None
@@ -103,7 +103,8 @@ def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
 class QuantizerConfig:
     """What is made a checkpoint of, where it goes, and the flags of the tool that makes it.
 
-    `qformat` among the flags asks for quantisation; without it the weights keep their type. The values of TRTLLM_CHECKPOINT_FLAGS are laid over the field's.
+    `qformat` among the flags asks for quantisation; without it the weights keep their type. The values of TRTLLM_CHECKPOINT_FLAGS are
+    laid over the field's.
     """
 
     model_path: str | None = None
@@ -129,7 +130,7 @@ class QuantizerConfig:
 
 
 class TRTLLMQuantizerOp(Operation):
-    """From a Hugging Face folder to a checkpoint for `trtllm-build`, or (`export_hf`) to a quantised Hugging Face folder for the PyTorch backend."""
+    """From a Hugging Face folder to a checkpoint for `trtllm-build`, or (`export_hf`) to a quantised folder for the PyTorch backend."""
 
     name = "quantize"
 

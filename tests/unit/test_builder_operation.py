@@ -113,7 +113,7 @@ def test_a_failed_tool_leaves_what_was_there(tmp_path: Path) -> None:
 def test_a_deadline(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "made", "", "import time; time.sleep(60)")
     stage.deadline_s = 0.3
-    with pytest.raises(StageError, match="not ended within 0.3 s"):
+    with pytest.raises(StageError, match=r"not ended within 0\.3 s"):
         lines_of(stage)
     assert leftovers(tmp_path) == ["made.log"]
 

@@ -21,7 +21,8 @@ STUBBORN = [
     sys.executable,
     "-c",
     "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-    "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True); print(p.pid, flush=True); time.sleep(60)",
+    "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True);"
+    "print(p.pid, flush=True); time.sleep(60)",
 ]
 
 
@@ -69,9 +70,13 @@ def test_a_signal_stops_the_wait(tmp_path: Path) -> None:
 
 
 def test_a_killed_parent(tmp_path: Path) -> None:
-    program = f"from launch.children import Children; import os; c = Children().__enter__(); c.start('t', {SLEEPER!r}, os.environ, __import__('pathlib').Path({str(tmp_path / 'log')!r})); import time; time.sleep(60)"
+    log = tmp_path / "log"
+    program = (
+        "import os, pathlib, time; from launch.children import Children; children = Children().__enter__();"
+        f"children.start('t', {SLEEPER!r}, os.environ, pathlib.Path({str(log)!r})); time.sleep(60)"
+    )
     parent = subprocess.Popen([sys.executable, "-c", program])
-    wait_for(tmp_path / "log")
+    wait_for(log)
     (child,) = psutil.Process(parent.pid).children()
     parent.kill()
     parent.wait()
