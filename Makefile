@@ -7,8 +7,6 @@ RANKS ?= 5
 # A minute's worth of answers on two cores; what RUN_ARGS says goes before it.
 SHORT := --max_output_len 40 --min_query_count 64
 RUN_ARGS ?=
-# Words for the shell, in which only spaces divide: host_0:8001|host_1:8001 is no pipe.
-RUN_ARGS_QUOTED = $(foreach word,$(RUN_ARGS),'$(subst ','\'',$(word))')
 # World sizes of the tests that run under mpirun, with Open MPI and with MPICH.
 TEST_RANKS ?= 2 5
 PYTEST_ARGS ?=
@@ -42,9 +40,11 @@ run: $(STAMP)
 	exec $(PY) -m mpillm mpirun -n $(RANKS) run --mode disaggregated --model_path "$$(tail -n 1 build/fetch-model.txt)" $(SHORT) $(RUN_ARGS)
 
 # Under an mpirun, which starts one make for each rank, what is there is used: many installations at once would end badly.
+$(PIPELINE): export RUN_ARGS := $(RUN_ARGS)
 $(PIPELINE): $(if $(OMPI_COMM_WORLD_RANK)$(PMI_RANK)$(SLURM_PROCID),,$(STAMP))
 	@test -x $(PY) || { echo "there is no $(PY); first, without mpirun: make install" >&2; exit 1; }
-	@exec $(PY) -m mpillm $@ $(RUN_ARGS_QUOTED)
+	@# Not through the shell, to which the | of --triton_grpc_ports would be a pipe; quotes are read as it reads them.
+	@exec $(PY) -c 'import os, shlex, sys; from mpillm.cli import main; sys.exit(main(["$@", *shlex.split(os.environ["RUN_ARGS"])]))'
 
 test: lint test-unit test-mpi
 

@@ -50,7 +50,7 @@ def this_host(host: str) -> bool:
 
 
 def triton(config: RunConfig) -> list[Server]:
-    """A `tritonserver` for each model repository, started as launch_triton_server.py starts it: an mpirun where an engine has several ranks."""
+    """A `tritonserver` for each model repository, as launch_triton_server.py starts it: under mpirun if an engine has several ranks."""
     if config.triton_skip_server_spawn:
         raise ConfigError("--triton_skip_server_spawn: the servers run already, so there is nothing to start")
     repos = _repositories(config)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from mpillm.builder.operation import Operation, execute
+from mpillm.builder.operation import Operation, execute, log_of, read_stamp
 from mpillm.builder.torch_core import TorchBuilderOp, TorchQuantizerOp
 from mpillm.builder.triton import GenerateTritonConfigOp, engine_layout, triton_layout
 from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp
@@ -20,7 +21,7 @@ ENGINE_CORES = ("trtllm_executor", "triton_grpc")
 """Cores that run an engine of `trtllm-build`."""
 
 PYTORCH_CORES = ("trtllm_hlapi", "trtllm_endpoint", "trtllm_disagg")
-"""Cores of TensorRT-LLM's PyTorch backend, which read a Hugging Face folder; with the runtime flag trtllm_backend:tensorrt they run an engine."""
+"""Cores that read a Hugging Face folder, for TensorRT-LLM's PyTorch backend; or an engine, after the runtime flag trtllm_backend."""
 
 
 def each_test(argv: Sequence[str], parser: Parser, groups: Sequence[str]) -> Iterator[RunConfig]:
@@ -97,9 +98,7 @@ def _distinct(stages: Sequence[Operation]) -> list[Operation]:
     for stage in stages:
         first = by_output.setdefault(stage.output, stage)
         if first.digest() != stage.digest():
-            raise ConfigError(
-                f"{stage.output} would have to be two things at once for the tests named: build them one by one, with --engine_dir"
-            )
+            raise ConfigError(f"{stage.output} would be two things at once for the tests named: build one by one, with --engine_dir")
     return list(by_output.values())
 
 
@@ -108,14 +107,25 @@ def generate_triton_config_main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="mpillm generate-triton-config",
         description="Write a Triton model repository for each server, for an engine that is there.",
-        epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2-70b --scenarios=offline --engine_dir=build/engines/llama2",
+        epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --scenarios=offline --engine_dir=build/engines/llama2",
     )
     configs = list(each_test(argv, parser, ("workload", "topology", "build", "harness", "triton")))
     if len(configs) > 1:
         raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
     stages = triton_stages(configs[0])
     execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)
+    if not configs[0].dry_run:
+        _remove_repositories(configs[0].triton_model_repo, len(stages))
     return ExitCode.DONE
+
+
+def _remove_repositories(repo: str, first: int) -> None:
+    """Repositories of ours from server `first` on, of a test with more servers: run-llm-server would start them, too."""
+    while read_stamp(old := Path(f"{repo}_{first}")):
+        shutil.rmtree(old)
+        log_of(old).unlink(missing_ok=True)
+        print(f"  removed {old}: there are fewer servers now")
+        first += 1
 
 
 def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:

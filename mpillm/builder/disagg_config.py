@@ -73,7 +73,7 @@ def _of_this_world(config: RunConfig) -> DisaggConfig | None:
 
 
 def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
-    """The configuration for workers on these hosts, in rank order, with a URL for each instance. ConfigError if the options need another number."""
+    """The configuration for workers on these hosts, in rank order, with URLs; ConfigError if the options need another number."""
     # Two control ranks more: `generate` makes one of its workers a control rank where it must to fit, and that must not happen here.
     made = disagg_config(_without_file(config), len(hosts) + 2)
     if made.mode != "disaggregated" or made.n_workers != len(hosts):

@@ -137,6 +137,7 @@ def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bo
     for op, why in wanted.items():
         if why:
             op.check()
+            op.inputs()  # where flags are read
             _check_place(op)
     if dry_run:
         for op, why in wanted.items():
@@ -254,7 +255,7 @@ def read_stamp(folder: Path) -> dict[str, Any] | None:
 
 
 def identity(path: Path) -> Any:
-    """What tells a file's or folder's content from another: a stamp's digest, else sizes and times of large files and hashes of small ones."""
+    """What tells a file's or folder's content: a stamp's digest, else hashes of small files, sizes and times of large ones."""
     if stamp := read_stamp(path):
         return stamp["digest"]
     if path.is_dir():
