@@ -107,7 +107,7 @@ def generate_triton_config_main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="mpillm generate-triton-config",
         description="Write a Triton model repository for each server, for an engine that is there.",
-        epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --scenarios=offline --engine_dir=build/engines/llama2",
+        epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --engine_dir=build/engines/llama2",
     )
     configs = list(each_test(argv, parser, ("workload", "topology", "build", "harness", "triton")))
     if len(configs) > 1:

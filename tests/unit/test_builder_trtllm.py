@@ -129,13 +129,13 @@ def test_the_pytorch_backend_reads_hugging_face_folders(place: Path, capsys: pyt
 
 
 WRONG = {
-    "a misspelt build flag": (("--trtllm_build_flags=max_num_token:1",), r"has no option 'max_num_token' \(did you mean 'max_num_tokens'\?\)"),
+    "a misspelt build flag": (("--trtllm_build_flags=max_num_token:1",), r"no option 'max_num_token' \(did you mean 'max_num_tokens'\?\)"),
     "a flag of an old release": (("--trtllm_build_flags=max_output_len:1",), "use max_seq_len"),
     "a flag of ours": (("--trtllm_build_flags=output_dir:x",), "output_dir is set by --engine_dir"),
     "a value that the tool lacks": (("--trtllm_checkpoint_flags=qformat:fp9",), r"qformat fp9: not one of .* \(did you mean 'fp8'\?\)"),
     "text for a number": (("--trtllm_build_flags=max_num_tokens:many",), "max_num_tokens many: expected a whole number"),
     "no key:value": (("--trtllm_build_flags=max_num_tokens",), "'max_num_tokens' is not key:value"),
-    "two parallel sizes": (("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"), "tensor_parallelism 4, but --tensor_parallelism 2"),
+    "two parallel sizes": (("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"), "4, but --tensor_parallelism 2"),
     "heads": (("--tensor_parallelism=3",), "--tensor_parallelism 3: the model has 8 attention heads, which it does not divide"),
     "layers": (("--pipeline_parallelism=5",), "--pipeline_parallelism 5: the model has 4 layers"),
     "no experts": (("--moe_expert_parallelism=2", "--tensor_parallelism=2"), "the model has no experts"),

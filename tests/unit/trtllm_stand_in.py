@@ -1,4 +1,4 @@
-"""Stand-ins for TensorRT-LLM's tools, which can't be installed here: they refuse the options that the real ones refuse, and write their files.
+"""Stand-ins for TensorRT-LLM's tools, which can't be installed here: they refuse the options that those refuse, and write their files.
 
 They show that our command lines are in order and that what the tools do to us is borne, not that an engine works.
 """
