@@ -13,8 +13,7 @@ from typing import Any
 import disagg
 from disagg.generator import control_ranks
 from launch.children import Children
-from launch.mpirun import STOP_GRACE_S
-from launch.supervisor import KILL_GRACE_S
+from launch.supervisor import KILL_GRACE_S, STOP_GRACE_S
 from mpillm.builder.commands import each_test
 from mpillm.builder.operation import Command
 from mpillm.command_line import Parser

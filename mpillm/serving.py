@@ -74,7 +74,7 @@ def triton(config: RunConfig) -> list[Server]:
 
 
 def _repositories(config: RunConfig) -> list[Path]:
-    repos = []
+    repos: list[Path] = []
     while (repo := Path(f"{config.triton_model_repo}_{len(repos)}")).is_dir():
         if not list(repo.glob("*/config.pbtxt")):
             raise ConfigError(f"--triton_model_repo: {repo} has no model in it (a folder with a config.pbtxt)")

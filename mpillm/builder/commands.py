@@ -65,12 +65,13 @@ def engine_stages(config: RunConfig) -> Operation:
 
 
 def _batch_size(config: RunConfig) -> int | None:
-    size = config.gpu_batch_size
+    size: int | dict[str, int] | None = config.gpu_batch_size
     if isinstance(size, dict):
         if config.benchmark not in size:
             raise ConfigError(f"--gpu_batch_size has no size for {config.benchmark}: {', '.join(size)}")
         size = size[config.benchmark]
-    return config.max_batch_size if size is None else size
+    limit: int | None = config.max_batch_size
+    return limit if size is None else size
 
 
 def generate_engines_main(argv: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import disagg
 from disagg import DisaggConfig
@@ -82,7 +83,7 @@ def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
         )
     first = 0
     port = config.worker_start_port
-    sections = {}
+    sections: dict[str, Any] = {}
     for name, server in made.sections:
         leaders = [hosts[first + i * server.ranks_per_instance] for i in range(server.num_instances)]
         sections[name] = dataclasses.replace(server, urls=tuple(f"{host}:{port + i}" for i, host in enumerate(leaders)))
