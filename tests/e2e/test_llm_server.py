@@ -168,7 +168,7 @@ def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> 
 WRONG = {
     "a core without a server": (["--core_type=torch"], "--core_type torch needs no server"),
     "no repository": (["--harness_type=triton", "--triton_model_repo=nowhere"], "there is no nowhere_0; generate-triton-config makes it"),
-    "one port for two": (["--harness_type=triton", "--triton_model_repo=repo", "--triton_server_urls=localhost:1"], "names 1 servers on this host"),
+    "one port for two": (["--use_triton", "--triton_model_repo=repo", "--triton_server_urls=localhost:1"], "names 1 servers on this"),
     "running already": (["--harness_type=triton", "--triton_skip_server_spawn"], "nothing to start"),
     "no YAML": (["--core_type=trtllm_disagg"], "needs --trtllm_disagg_config_path"),
     "no model": (["--core_type=trtllm_endpoint"], "needs --model_path"),
