@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from make_folder import make_folder
 from support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, wait_until
 
 SERVER = f"""#!{sys.executable}
@@ -131,30 +132,27 @@ def test_endpoints(place: Path, one: Starter) -> None:
 
 
 def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> None:
-    """mpirun -n N generate_disagg_config; then workers under mpirun, and a leader under another."""
+    """mpirun -n N make generate_disagg_config; then workers under mpirun, and a leader under another."""
+    make_folder(place)
     port, worker_port, *_ = free_ports(6)
-    options = ["--benchmarks=llama2-70b", "--scenarios=offline", "--core_type=trtllm_disagg", "--trtllm_disagg_config_path=disagg.yaml"]
+    args = "--benchmarks=llama2-70b --scenarios=offline --core_type=trtllm_disagg --trtllm_disagg_config_path=disagg.yaml"
     mpirun = [one.python, "-m", "launch_with_mpirun"]
     (place / "launch_with_mpirun.py").write_text(
         "import os, sys\nfrom launch.mpirun import command_line, detect\n"
         "line = command_line(detect(), int(sys.argv[1]), sys.argv[2:], root=True, survive=False)\nos.execv(line[0], line)\n"
     )
     paths = {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{place}"}
-    mpillm = [one.python, "-m", "mpillm"]
-    ports = [f"--server_port={port}", f"--worker_start_port={worker_port}"]
-    one.command([*mpirun, 3, *mpillm, "generate_disagg_config", *options, *ports, "--ctx_tp_size=2"], env=paths).end(60).must(DONE)
+    sizes = f"--ctx_tp_size=2 --server_port={port} --worker_start_port={worker_port}"
+    one.command([*mpirun, 3, "make", "generate_disagg_config", f"RUN_ARGS={args} {sizes}"], env=paths).end(60).must(DONE)
     text = (place / "disagg.yaml").read_text()
     assert f"- localhost:{worker_port}\n" in text and f"- localhost:{worker_port + 1}\n" in text and "tensor_parallel_size: 2" in text
 
-    wrong = one.command([*mpirun, 2, *mpillm, "run_llm_server", *options], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"}).end(60)
-    assert wrong.code == USAGE and "disagg.yaml has 3 workers, and this mpirun has 2 ranks" in wrong.err
+    run_llm_server = ["make", "run_llm_server", f"RUN_ARGS={args} --log_dir=logs"]
+    wrong = one.command([*mpirun, 2, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"}).end(60)
+    assert wrong.code != DONE and "disagg.yaml has 3 workers, and this mpirun has 2 ranks" in wrong.err
 
-    workers = one.command(
-        [*mpirun, 3, *mpillm, "run_llm_server", *options, "--log_dir=logs"], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"}
-    )
-    leader = one.command(
-        [*mpirun, 1, *mpillm, "run_llm_server", *options, "--log_dir=logs"], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "leader"}
-    )
+    workers = one.command([*mpirun, 3, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"})
+    leader = one.command([*mpirun, 1, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "leader"})
     wait_until(lambda: f"localhost:{port}" in leader.out or leader.process.poll() is not None, "the leader", 30)
     logs = [place / f"logs/worker_{rank}.log" for rank in range(3)]
     wait_until(lambda: all(log.exists() and "mpirun: True" in log.read_text() for log in logs), "the workers", 30)
