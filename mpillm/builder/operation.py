@@ -73,6 +73,10 @@ class Operation(ABC):
     def files(self) -> Sequence[str]:
         """The files that make the output complete, relative to it."""
 
+    def missing(self, folder: Path) -> list[str]:
+        """The files that `folder` lacks, or has empty."""
+        return [name for name in self.files() if not _has(folder / name)]
+
     @abstractmethod
     def commands(self, target: Path) -> Sequence[Command]:
         """The commands that make the output in the folder `target`; none for a stage that this process makes itself."""
@@ -115,8 +119,8 @@ class Operation(ABC):
         stamp = self.stamp()
         if stamp is None:
             return "not there"
-        if missing := next((name for name in self.files() if not _has(self.output / name)), None):
-            return f"{missing} is missing"
+        if missing := self.missing(self.output):
+            return f"{missing[0]} is missing"
         if not self.hand_edited:
             for name, size in stamp["files"].items():
                 if not _has(self.output / name) or (self.output / name).stat().st_size != size:
@@ -189,7 +193,7 @@ def _make(op: Operation) -> None:
                 work.mkdir()
                 log.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {op.name}\n", encoding="utf-8")
                 op.make(made, children, log)
-                if missing := [name for name in op.files() if not _has(made / name)]:
+                if missing := op.missing(made):
                     raise StageError(f"{op.name}: ended without {', '.join(missing)}; its log, {log}, ends:\n{tail(log, 15)}")
                 (made / STAMP).write_text(json.dumps(_stamp(op, made), indent=2) + "\n", encoding="utf-8")
                 with contextlib.suppress(FileNotFoundError):

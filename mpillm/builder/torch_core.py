@@ -49,7 +49,7 @@ class TorchQuantizerOp(Operation):
         return {"model": identity(self.model), "algorithm": self.algorithm}
 
     def files(self) -> Sequence[str]:
-        return ("config.json",)
+        return ("config.json", *(path.name for path in weights(self.model)))
 
     def commands(self, target: Path) -> Sequence[Command]:
         return (_stage("quantize", self.model, target, self.algorithm),)
