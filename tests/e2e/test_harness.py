@@ -36,5 +36,8 @@ def test_dry_run_passes_everything_else_on(one: Starter, tmp_path: Path) -> None
     ended = one.command(["make", "run_harness", f"RUN_ARGS={options} --world-size 3 --dry_run"]).end().must(DONE)
     first, second = ended.out.splitlines()
     for line, workload in ((first, "llama2-70b"), (second, "mixtral-8x7b")):
-        assert " -m mpillm mpirun -n 3 run --core-type dummy '--triton_grpc_ports=host_0:8001,8002|host_1:8001' '--stop_words=[\"a b\"]'" in line
+        assert (
+            " -m mpillm mpirun -n 3 run --core-type dummy '--triton_grpc_ports=host_0:8001,8002|host_1:8001' '--stop_words=[\"a b\"]'"
+            in line
+        )
         assert f"--scenarios=Offline --benchmarks={workload} --log_dir=build/runs/" in line and line.endswith(f"-{workload}-Offline")
