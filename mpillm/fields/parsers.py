@@ -160,10 +160,10 @@ def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], 
 def urls(text: str) -> tuple[str, ...]:
     """Servers as ``host:port,host:port``."""
     for url in text.split(","):
-        host, colon, port = url.rpartition(":")
+        host, colon, number = url.rpartition(":")
         if not colon or not host.strip():
             raise Reason(f"'{url}' is not host:port")
-        _port(port)
+        port(number)
     return tuple(url.strip() for url in text.split(","))
 
 
@@ -181,20 +181,19 @@ def grpc_ports(text: str) -> dict[str, tuple[int, ...]]:
             raise Reason(f"'{part}' is not host:port,port")
         if host.strip() in result:
             raise Reason(f"host {host.strip()} stands there twice")
-        result[host.strip()] = tuple(map(_port, ports.split(",")))
+        result[host.strip()] = tuple(map(port, ports.split(",")))
         if len(set(result[host.strip()])) < len(result[host.strip()]):
             raise Reason(f"host {host.strip()} has a port twice")
     return result
 
 
-def _port(text: str) -> int:
-    try:
-        port = int(text)
-    except ValueError:
-        port = 0
-    if not 0 < port < 65536:
+@expects("a port, 1 to 65535")
+def port(text: str) -> int:
+    """A TCP port."""
+    number = int(text) if text.strip().isdecimal() else 0
+    if not 0 < number < 65536:
         raise Reason(f"'{text}' is not a port, 1 to 65535")
-    return port
+    return number
 
 
 def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
