@@ -152,24 +152,25 @@ def collect(argv: Sequence[str], own: Sequence[Field], parser: Parser) -> RunCon
     return RunConfig(_complete(Configuration(options=parser.texts(argv), environ={}), own))
 
 
-def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> RunConfig:
+def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
     """Values of all fields: from the command line, the environment, a user's file and the workload; ConfigError names the source.
 
     `shown` are in --help, and may be a command's own. The other fields are taken as well: the commands of one test share their options.
+    `defaults` of this command go before those of the fields.
     """
     known = _with_all(shown)
     add_fields(parser, known, shown)
-    return _resolve(parser.texts(argv), known)
+    return _resolve(parser.texts(argv), known, defaults)
 
 
-def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> list[RunConfig]:
+def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> list[RunConfig]:
     """As `parse`, for every pair of a workload and a scenario: comma lists of them are several tests."""
     known = _with_all(shown)
     add_fields(parser, known, shown)
     options = parser.texts(argv)
-    all_ = _resolve(options, known)
+    all_ = _resolve(options, known, defaults)
     return [
-        _resolve(options | {"scenarios": scenario} | ({"benchmarks": benchmark} if benchmark else {}), known)
+        _resolve(options | {"scenarios": scenario} | ({"benchmarks": benchmark} if benchmark else {}), known, defaults)
         for benchmark in all_.benchmarks or (None,)
         for scenario in all_.scenarios
     ]
@@ -179,9 +180,9 @@ def _with_all(shown: Sequence[Field]) -> list[Field]:
     return list({field.name: field for field in (*FIELDS, *shown)}.values())
 
 
-def _resolve(options: Mapping[str, str], known: Sequence[Field]) -> RunConfig:
-    """A person's file lies over the model's generation config, and that over the workload's values."""
-    workload = Configuration()
+def _resolve(options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
+    """A person's file lies over the model's generation config, that over the workload's values, and those over a command's defaults."""
+    workload = Configuration(below=Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command")))
     generation = Configuration(below=workload)
     own = Configuration(below=generation, options=options)
 

@@ -203,7 +203,9 @@ def test_triton_servers() -> None:
     assert built(TritonHarnessConfig).server_urls == ()
     three = built(TritonHarnessConfig, triton_num_servers=3, triton_model_repo="x/repo", triton_num_models_per_server=2)
     assert (three.num_servers, three.model_repo, three.models_per_server) == (3, "x/repo", 2)
-    clients = built(TritonHarnessConfig, triton_num_clients_per_server=4, triton_num_frontends_per_model=2, triton_num_clients_per_frontend=8)
+    clients = built(
+        TritonHarnessConfig, triton_num_clients_per_server=4, triton_num_frontends_per_model=2, triton_num_clients_per_frontend=8
+    )
     assert (clients.clients_per_server, clients.frontends_per_model, clients.clients_per_frontend) == (4, 2, 8)
     ports = {"host_foo": (8001,), "host_bar": (8003,)}
     there = built(TritonHarnessConfig, triton_grpc_ports=ports, triton_skip_server_spawn=True)
