@@ -79,12 +79,16 @@ class RunConfig:
         level, where = self.origin(name)
         return f"--{name} {value}" if level is Level.COMMAND_LINE else f"{name} {value} ({where})"
 
+    def configuration(self) -> Configuration:
+        """The values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
+        values = {BY_NAME[name]: found.value for name, found in self.found.items() if found.value is not None and name in BY_NAME}
+        return Configuration(values, options={}, environ={})
+
     def build(self, cls: type[T]) -> T:
         """The instance of an `@autoconfigure`d class that these values make; the same one each time."""
         if cls in self._built:
             return cast(T, self._built[cls])
-        values = {BY_NAME[name]: found.value for name, found in self.found.items() if found.value is not None and name in BY_NAME}
-        with Configuration(values, options={}, environ={}).autoapply():
+        with self.configuration().autoapply():
             built = self._built[cls] = cls()
         return built
 
@@ -148,24 +152,25 @@ def collect(argv: Sequence[str], own: Sequence[Field], parser: Parser) -> RunCon
     return RunConfig(_complete(Configuration(options=parser.texts(argv), environ={}), own))
 
 
-def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> RunConfig:
+def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
     """Values of all fields: from the command line, the environment, a user's file and the workload; ConfigError names the source.
 
     `shown` are in --help, and may be a command's own. The other fields are taken as well: the commands of one test share their options.
+    `defaults` of this command go before those of the fields.
     """
     known = _with_all(shown)
     add_fields(parser, known, shown)
-    return _resolve(parser.texts(argv), known)
+    return _resolve(parser.texts(argv), known, defaults)
 
 
-def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> list[RunConfig]:
+def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> list[RunConfig]:
     """As `parse`, for every pair of a workload and a scenario: comma lists of them are several tests."""
     known = _with_all(shown)
     add_fields(parser, known, shown)
     options = parser.texts(argv)
-    all_ = _resolve(options, known)
+    all_ = _resolve(options, known, defaults)
     return [
-        _resolve(options | {"scenarios": scenario} | ({"benchmarks": benchmark} if benchmark else {}), known)
+        _resolve(options | {"scenarios": scenario} | ({"benchmarks": benchmark} if benchmark else {}), known, defaults)
         for benchmark in all_.benchmarks or (None,)
         for scenario in all_.scenarios
     ]
@@ -175,9 +180,9 @@ def _with_all(shown: Sequence[Field]) -> list[Field]:
     return list({field.name: field for field in (*FIELDS, *shown)}.values())
 
 
-def _resolve(options: Mapping[str, str], known: Sequence[Field]) -> RunConfig:
-    """A person's file lies over the model's generation config, and that over the workload's values."""
-    workload = Configuration()
+def _resolve(options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
+    """A person's file lies over the model's generation config, that over the workload's values, and those over a command's defaults."""
+    workload = Configuration(below=Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command")))
     generation = Configuration(below=workload)
     own = Configuration(below=generation, options=options)
 
@@ -191,9 +196,9 @@ def _resolve(options: Mapping[str, str], known: Sequence[Field]) -> RunConfig:
         own.origins = file.origins
     benchmarks, scenarios = said(fields.benchmarks).value, said(fields.scenarios).value
     if benchmarks is not None and len(benchmarks) == 1:
-        chosen = workloads.get(benchmarks[0], said(fields.model_scale).value)
-        workload.update(chosen.defaults(scenarios[0]))
-        workload.origins = Origin(Level.WORKLOAD, f"workload {chosen.title}")
+        known_workload = workloads.get(benchmarks[0], said(fields.model_scale).value)
+        workload.update(known_workload.defaults(scenarios[0]))
+        workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
     if (path := said(fields.llm_gen_config_path).value) is not None:
         generation.update(GenerationConfig.from_file(path).values())
         generation.origins = Origin(Level.CONTEXT, path)
@@ -236,6 +241,8 @@ def _check_together(config: RunConfig) -> None:
     for name in ("scenarios", "benchmarks"):
         if len(getattr(config, name) or ()) > 1:
             raise ConfigError(f"{config.named(name)}: a run is one test of one workload; start it once for each")
+    if config.dry_run:
+        raise ConfigError(f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI")
     if config.min_output_len > config.max_output_len:
         raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
     if config.core_type == "torch" and not config.model_path:

@@ -80,7 +80,8 @@ class Director:
             self._progress_at = now
             totals = harness.totals
             if harness.in_flight or not totals.samples:
-                self._console.progress(totals.samples, totals.issued, totals.tokens, time.perf_counter() - totals.started)
+                steady = bool(self._config and self._config.show_steady_state_progress)
+                self._console.progress(totals.samples, totals.issued, totals.tokens, time.perf_counter() - totals.started, steady)
         return False
 
     def make_harness(self, route: Transport, ranks: RouteMap) -> Harness:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm import fields
 from mpillm.configurator import DEFAULT, Field, Found, Level, Origin
-from mpillm.fields.flags import BUILD_FLAGS, RUNTIME_FLAGS, TENSORRT_ONLY
+from mpillm.fields.flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS, TENSORRT_ONLY
 
 OWN_CORES = ("torch", "dummy")  # TensorRT-LLM's are passed what they are given
 
 
 def unify(found: dict[str, Found]) -> None:
-    """Give an option and its flag the value of the higher source: of the option, where they are alike. Other flags get their defaults.
+    """Give an option and its flag the value of the higher source: of the option, where they are alike. Other runtime flags get their
+    defaults; flags that are options and nothing else are taken out.
 
     `found` holds every field, by name. ConfigError, which names the source, for a flag that the core does not have or can't honour,
     for a value that is none, and for two that exclude each other.
@@ -23,7 +23,8 @@ def unify(found: dict[str, Found]) -> None:
     if core_type in OWN_CORES:
         _check_honoured(core_type, found["trtllm_runtime_flags"])
     _share(found, "trtllm_runtime_flags", RUNTIME_FLAGS)
-    _share(found, "trtllm_build_flags", BUILD_FLAGS)
+    _take_out(found, "trtllm_runtime_flags", RUNTIME_OPTIONS)
+    _take_out(found, "trtllm_build_flags", BUILD_OPTIONS)
     if core_type in OWN_CORES:
         _batch_to_the_end(found)
 
@@ -31,6 +32,8 @@ def unify(found: dict[str, Found]) -> None:
 def _check_honoured(core_type: str, flags: Found) -> None:
     for name, value in flags.value.items():
         where = f"{flags.key_origins()[name].where}: trtllm_runtime_flags {name}"
+        if name in RUNTIME_OPTIONS:
+            continue
         if name not in RUNTIME_FLAGS:
             there_are = ", ".join(RUNTIME_FLAGS)
             raise ConfigError(f"{where}: the {core_type} core has no such flag{nearest(name, RUNTIME_FLAGS)}; it has {there_are}")
@@ -64,6 +67,19 @@ def _share(found: dict[str, Found], flags_name: str, known: Mapping[str, Field])
     found[flags_name] = Found(values, flags.origin, origins)
 
 
+def _take_out(found: dict[str, Found], flags_name: str, options: Mapping[str, Field]) -> None:
+    flags = found[flags_name]
+    for name, option in options.items():
+        mine, origin = found[option.name], flags.key_origins().get(name)
+        where = "" if origin is None else f"{origin.where}: {flags_name} {name}"
+        if origin is not None and origin.level is mine.origin.level and option.check(flags.value[name], where) != mine.value:
+            raise ConfigError(f"{where} is {flags.value[name]}, but {option.name} is {mine.value} ({mine.source})")
+    _share(found, flags_name, options)
+    flags = found[flags_name]
+    values = {name: value for name, value in flags.value.items() if name not in options}
+    found[flags_name] = Found(values, flags.origin, {name: origin for name, origin in flags.keys.items() if name in values})
+
+
 def _called(name: str, found: Found) -> Found:
     """Its source, and the other name that it has there."""
     return Found(found.value, Origin(found.origin.level, f"{found.origin.where}: {name}"))
@@ -75,11 +91,7 @@ def _batch_size(found: Mapping[str, Found]) -> Found | None:
     if not isinstance(sizes.value, dict):
         return None if sizes.value is None else sizes
     workloads: tuple[str, ...] = found["benchmarks"].value or ()
-    by_name: dict[str, Any] = {}
-    for name, size in sizes.value.items():
-        (workload,) = fields.benchmarks.parse(name, f"{sizes.origin.where}: gpu_batch_size")
-        by_name[workload] = size
-    return Found(by_name[workloads[0]], sizes.origin) if len(workloads) == 1 and workloads[0] in by_name else None
+    return Found(sizes.value[workloads[0]], sizes.origin) if len(workloads) == 1 and workloads[0] in sizes.value else None
 
 
 def _batch_to_the_end(found: dict[str, Found]) -> None:

@@ -107,7 +107,8 @@ class GenerationConfig(Slice):
 
     def values(self) -> dict[Field, Any]:
         """What it says, by field."""
-        return {
+        ends = {fields.end_ids: self.eos_token_id} if self.eos_token_id else {}
+        return ends | {
             fields.max_output_len: self.max_output_len,
             fields.min_output_len: self.min_output_len,
             fields.beam_width: self.runtime_beam_width,

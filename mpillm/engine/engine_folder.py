@@ -149,11 +149,11 @@ def _check_file(file: Path, expected: dict[str, Entry]) -> None:
     header = {name: Entry(entry["dtype"], tuple(entry["shape"])) for name, entry in read_header(file).items()}
     for name in (*expected, *header):
         if header.get(name) != expected.get(name):
-            raise ConfigError(f"{file}: tensor {name} is {_entry(header.get(name))}, and should be {_entry(expected.get(name))}")
+            raise ConfigError(f"{file}: tensor {name}: expected {_entry(expected.get(name))}, found {_entry(header.get(name))}")
 
 
 def _entry(entry: Entry | None) -> str:
-    return "not there" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+    return "none" if entry is None else f"{entry.dtype} {list(entry.shape)}"
 
 
 def _sizes(layout: Layout) -> str:

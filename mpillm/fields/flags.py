@@ -24,14 +24,17 @@ RUNTIME_FLAGS: dict[str, Field] = {
     "exclude_input_from_output": Field("exclude_input_from_output", "answers do not begin with their prompt", boolean, default=True),
     "max_batch_size": model.max_batch_size,
     "max_num_tokens": model.max_num_tokens,
+}
+TENSORRT_ONLY = ("enable_batch_size_tuning", "enable_max_num_tokens_tuning", "dynamic_batch_moving_average_window")
+
+# What the reference's files also say among the flags, and is an option.
+RUNTIME_OPTIONS: dict[str, Field] = {
     "num_ctx_servers": topology.num_ctx_servers,
     "ctx_tp_size": topology.ctx_tp_size,
     "num_gen_servers": topology.num_gen_servers,
     "gen_tp_size": topology.gen_tp_size,
 }
-TENSORRT_ONLY = ("enable_batch_size_tuning", "enable_max_num_tokens_tuning", "dynamic_batch_moving_average_window")
-
-BUILD_FLAGS: dict[str, Field] = {
+BUILD_OPTIONS: dict[str, Field] = {
     "tensor_parallelism": topology.tensor_parallelism,
     "pipeline_parallelism": topology.pipeline_parallelism,
     "moe_expert_parallelism": topology.moe_expert_parallelism,

@@ -16,22 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
+from mpillm.preprocessed import Columns
 from mpillm.preprocessed.frames import Frame, read_frame
 
 TOKENS_FILE, LENGTHS_FILE, STOP_FILE = "input_ids_padded.npy", "input_lens.npy", "stop_ids_padded.npy"
 FRAME_SUFFIXES = (".pkl", ".pkl.gz")
 
 _CHUNK_ROWS = 1024  # of the padded array, read at once
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What the columns of a published data frame are called."""
-
-    tokens: str = "tok_input"
-    lengths: str | None = None  # of `tokens`, as a check
-    stop_words: str | None = None  # as tokens; only the end token: none
-    references: tuple[str, ...] = ()  # what the answers are judged by
 
 
 @dataclass(frozen=True)
@@ -47,9 +38,9 @@ class Samples:
 class LLMDataLoader:
     """A preprocessed data set: a folder with the arrays, or a data frame (or the folder that it is in)."""
 
-    def __init__(self, path: Path, columns: Columns = Columns(), frame_file: str | None = None) -> None:
+    def __init__(self, path: Path, columns: Columns | None = None, frame_file: str | None = None) -> None:
         """`frame_file`: the data frame's name, should `path` be a folder without the arrays. ConfigError if nothing fits."""
-        self._columns = columns
+        self._columns = columns or Columns()
         folder = path if path.is_dir() else path.parent
         self._arrays = folder if path.suffix == ".npy" or ((folder / TOKENS_FILE).is_file() and path.is_dir()) else None
         self._frame: Path | None = path if path.name.endswith(FRAME_SUFFIXES) else None

@@ -11,12 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm import fields
 from mpillm.configurator import Field
-from mpillm.preprocessed import Columns, LLMDataLoader
+from mpillm.preprocessed import Columns
+
+if TYPE_CHECKING:
+    from mpillm.preprocessed import LLMDataLoader
+
+
+_STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: a prompt fits, but for llama3.1-405b's
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Workload:
         return {
             fields.model_path: self.model_path,
             fields.dataset_path: self.dataset_path,
+            fields.max_num_tokens: _STEP_TOKENS,
+            fields.enable_chunked_context: self.max_input_len > _STEP_TOKENS,
             fields.max_seq_len: self.max_input_len + self.max_output_len,
             fields.max_output_len: self.max_output_len,
             fields.min_output_len: self.min_output_len,
@@ -130,4 +138,6 @@ def get(name: str, scale: str = "full") -> Workload:
 
 def loader(workload: Workload | None, path: str) -> LLMDataLoader:
     """What reads `path`, as this workload's data set or (None) as any."""
+    from mpillm.preprocessed import LLMDataLoader
+
     return LLMDataLoader(Path(path), workload.columns, workload.frame_file) if workload else LLMDataLoader(Path(path))

@@ -86,7 +86,7 @@ def test_the_reference_skeleton(tmp_path: Path, name: str, text: str) -> None:
     assert config.core_type == "triton_grpc"
     triton = config.build(TritonHarnessConfig)
     assert triton.build_flags["max_num_tokens"] == triton.runtime_flags["max_num_tokens"] == 1024
-    assert (triton.instance_size(), triton.num_servers, triton.model_names()) == (2, 1, ("llama2-70b-offline-0",))
+    assert (triton.instance_size(), triton.num_servers, triton.streaming) == (2, 1, False)
 
 
 def test_every_value_says_its_line(tmp_path: Path) -> None:
@@ -98,7 +98,8 @@ def test_every_value_says_its_line(tmp_path: Path) -> None:
         assert at[int(json[name]["source"].removeprefix(f"{python}:"))].strip().startswith(text)
     assert json["triton_num_servers"] == {"value": 4, "source": "command line"}
     assert json["trtllm_runtime_flags"]["source"]["max_num_tokens"].startswith(f"{python}:")
-    assert json["trtllm_runtime_flags"]["source"]["enable_chunked_context"] == "default"
+    assert json["trtllm_runtime_flags"]["source"]["use_inflight_batching"] == "default"
+    assert json["trtllm_runtime_flags"]["source"]["enable_chunked_context"] == "workload llama2-70b"
     yaml = written(tmp_path, "mine.yaml", SAME_IN_YAML)
     assert config_of(yaml).source("offline_expected_qps") == f"{yaml}:12"
 

@@ -151,11 +151,18 @@ def test_tensorrt_cores_are_passed_what_they_are_given() -> None:
     assert config.trtllm_runtime_flags["enable_batch_size_tuning"] is True
 
 
-def test_build_flags_may_say_the_parallelism() -> None:
+def test_flags_may_say_the_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_run(["--core_type", "trtllm_executor", "--trtllm_build_flags", "tensor_parallelism:2,pipeline_parallelism:4"])
-    assert (config.tensor_parallelism, config.pipeline_parallelism) == (2, 4)
-    explicit = parse_run([*DUMMY, "--trtllm_build_flags", "tensor_parallelism:2", "--tensor_parallelism", "8"])
-    assert (explicit.tensor_parallelism, explicit.trtllm_build_flags["tensor_parallelism"]) == (8, 8)
+    assert (config.tensor_parallelism, config.pipeline_parallelism, config.trtllm_build_flags) == (2, 4, {})
+    flags = "num_ctx_servers:2,ctx_tp_size:4,num_gen_servers:3,gen_tp_size:1,max_batch_size:8"
+    config = parse_run([*DUMMY, "--mode", "disaggregated", "--trtllm_runtime_flags", flags])
+    assert (config.num_ctx_servers, config.ctx_tp_size, config.num_gen_servers, config.gen_tp_size) == (2, 4, 3, 1)
+    assert config.trtllm_runtime_flags == LISTED | {"max_batch_size": 8}
+    with pytest.raises(ConfigError) as error:
+        parse_run([*DUMMY, "--trtllm_build_flags", "tensor_parallelism:2", "--tensor_parallelism", "8"])
+    assert str(error.value) == "command line: trtllm_build_flags tensor_parallelism is 2, but tensor_parallelism is 8 (command line)"
+    monkeypatch.setenv("TRTLLM_BUILD_FLAGS", "tensor_parallelism:2")
+    assert parse_run([*DUMMY, "--tensor_parallelism", "8"]).tensor_parallelism == 8
 
 
 LEVELS = [level for level in Level if level is not Level.DEFAULT]
@@ -177,7 +184,7 @@ def test_who_wins(option: Level | None, flag: Level | None, gpu: Level | None, b
     if flag is not None:
         found["trtllm_runtime_flags"] = Found({"max_batch_size": 2}, Origin(Level.DEFAULT, "x"), {"max_batch_size": Origin(flag, "flag")})
     if gpu is not None:
-        found["gpu_batch_size"] = Found({"llama2": 3, "moe": 4} if by_workload else 3, Origin(gpu, "gpu"))
+        found["gpu_batch_size"] = Found({"llama2-70b": 3, "mixtral-8x7b": 4} if by_workload else 3, Origin(gpu, "gpu"))
     unify(found)
     said = [(level, -value, value) for level, value in ((option, 1), (flag, 2), (gpu, 3)) if level is not None]
     expected = max(said)[2] if said else None

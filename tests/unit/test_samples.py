@@ -58,7 +58,7 @@ def test_a_persons_own(tmp_path: Path) -> None:
 
 
 def test_synthetic_and_builtin(tmp_path: Path) -> None:
-    assert load(tmp_path, *TINY, "--dataset", "synthetic", "--num_samples", 5).name == "synthetic"
+    assert load(tmp_path, *TINY, "--dataset", "synthetic", "--num_samples", 5, "--input_mean", 8).name == "synthetic"
     assert load(tmp_path, *DUMMY).name == "prompts.jsonl"
 
 
@@ -70,7 +70,7 @@ def test_the_narrowest_model_counts(tmp_path: Path) -> None:
     for narrow, message in (
         (Model(vocab_size=7), "sample 0 has token 7; the model's are 0 to 6"),
         (Model(max_seq_len=7), "does not fit max_seq_len 7"),
-        (Model(max_prompt_len=3), "without chunked context it does not fit max_num_tokens 3"),
+        (Model(max_prompt_len=3), "without --enable_chunked_context true it does not fit --max_num_tokens 3"),
     ):
         for models in ((narrow, wide), (None, wide, narrow)):
             with pytest.raises(ConfigError) as error:
@@ -78,11 +78,16 @@ def test_the_narrowest_model_counts(tmp_path: Path) -> None:
             assert message in str(error.value) and "input_ids_padded.npy" in str(error.value)
 
 
+def test_end_tokens_of_another_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--end_ids 2,512 \(command line\): tiny-mixtral knows 512 tokens"):
+        load(tmp_path, *TINY, "--end_ids", "2,512")
+
+
 @pytest.mark.parametrize("name", workloads.WORKLOADS)
 def test_a_full_workload_says_which_data_set_it_lacks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     workload = workloads.get(name)
     with pytest.raises(ConfigError) as error:
-        load(tmp_path, "--benchmarks", name, "--scenarios", "Server")
+        load(tmp_path, "--benchmarks", name, "--scenarios", "Server", models=(Model(200_000),))
     for word in (workload.dataset_path, "input_ids_padded.npy", "input_lens.npy", workload.frame_file):
         assert word in str(error.value)
