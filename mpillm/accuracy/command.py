@@ -12,6 +12,8 @@ from mpillm.accuracy.rouge import need_libraries
 from mpillm.accuracy.scores import Answer, Row, Scores, pass_at_1
 from mpillm.accuracy.targets import TASKS, Check, Task, check
 from mpillm.command_line import Parser
+from mpillm.config import collect
+from mpillm.configurator import Field
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
 from mpillm.report.json_files import read_json, write_json
@@ -19,6 +21,12 @@ from mpillm.report.run_directory import RunDirectory
 from mpillm.tokenizer import Tokenizer, load_tokenizer
 
 COMPLETIONS = "mbxp_completions.json"
+_GROUP = "accuracy"
+_FIELDS = (
+    Field("dataset_path", "the data set, with its reference answers [default: the run's]", group=_GROUP),
+    Field("tokenizer", "a folder with the tokenizer.json that answers are decoded by [default: the run's model_path]", group=_GROUP),
+    Field("mbxp", "mixtral-8x7b: the file that the reference's evaluate_mbxp wrote (evaluated_test.json)", group=_GROUP),
+)
 
 
 def _parser() -> Parser:
@@ -31,16 +39,14 @@ def _parser() -> Parser:
         "  python -m mpillm accuracy build/runs/accuracy --mbxp evaluated_test.json      # mixtral-8x7b: docs/submission.md says how",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory of --test_mode AccuracyOnly")
-    parser.add_argument("--dataset_path", metavar="FILE", help="the data set, with its references [default: the run's]")
-    parser.add_argument("--tokenizer", metavar="DIR", help="a model folder with the tokenizer [default: the run's model_path]")
-    parser.add_argument("--mbxp", metavar="FILE", help="mixtral-8x7b: what the reference's evaluate_mbxp wrote (evaluated_test.json)")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Scores are a result, so that the exit code is DONE whatever they are."""
-    options = _parser().parse_args(argv)
-    run = RunDirectory.read(Path(options.run_dir))
+    parser = _parser()
+    options = collect(argv, _FIELDS, parser)
+    run = RunDirectory.read(Path(parser.parse_args(argv).run_dir))
     task = task_of(run)
     if options.mbxp and "mbxp" not in task.references:
         raise ConfigError(f"--mbxp {options.mbxp}: {run.benchmark} has no MBXP samples")
