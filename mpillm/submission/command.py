@@ -13,6 +13,7 @@ from mpillm.config import RunConfig, collect
 from mpillm.configurator import Field
 from mpillm.errors import ExitCode
 from mpillm.fields.parsers import boolean
+from mpillm.report.json_files import read_json
 from mpillm.submission.layout import Submission, check_accuracy_file
 from mpillm.submission.rules import MEASUREMENTS, missing_scenarios
 from mpillm.submission.runs import KINDS, Result, Run, group, read_run
@@ -41,8 +42,7 @@ def _parser() -> Parser:
         prog="mpillm submission",
         usage="python -m mpillm submission RUN_DIR… --output DIR --submitter NAME --system_name NAME [options]",
         description="Lay runs out as a submission to MLPerf Inference (v6.0, v6.1), and say what is missing.",
-        epilog="example:\n"
-        "  python -m mpillm submission build/runs/* --output build/submission --submitter Us --system_name 8xH200",
+        epilog="example:\n  python -m mpillm submission build/runs/* --output build/submission --submitter Us --system_name 8xH200",
     )
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="run directories: performance, accuracy and TEST06 runs")
     return parser
@@ -112,6 +112,8 @@ def _problems(result: Result, division: str) -> list[str]:
     if accuracy := result.runs.get("accuracy"):
         if (accuracy.path / "accuracy.txt").exists():
             check_accuracy_file(accuracy)
+            if division == "closed" and (missed := _missed(accuracy.path / "accuracy.json")):
+                problems.append(f"{where}: {accuracy.path}: the accuracy target is not reached: {', '.join(missed)}")
         else:
             problems.append(f"{where}: no accuracy.txt: python -m mpillm accuracy {accuracy.path}")
     if test06 := result.runs.get("TEST06"):
@@ -121,6 +123,11 @@ def _problems(result: Result, division: str) -> list[str]:
         elif "TEST06 verification complete" not in verified.read_text(encoding="utf-8"):
             problems.append(f"{where}: TEST06 failed ({verified})")
     return problems
+
+
+def _missed(report: Path) -> list[str]:
+    """The scores that are too low, or not there; none is known of if accuracy.txt was made by another program."""
+    return [check["name"] for check in read_json(report)["checks"] if not check["passed"]] if report.exists() else []
 
 
 def _scenario_problems(results: Sequence[Result]) -> list[str]:
