@@ -69,20 +69,13 @@ def main(argv: Sequence[str]) -> int:
         SYSTEM_FIELDS,
         "--system_description",
     )
-    described = {
-        result.benchmark: overlay(
-            measurements(next(iter(result.runs.values()))), _path(options.measurements), MEASUREMENTS, "--measurements"
-        )
-        for result in results
-    }
+    for result in results:
+        found = measurements(next(iter(result.runs.values())))
+        result.measurements = overlay(found, _path(options.measurements), MEASUREMENTS, "--measurements")
     problems = [problem for result in results for problem in _problems(result, options.division)]
     if options.division == "closed":
         problems += _scenario_problems(results)
-    for benchmark, found in described.items():
-        problems += [
-            f"{benchmark}: {key} of measurements.json is not known: give it with --measurements" for key in found if not found[key]
-        ]
-    written = Submission(options.division, submitter, system_name, system, results, described).write(Path(options.output), options.force)
+    written = Submission(options.division, submitter, system_name, system, results).write(Path(options.output), options.force)
     _report(written, results, runs[0], unknown(system), problems, options)
     return ExitCode.TEST_FAILED if problems else ExitCode.DONE
 
@@ -109,6 +102,8 @@ def _problems(result: Result, division: str) -> list[str]:
         problems.append(f"{where}: the model is a tiny one (--model_scale tiny)")
     for run in result.runs.values():
         problems += [f"{where}: {run.path}: {problem}" for problem in run.problems()]
+    blank = [key for key, value in result.measurements.items() if not value]
+    problems += [f"{where}: {key} of measurements.json is not known: give it with --measurements" for key in blank]
     if accuracy := result.runs.get("accuracy"):
         if (accuracy.path / "accuracy.txt").exists():
             check_accuracy_file(accuracy)

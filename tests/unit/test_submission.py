@@ -276,6 +276,9 @@ def test_bad_input(maker: Maker) -> None:
     garbled = make_run(maker.folder / "garbled")
     (garbled / "machines.json").write_text("{")
     says("machines.json is no JSON", garbled)
+    for name, text in (("machines.json", "{}"), ("plan.json", "[]"), ("ranks.json", "[]"), ("result.json", "[]")):
+        (other := make_run(maker.folder / f"other-{name}") / name).write_text(text)
+        says(f"{name} is not what a run writes", other.parent, make_run(maker.folder / f"beside-{name}", "accuracy"))
 
     file = maker.folder / "given.json"
     for text, expected in (
@@ -294,4 +297,4 @@ def test_bad_input(maker: Maker) -> None:
     says("accuracy.txt does not belong to the mlperf_log_accuracy.json beside it", performance, accuracy)
     (maker.folder / "a-file").touch()
     out = maker.submit(performance, "--output", maker.folder / "a-file", code=2)
-    assert f"--output {maker.folder / 'a-file'}" in out and "Not a directory" in out
+    assert f"the submission in {maker.folder / 'a-file'} can't be written" in out and "Not a directory" in out
