@@ -146,6 +146,7 @@ def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
     config = parse(argv, run_parser(), [field for field in FIELDS if field.group in _RUN_GROUPS])
     _check_together(config)
+    _check_compliance(config)
     return config
 
 
@@ -164,12 +165,6 @@ def _check_together(config: RunConfig) -> None:
         raise ConfigError("--dataset synthetic and --dataset_path exclude each other")
     if config.server_target_qps == 0:
         raise ConfigError("--server_target_qps 0: expected more than 0")
-    if config.compliance_test and config.audit_conf:
-        raise ConfigError(f"--compliance_test {config.compliance_test} and --audit_conf exclude each other: the test has an audit.config")
-    if config.compliance_test and config.test_mode != "PerformanceOnly":
-        raise ConfigError(f"--compliance_test {config.compliance_test} is a performance run, not --test_mode {config.test_mode}")
-    if config.audit_conf and not Path(config.audit_conf).is_file():
-        raise ConfigError(f"--audit_conf {config.audit_conf}: no such file")
     conflicting = (
         ("aggregated", ("num_ctx_servers", "ctx_tp_size", "ctx_pp_size", "num_gen_servers", "gen_tp_size", "gen_pp_size")),
         ("disaggregated", ("tensor_parallelism", "pipeline_parallelism")),
@@ -178,6 +173,15 @@ def _check_together(config: RunConfig) -> None:
         for name in names:
             if config.mode == mode and config.given(name) and not config.disagg_config:
                 raise ConfigError(f"--{name} has no meaning with --mode {mode}")
+
+
+def _check_compliance(config: RunConfig) -> None:
+    if config.compliance_test and config.audit_conf:
+        raise ConfigError(f"--compliance_test {config.compliance_test} and --audit_conf exclude each other: the test has an audit.config")
+    if config.compliance_test and config.test_mode != "PerformanceOnly":
+        raise ConfigError(f"--compliance_test {config.compliance_test} is a performance run, not --test_mode {config.test_mode}")
+    if config.audit_conf and not Path(config.audit_conf).is_file():
+        raise ConfigError(f"--audit_conf {config.audit_conf}: no such file")
 
 
 def run_name(config: RunConfig) -> str:
