@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from disagg.errors import ConfigError
 from mpillm import workloads
 from mpillm.config import RunConfig
 from mpillm.configurator import Found
@@ -31,6 +32,9 @@ def load_samples(config: RunConfig, models: Sequence[ModelLimits | None], run_di
         config.end_ids or (),
         tuple(tuple(word) for word in config.stop_words or () if not isinstance(word, str)),
     )
+    if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
+        ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
+        raise ConfigError(f"--end_ids {ids} ({source}): {config.model_path} knows {limits.vocab_size} tokens")
     return load_dataset(_source(config, run_directory), tokenizer, limits), tokenizer
 
 

@@ -25,7 +25,7 @@ _KEYS = (
     *("min_duration", "max_duration", "min_query_count", "max_query_count", "print_timestamps"),
     *("performance_sample_count_override", "accuracy_sample_count_override"),
 )
-_LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)(?:\s+#.*)?")
+_LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no remark behind the number: LoadGen refuses it
 _TARGETS = {"Server": "server_target_qps", "Offline": "offline_expected_qps"}
 _NO_LIMIT_MS = 10**9
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import mmap
 import re
 import struct
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, nearest
 from mpillm.preprocessed.opcodes import Call, Ints, Refused, Text, integers, kind_of, of_kind, run
 
-_DTYPE = re.compile(r"[biuf][1248]|O8?|S\d+")
+_DTYPE = re.compile(r"[biuf][1248]|S\d+")
 
 
 class Frame:
@@ -49,7 +50,8 @@ class Frame:
         for row in range(self._n_rows) if rows is None else rows:
             value = values[row]
             if isinstance(value, Text) and not isinstance(value, Ints):
-                value = self._data[value.start : value.end].decode("utf-8", "surrogatepass")
+                with _damage(self.file):
+                    value = self._data[value.start : value.end].decode("utf-8", "surrogatepass")
             elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
                 value = str(value)
             if not isinstance(value, str):
@@ -65,14 +67,15 @@ class Frame:
         values = self._column(column)
         lengths = np.zeros(self._n_rows, np.int64)
         packed = array("i")
-        for row in range(self._n_rows):
-            before = len(packed)
-            try:
-                self._take(values[row], packed)
-            except (TypeError, OverflowError, Refused) as error:
-                why = str(error) if isinstance(error, Refused) else "an integer of it is no int32"
-                raise ConfigError(f"{self.file}: row {row} of column {column} is no list of tokens: {why}") from None
-            lengths[row] = len(packed) - before
+        with _damage(self.file):
+            for row in range(self._n_rows):
+                before = len(packed)
+                try:
+                    self._take(values[row], packed)
+                except (OverflowError, Refused) as error:
+                    why = str(error) if isinstance(error, Refused) else "an integer of it is no int32"
+                    raise ConfigError(f"{self.file}: row {row} of column {column} is no list of tokens: {why}") from None
+                lengths[row] = len(packed) - before
         return lengths, np.frombuffer(packed, np.int32) if packed else np.zeros(0, np.int32)
 
     def _take(self, cell: Any, packed: array[int]) -> None:
@@ -99,15 +102,13 @@ class Frame:
         if name not in self._columns:
             raise ConfigError(f"{self.file}: no column {name}{nearest(name, self._columns)}; there are: {', '.join(self._columns)}")
         block, row = self._columns[name]
-        try:
+        with _damage(self.file):
             values = _values(block, self._data)
             if isinstance(values, tuple):  # several columns of objects
                 shape, flat = values
                 values = flat[row * shape[1] : (row + 1) * shape[1]] if len(shape) == 2 else flat
             elif isinstance(values, np.ndarray) and values.ndim == 2:
                 values = values[row]
-        except (Refused, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise ConfigError(f"{self.file}: column {name} can't be read: {error}") from None
         if len(values) != self._n_rows:
             raise ConfigError(f"{self.file}: column {name} has {len(values)} rows, the index {self._n_rows}")
         return values
@@ -120,15 +121,21 @@ def read_frame(file: Path) -> Frame:
     asks for a class or function that no data frame needs.
     """
     data = _contents(file)
+    with _damage(file):
+        return _frame(file, data, run(data))
+
+
+@contextlib.contextmanager
+def _damage(file: Path) -> Iterator[None]:
+    """Whatever a file with other contents than a data frame's can lead to, as a ConfigError."""
     try:
-        root = run(data)
-        return _frame(file, data, root)
+        yield
     except Refused as error:
         raise ConfigError(f"{file}: {error}") from None
     except (IndexError, struct.error) as error:
-        raise ConfigError(f"{file}: truncated or damaged: its pickle ends before its data does ({len(data)} bytes)") from error
-    except (TypeError, ValueError, KeyError, AttributeError, UnicodeError) as error:
-        raise ConfigError(f"{file}: damaged, or no pandas data frame as pandas 1 to 3 pickle it ({error})") from error
+        raise ConfigError(f"{file}: truncated or damaged: its pickle ends before its data does") from error
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"{file}: damaged, or no data frame as pandas 1 to 3 pickle it ({error})") from error
 
 
 def _contents(file: Path) -> Any:
@@ -185,7 +192,7 @@ def _values(block: Any, data: Any) -> Any:
         state = block.state
         return _arrow_texts(state["_pa_array"] if "_pa_array" in state else state["_data"], data)
     if isinstance(block, Call) and block.name == "__pyx_unpickle_NDArrayBacked":  # of texts; its dtype comes first, or last
-        block = next(part for part in block.state if isinstance(part, Call) and part.name != "StringDtype")
+        block = next((part for part in block.state if isinstance(part, Call) and part.name != "StringDtype"), None)
     return _array(block, data)
 
 
@@ -226,7 +233,7 @@ def _bytes(node: Any, data: Any) -> bytes | memoryview:
 def _dtype(node: Any) -> np.dtype[Any]:
     """numpy's pickled dtype: its name, and its byte order in the state; only plain numbers."""
     name, order = of_kind(node, Call).args[0], node.state[1]
-    if not isinstance(name, str) or not _DTYPE.fullmatch(name) or name.startswith("O"):
+    if not isinstance(name, str) or not _DTYPE.fullmatch(name):
         raise Refused(f"values of type {name}")
     return np.dtype(name).newbyteorder(order if order in "<>" else "=")
 

@@ -16,22 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
+from mpillm.preprocessed import Columns
 from mpillm.preprocessed.frames import Frame, read_frame
 
 TOKENS_FILE, LENGTHS_FILE, STOP_FILE = "input_ids_padded.npy", "input_lens.npy", "stop_ids_padded.npy"
 FRAME_SUFFIXES = (".pkl", ".pkl.gz")
 
 _CHUNK_ROWS = 1024  # of the padded array, read at once
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What the columns of a published data frame are called."""
-
-    tokens: str = "tok_input"
-    lengths: str | None = None  # of `tokens`, as a check
-    stop_words: str | None = None  # as tokens; only the end token: none
-    references: tuple[str, ...] = ()  # what the answers are judged by
 
 
 @dataclass(frozen=True)
@@ -47,22 +38,24 @@ class Samples:
 class LLMDataLoader:
     """A preprocessed data set: a folder with the arrays, or a data frame (or the folder that it is in)."""
 
-    def __init__(self, path: Path, columns: Columns = Columns(), frame_file: str | None = None) -> None:
+    def __init__(self, path: Path, columns: Columns | None = None, frame_file: str | None = None) -> None:
         """`frame_file`: the data frame's name, should `path` be a folder without the arrays. ConfigError if nothing fits."""
-        self._columns = columns
-        folder = path if path.is_dir() else path.parent
-        self._arrays = folder if path.suffix == ".npy" or ((folder / TOKENS_FILE).is_file() and path.is_dir()) else None
-        self._frame: Path | None = path if path.name.endswith(FRAME_SUFFIXES) else None
-        if path.is_dir() and frame_file is not None:
-            self._frame = next((f for suffix in ("", ".gz") if (f := folder / (frame_file + suffix)).is_file()), None)
-        if path.suffix == ".npy" and path.name != TOKENS_FILE:
-            raise ConfigError(f"data set {path}: give {TOKENS_FILE}, or its folder")
+        self._columns = columns or Columns()
+        self._arrays: Path | None = None  # the folder
+        self._frame: Path | None = None
+        if path.is_dir():
+            self._arrays = path if (path / TOKENS_FILE).is_file() else None
+            if frame_file is not None:
+                self._frame = next((f for suffix in ("", ".gz") if (f := path / (frame_file + suffix)).is_file()), None)
+        elif path.name.endswith(FRAME_SUFFIXES):
+            self._frame = path
+        elif path.name == TOKENS_FILE:
+            self._arrays = path.parent
         if self._arrays is None and self._frame is None:
-            wanted = f"{TOKENS_FILE} and {LENGTHS_FILE}" + (f", or {frame_file}[.gz]" if frame_file else "")
-            state = "has" if path.is_dir() else "does not exist; it should be a folder with"
-            raise ConfigError(f"data set {path} {state} {'neither ' if path.is_dir() else ''}{wanted}")
+            wanted = f"a folder with {TOKENS_FILE} and {LENGTHS_FILE}" + (f", or with {frame_file}[.gz]" if frame_file else "")
+            raise ConfigError(f"data set {path} {'is not' if path.exists() else 'does not exist; expected'} {wanted}")
         if not path.exists():
-            raise ConfigError(f"data set {path} does not exist{nearest(path.name, [f.name for f in folder.glob('*')])}")
+            raise ConfigError(f"data set {path} does not exist{nearest(path.name, [f.name for f in path.parent.glob('*')])}")
 
     @staticmethod
     def reads(path: Path) -> bool:
@@ -148,7 +141,9 @@ def _array(file: Path, n_dimensions: int) -> np.memmap[tuple[int, ...], np.dtype
         raise ConfigError(f"data set {file} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:
         raise ConfigError(f"{file}: truncated, or not a .npy file of numbers: {error}") from None
-    if not isinstance(mapped, np.memmap) or mapped.dtype.kind not in "iu" or mapped.ndim != n_dimensions or mapped.size == 0:
+    if not isinstance(mapped, np.memmap):
+        raise ConfigError(f"{file}: an archive of arrays, not a .npy file")
+    if mapped.dtype.kind not in "iu" or mapped.ndim != n_dimensions or mapped.size == 0:
         raise ConfigError(f"{file}: {mapped.dtype} of shape {list(mapped.shape)}; expected integers, {n_dimensions} dimensions")
     if n_dimensions == 2 and not mapped.flags.c_contiguous:
         raise ConfigError(f"{file} is stored by columns (Fortran order); samples must be rows")

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm import fields
 from mpillm.configurator import Field
-from mpillm.preprocessed import Columns, LLMDataLoader
+from mpillm.preprocessed import Columns
+
+if TYPE_CHECKING:
+    from mpillm.preprocessed import LLMDataLoader
 
 
 @dataclass(frozen=True)
@@ -130,4 +133,6 @@ def get(name: str, scale: str = "full") -> Workload:
 
 def loader(workload: Workload | None, path: str) -> LLMDataLoader:
     """What reads `path`, as this workload's data set or (None) as any."""
+    from mpillm.preprocessed import LLMDataLoader
+
     return LLMDataLoader(Path(path), workload.columns, workload.frame_file) if workload else LLMDataLoader(Path(path))

@@ -11,10 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mpillm import fields
-from mpillm.preprocessed.write import write_frame
 from mpillm.workloads import Workload
 
 _SAMPLES = 512  # one sample for so many
@@ -63,6 +60,10 @@ def tiny(workload: Workload) -> Workload:
 
 def write_dataset(workload: Workload, folder: Path) -> None:
     """The scaled-down data set of a workload: its data frame, with the published name and columns, always the same."""
+    import numpy as np
+
+    from mpillm.preprocessed.write import write_frame
+
     random = np.random.default_rng(workload.n_samples)
     n, columns = workload.n_samples, workload.columns
     mean = workload.max_input_len / 3.5  # about where the published prompts' mean is

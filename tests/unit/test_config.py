@@ -26,9 +26,8 @@ from mpillm.fields import (
     positive,
     scenarios,
     seconds,
-    stop_words,
 )
-from mpillm.fields.parsers import accuracy, batch_sizes, grpc_ports, urls
+from mpillm.fields.parsers import accuracy, batch_sizes, grpc_ports, stop_words, token_ids, urls
 
 ROOT = Path(__file__).parents[2]
 DUMMY = ["--core_type", "dummy"]
@@ -59,6 +58,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         {"offline": ("Offline",), "Offline,SERVER": ("Offline", "Server"), "Server, singlestream": ("Server", "SingleStream")},
         ["", "Multistream", "Offline,,Server"],
     ),
+    token_ids: ({"2": (2,), "0,128009": (0, 128009)}, ["", "2,", "-1", "</s>", "1.5"]),
     accuracy: ({".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99}, ["0.9", "1", "99.99", "", "high", "nan"]),
     batch_sizes: (
         {"2048": 2048, "llama2-70b:8,moe:16": {"llama2-70b": 8, "moe": 16}},
