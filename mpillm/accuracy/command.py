@@ -56,11 +56,13 @@ def main(argv: Sequence[str]) -> int:
     need_libraries()
     if (worst := max(answer.index for answer in answers)) >= len(rows):
         raise ConfigError(f"the data set has {len(rows)} samples, and the run answered sample {worst}: it is not the run's data set")
+    target = float(run.config["accuracy_target"])
+    print(f"{run.benchmark}: {len(answers)} answers, target {100 * target:g} % of the reference", flush=True)  # scoring may take minutes
     texts = [Answer(tokenizer.decode(answer.tokens), len(answer.tokens)) for answer in answers]
     scores = task.score(texts, [rows[answer.index] for answer in answers])
     if scores.completions:
         scores = _with_mbxp(run, scores, options.mbxp)
-    checks = check(task, scores.values, float(run.config["accuracy_target"]))
+    checks = check(task, scores.values, target)
     _write(run, scores, checks)
     _show(run, scores, checks)
     return ExitCode.DONE
@@ -134,7 +136,6 @@ def _write(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
 
 
 def _show(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
-    print(f"{run.benchmark}: {scores.values['gen_num']} answers, target {100 * float(run.config['accuracy_target']):g} % of the reference")
     for c in checks:
         bounds = f"at least {c.at_least:.4f}" + (f", at most {c.at_most:.4f}" if c.at_most is not None else "")
         value = "-" if c.value is None else f"{c.value:.4f}"
