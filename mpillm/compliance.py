@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from disagg.errors import ConfigError
+from mpillm import fields
 from mpillm.command_line import Parser
+from mpillm.config import collect
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, read_answers, read_detail
 from mpillm.report.run_directory import RunDirectory
@@ -123,17 +125,8 @@ def main(argv: Sequence[str]) -> int:
         epilog="example:\n  python -m mpillm compliance build/runs/test06",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
-    parser.add_argument("--end_ids", metavar="IDS", help="end tokens, with commas between them [default: the workload's]")
-    values = parser.parse_args(argv)
-    run = RunDirectory.read(Path(values.run_dir))
-    ids = _ids(values.end_ids) if values.end_ids else run.workload.end_ids
-    result = verify(run, ids)
-    print(f"TEST06: {result.samples} answers\n{result.text()}{Path(values.run_dir) / 'TEST06'}")
+    options = collect(argv, [fields.end_ids], parser)
+    run = RunDirectory.read(Path(parser.parse_args(argv).run_dir))
+    result = verify(run, options.end_ids or run.workload.end_ids)
+    print(f"TEST06: {result.samples} answers\n{result.text()}{run.path / 'TEST06'}")
     return ExitCode.DONE if result.passed else ExitCode.TEST_FAILED
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--end_ids {text}: expected whole numbers with commas between them") from None

@@ -12,6 +12,8 @@ from mpillm.accuracy.rouge import need_libraries
 from mpillm.accuracy.scores import Answer, Row, Scores, pass_at_1
 from mpillm.accuracy.targets import TASKS, Check, Task, check
 from mpillm.command_line import Parser
+from mpillm.config import collect
+from mpillm.configurator import Field
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
 from mpillm.report.json_files import read_json, write_json
@@ -19,6 +21,12 @@ from mpillm.report.run_directory import RunDirectory
 from mpillm.tokenizer import Tokenizer, load_tokenizer
 
 COMPLETIONS = "mbxp_completions.json"
+_GROUP = "accuracy"
+_FIELDS = (
+    Field("dataset_path", "the data set, with its reference answers [default: the run's]", group=_GROUP),
+    Field("tokenizer", "a folder with the tokenizer.json that answers are decoded by [default: the run's model_path]", group=_GROUP),
+    Field("mbxp", "mixtral-8x7b: the file that the reference's evaluate_mbxp wrote (evaluated_test.json)", group=_GROUP),
+)
 
 
 def _parser() -> Parser:
@@ -31,16 +39,14 @@ def _parser() -> Parser:
         "  python -m mpillm accuracy build/runs/accuracy --mbxp evaluated_test.json      # mixtral-8x7b: docs/submission.md says how",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory of --test_mode AccuracyOnly")
-    parser.add_argument("--dataset_path", metavar="FILE", help="the data set, with its references [default: the run's]")
-    parser.add_argument("--tokenizer", metavar="DIR", help="a model folder with the tokenizer [default: the run's model_path]")
-    parser.add_argument("--mbxp", metavar="FILE", help="mixtral-8x7b: what the reference's evaluate_mbxp wrote (evaluated_test.json)")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Scores are a result, so that the exit code is DONE whatever they are."""
-    options = _parser().parse_args(argv)
-    run = RunDirectory.read(Path(options.run_dir))
+    parser = _parser()
+    options = collect(argv, _FIELDS, parser)
+    run = RunDirectory.read(Path(parser.parse_args(argv).run_dir))
     task = task_of(run)
     if options.mbxp and "mbxp" not in task.references:
         raise ConfigError(f"--mbxp {options.mbxp}: {run.benchmark} has no MBXP samples")
@@ -50,11 +56,13 @@ def main(argv: Sequence[str]) -> int:
     need_libraries()
     if (worst := max(answer.index for answer in answers)) >= len(rows):
         raise ConfigError(f"the data set has {len(rows)} samples, and the run answered sample {worst}: it is not the run's data set")
+    target = float(run.config["accuracy_target"])
+    print(f"{run.benchmark}: {len(answers)} answers, target {100 * target:g} % of the reference", flush=True)  # scoring may take minutes
     texts = [Answer(tokenizer.decode(answer.tokens), len(answer.tokens)) for answer in answers]
     scores = task.score(texts, [rows[answer.index] for answer in answers])
     if scores.completions:
         scores = _with_mbxp(run, scores, options.mbxp)
-    checks = check(task, scores.values, float(run.config["accuracy_target"]))
+    checks = check(task, scores.values, target)
     _write(run, scores, checks)
     _show(run, scores, checks)
     return ExitCode.DONE
@@ -70,6 +78,8 @@ def task_of(run: RunDirectory) -> Task:
 def _answers(run: RunDirectory) -> list[LoggedAnswer]:
     answers = read_answers(run.path / ACCURACY)
     expected = accuracy_samples(read_detail(run.path))
+    if not answers:
+        raise ConfigError(f"{run.path / ACCURACY} is empty: LoadGen logged no answer")
     if len(answers) != expected:
         raise ConfigError(f"{run.path / ACCURACY} has answers to {len(answers)} samples; the data set has {expected}")
     return answers
@@ -128,7 +138,6 @@ def _write(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
 
 
 def _show(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
-    print(f"{run.benchmark}: {scores.values['gen_num']} answers, target {100 * float(run.config['accuracy_target']):g} % of the reference")
     for c in checks:
         bounds = f"at least {c.at_least:.4f}" + (f", at most {c.at_most:.4f}" if c.at_most is not None else "")
         value = "-" if c.value is None else f"{c.value:.4f}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,15 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
+
+
+@contextlib.contextmanager
+def as_written(path: Path) -> Iterator[None]:
+    """What is looked for in a JSON file and is not there makes a ConfigError that names the file."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not what a run writes: {type(error).__name__} {error}") from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm import workloads
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
-from mpillm.report.json_files import read_json
+from mpillm.report.json_files import as_written, read_json
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,13 @@ class RunDirectory:
         if not (path / "result.json").exists():
             raise ConfigError(f"{path} is no run directory, or its run has not ended: it has no result.json")
         result = read_json(path / "result.json")
-        if not isinstance(result, dict) or "status" not in result:
-            raise ConfigError(f"{path / 'result.json'} is not what a run writes")
-        if result["status"] == "FAILED":
+        with as_written(path / "result.json"):
+            failed = result["status"] == "FAILED"
+        if failed:
             causes = "; ".join(failure["cause"] for failure in result.get("failures", ()))
             raise ConfigError(f"the run in {path} failed in phase '{result.get('phase')}': {causes}")
-        try:
+        with as_written(path / "config.json"):
             config = {name: entry["value"] for name, entry in read_json(path / "config.json").items()}
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path / 'config.json'} is not what a run writes: {type(error).__name__} {error}") from error
         for name in (DETAIL, SUMMARY, ACCURACY):
             if not (path / name).is_file():
                 raise ConfigError(f"{path} has no {name}: LoadGen's logs are incomplete")

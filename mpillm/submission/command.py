@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from disagg.errors import ConfigError, nearest
+from disagg.errors import ConfigError
+from mpillm import fields
 from mpillm.command_line import Parser
+from mpillm.config import RunConfig, collect
+from mpillm.configurator import Field
 from mpillm.errors import ExitCode
+from mpillm.fields.parsers import boolean
+from mpillm.report.json_files import read_json
 from mpillm.submission.layout import Submission, check_accuracy_file
-from mpillm.submission.rules import DIVISIONS, MEASUREMENTS, missing_scenarios
+from mpillm.submission.rules import MEASUREMENTS, missing_scenarios
 from mpillm.submission.runs import KINDS, Result, Run, group, read_run
 from mpillm.submission.system import SYSTEM_FIELDS, measurements, overlay, same_system, system_description, unknown
 
@@ -21,38 +25,37 @@ _CURE = {
     "accuracy": "a run with --test_mode AccuracyOnly",
     "TEST06": "a run with --compliance_test TEST06",
 }
+_GROUP = "submission"
+_FIELDS = (
+    Field("output", "the folder that the submission is made in", group=_GROUP),
+    fields.submitter,
+    fields.division,
+    Field("system_name", "the system's name, and its folder's [default: the runs' --system_name]", group=_GROUP),
+    Field("system_description", "a JSON file with an object that is laid over the description of the system", group=_GROUP),
+    Field("measurements", "a JSON file with an object that is laid over the measurements.json of each result", group=_GROUP),
+    Field("force", "replace what this submitter has in this division there", boolean, default=False, group=_GROUP),
+)
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="mpillm submission",
-        usage="python -m mpillm submission --output DIR --submitter NAME --system_name NAME RUN_DIR… [options]",
+        usage="python -m mpillm submission RUN_DIR… --output DIR --submitter NAME --system_name NAME [options]",
         description="Lay runs out as a submission to MLPerf Inference (v6.0, v6.1), and say what is missing.",
-        epilog="example:\n"
-        "  python -m mpillm submission --output build/submission --submitter Us --division closed --system_name 8xH200 build/runs/*",
+        epilog="example:\n  python -m mpillm submission build/runs/* --output build/submission --submitter Us --system_name 8xH200",
     )
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="run directories: performance, accuracy and TEST06 runs")
-    parser.add_argument("--output", metavar="DIR", help="where the submission's folders are made")
-    parser.add_argument("--submitter", metavar="NAME", help="who submits")
-    parser.add_argument("--division", metavar="NAME", default="closed", help=f"{' or '.join(DIVISIONS)} [default: closed]")
-    parser.add_argument(
-        "--system_name", metavar="NAME", help="the system's name, that of its folder too [default: the runs' --system_name]"
-    )
-    parser.add_argument("--system_description", metavar="FILE", help="a JSON object laid over the system description that mpillm makes")
-    parser.add_argument("--measurements", metavar="FILE", help="a JSON object laid over measurements.json of every result")
-    parser.add_argument("--force", action="store_true", help="replace what this submitter has in this division in DIR")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the submission; exit code TEST_FAILED if something that it needs is missing."""
-    options = _parser().parse_args(argv)
-    if options.division not in DIVISIONS:
-        raise ConfigError(f"--division {options.division}: not one of {', '.join(DIVISIONS)}{nearest(options.division, DIVISIONS)}")
+    parser = _parser()
+    options = collect(argv, _FIELDS, parser)
     if not options.output:
         raise ConfigError("mpillm submission: --output is missing: the folder to write to")
     submitter = _name("submitter", options.submitter)
-    paths = [Path(path) for path in options.run_dirs]
+    paths = [Path(path) for path in parser.parse_args(argv).run_dirs]
     for path in paths:
         if sum(path.resolve() == other.resolve() for other in paths) > 1:
             raise ConfigError(f"{path} is given twice")
@@ -66,20 +69,13 @@ def main(argv: Sequence[str]) -> int:
         SYSTEM_FIELDS,
         "--system_description",
     )
-    described = {
-        result.benchmark: overlay(
-            measurements(next(iter(result.runs.values()))), _path(options.measurements), MEASUREMENTS, "--measurements"
-        )
-        for result in results
-    }
+    for result in results:
+        found = measurements(next(iter(result.runs.values())))
+        result.measurements = overlay(found, _path(options.measurements), MEASUREMENTS, "--measurements")
     problems = [problem for result in results for problem in _problems(result, options.division)]
     if options.division == "closed":
         problems += _scenario_problems(results)
-    for benchmark, fields in described.items():
-        problems += [
-            f"{benchmark}: {key} of measurements.json is not known: give it with --measurements" for key in fields if not fields[key]
-        ]
-    written = Submission(options.division, submitter, system_name, system, results, described).write(Path(options.output), options.force)
+    written = Submission(options.division, submitter, system_name, system, results).write(Path(options.output), options.force)
     _report(written, results, runs[0], unknown(system), problems, options)
     return ExitCode.TEST_FAILED if problems else ExitCode.DONE
 
@@ -106,9 +102,13 @@ def _problems(result: Result, division: str) -> list[str]:
         problems.append(f"{where}: the model is a tiny one (--model_scale tiny)")
     for run in result.runs.values():
         problems += [f"{where}: {run.path}: {problem}" for problem in run.problems()]
+    blank = [key for key, value in result.measurements.items() if not value]
+    problems += [f"{where}: {key} of measurements.json is not known: give it with --measurements" for key in blank]
     if accuracy := result.runs.get("accuracy"):
         if (accuracy.path / "accuracy.txt").exists():
             check_accuracy_file(accuracy)
+            if division == "closed" and (missed := _missed(accuracy.path / "accuracy.json")):
+                problems.append(f"{where}: {accuracy.path}: the accuracy target is not reached: {', '.join(missed)}")
         else:
             problems.append(f"{where}: no accuracy.txt: python -m mpillm accuracy {accuracy.path}")
     if test06 := result.runs.get("TEST06"):
@@ -118,6 +118,11 @@ def _problems(result: Result, division: str) -> list[str]:
         elif "TEST06 verification complete" not in verified.read_text(encoding="utf-8"):
             problems.append(f"{where}: TEST06 failed ({verified})")
     return problems
+
+
+def _missed(report: Path) -> list[str]:
+    """The scores that are too low, or not there; none is known of if accuracy.txt was made by another program."""
+    return [check["name"] for check in read_json(report)["checks"] if not check["passed"]] if report.exists() else []
 
 
 def _scenario_problems(results: Sequence[Result]) -> list[str]:
@@ -131,7 +136,7 @@ def _scenario_problems(results: Sequence[Result]) -> list[str]:
     ]
 
 
-def _report(written: Path, results: Sequence[Result], run: Run, blank: list[str], problems: list[str], options: Any) -> None:
+def _report(written: Path, results: Sequence[Result], run: Run, blank: list[str], problems: list[str], options: RunConfig) -> None:
     print(written)
     for result in results:
         print(f"  {result.benchmark} {result.scenario}: {', '.join(result.runs)}")

@@ -33,7 +33,6 @@ class Submission:
     system_name: str
     system: Mapping[str, Any]
     results: Sequence[Result]
-    measurements: Mapping[str, Mapping[str, Any]]  # by benchmark
 
     def write(self, output: Path, force: bool) -> Path:
         """Write ``<output>/<division>/<submitter>`` whole or not at all, and return it.
@@ -53,7 +52,7 @@ class Submission:
                     target.rename(Path(folder) / "old")
                 tree.rename(target)
         except OSError as error:
-            raise ConfigError(f"--output {output}: {error.filename or target}: {error.strerror}") from error
+            raise ConfigError(f"the submission in {output} can't be written: {error.filename or target}: {error.strerror}") from error
         return target
 
     def _fill(self, tree: Path) -> None:
@@ -65,7 +64,7 @@ class Submission:
             shutil.copytree(_SOURCE / package, tree / "src" / "mpillm" / package, ignore=shutil.ignore_patterns("__pycache__"))
 
     def _result(self, folder: Path, result: Result) -> None:
-        _write_json(folder / "measurements.json", self.measurements[result.benchmark])
+        _write_json(folder / "measurements.json", result.measurements)
         _write(folder / "README.md", _readme(result))
         runs = result.runs
         _copy((runs.get("performance") or next(iter(runs.values()))).path, folder, "user.conf")

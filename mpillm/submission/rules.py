@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from disagg.errors import ConfigError
 
-DIVISIONS = ("closed", "open")
 STATUSES = ("available", "preview", "rdi")
 SYSTEM_TYPES = ("datacenter", "edge", "datacenter,edge", "edge,datacenter")
 

@@ -11,7 +11,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm.compliance import is_test06
 from mpillm.loadgen.logs import read_detail, unsatisfied
-from mpillm.report.json_files import read_json
+from mpillm.report.json_files import as_written, read_json
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.rules import Round, place, round_of
 
@@ -45,19 +45,24 @@ class Run:
     @cached_property
     def machines(self) -> dict[str, Any]:
         """`describe_machine` of each node that has workers."""
-        machines = read_json(self.path / "machines.json")
-        return {rank["node"]: machines[rank["node"]] for rank in self.workers}
+        file = self.path / "machines.json"
+        with as_written(file):
+            machines = read_json(file)
+            return {rank["node"]: machines[rank["node"]] for rank in self.workers}
 
     @cached_property
     def workers(self) -> list[dict[str, Any]]:
         """The plan's ranks that have a device."""
-        return [rank for rank in read_json(self.path / "plan.json")["ranks"] if rank["device"] is not None]
+        file = self.path / "plan.json"
+        with as_written(file):
+            return [rank for rank in read_json(file)["ranks"] if rank["device"] is not None]
 
     @cached_property
     def versions(self) -> dict[str, str]:
         """Of what all ranks ran."""
-        versions: dict[str, str] = read_json(self.path / "ranks.json")[0]["versions"]
-        return versions
+        file = self.path / "ranks.json"
+        with as_written(file):
+            return dict(read_json(file)[0]["versions"])
 
     def problems(self) -> list[str]:
         """Why this run, as it is, would not be accepted."""
@@ -99,6 +104,7 @@ class Result:
     benchmark: str
     scenario: str
     runs: dict[str, Run] = field(default_factory=dict)  # by kind
+    measurements: dict[str, Any] = field(default_factory=dict)  # measurements.json
 
 
 def group(runs: Iterable[Run]) -> list[Result]:

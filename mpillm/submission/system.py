@@ -13,6 +13,7 @@ from mpillm.report.json_files import read_json
 from mpillm.submission.rules import MEASUREMENTS, STATUSES, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, SYSTEM_TYPES
 from mpillm.submission.runs import Run
 
+SYSTEM_FIELDS = SYSTEM_MEANINGFUL + SYSTEM_MAY_BE_EMPTY
 _NOT_APPLICABLE = "N/A"
 # What no program can find out without privileges. The checker wants words there.
 _FOR_A_PERSON = (
@@ -56,7 +57,7 @@ def system_description(run: Run, submitter: str, division: str, system_name: str
         "accelerator_frequency": "",
         "accelerator_interconnect_topology": "",
         "accelerator_on-chip_memories": "",
-        "framework": _framework(machine["software"]),
+        "framework": _framework(str(run.directory.config["core_type"]), machine["software"]),
         "operating_system": f"{machine['operating_system']}, kernel {machine['kernel']}",
         "other_software_stack": _stack(run, machine),
         "hw_notes": "",
@@ -100,9 +101,6 @@ def overlay(description: Mapping[str, Any], file: Path | None, known: Iterable[s
     if fixed:
         raise ConfigError(f"{option} {file}: {fixed[0]} is {given[fixed[0]]!r}, but --{fixed[0]} {description[fixed[0]]}")
     return {**description, **given}
-
-
-SYSTEM_FIELDS = SYSTEM_MEANINGFUL + SYSTEM_MAY_BE_EMPTY
 
 
 def same_system(runs: Sequence[Run]) -> None:
@@ -198,9 +196,13 @@ def _card(card: Mapping[str, Any]) -> str:
     return f"{card['type']} {speed / 1000:g} Gbit/s" if speed else str(card["type"])
 
 
-def _framework(software: Mapping[str, str]) -> str:
-    names = {"torch": "PyTorch", "tensorrt_llm": "TensorRT-LLM"}
-    return ", ".join(f"{shown} {software[name]}" for name, shown in names.items() if name in software) or "mpillm"
+def _framework(core_type: str, software: Mapping[str, str]) -> str:
+    """What computes; a server's own version is not known here."""
+    if core_type == "torch":
+        return f"PyTorch {software['torch']}"
+    if core_type.startswith(("trtllm", "triton")):
+        return f"TensorRT-LLM {software.get('tensorrt_llm', '')}".strip()
+    return f"mpillm, core {core_type}"
 
 
 def _stack(run: Run, machine: Mapping[str, Any]) -> str:

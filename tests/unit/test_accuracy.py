@@ -229,6 +229,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed = {"status": "FAILED", "phase": "load", "failures": [{"cause": "no memory"}]}
     says("failed in phase 'load': no memory", tiny(tmp_path / "failed", result=failed))
     says("the data set has 3", tiny(tmp_path / "short", n_samples=3, dataset_path=str(good)))
+    says("LoadGen logged no answer", make_run(tmp_path / "empty", "accuracy"))
     run = tiny(tmp_path / "run")
     says("give the one with the reference answers with --dataset_path", run)
     says("cannot be read", run, "--dataset_path", tmp_path / "none.jsonl")

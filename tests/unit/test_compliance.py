@@ -106,7 +106,7 @@ def test_command_when_a_check_fails(tmp_path: Path) -> None:
         (["performance"], "is no TEST06 run: start one with --compliance_test TEST06"),
         (["empty"], "LoadGen logged no answer"),
         (["nowhere"], "no such run directory"),
-        (["empty", "--end_ids", "2,x"], "--end_ids 2,x: expected whole numbers"),
+        (["empty", "--end_ids", "2,x"], "--end_ids 2,x: expected token ids"),
         (["empty", "--end_idz", "2"], "unknown option --end_idz (did you mean '--end_ids'?)"),
     ],
 )

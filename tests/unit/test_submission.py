@@ -169,6 +169,11 @@ def test_measurements(maker: Maker, config: dict[str, Any], files: dict[str, Any
 
 def test_what_is_missing_is_listed(maker: Maker) -> None:
     runs = maker.runs()
+    checks = [{"name": "rouge1", "passed": False}, {"name": "rouge2", "passed": True}, {"name": "mbxp", "passed": False}]
+    (runs[1] / "accuracy.json").write_text(json.dumps({"checks": checks}))
+    missed = f"llama2-70b-99.9 Offline: {runs[1]}: the accuracy target is not reached: rouge1, mbxp"
+    assert missed in maker.submit(*runs, *measured(maker), code=4)
+    maker.submit(*runs[:2], *measured(maker), "--division", "open")
     (runs[1] / "accuracy.txt").unlink()
     invalid = make_run(
         maker.folder / "server",
@@ -178,7 +183,7 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         enable_kv_cache_reuse=True,
     )
     (runs[2] / "TEST06" / "verify_accuracy.txt").write_text("TEST06 verification failed\n")
-    out = maker.submit(runs[1], runs[2], invalid, *measured(maker), code=4)
+    out = maker.submit(runs[1], runs[2], invalid, *measured(maker), "--force", code=4)
     assert [line.partition("missing or wrong: ")[2] for line in out.splitlines() if "missing or wrong" in line] == [
         "llama2-70b-99.9 Offline: no performance run: a run without --test_mode and --compliance_test",
         f"llama2-70b-99.9 Offline: no accuracy.txt: python -m mpillm accuracy {runs[1]}",
@@ -271,6 +276,9 @@ def test_bad_input(maker: Maker) -> None:
     garbled = make_run(maker.folder / "garbled")
     (garbled / "machines.json").write_text("{")
     says("machines.json is no JSON", garbled)
+    for name, text in (("machines.json", "{}"), ("plan.json", "[]"), ("ranks.json", "[]"), ("result.json", "[]")):
+        (other := make_run(maker.folder / f"other-{name}") / name).write_text(text)
+        says(f"{name} is not what a run writes", other.parent, make_run(maker.folder / f"beside-{name}", "accuracy"))
 
     file = maker.folder / "given.json"
     for text, expected in (
@@ -289,4 +297,4 @@ def test_bad_input(maker: Maker) -> None:
     says("accuracy.txt does not belong to the mlperf_log_accuracy.json beside it", performance, accuracy)
     (maker.folder / "a-file").touch()
     out = maker.submit(performance, "--output", maker.folder / "a-file", code=2)
-    assert f"--output {maker.folder / 'a-file'}" in out and "Not a directory" in out
+    assert f"the submission in {maker.folder / 'a-file'} can't be written" in out and "Not a directory" in out
