@@ -131,8 +131,6 @@ def _remove_repositories(repo: str, first: int) -> None:
 
 def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
     """The model repositories of a test, one for each server."""
-    if config.benchmark is None:
-        raise ConfigError("--benchmarks is needed: the workload names the models")
     engine_dir = config.engine_dir
     if not engine_dir:
         with applied(config).autoapply():
@@ -146,7 +144,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
             repo=config.triton_model_repo,
             server=server,
             layout=layout,
-            benchmark=config.benchmark,
+            benchmark=config.benchmark or Path(config.model_path or engine_dir).name,
             scenario=config.scenario,
             streaming=config.scenario != "Offline",
             build_flags=config.trtllm_build_flags,
