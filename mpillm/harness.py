@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm run-harness --core_type dummy --scenarios=Offline,Server --server_target_qps 100 --world_size 4",
     )
     groups = tuple(dict.fromkeys(field.group for field in FIELDS))
-    configs = list(each_test(argv, parser, groups))
+    configs = each_test(argv, parser, groups)
     tests = [test_of(config, argv, len(configs) > 1) for config in configs]
     if configs[0].dry_run:
         for test in tests:

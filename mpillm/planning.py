@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import disagg
-from disagg import DisaggConfig, ServerConfig, WorldPlan
+from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
@@ -20,7 +19,7 @@ _PLANNING = [
     field
     for field in FIELDS
     if field.name in ("benchmarks", "config_file", "model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
-    or (field.group == "topology" and field.name not in ("core_type", "core_options"))
+    or (field.group in ("topology", "plan") and field.name not in ("core_type", "core_options"))
 ]
 
 
@@ -59,11 +58,6 @@ def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
         max_seq_len=config.max_seq_len,
         router=config.traffic_distribution_policy,
     )
-
-
-def server_value(config: RunConfig, server: ServerConfig, name: str) -> Any:
-    """An option that a server section may set as well: the command line goes before the file."""
-    return getattr(config, name) if config.given(name) or getattr(server, name) is None else getattr(server, name)
 
 
 def plan_main(argv: Sequence[str]) -> int:

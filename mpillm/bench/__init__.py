@@ -11,6 +11,7 @@ _BENCHES = {
     "routing": "what everything around the model costs, with dummy cores",
     "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
     "agreement": "answers and logits of tensor parallel instances against those of one rank",
+    "dataset": "loading a preprocessed data set: seconds and memory",
     "handoff": "KV caches between two ranks, against plain messages of the same size",
 }
 

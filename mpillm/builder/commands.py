@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
@@ -12,7 +12,7 @@ from mpillm.builder.torch_core import TorchBuilderOp, TorchQuantizerOp
 from mpillm.builder.triton import GenerateTritonConfigOp, engine_layout, triton_layout
 from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp
 from mpillm.command_line import Parser
-from mpillm.config import RunConfig, parse
+from mpillm.config import RunConfig, parse_each
 from mpillm.configurator import Configuration
 from mpillm.errors import ExitCode
 from mpillm.fields import BY_NAME, FIELDS
@@ -24,54 +24,31 @@ PYTORCH_CORES = ("trtllm_hlapi", "trtllm_endpoint", "trtllm_disagg")
 """Cores that read a Hugging Face folder, for TensorRT-LLM's PyTorch backend; or an engine, after the runtime flag trtllm_backend."""
 
 
-def each_test(argv: Sequence[str], parser: Parser, groups: Sequence[str]) -> Iterator[RunConfig]:
-    """The configuration of each workload and scenario that a command line names, in its order."""
-    shown = [field for field in FIELDS if field.group in groups]
-    named = parse(argv, parser, shown)
-    for benchmark in named.benchmarks or (None,):
-        for scenario in named.scenarios:
-            alone = [f"--scenarios={scenario}", *([f"--benchmarks={benchmark}"] if benchmark else [])]
-            # A parser takes options once; what is said last counts.
-            again = Parser(prog=parser.prog)
-            yield parse([*argv, *alone], again, shown)
+def each_test(argv: Sequence[str], parser: Parser, groups: Sequence[str]) -> list[RunConfig]:
+    """The configuration of each workload and scenario that a command line names, with options of these groups in --help."""
+    return parse_each(argv, parser, [field for field in FIELDS if field.group in groups])
 
 
 def applied(config: RunConfig) -> Configuration:
     """A command's values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
-    return Configuration(
-        {BY_NAME[name]: value for name, value in config.values.items() if name in BY_NAME and value is not None}, argv=(), environ={}
-    )
-
-
-def uses_triton(config: RunConfig) -> bool:
-    """Whether the test goes through Triton servers."""
-    return bool(config.harness_type == "triton" or config.use_triton or config.core_type == "triton_grpc")
+    values = {BY_NAME[name]: value for name, value in config.values.items() if name in BY_NAME and value is not None}
+    return Configuration(values, options={}, environ={})
 
 
 def engine_stages(config: RunConfig) -> Operation:
     """The last stage of what `generate-engines` makes for a test; the stages before it are its dependencies."""
     deadline_s = config.build_deadline
     with applied(config).autoapply():
-        if uses_triton(config) or config.core_type in ENGINE_CORES:
-            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), max_batch_size=_batch_size(config), deadline_s=deadline_s)
+        if config.core_type in ENGINE_CORES:
+            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
         if config.core_type in PYTORCH_CORES:
             if config.trtllm_runtime_flags.get("trtllm_backend", "pytorch") == "pytorch":
                 return TRTLLMQuantizerOp(export_hf=True, deadline_s=deadline_s)
-            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), max_batch_size=_batch_size(config), deadline_s=deadline_s)
+            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
         if config.core_type == "torch":
             quantizer = TorchQuantizerOp(deadline_s=deadline_s) if QuantizerConfig().qformat != "full_prec" else None
             return TorchBuilderOp(quantizer, deadline_s=deadline_s)
     raise ConfigError(f"--core_type {config.core_type}: there is nothing to build for it")
-
-
-def _batch_size(config: RunConfig) -> int | None:
-    size: int | dict[str, int] | None = config.gpu_batch_size
-    if isinstance(size, dict):
-        if config.benchmark not in size:
-            raise ConfigError(f"--gpu_batch_size has no size for {config.benchmark}: {', '.join(size)}")
-        size = size[config.benchmark]
-    limit: int | None = config.max_batch_size
-    return limit if size is None else size
 
 
 def generate_engines_main(argv: Sequence[str]) -> int:
@@ -84,7 +61,7 @@ def generate_engines_main(argv: Sequence[str]) -> int:
         "  python -m mpillm generate-engines --benchmarks=llama2-70b --harness_type=triton --model_path DIR --trtllm_lib_path build/TRTLLM"
         " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
     )
-    configs = list(each_test(argv, parser, ("workload", "topology", "model", "checkpoint", "build", "deadlines")))
+    configs = each_test(argv, parser, ("workload", "topology", "model", "checkpoint", "build", "deadlines"))
     stages = [engine_stages(config) for config in configs]
     execute(_distinct(stages), force=configs[0].force, dry_run=configs[0].dry_run)
     if not configs[0].dry_run:
@@ -110,7 +87,7 @@ def generate_triton_config_main(argv: Sequence[str]) -> int:
         description="Write a Triton model repository for each server, for an engine that is there.",
         epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --engine_dir=build/engines/llama2",
     )
-    configs = list(each_test(argv, parser, ("workload", "topology", "build", "harness", "triton")))
+    configs = each_test(argv, parser, ("workload", "topology", "build", "harness", "triton"))
     if len(configs) > 1:
         raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
     stages = triton_stages(configs[0])

@@ -97,8 +97,6 @@ def _without_file(config: RunConfig) -> RunConfig:
     """The options without the YAML that they name."""
     found = dict(config.found)
     found["disagg_config"] = found["disagg_config"]._replace(value=None)
-    if not config.given("mode") and config.core_type == "trtllm_disagg":
-        found["mode"] = found["mode"]._replace(value="disaggregated")
     return RunConfig(found)
 
 

@@ -81,6 +81,12 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
 
 
+@expects("token ids with commas between them", _listed)
+def token_ids(text: str) -> tuple[int, ...]:
+    """Ints of at least 0, with commas between them."""
+    return tuple(map(natural, text.split(",")))
+
+
 @expects("a number of seconds above 0")
 def seconds(text: str) -> float:
     """A duration above 0."""
@@ -127,21 +133,27 @@ def accuracy(text: str) -> float:
     return value
 
 
-@expects("a batch size, or workload:size,workload:size", _paired)
-def batch_sizes(text: str) -> int | dict[str, int]:
-    """One batch size, or one for each workload by its name."""
-    if ":" not in text:
-        return positive(text)
-    sizes = {}
-    for pair in text.split(","):
-        workload, colon, size = pair.partition(":")
-        if not colon or not workload.strip():
-            raise Reason(f"'{pair}' is not workload:size")
-        try:
-            sizes[workload.strip()] = positive(size)
-        except ValueError:
-            raise Reason(f"'{size}' is not a whole number of at least 1") from None
-    return sizes
+def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], int | dict[str, int]]:
+    """A parser of one batch size, or of one for each workload by its name, which `workloads` reads."""
+
+    @expects("a batch size, or workload:size,workload:size", _paired)
+    def parse(text: str) -> int | dict[str, int]:
+        if ":" not in text:
+            return positive(text)
+        sizes = {}
+        for pair in text.split(","):
+            name, colon, size = pair.partition(":")
+            if not colon:
+                raise Reason(f"'{pair}' is not workload:size")
+            try:
+                sizes[workloads(name)[0]] = positive(size)
+            except Reason:
+                raise
+            except ValueError:
+                raise Reason(f"'{size}' is not a whole number of at least 1") from None
+        return sizes
+
+    return parse
 
 
 @expects("host:port,host:port", _listed)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from trtllm_stand_in import make_library, make_model
 
+from disagg.errors import ConfigError
 from mpillm import fields
 from mpillm.builder import preconditions
 from mpillm.builder.flags import BUILD, CONVERT, QUANTIZE
@@ -35,7 +36,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-OPTIONS = ("--harness_type=triton", "--model_path=llama", "--trtllm_lib_path=TRTLLM", "--llm_quantizer_outdir=ckpt", "--engine_dir=engine")
+OPTIONS = (
+    "--core_type=triton_grpc",
+    "--model_path=llama",
+    "--trtllm_lib_path=TRTLLM",
+    "--llm_quantizer_outdir=ckpt",
+    "--engine_dir=engine",
+)
 
 
 def generate(*options: str) -> int:
@@ -135,14 +142,13 @@ WRONG = {
     "a value that the tool lacks": (("--trtllm_checkpoint_flags=qformat:fp9",), r"qformat fp9: not one of .* \(did you mean 'fp8'\?\)"),
     "text for a number": (("--trtllm_build_flags=max_num_tokens:many",), "max_num_tokens many: expected a whole number"),
     "no key:value": (("--trtllm_build_flags=max_num_tokens",), "'max_num_tokens' is not key:value"),
-    "two parallel sizes": (("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"), "4, but --tensor_parallelism 2"),
     "heads": (("--tensor_parallelism=3",), "--tensor_parallelism 3: the model has 8 attention heads, which it does not divide"),
     "layers": (("--pipeline_parallelism=5",), "--pipeline_parallelism 5: the model has 4 layers"),
     "no experts": (("--moe_expert_parallelism=2", "--tensor_parallelism=2"), "the model has no experts"),
     "no such model": (("--model_path=nowhere",), "--model_path nowhere: no such folder"),
     "no such library": (("--trtllm_lib_path=nowhere",), "--trtllm_lib_path: no .* in nowhere"),
     "no room for an answer": (("--trtllm_build_flags=max_seq_len:10,max_input_len:10",), "leaves no token of max_seq_len 10"),
-    "no engine for this core": (("--harness_type=custom", "--core_type=dummy"), "--core_type dummy: there is nothing to build for it"),
+    "no engine for this core": (("--core_type=dummy",), "--core_type dummy: there is nothing to build for it"),
 }  # fmt: skip
 
 
@@ -211,14 +217,14 @@ def test_values_by_the_configurator(place: Path, monkeypatch: pytest.MonkeyPatch
         fields.trtllm_checkpoint_flags: {"qformat": "fp8", "calib_size": 8},
         fields.trtllm_lib_path: "TRTLLM",
     }
-    with Configuration(values, argv=()).autoapply():
+    with Configuration(values, options={}).autoapply():
         assert QuantizerConfig().flags == {"qformat": "fp8", "calib_size": 8}
         assert QuantizerConfig(flags={"qformat": "int4_awq"}).qformat == "int4_awq"
         assert TRTLLMBuilderOp(build_flags={"max_beam_width": 2}).commands(Path("e"))[0].argv[-1] == "--max_beam_width=2"
-    with Configuration(values, argv=("--trtllm_checkpoint_flags=qformat:nvfp4",)).autoapply():
+    with Configuration(values, options={"trtllm_checkpoint_flags": "qformat:nvfp4"}).autoapply():
         assert QuantizerConfig().flags == {"qformat": "nvfp4"}
     monkeypatch.setenv("TRTLLM_CHECKPOINT_FLAGS", "calib_size:16")
-    assert QuantizerConfig.from_fields(config=Configuration(values, argv=())).flags == {"qformat": "fp8", "calib_size": 16}
+    assert QuantizerConfig.from_fields(config=Configuration(values, options={})).flags == {"qformat": "fp8", "calib_size": 16}
 
 
 def test_flags_in_the_tools_words() -> None:
@@ -232,5 +238,7 @@ def test_flags_in_the_tools_words() -> None:
 
 
 def test_sizes_in_either_words() -> None:
+    with pytest.raises(ConfigError, match="--trtllm_build_flags: tensor_parallelism 4, but --tensor_parallelism 2"):
+        TRTLLMLibraryLoader(tp_size=2, build_flags={"tensor_parallelism": 4})
     loader = TRTLLMLibraryLoader(checkpoint_flags={"tp_size": 4}, build_flags={"tensor_parallelism": 4, "pipeline_parallelism": 2})
     assert (loader.layout.tp_size, loader.layout.pp_size, loader.layout.ranks) == (4, 2, 8)
