@@ -87,7 +87,8 @@ def generate_triton_config_main(argv: Sequence[str]) -> int:
         description="Write a Triton model repository for each server, for an engine that is there.",
         epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --engine_dir=build/engines/llama2",
     )
-    configs = each_test(argv, parser, ("workload", "topology", "build", "harness", "triton"))
+    # Whoever asks for this means Triton's flags, with --harness_type=triton or without.
+    configs = each_test(["--core_type=triton_grpc", *argv], parser, ("workload", "topology", "build", "harness", "triton"))
     if len(configs) > 1:
         raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
     stages = triton_stages(configs[0])

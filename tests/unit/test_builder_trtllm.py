@@ -62,7 +62,7 @@ def test_the_whole_chain_and_what_its_stamp_says(place: Path, capsys: pytest.Cap
     assert engine["pretrained_config"]["mapping"] == {"tp_size": 2, "pp_size": 1}
     (command,) = json.loads(Path("engine/mpillm-stamp.json").read_text())["commands"]
     assert command.endswith(
-        "--checkpoint_dir=ckpt --output_dir=engine --max_batch_size=16 --workers=2 --max_num_tokens=1024 --use_paged_context_fmha=enable"
+        "--checkpoint_dir=ckpt --output_dir=engine --max_batch_size=16 --max_num_tokens=1024 --workers=2 --use_paged_context_fmha=enable"
     )
     capsys.readouterr()
     assert (
