@@ -78,6 +78,8 @@ def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[
         model_path=config.model_path,
         load_format=config.load_format,
         dtype=config.dtype,
+        quantization=config.quantization,
+        engine_dir=config.engine_dir,
         **{name: value for name in _LIMITS if (value := flag(name, getattr(server, name))) is not None},
         max_seq_len=chosen("max_seq_len", server.max_seq_len),
         kv_cache_tokens=config.kv_cache_tokens or kv_cache.get("max_tokens"),

@@ -17,6 +17,13 @@ load_format = Field(
 dtype = Field(
     "dtype", "of weights and KV cache; auto is the checkpoint's", default="auto", choices=("auto", "float32", "bfloat16"), group="model"
 )
+quantization = Field(
+    "quantization",
+    "of the layers' weights; auto is the checkpoint's; int8 (CPUs alone) and fp8 quantise a checkpoint of floats as it is loaded",
+    default="auto",
+    choices=("auto", "none", "int8", "fp8"),
+    group="model",
+)
 device = Field(
     "device",
     "what the engine runs on; auto: GPUs, one for each worker rank, where there are any",
