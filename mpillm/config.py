@@ -79,12 +79,16 @@ class RunConfig:
         level, where = self.origin(name)
         return f"--{name} {value}" if level is Level.COMMAND_LINE else f"{name} {value} ({where})"
 
+    def configuration(self) -> Configuration:
+        """The values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
+        values = {BY_NAME[name]: found.value for name, found in self.found.items() if found.value is not None and name in BY_NAME}
+        return Configuration(values, options={}, environ={})
+
     def build(self, cls: type[T]) -> T:
         """The instance of an `@autoconfigure`d class that these values make; the same one each time."""
         if cls in self._built:
             return cast(T, self._built[cls])
-        values = {BY_NAME[name]: found.value for name, found in self.found.items() if found.value is not None and name in BY_NAME}
-        with Configuration(values, options={}, environ={}).autoapply():
+        with self.configuration().autoapply():
             built = self._built[cls] = cls()
         return built
 

@@ -14,10 +14,9 @@ import disagg
 from disagg.generator import control_ranks
 from launch.children import Children
 from launch.supervisor import KILL_GRACE_S, STOP_GRACE_S
-from mpillm.builder.commands import each_test
 from mpillm.builder.operation import Command
 from mpillm.command_line import Parser
-from mpillm.config import RunConfig
+from mpillm.config import RunConfig, parse_each
 from mpillm.devices import visible_gpus
 from mpillm.errors import ExitCode
 from mpillm.fields import FIELDS
@@ -43,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm run-harness --benchmarks=llama2,moe --scenarios=Offline,Server --harness_type=triton\n"
         "  python -m mpillm run-harness --core_type dummy --scenarios=Offline,Server --server_target_qps 100 --world_size 4",
     )
-    groups = tuple(dict.fromkeys(field.group for field in FIELDS))
-    configs = each_test(argv, parser, groups)
+    configs = parse_each(argv, parser, FIELDS)
     tests = [test_of(config, argv, len(configs) > 1) for config in configs]
     if configs[0].dry_run:
         for test in tests:

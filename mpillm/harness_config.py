@@ -150,7 +150,7 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
 class TritonHarnessConfig(TrtllmHarnessConfig):
     """Triton servers: how many, where, and the clients of each."""
 
-    server_urls: tuple[str, ...] = ()
+    server_urls: tuple[str, ...] = ()  # of all hosts, also when given by triton_grpc_ports; none: those that we start on this host
     clients_per_server: int = 1
     models_per_server: int = 1
     frontends_per_model: int = 1
@@ -161,8 +161,6 @@ class TritonHarnessConfig(TrtllmHarnessConfig):
     model_repo: str = "build/triton_model_repo"
     engine_dir: str | None = None
 
-    FIRST_PORT: ClassVar[int] = 8001  # Triton's gRPC port
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.grpc_ports:
@@ -171,26 +169,9 @@ class TritonHarnessConfig(TrtllmHarnessConfig):
                 raise ConfigError(
                     f"--triton_server_urls {','.join(self.server_urls)} and --triton_grpc_ports ({','.join(listed)}) name other servers"
                 )
-            for host, ports in self.grpc_ports.items():
-                if len(ports) != self.num_servers and not self.skip_server_spawn:
-                    raise ConfigError(
-                        f"--triton_grpc_ports: host {host} has {len(ports)} ports, but --triton_num_servers is {self.num_servers}"
-                    )
             self.server_urls = listed
-        elif self.skip_server_spawn and not self.server_urls:
+        if self.skip_server_spawn and not self.server_urls:
             raise ConfigError("--triton_skip_server_spawn needs --triton_grpc_ports or --triton_server_urls: where do the servers listen?")
-        elif not self.server_urls:
-            # Each tritonserver of a host has three ports: HTTP, gRPC and metrics, 8000 to 8002 by default.
-            self.server_urls = tuple(f"localhost:{self.FIRST_PORT + 3 * index}" for index in range(self.num_servers))
-
-    def model_repos(self) -> tuple[str, ...]:
-        """One folder for each server of a host."""
-        return tuple(f"{self.model_repo}_{index}" for index in range(self.num_servers))
-
-    def model_names(self) -> tuple[str, ...]:
-        """``<workload>-<scenario>-<index>``, as the reference harness names them, for the models of one server."""
-        workload = (self.benchmarks or ("model",))[0].replace(".", "_")
-        return tuple(f"{workload}-{self.scenarios[0].lower()}-{index}" for index in range(self.models_per_server))
 
 
 @autoconfigure

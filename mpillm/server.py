@@ -25,7 +25,7 @@ from mpillm.errors import ExitCode
 from mpillm.fields import FIELDS
 from mpillm.serving import Server, disaggregated, endpoints, triton
 
-_GROUPS = ("workload", "topology", "model", "checkpoint", "build", "harness", "server", "triton")
+_GROUPS = ("workload", "stages", "topology", "model", "checkpoint", "build", "harness", "server", "triton")
 _POLL_S = 0.5
 _ANSWER_S = 5.0  # for one health check
 

@@ -22,6 +22,7 @@ from mpillm.builder.trtllm import TRTLLMLibraryLoader
 from mpillm.comms.world import launcher_rank
 from mpillm.config import RunConfig
 from mpillm.devices import visible_gpus
+from mpillm.harness_config import TritonHarnessConfig
 
 LAUNCH_TYPE = "MLPERF_DISAGG_LAUNCH_TYPE"
 _TRITONSERVER = "/opt/tritonserver/bin/tritonserver"  # in NVIDIA's containers
@@ -94,14 +95,11 @@ def _gpus_of(file: Path) -> int:
 
 def _grpc_ports(config: RunConfig, n: int) -> list[int]:
     """The gRPC port of each server of this host: as given, or 8001, 8004, …"""
-    if config.triton_server_urls:
-        source = "--triton_server_urls"
-        given = [int(url.rpartition(":")[2]) for url in config.triton_server_urls if this_host(url.rpartition(":")[0])]
-    elif config.triton_grpc_ports:
-        source = "--triton_grpc_ports"
-        given = [port for host, ports in config.triton_grpc_ports.items() if this_host(host) for port in ports]
-    else:
+    urls = config.build(TritonHarnessConfig).server_urls
+    if not urls:
         return [8001 + 3 * index for index in range(n)]
+    source = "--triton_grpc_ports" if config.triton_grpc_ports else "--triton_server_urls"
+    given = [int(url.rpartition(":")[2]) for url in urls if this_host(url.rpartition(":")[0])]
     if len(given) != n:
         raise ConfigError(
             f"{source} names {len(given)} servers on this host ({socket.gethostname()}), and there are {n} model repositories"

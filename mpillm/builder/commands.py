@@ -13,9 +13,10 @@ from mpillm.builder.triton import GenerateTritonConfigOp, engine_layout, triton_
 from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse_each
-from mpillm.configurator import Configuration
+from mpillm.configurator import Field
 from mpillm.errors import ExitCode
-from mpillm.fields import BY_NAME, FIELDS
+from mpillm.fields import FIELDS
+from mpillm.harness_config import TritonHarnessConfig
 
 ENGINE_CORES = ("trtllm_executor", "triton_grpc")
 """Cores that run an engine of `trtllm-build`."""
@@ -24,21 +25,14 @@ PYTORCH_CORES = ("trtllm_hlapi", "trtllm_endpoint", "trtllm_disagg")
 """Cores that read a Hugging Face folder, for TensorRT-LLM's PyTorch backend; or an engine, after the runtime flag trtllm_backend."""
 
 
-def each_test(argv: Sequence[str], parser: Parser, groups: Sequence[str]) -> list[RunConfig]:
-    """The configuration of each workload and scenario that a command line names, with options of these groups in --help."""
-    return parse_each(argv, parser, [field for field in FIELDS if field.group in groups])
-
-
-def applied(config: RunConfig) -> Configuration:
-    """A command's values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
-    values = {BY_NAME[name]: value for name, value in config.values.items() if name in BY_NAME and value is not None}
-    return Configuration(values, options={}, environ={})
+def _shown(*groups: str) -> list[Field]:
+    return [field for field in FIELDS if field.group in groups]
 
 
 def engine_stages(config: RunConfig) -> Operation:
     """The last stage of what `generate-engines` makes for a test; the stages before it are its dependencies."""
     deadline_s = config.build_deadline
-    with applied(config).autoapply():
+    with config.configuration().autoapply():
         if config.core_type in ENGINE_CORES:
             return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
         if config.core_type in PYTORCH_CORES:
@@ -61,7 +55,7 @@ def generate_engines_main(argv: Sequence[str]) -> int:
         "  python -m mpillm generate-engines --benchmarks=llama2-70b --harness_type=triton --model_path DIR --trtllm_lib_path build/TRTLLM"
         " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
     )
-    configs = each_test(argv, parser, ("workload", "topology", "model", "checkpoint", "build", "deadlines"))
+    configs = parse_each(argv, parser, _shown("workload", "stages", "topology", "model", "checkpoint", "build", "deadlines"))
     stages = [engine_stages(config) for config in configs]
     execute(_distinct(stages), force=configs[0].force, dry_run=configs[0].dry_run)
     if not configs[0].dry_run:
@@ -88,7 +82,7 @@ def generate_triton_config_main(argv: Sequence[str]) -> int:
         epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --engine_dir=build/engines/llama2",
     )
     # Whoever asks for this means Triton's flags, with --harness_type=triton or without.
-    configs = each_test(["--core_type=triton_grpc", *argv], parser, ("workload", "topology", "build", "harness", "triton"))
+    configs = parse_each(["--core_type=triton_grpc", *argv], parser, _shown("workload", "stages", "topology", "build", "harness", "triton"))
     if len(configs) > 1:
         raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
     stages = triton_stages(configs[0])
@@ -111,22 +105,23 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
     """The model repositories of a test, one for each server."""
     engine_dir = config.engine_dir
     if not engine_dir:
-        with applied(config).autoapply():
+        with config.configuration().autoapply():
             engine_dir = str(TRTLLMBuilderOp().output)
+    harness = config.build(TritonHarnessConfig)
     cut = engine_layout(engine_dir)
     counts = [getattr(config, name) if config.given(name) else None for name in ("triton_num_servers", "triton_num_models_per_server")]
     layout = triton_layout(config.scenario, cut.ranks, *counts)
     return [
         GenerateTritonConfigOp(
             engine_dir=engine_dir,
-            repo=config.triton_model_repo,
+            repo=harness.model_repo,
             server=server,
             layout=layout,
             benchmark=config.benchmark or Path(config.model_path or engine_dir).name,
             scenario=config.scenario,
-            streaming=config.scenario != "Offline",
-            build_flags=config.trtllm_build_flags,
-            runtime_flags=config.trtllm_runtime_flags,
+            streaming=harness.streaming,
+            build_flags=harness.build_flags,
+            runtime_flags=harness.runtime_flags,
         )
         for server in range(layout.n_servers)
     ]

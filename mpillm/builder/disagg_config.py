@@ -25,7 +25,7 @@ from mpillm.errors import ExitCode
 from mpillm.fields import FIELDS, Field
 from mpillm.planning import disagg_config
 
-_GROUPS = ("workload", "topology", "model", "server")
+_GROUPS = ("workload", "stages", "plan", "topology", "model", "server")
 
 
 def main(argv: Sequence[str]) -> int:

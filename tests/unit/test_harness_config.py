@@ -200,24 +200,23 @@ def test_limits_of_the_build_are_those_of_the_runtime() -> None:
 
 
 def test_triton_servers() -> None:
-    assert built(TritonHarnessConfig).server_urls == ("localhost:8001",)
+    assert built(TritonHarnessConfig).server_urls == ()
     three = built(TritonHarnessConfig, triton_num_servers=3, triton_model_repo="x/repo", triton_num_models_per_server=2)
-    assert three.server_urls == ("localhost:8001", "localhost:8004", "localhost:8007")
-    assert three.model_repos() == ("x/repo_0", "x/repo_1", "x/repo_2")
-    named = built(TritonHarnessConfig, benchmarks=("llama3.1-405b",), scenarios=("Offline",), triton_num_models_per_server=2)
-    assert named.model_names() == ("llama3_1-405b-offline-0", "llama3_1-405b-offline-1")
-    ports = {"host_foo": (8001,), "host_bar": (8003,)}
-    assert built(TritonHarnessConfig, triton_grpc_ports=ports, triton_skip_server_spawn=True).server_urls == (
-        "host_foo:8001",
-        "host_bar:8003",
+    assert (three.num_servers, three.model_repo, three.models_per_server) == (3, "x/repo", 2)
+    clients = built(
+        TritonHarnessConfig, triton_num_clients_per_server=4, triton_num_frontends_per_model=2, triton_num_clients_per_frontend=8
     )
+    assert (clients.clients_per_server, clients.frontends_per_model, clients.clients_per_frontend) == (4, 2, 8)
+    ports = {"host_foo": (8001,), "host_bar": (8003,)}
+    there = built(TritonHarnessConfig, triton_grpc_ports=ports, triton_skip_server_spawn=True)
+    assert there.server_urls == ("host_foo:8001", "host_bar:8003")
+    assert (built(TritonHarnessConfig).streaming, built(TritonHarnessConfig, scenarios=("Server",)).streaming) == (False, True)
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"triton_skip_server_spawn": True}, ["--triton_skip_server_spawn needs --triton_grpc_ports or --triton_server_urls"]),
-        ({"triton_grpc_ports": {"a": (1, 2)}}, ["host a has 2 ports, but --triton_num_servers is 1"]),
         ({"triton_grpc_ports": {"a": (1,)}, "triton_server_urls": ("b:1",)}, ["--triton_server_urls b:1", "(a:1) name other servers"]),
     ],
 )
