@@ -234,6 +234,7 @@ def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
     config = parse(argv, run_parser(), [field for field in FIELDS if field.group in _RUN_GROUPS])
     _check_together(config)
+    _check_compliance(config)
     return config
 
 
@@ -265,6 +266,17 @@ def _check_together(config: RunConfig) -> None:
         for name in names:
             if config.mode == mode and config.given(name) and not config.disagg_config:
                 raise ConfigError(f"{config.named(name)} has no meaning with --mode {mode}")
+
+
+def _check_compliance(config: RunConfig) -> None:
+    if config.compliance_test and config.audit_conf:
+        raise ConfigError(
+            f"{config.named('compliance_test')} and {config.named('audit_conf')} exclude each other: the test has an audit.config"
+        )
+    if config.compliance_test and config.test_mode != "PerformanceOnly":
+        raise ConfigError(f"{config.named('compliance_test')} is a performance run, not {config.named('test_mode')}")
+    if config.audit_conf and not Path(config.audit_conf).is_file():
+        raise ConfigError(f"{config.named('audit_conf')}: no such file")
 
 
 def run_name(config: RunConfig) -> str:

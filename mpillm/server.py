@@ -19,7 +19,6 @@ import psutil
 
 from disagg.errors import ConfigError
 from launch.children import Child, Children
-from mpillm.builder.commands import uses_triton
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
 from mpillm.errors import ExitCode
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 def servers_of(config: RunConfig) -> list[Server]:
     """The servers that the options ask for on this host."""
-    if uses_triton(config):
+    if config.core_type == "triton_grpc":
         return triton(config)
     if config.core_type == "trtllm_endpoint":
         return endpoints(config)

@@ -30,21 +30,16 @@ def _shown(*groups: str) -> list[Field]:
     return [field for field in FIELDS if field.group in groups]
 
 
-def uses_triton(config: RunConfig) -> bool:
-    """Whether the test goes through Triton servers."""
-    return bool(config.core_type == "triton_grpc")
-
-
 def engine_stages(config: RunConfig) -> Operation:
     """The last stage of what `generate-engines` makes for a test; the stages before it are its dependencies."""
     deadline_s = config.build_deadline
     with config.configuration().autoapply():
-        if uses_triton(config) or config.core_type in ENGINE_CORES:
-            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), max_batch_size=config.max_batch_size, deadline_s=deadline_s)
+        if config.core_type in ENGINE_CORES:
+            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
         if config.core_type in PYTORCH_CORES:
             if config.trtllm_runtime_flags.get("trtllm_backend", "pytorch") == "pytorch":
                 return TRTLLMQuantizerOp(export_hf=True, deadline_s=deadline_s)
-            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), max_batch_size=config.max_batch_size, deadline_s=deadline_s)
+            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
         if config.core_type == "torch":
             quantizer = TorchQuantizerOp(deadline_s=deadline_s) if QuantizerConfig().qformat != "full_prec" else None
             return TorchBuilderOp(quantizer, deadline_s=deadline_s)
@@ -108,8 +103,6 @@ def _remove_repositories(repo: str, first: int) -> None:
 
 def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
     """The model repositories of a test, one for each server."""
-    if config.benchmark is None:
-        raise ConfigError("--benchmarks is needed: the workload names the models")
     engine_dir = config.engine_dir
     if not engine_dir:
         with config.configuration().autoapply():
@@ -124,7 +117,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
             repo=harness.model_repo,
             server=server,
             layout=layout,
-            benchmark=config.benchmark,
+            benchmark=config.benchmark or Path(config.model_path or engine_dir).name,
             scenario=config.scenario,
             streaming=harness.streaming,
             build_flags=harness.build_flags,

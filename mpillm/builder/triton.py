@@ -173,7 +173,7 @@ class GenerateTritonConfigOp(Operation):
         """`config.pbtxt` of the repository's model `index`."""
         build, _ = read_engine(self.engine_dir)
         flags = self.runtime_flags
-        batch = flags.get("max_batch_size") or self.build_flags.get("max_batch_size") or build.get("max_batch_size") or 1
+        batch = flags.get("max_batch_size") or self.build_flags.get("max_batch_size") or build.get("max_batch_size", 1)
         if (largest := build.get("max_batch_size")) is not None and batch > largest:
             raise ConfigError(f"max_batch_size {batch}: the engine in {self.engine_dir} was built for {largest}")
         parameters = {

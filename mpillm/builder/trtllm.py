@@ -211,8 +211,13 @@ class TRTLLMQuantizerOp(Operation):
 @bind(fields.trtllm_build_flags, "build_flags")
 @bind(fields.engine_dir)
 @bind(fields.max_batch_size)
+@bind(fields.max_num_tokens)
+@bind(fields.max_seq_len)
 class TRTLLMBuilderOp(Operation):
-    """From a checkpoint to an engine. The values of TRTLLM_BUILD_FLAGS are laid over the field's."""
+    """From a checkpoint to an engine. The values of TRTLLM_BUILD_FLAGS are laid over the field's.
+
+    A limit that the build flags do not set is the run's.
+    """
 
     name = "build"
 
@@ -223,6 +228,8 @@ class TRTLLMBuilderOp(Operation):
         build_flags: Mapping[str, Any] | None = None,
         engine_dir: str | None = None,
         max_batch_size: int | None = None,
+        max_num_tokens: int | None = None,
+        max_seq_len: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
         self.checkpoint = checkpoint or TRTLLMQuantizerOp(deadline_s=deadline_s)
@@ -230,7 +237,8 @@ class TRTLLMBuilderOp(Operation):
         self.dependencies = (self.checkpoint,)
         self.deadline_s = deadline_s
         self.layout = self.loader.layout
-        flags = {"max_batch_size": max_batch_size, "workers": self.layout.ranks if self.layout.ranks > 1 else None}
+        flags = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+        flags["workers"] = self.layout.ranks if self.layout.ranks > 1 else None
         self.build_flags = {name: value for name, value in (flags | without_parallelism(build_flags or {})).items() if value is not None}
         self.output = Path(engine_dir) if engine_dir else Path("build/engines") / self.checkpoint.output.name
 
