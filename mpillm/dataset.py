@@ -126,7 +126,7 @@ def _check_lengths(lengths: NDArray[np.int64], limits: Limits, where: Callable[[
             limits.max_seq_len and limits.max_seq_len - limits.max_output_len,
             f"and with max_output_len {limits.max_output_len} it does not fit max_seq_len {limits.max_seq_len}",
         ),
-        (limits.max_prompt_len, f"without chunked context it does not fit max_num_tokens {limits.max_prompt_len}"),
+        (limits.max_prompt_len, f"without --enable_chunked_context true it does not fit --max_num_tokens {limits.max_prompt_len}"),
     ):
         over = np.flatnonzero(lengths > longest) if longest is not None else ()
         if len(over):

@@ -19,7 +19,7 @@ from mpillm.cores import BackendRegistry
 from mpillm.dataset import Dataset
 from mpillm.devices import assign
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.factory import core_config
+from mpillm.factory import core_configs
 from mpillm.loadgen.logs import unsatisfied, verdict
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.loadgen.sut import LoadGenTest
@@ -80,7 +80,8 @@ class Director:
             self._progress_at = now
             totals = harness.totals
             if harness.in_flight or not totals.samples:
-                self._console.progress(totals.samples, totals.issued, totals.tokens, time.perf_counter() - totals.started)
+                steady = bool(self._config and self._config.show_steady_state_progress)
+                self._console.progress(totals.samples, totals.issued, totals.tokens, time.perf_counter() - totals.started, steady)
         return False
 
     def make_harness(self, route: Transport, ranks: RouteMap) -> Harness:
@@ -114,7 +115,7 @@ class Director:
                 state.label = f"rank {rank} ({', '.join(me.roles)}{f', instance {me.instance}' if me.instance is not None else ''})"
         gpus = [tuple(reports[rank]["gpus"]) for rank in range(self._size)]
         gpu_bytes = assign(config.device, plan, gpus) if BackendRegistry.uses_gpus(config.core_type) else {}
-        cores = [core_config(config, plan, instance.leader, gpu_bytes) for instance in plan.instances]
+        cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpu_bytes)
         models = [BackendRegistry.check(core) for core in cores]
         self._dataset, self._tokenizer = load_samples(config, models, lambda: self._run_directory(config))
         settings = self._settings = load_settings(LoadGenConfig.from_run(config), len(self._dataset))

@@ -45,7 +45,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
     if workload is not None and workload.scaled and not config.given("dataset_path"):
         write_dataset(workload, run_directory())
         made = str(run_directory() / workload.frame_file)
-        config.found["dataset_path"] = Found(made, config.source("dataset_path"))
+        config.found["dataset_path"] = Found(made, config.origin("dataset_path"))
     if not config.dataset_path:
         return None
     path = Path(config.dataset_path)

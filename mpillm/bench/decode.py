@@ -34,6 +34,7 @@ def bench_decode(config: Any) -> int:
         core_type="torch",
         model_path=config.model_path or "llama3.1-8b",
         dtype=config.dtype or "auto",
+        quantization=config.quantization,
         gpu_bytes=gpus[0].free,
         max_batch_size=max(batches),
         max_num_tokens=max(config.max_num_tokens, *batches),
@@ -55,7 +56,8 @@ def bench_decode(config: Any) -> int:
         for pool in (worker.cache.keys, worker.cache.values):
             for layer in pool:
                 layer.normal_()
-    print(f"{gpus[0].name}, {core.model_path}, {info.dtype}, {context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
+    dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
+    print(f"{gpus[0].name}, {core.model_path}, {dtypes}, {context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
     print(f"  {'batch':>6} {'step ms':>9} {'(least)':>9} {'floor ms':>9} {'ratio':>6} {'tokens/s':>9} {'attention':>10} {'products':>9}")
     for batch in batches:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from mpillm.preprocessed import LLMDataLoader
 
 
+_STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: a prompt fits, but for llama3.1-405b's
+
+
 @dataclass(frozen=True)
 class Workload:
     """One benchmark. Lengths are in tokens."""
@@ -56,6 +59,8 @@ class Workload:
         return {
             fields.model_path: self.model_path,
             fields.dataset_path: self.dataset_path,
+            fields.max_num_tokens: _STEP_TOKENS,
+            fields.enable_chunked_context: self.max_input_len > _STEP_TOKENS,
             fields.max_seq_len: self.max_input_len + self.max_output_len,
             fields.max_output_len: self.max_output_len,
             fields.min_output_len: self.min_output_len,

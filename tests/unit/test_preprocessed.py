@@ -186,7 +186,10 @@ def test_lengths_that_do_not_fit_the_model(tmp_path: Path) -> None:
             "sample 3: the prompt has 4 tokens, and with max_output_len 3 it does not fit",
         ),
         (Limits(50, max_seq_len=5, max_output_len=3), "(2 of 4 samples are too long, this one the most)"),
-        (Limits(50, max_prompt_len=3), "sample 3: the prompt has 4 tokens, without chunked context it does not fit max_num_tokens 3"),
+        (
+            Limits(50, max_prompt_len=3),
+            "sample 3: the prompt has 4 tokens, without --enable_chunked_context true it does not fit --max_num_tokens 3",
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             load(path, limits)

@@ -70,7 +70,7 @@ def test_the_narrowest_model_counts(tmp_path: Path) -> None:
     for narrow, message in (
         (Model(vocab_size=7), "sample 0 has token 7; the model's are 0 to 6"),
         (Model(max_seq_len=7), "does not fit max_seq_len 7"),
-        (Model(max_prompt_len=3), "without chunked context it does not fit max_num_tokens 3"),
+        (Model(max_prompt_len=3), "without --enable_chunked_context true it does not fit --max_num_tokens 3"),
     ):
         for models in ((narrow, wide), (None, wide, narrow)):
             with pytest.raises(ConfigError) as error:
