@@ -108,6 +108,16 @@ def test_submission(runs: Runs) -> None:
     system = json.loads((output / "closed" / "Us" / "systems" / "box.json").read_text())
     assert system["host_processor_core_count"] >= 1 and system["accelerators_per_node"] == "0"
     assert "min_query_count" in (result / "user.conf").read_text()
+    readme = (result / "README.md").read_text()
+    assert "python -m mpillm mpirun -n 5 run" in readme
+    for option in (
+        "--benchmarks llama2-70b",
+        "--model_scale tiny",
+        "--mode disaggregated",
+        "--server_target_qps 400",
+        "--compliance_test TEST06",
+    ):
+        assert option in readme
     listed = [line.partition("missing or wrong: ")[2] for line in said.splitlines() if "missing or wrong" in line]
     assert "llama2-70b-99.9: the closed division asks for Offline as well" in listed
     assert "llama2-70b-99.9 Server: the model is a tiny one (--model_scale tiny)" in listed
