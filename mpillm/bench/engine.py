@@ -17,7 +17,7 @@ from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.command_line import Parser
 from mpillm.config import collect
 from mpillm.cores.base import CoreConfig
-from mpillm.dataset import load_dataset
+from mpillm.dataset import Limits, load_dataset
 from mpillm.engine.model_config import ModelInfo, check_model
 from mpillm.fields import Field, integers, not_negative, positive
 from mpillm.tokenizer import load_tokenizer
@@ -140,7 +140,7 @@ def _others_cpu_s() -> float:
 
 def _prompts(info: ModelInfo, config: Any) -> list[list[int]]:
     source = Path(config.dataset_path) if config.dataset_path else None
-    dataset = load_dataset(source, load_tokenizer(info.folder), vocab_size=info.vocab_size)
+    dataset = load_dataset(source, load_tokenizer(info.folder), Limits(info.vocab_size))
     prompts = [dataset.sample(i).tolist() for i in range(len(dataset))]
     limit = min(config.max_prompt_len, info.max_seq_len - config.output_len)
     prompts = [prompt for prompt in prompts if len(prompt) <= limit][: config.num_prompts]

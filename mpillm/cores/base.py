@@ -37,6 +37,9 @@ class ModelLimits(Protocol):
     @property
     def max_seq_len(self) -> int: ...
 
+    @property
+    def max_prompt_len(self) -> int | None: ...
+
 
 @dataclass(frozen=True)
 class CoreConfig:

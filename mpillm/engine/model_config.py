@@ -106,6 +106,7 @@ class ModelInfo:
     config: ModelConfig
     vocab_size: int
     max_seq_len: int  # prompt and answer, of this instance: the model's, the configured, or what the KV cache holds
+    max_prompt_len: int | None  # of one that must be computed in one step
     n_layers: int
     n_heads: int
     n_kv_heads: int
@@ -167,6 +168,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         config=model,
         vocab_size=model.vocab_size,
         max_seq_len=max_seq_len,
+        max_prompt_len=None if config.enable_chunked_context or config.role == "generation" else config.max_num_tokens,
         n_layers=model.n_layers,
         n_heads=model.n_heads,
         n_kv_heads=model.n_kv_heads,

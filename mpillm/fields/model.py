@@ -39,11 +39,11 @@ kv_cache_free_gpu_mem_fraction = Field(
     "kv_cache_free_gpu_mem_fraction",
     "without kv_cache_tokens: the part of a GPU's memory, of what the model leaves, that the KV cache takes",
     fraction,
-    default=0.9,
+    default=0.80,
     group="model",
 )
 tokens_per_block = Field("tokens_per_block", "tokens of one KV cache block", positive, default=32, group="model")
-enable_chunked_context = Field("enable_chunked_context", "let a prompt be computed in several steps", boolean, default=True, group="model")
+enable_chunked_context = Field("enable_chunked_context", "let a prompt be computed in several steps", boolean, default=False, group="model")
 context_chunking_policy = Field(
     "context_chunking_policy",
     "whose prompt is computed in a step: the oldest's as far as it goes, or a like piece of each",
