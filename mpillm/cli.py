@@ -20,6 +20,9 @@ COMMANDS = {
     "generate-disagg-config": ("mpillm.builder.disagg_config:main", "write a disaggregation YAML from options"),
     "run-llm-server": ("mpillm.server:main", "start the servers that a core needs, and stay until they end"),
     "run-harness": ("mpillm.harness:main", "run a test for each workload and scenario named"),
+    "accuracy": ("mpillm.accuracy.command:main", "score the answers of an accuracy run"),
+    "compliance": ("mpillm.compliance:main", "check a run of compliance test TEST06"),
+    "submission": ("mpillm.submission.command:main", "lay runs out as a submission to MLPerf Inference"),
     "fetch-model": ("mpillm.models:main", "fetch a small real model"),
     "bench": ("mpillm.bench:main", "measure: bench routing, bench engine"),
 }

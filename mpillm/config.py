@@ -152,24 +152,25 @@ def collect(argv: Sequence[str], own: Sequence[Field], parser: Parser) -> RunCon
     return RunConfig(_complete(Configuration(options=parser.texts(argv), environ={}), own))
 
 
-def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> RunConfig:
+def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
     """Values of all fields: from the command line, the environment, a user's file and the workload; ConfigError names the source.
 
     `shown` are in --help, and may be a command's own. The other fields are taken as well: the commands of one test share their options.
+    `defaults` of this command go before those of the fields.
     """
     known = _with_all(shown)
     add_fields(parser, known, shown)
-    return _resolve(parser.texts(argv), known)
+    return _resolve(parser.texts(argv), known, defaults)
 
 
-def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> list[RunConfig]:
+def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> list[RunConfig]:
     """As `parse`, for every pair of a workload and a scenario: comma lists of them are several tests."""
     known = _with_all(shown)
     add_fields(parser, known, shown)
     options = parser.texts(argv)
-    all_ = _resolve(options, known)
+    all_ = _resolve(options, known, defaults)
     return [
-        _resolve(options | {"scenarios": scenario} | ({"benchmarks": benchmark} if benchmark else {}), known)
+        _resolve(options | {"scenarios": scenario} | ({"benchmarks": benchmark} if benchmark else {}), known, defaults)
         for benchmark in all_.benchmarks or (None,)
         for scenario in all_.scenarios
     ]
@@ -179,9 +180,9 @@ def _with_all(shown: Sequence[Field]) -> list[Field]:
     return list({field.name: field for field in (*FIELDS, *shown)}.values())
 
 
-def _resolve(options: Mapping[str, str], known: Sequence[Field]) -> RunConfig:
-    """A person's file lies over the model's generation config, and that over the workload's values."""
-    workload = Configuration()
+def _resolve(options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
+    """A person's file lies over the model's generation config, that over the workload's values, and those over a command's defaults."""
+    workload = Configuration(below=Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command")))
     generation = Configuration(below=workload)
     own = Configuration(below=generation, options=options)
 
@@ -233,6 +234,7 @@ def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
     config = parse(argv, run_parser(), [field for field in FIELDS if field.group in _RUN_GROUPS])
     _check_together(config)
+    _check_compliance(config)
     return config
 
 
@@ -264,6 +266,17 @@ def _check_together(config: RunConfig) -> None:
         for name in names:
             if config.mode == mode and config.given(name) and not config.disagg_config:
                 raise ConfigError(f"{config.named(name)} has no meaning with --mode {mode}")
+
+
+def _check_compliance(config: RunConfig) -> None:
+    if config.compliance_test and config.audit_conf:
+        raise ConfigError(
+            f"{config.named('compliance_test')} and {config.named('audit_conf')} exclude each other: the test has an audit.config"
+        )
+    if config.compliance_test and config.test_mode != "PerformanceOnly":
+        raise ConfigError(f"{config.named('compliance_test')} is a performance run, not {config.named('test_mode')}")
+    if config.audit_conf and not Path(config.audit_conf).is_file():
+        raise ConfigError(f"{config.named('audit_conf')}: no such file")
 
 
 def run_name(config: RunConfig) -> str:

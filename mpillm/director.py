@@ -13,6 +13,7 @@ from disagg.errors import ConfigError
 from mpillm import __version__
 from mpillm.comms.control import Coordinator
 from mpillm.comms.transport import Transport
+from mpillm.compliance import prepare_audit
 from mpillm.config import RunConfig, run_name
 from mpillm.cores import BackendRegistry
 from mpillm.dataset import Dataset
@@ -24,8 +25,9 @@ from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_setting
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.planning import Setup, disagg_config
 from mpillm.report.console import Console, rank_list
+from mpillm.report.json_files import write_json
 from mpillm.report.outputs import Outputs
-from mpillm.report.result import failures_json, test_result, write_json
+from mpillm.report.result import failures_json, test_result
 from mpillm.roles.base import RouteMap
 from mpillm.roles.harness import Harness, Sampling
 from mpillm.samples import load_samples
@@ -47,6 +49,7 @@ class Director:
         self._outputs: Outputs | None = None
         self._harness: Harness | None = None
         self._settings: LoadGenSettings | None = None
+        self._audit = ""  # LoadGen's audit.config, of a compliance run
         self._result: dict[str, Any] = {"status": "FAILED"}
         self._phases_s: dict[str, float] = {}
         self._last_start = time.time()
@@ -86,13 +89,12 @@ class Director:
         config, dataset, plan = self._config, self._dataset, self._plan
         log_dir, settings = self._log_dir, self._settings
         assert config is not None and dataset is not None and plan is not None and log_dir is not None and settings is not None
-        audit = config.audit_conf or str(log_dir / "audit.config")
         self._harness = Harness(
             route,
             ranks[plan.leader_rank],
             dataset,
             Sampling(config.max_output_len, config.min_output_len, config.temperature, config.top_k, config.top_p, config.seed),
-            lambda: LoadGenTest(settings.test, len(dataset), log_dir, audit),
+            lambda: LoadGenTest(settings.test, len(dataset), log_dir, self._audit),
             self._outputs.add if self._outputs else None,
             plan.instances[0].role == "ctx",
         )
@@ -169,6 +171,7 @@ class Director:
         try:
             (path / "disagg.yaml").write_text(yaml, encoding="utf-8")
             (path / "user.conf").write_text(self._settings.user_conf, encoding="utf-8")
+            self._audit = prepare_audit(config.compliance_test, config.audit_conf, path)
             write_json(path / "plan.json", plan.to_json())
             write_json(path / "config.json", config.to_json())
             joined = [{"rank": rank, **{k: report[k] for k in ("host", "pid", "versions")}} for rank, report in sorted(reports.items())]
@@ -207,6 +210,9 @@ class Director:
             raise RunError(Failure(f"LoadGen's logs in {self._log_dir} are missing or incomplete: is the disk full?"))
         self._result |= {"status": result, "loadgen_result": result, "loadgen_unsatisfied": unsatisfied(self._log_dir)}
         self._result |= test_result(self._harness, reports)
+        assert self._plan is not None
+        machines = {self._plan.ranks[rank].node: report["machine"] for rank, report in sorted(reports.items()) if report["machine"]}
+        write_json(self._log_dir / "machines.json", machines)
         return f"{self._result['samples']} of {self._harness.totals.issued} samples answered"
 
     def _stopped(self) -> int:

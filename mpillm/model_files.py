@@ -115,6 +115,7 @@ class GenerationConfig(Slice):
             fields.temperature: self.temperature,
             fields.top_k: self.top_k,
             fields.top_p: self.top_p,
+            **({fields.end_ids: self.eos_token_id} if self.eos_token_id else {}),
         }
 
 

@@ -16,6 +16,7 @@ from mpillm.config import RunConfig, parse_each
 from mpillm.configurator import Field
 from mpillm.errors import ExitCode
 from mpillm.fields import FIELDS
+from mpillm.fields.general import harness_type
 from mpillm.harness_config import TritonHarnessConfig
 
 ENGINE_CORES = ("trtllm_executor", "triton_grpc")
@@ -81,8 +82,7 @@ def generate_triton_config_main(argv: Sequence[str]) -> int:
         description="Write a Triton model repository for each server, for an engine that is there.",
         epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --engine_dir=build/engines/llama2",
     )
-    # Whoever asks for this means Triton's flags, with --harness_type=triton or without.
-    configs = parse_each(["--core_type=triton_grpc", *argv], parser, _shown("workload", "stages", "topology", "build", "harness", "triton"))
+    configs = parse_each(argv, parser, _shown("workload", "stages", "topology", "build", "harness", "triton"), {harness_type: "triton"})
     if len(configs) > 1:
         raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
     stages = triton_stages(configs[0])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, nearest
 from mpillm.preprocessed.opcodes import Call, Ints, Refused, Text, integers, kind_of, of_kind, run
 
-_DTYPE = re.compile(r"[biuf][1248]|O8?|S\d+")
+_DTYPE = re.compile(r"[biuf][1248]|S\d+")
 
 
 class Frame:
@@ -134,7 +134,7 @@ def _damage(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file}: {error}") from None
     except (IndexError, struct.error) as error:
         raise ConfigError(f"{file}: truncated or damaged: its pickle ends before its data does") from error
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError, RecursionError) as error:
         raise ConfigError(f"{file}: damaged, or no data frame as pandas 1 to 3 pickle it ({error})") from error
 
 
@@ -192,7 +192,7 @@ def _values(block: Any, data: Any) -> Any:
         state = block.state
         return _arrow_texts(state["_pa_array"] if "_pa_array" in state else state["_data"], data)
     if isinstance(block, Call) and block.name == "__pyx_unpickle_NDArrayBacked":  # of texts; its dtype comes first, or last
-        block = next(part for part in block.state if isinstance(part, Call) and part.name != "StringDtype")
+        block = next((part for part in block.state if isinstance(part, Call) and part.name != "StringDtype"), None)
     return _array(block, data)
 
 
@@ -233,7 +233,7 @@ def _bytes(node: Any, data: Any) -> bytes | memoryview:
 def _dtype(node: Any) -> np.dtype[Any]:
     """numpy's pickled dtype: its name, and its byte order in the state; only plain numbers."""
     name, order = of_kind(node, Call).args[0], node.state[1]
-    if not isinstance(name, str) or not _DTYPE.fullmatch(name) or name.startswith("O"):
+    if not isinstance(name, str) or not _DTYPE.fullmatch(name):
         raise Refused(f"values of type {name}")
     return np.dtype(name).newbyteorder(order if order in "<>" else "=")
 

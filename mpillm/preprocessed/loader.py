@@ -41,19 +41,21 @@ class LLMDataLoader:
     def __init__(self, path: Path, columns: Columns | None = None, frame_file: str | None = None) -> None:
         """`frame_file`: the data frame's name, should `path` be a folder without the arrays. ConfigError if nothing fits."""
         self._columns = columns or Columns()
-        folder = path if path.is_dir() else path.parent
-        self._arrays = folder if path.suffix == ".npy" or ((folder / TOKENS_FILE).is_file() and path.is_dir()) else None
-        self._frame: Path | None = path if path.name.endswith(FRAME_SUFFIXES) else None
-        if path.is_dir() and frame_file is not None:
-            self._frame = next((f for suffix in ("", ".gz") if (f := folder / (frame_file + suffix)).is_file()), None)
-        if path.suffix == ".npy" and path.name != TOKENS_FILE:
-            raise ConfigError(f"data set {path}: give {TOKENS_FILE}, or its folder")
+        self._arrays: Path | None = None  # the folder
+        self._frame: Path | None = None
+        if path.is_dir():
+            self._arrays = path if (path / TOKENS_FILE).is_file() else None
+            if frame_file is not None:
+                self._frame = next((f for suffix in ("", ".gz") if (f := path / (frame_file + suffix)).is_file()), None)
+        elif path.name.endswith(FRAME_SUFFIXES):
+            self._frame = path
+        elif path.name == TOKENS_FILE:
+            self._arrays = path.parent
         if self._arrays is None and self._frame is None:
-            wanted = f"{TOKENS_FILE} and {LENGTHS_FILE}" + (f", or {frame_file}[.gz]" if frame_file else "")
-            state = "has" if path.is_dir() else "does not exist; it should be a folder with"
-            raise ConfigError(f"data set {path} {state} {'neither ' if path.is_dir() else ''}{wanted}")
+            wanted = f"a folder with {TOKENS_FILE} and {LENGTHS_FILE}" + (f", or with {frame_file}[.gz]" if frame_file else "")
+            raise ConfigError(f"data set {path} {'is not' if path.exists() else 'does not exist; expected'} {wanted}")
         if not path.exists():
-            raise ConfigError(f"data set {path} does not exist{nearest(path.name, [f.name for f in folder.glob('*')])}")
+            raise ConfigError(f"data set {path} does not exist{nearest(path.name, [f.name for f in path.parent.glob('*')])}")
 
     @staticmethod
     def reads(path: Path) -> bool:

@@ -19,7 +19,7 @@ _PROMPT_TOKENS = {"llama2-70b": 16, "mixtral-8x7b": 16, "llama3.1-405b": 64}  # 
 _ANSWER_TOKENS = 64  # one for so many
 _VOCAB_SIZE, _END_ID = 512, 257  # of the presets tiny-llama and tiny-mixtral
 _PLAIN_TOKENS = 256  # below the presets' special ones
-_QPS = 40.0
+_QPS = 10.0
 _QUERIES = 500  # LoadGen's early stopping needs 458 to be sure of a 99th percentile
 _TEXTS = {
     "dataset": ("OpenOrca", "GSM8K", "MBXP"),

@@ -64,12 +64,12 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         ["", "Multistream", "Offline,,Server"],
     ),
     token_ids: ({"2": (2,), "0,128009": (0, 128009)}, ["", "2,", "-1", "</s>", "1.5"]),
+    port: ({"1": 1, "65535": 65535}, ["", "0", "65536", "-1", "http"]),
     accuracy: ({".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99}, ["0.9", "1", "99.99", "", "high", "nan"]),
     gpu_batch_size.from_string: (
         {"2048": 2048, "llama2-70b:8,moe:16": {"llama2-70b": 8, "mixtral-8x7b": 16}},
         ["0", "", "a", "a:1", "moe:0", "moe:b", ":4", "moe:1,4"],
     ),
-    port: ({"1": 1, "65535": 65535}, ["", "0", "65536", "-1", "http"]),
     urls: ({"a:1,b:65535": ("a:1", "b:65535"), "[::1]:80": ("[::1]:80",)}, ["", "a", "a:", ":1", "a:0", "a:65536", "a:1,b", "a:1,"]),
     grpc_ports: (
         {
@@ -220,7 +220,7 @@ def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
 def test_help_lists_every_option() -> None:
     shown = mpillm("run", "--help")
     assert shown.returncode == 0
-    elsewhere = {"plan", "stages", "checkpoint", "build", "server", "submission"}
+    elsewhere = {"plan", "stages", "server", "checkpoint", "build", "submission"}
     assert [f.name for f in FIELDS if (f"--{f.name} " in shown.stdout or f"--{f.name}, " in shown.stdout) == (f.group in elsewhere)] == []
     assert mpillm("--help").returncode == 0
 

@@ -151,15 +151,18 @@ def test_tensorrt_cores_are_passed_what_they_are_given() -> None:
     assert config.trtllm_runtime_flags["enable_batch_size_tuning"] is True
 
 
-def test_flags_may_say_the_topology() -> None:
+def test_flags_may_say_the_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_run(["--core_type", "trtllm_executor", "--trtllm_build_flags", "tensor_parallelism:2,pipeline_parallelism:4"])
     assert (config.tensor_parallelism, config.pipeline_parallelism, config.trtllm_build_flags) == (2, 4, {})
     flags = "num_ctx_servers:2,ctx_tp_size:4,num_gen_servers:3,gen_tp_size:1,max_batch_size:8"
     config = parse_run([*DUMMY, "--mode", "disaggregated", "--trtllm_runtime_flags", flags])
     assert (config.num_ctx_servers, config.ctx_tp_size, config.num_gen_servers, config.gen_tp_size) == (2, 4, 3, 1)
     assert config.trtllm_runtime_flags == LISTED | {"max_batch_size": 8}
-    explicit = parse_run([*DUMMY, "--trtllm_build_flags", "tensor_parallelism:2", "--tensor_parallelism", "8"])
-    assert (explicit.tensor_parallelism, explicit.trtllm_build_flags) == (8, {}), "trtllm-build has no such flag"
+    with pytest.raises(ConfigError) as error:
+        parse_run([*DUMMY, "--trtllm_build_flags", "tensor_parallelism:2", "--tensor_parallelism", "8"])
+    assert str(error.value) == "command line: trtllm_build_flags tensor_parallelism is 2, but tensor_parallelism is 8 (command line)"
+    monkeypatch.setenv("TRTLLM_BUILD_FLAGS", "tensor_parallelism:2")
+    assert parse_run([*DUMMY, "--tensor_parallelism", "8"]).tensor_parallelism == 8
 
 
 LEVELS = [level for level in Level if level is not Level.DEFAULT]

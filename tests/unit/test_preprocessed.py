@@ -121,10 +121,13 @@ def archive(folder: Path) -> Path:
 
 TOKENS, LENS, STOPS = "input_ids_padded.npy", "input_lens.npy", "stop_ids_padded.npy"
 WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "nothing there": (lambda f: f / "open_orca", "does not exist; it should be a folder with input_ids_padded.npy and input_lens.npy"),
-    "an empty folder": (lambda f: f, "has neither input_ids_padded.npy and input_lens.npy, or set.pkl[.gz]"),
+    "nothing there": (
+        lambda f: f / "open_orca",
+        "open_orca does not exist; expected a folder with input_ids_padded.npy and input_lens",
+    ),
+    "an empty folder": (lambda f: f, "is not a folder with input_ids_padded.npy and input_lens.npy, or with set.pkl[.gz]"),
     "a missing frame": (lambda f: frame(f).with_name("sets.pkl"), "sets.pkl does not exist (did you mean 'set.pkl'?)"),
-    "another array": (lambda f: arrays(f) / LENS, "give input_ids_padded.npy, or its folder"),
+    "another array": (lambda f: arrays(f) / LENS, "input_lens.npy is not a folder with input_ids_padded.npy"),
     "no lengths": (without(LENS), "has no input_lens.npy"),
     "truncated": (truncated, "input_ids_padded.npy: truncated, or not a .npy file"),
     "text": (no_array, "input_lens.npy: truncated, or not a .npy file"),

@@ -164,7 +164,7 @@ def test_an_engine_for_another_run(llama: Path, engine: Path, tmp_path: Path) ->
             check_model(config(llama, **fitting | change))
     check_model(config(other, **fitting))  # the same weights elsewhere
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="built from other weights than those of .*other; build it again"):
+    with pytest.raises(ConfigError, match=r"built from other weights than those of .*other; build it again"):
         check_model(config(other, **fitting))
     with pytest.raises(ConfigError, match="built from other weights than those of tiny-llama"):
         check_model(config("tiny-llama", **fitting))

@@ -24,7 +24,7 @@ CASES = [
     (name, scenario, mode) for name in LIMITS for scenario in workloads.get(name).scenarios for mode in ("aggregated", "disaggregated")
 ]
 FAST = (("mixtral-8x7b", "Offline", "disaggregated"), ("llama2-70b", "Server", "aggregated"))
-FEW = ("--min_query_count", 60, "--server_target_qps", 20)  # in the default suite
+FEW = ("--min_query_count", 60, "--server_target_qps", 20)  # of 500 at 10 per second: VALID needs 458 at least
 # What LoadGen says in the summary of a test that is INVALID because the machine is slow or the test short.
 REASONS = {"Performance constraints satisfied", "Early stopping satisfied", "Min duration satisfied", "Min queries satisfied"}
 
@@ -39,7 +39,7 @@ def run(one: Starter, name: str, scenario: str, mode: str, *more: object) -> End
     ("name", "scenario", "mode"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id="-".join(case)) for case in CASES]
 )
 def test_tiny(one: Starter, name: str, scenario: str, mode: str) -> None:
-    ended = run(one, name, scenario, mode, *(FEW if (name, scenario, mode) in FAST and scenario == "Server" else ())).must(DONE)
+    ended = run(one, name, scenario, mode, *(FEW if scenario == "Server" else ())).must(DONE)
     result, tiny = ended.result, workloads.get(name, "tiny")
     print(
         name,
