@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from trtllm_stand_in import make_library, make_model
 
+from disagg.errors import ConfigError
 from mpillm import fields
 from mpillm.builder import preconditions
 from mpillm.builder.flags import BUILD, CONVERT, QUANTIZE
@@ -35,7 +36,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-OPTIONS = ("--harness_type=triton", "--model_path=llama", "--trtllm_lib_path=TRTLLM", "--llm_quantizer_outdir=ckpt", "--engine_dir=engine")
+OPTIONS = (
+    "--core_type=triton_grpc",
+    "--model_path=llama",
+    "--trtllm_lib_path=TRTLLM",
+    "--llm_quantizer_outdir=ckpt",
+    "--engine_dir=engine",
+)
 
 
 def generate(*options: str) -> int:
@@ -55,7 +62,7 @@ def test_the_whole_chain_and_what_its_stamp_says(place: Path, capsys: pytest.Cap
     assert engine["pretrained_config"]["mapping"] == {"tp_size": 2, "pp_size": 1}
     (command,) = json.loads(Path("engine/mpillm-stamp.json").read_text())["commands"]
     assert command.endswith(
-        "--checkpoint_dir=ckpt --output_dir=engine --max_batch_size=16 --workers=2 --max_num_tokens=1024 --use_paged_context_fmha=enable"
+        "--checkpoint_dir=ckpt --output_dir=engine --max_batch_size=16 --max_num_tokens=1024 --workers=2 --use_paged_context_fmha=enable"
     )
     capsys.readouterr()
     assert (
@@ -135,14 +142,17 @@ WRONG = {
     "a value that the tool lacks": (("--trtllm_checkpoint_flags=qformat:fp9",), r"qformat fp9: not one of .* \(did you mean 'fp8'\?\)"),
     "text for a number": (("--trtllm_build_flags=max_num_tokens:many",), "max_num_tokens many: expected a whole number"),
     "no key:value": (("--trtllm_build_flags=max_num_tokens",), "'max_num_tokens' is not key:value"),
-    "two parallel sizes": (("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"), "is 4, but tensor_parallelism is 2"),
+    "two parallel sizes": (
+        ("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"),
+        "tensor_parallelism is 4, but tensor_parallelism is 2",
+    ),
     "heads": (("--tensor_parallelism=3",), "--tensor_parallelism 3: the model has 8 attention heads, which it does not divide"),
     "layers": (("--pipeline_parallelism=5",), "--pipeline_parallelism 5: the model has 4 layers"),
     "no experts": (("--moe_expert_parallelism=2", "--tensor_parallelism=2"), "the model has no experts"),
     "no such model": (("--model_path=nowhere",), "--model_path nowhere: no such folder"),
     "no such library": (("--trtllm_lib_path=nowhere",), "--trtllm_lib_path: no .* in nowhere"),
     "no room for an answer": (("--trtllm_build_flags=max_seq_len:10,max_input_len:10",), "leaves no token of max_seq_len 10"),
-    "no engine for this core": (("--harness_type=custom", "--core_type=dummy"), "--core_type dummy: there is nothing to build for it"),
+    "no engine for this core": (("--core_type=dummy",), "--core_type dummy: there is nothing to build for it"),
 }  # fmt: skip
 
 
@@ -232,5 +242,7 @@ def test_flags_in_the_tools_words() -> None:
 
 
 def test_sizes_in_either_words() -> None:
+    with pytest.raises(ConfigError, match="--trtllm_build_flags: tensor_parallelism 4, but --tensor_parallelism 2"):
+        TRTLLMLibraryLoader(tp_size=2, build_flags={"tensor_parallelism": 4})
     loader = TRTLLMLibraryLoader(checkpoint_flags={"tp_size": 4}, build_flags={"tensor_parallelism": 4, "pipeline_parallelism": 2})
     assert (loader.layout.tp_size, loader.layout.pp_size, loader.layout.ranks) == (4, 2, 8)
