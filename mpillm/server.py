@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     config = parse(argv, parser, [field for field in FIELDS if field.group in _GROUPS or field.name in ("log_dir", "load_deadline")])
     servers = servers_of(config)
     if config.dry_run:
+        for path, text in _files(servers).items():
+            print(f"mkdir -p {path.parent} && cat > {path} <<'END'\n{text}END")
         for server in servers:
             print(server.command)
         return ExitCode.DONE
@@ -50,8 +52,11 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(config.log_dir) if config.log_dir else Path("build/servers") / time.strftime("%Y%m%d-%H%M%S")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for path, text in _files(servers).items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--log_dir {folder}: {error.strerror}") from error
+        raise ConfigError(f"{error.filename}: can't be written: {error.strerror}") from error
     return serve(servers, folder, config.load_deadline)
 
 
@@ -64,6 +69,10 @@ def servers_of(config: RunConfig) -> list[Server]:
     if config.core_type == "trtllm_disagg":
         return disaggregated(config)
     raise ConfigError(f"--core_type {config.core_type} needs no server: triton_grpc, trtllm_endpoint and trtllm_disagg do")
+
+
+def _files(servers: Sequence[Server]) -> dict[Path, str]:
+    return {path: text for server in servers for path, text in server.files.items()}
 
 
 def check_ports(servers: Sequence[Server]) -> None:

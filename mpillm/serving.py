@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Server:
     ports: dict[str, int]
     health: str | None  # a URL that answers 200 when the server is ready; None: nothing to ask
     urls: tuple[str, ...] = ()  # where it is reached
+    files: Mapping[Path, str] = field(default_factory=dict)  # what it reads, to be written before it is started
 
 
 def this_host(host: str) -> bool:
@@ -153,7 +154,8 @@ def endpoints(config: RunConfig) -> list[Server]:
     }
     for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
         options[name] = getattr(config, name) or options[name]
-    extra = _llm_api_file(config)
+    extra = Path("build/servers/extra_llm_api_options.yaml")
+    text = yaml.safe_dump(llm_api_options(config.trtllm_runtime_flags, config.trtllm_checkpoint_flags), sort_keys=False)
     servers = []
     for index, port in enumerate(ports):
         words = [find_program("trtllm-serve", _INSTALL), "serve", model, "--host", "0.0.0.0", "--port", str(port)]
@@ -164,7 +166,11 @@ def endpoints(config: RunConfig) -> list[Server]:
         if gpus is not None and len(ports) > 1:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(index * cut.ranks, (index + 1) * cut.ranks)))
         health = f"http://localhost:{port}/health"
-        servers.append(Server(f"trtllm-serve {index}", Command(tuple(words), env), False, {"HTTP": port}, health, (f"localhost:{port}",)))
+        servers.append(
+            Server(
+                f"trtllm-serve {index}", Command(tuple(words), env), False, {"HTTP": port}, health, (f"localhost:{port}",), {extra: text}
+            )
+        )
     return servers
 
 
@@ -204,18 +210,6 @@ def llm_api_options(runtime_flags: Mapping[str, Any], checkpoint_flags: Mapping[
     if "enable_chunked_context" in runtime_flags:
         options["enable_chunked_prefill"] = runtime_flags["enable_chunked_context"]
     return options
-
-
-def _llm_api_file(config: RunConfig) -> Path:
-    """Written where a person finds it, and where the printed command works again."""
-    path = Path("build/servers/extra_llm_api_options.yaml")
-    text = yaml.safe_dump(llm_api_options(config.trtllm_runtime_flags, config.trtllm_checkpoint_flags), sort_keys=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be written: {error.strerror}") from error
-    return path
 
 
 # --- disaggregated serving ---

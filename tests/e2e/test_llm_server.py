@@ -118,6 +118,8 @@ def test_endpoints(place: Path, one: Starter) -> None:
         f"--trtllm_server_urls=localhost:{port},elsewhere:{port}",
     )
     flags = "--trtllm_runtime_flags=max_batch_size:8,batch_scheduler_policy:max_util,kvcache_free_gpu_mem_frac:0.7"
+    shown = one.mpillm(*options, flags, "--dry_run").must(DONE).out
+    assert not (place / "build").exists()
     command = one.command([one.python, "-m", "mpillm", *options, flags, "--tensor_parallelism=2"])
     wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 30)
     with urllib.request.urlopen(f"http://localhost:{port}/health") as answer:
@@ -128,6 +130,7 @@ def test_endpoints(place: Path, one: Starter) -> None:
     words = "serve llama --host 0.0.0.0 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8 --extra_llm_api_options"
     assert words.format(port) in log.read_text()
     yaml = (place / "build/servers/extra_llm_api_options.yaml").read_text()
+    assert yaml in shown
     assert "free_gpu_memory_fraction: 0.7" in yaml and "capacity_scheduler_policy: MAX_UTILIZATION" in yaml
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import disagg
 from disagg.errors import ConfigError
+from launch.environment import launched_size
 from mpillm.builder.disagg_config import for_workers
 from mpillm.cli import main
 from mpillm.command_line import Parser
@@ -64,3 +65,10 @@ def test_a_file_that_can_not_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "file").write_text("")
     assert main(["generate-disagg-config", "--mode=disaggregated", "--world_size=5", f"--output={tmp_path}/file/x.yaml"]) == 2
     assert "--output" in (err := capsys.readouterr().err) and "can't be written" in err
+
+
+def test_what_says_that_a_process_is_one_of_many() -> None:
+    assert launched_size({}) is None
+    assert launched_size({"OMPI_COMM_WORLD_SIZE": "4"}) == launched_size({"PMI_SIZE": "4"}) == 4
+    assert launched_size({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}) == 8
+    assert launched_size({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # a batch script, before any srun

@@ -15,7 +15,7 @@ import pytest
 from trtllm_stand_in import make_library, make_model
 
 from disagg.errors import ConfigError
-from mpillm import fields
+from mpillm import builder, fields
 from mpillm.builder import preconditions
 from mpillm.builder.flags import BUILD, CONVERT, QUANTIZE
 from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMLibraryLoader
@@ -225,6 +225,7 @@ def test_values_by_the_configurator(place: Path, monkeypatch: pytest.MonkeyPatch
     with Configuration(values, options={"trtllm_checkpoint_flags": "qformat:nvfp4"}).autoapply():
         assert QuantizerConfig().flags == {"qformat": "nvfp4"}
     monkeypatch.setenv("TRTLLM_CHECKPOINT_FLAGS", "calib_size:16")
+    assert builder.QuantizerConfig is QuantizerConfig and builder.TRTLLMBuilderOp is TRTLLMBuilderOp
     assert QuantizerConfig.from_fields(config=Configuration(values, options={})).flags == {"qformat": "fp8", "calib_size": 16}
 
 
