@@ -88,6 +88,7 @@ def engine_json(
         "moe_ep_size": layout.ep_size,
     }
     pretrained = {name: value for name, value in raw.items() if name not in ("quantization_config", "torch_dtype")}
+    pretrained["architecture"] = raw.get("architectures", [raw.get("model_type")])[0]  # TensorRT-LLM's name for it
     quantized = {"quant_algo": _ALGORITHMS[quantization], "kv_cache_quant_algo": None}
     return {
         "version": mpillm.__version__,

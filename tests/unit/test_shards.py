@@ -114,6 +114,7 @@ def test_config_json(llama: Path, tmp_path: Path) -> None:
     pretrained = written["pretrained_config"]
     assert pretrained["mapping"] == {"world_size": 6, "tp_size": 2, "pp_size": 3, "moe_tp_size": 2, "moe_ep_size": 1}
     assert pretrained["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": None}
+    assert pretrained["architecture"] == "LlamaForCausalLM"
     assert pretrained["dtype"] == "float32" and pretrained["num_hidden_layers"] == 6
     assert written["build_config"] == {"max_batch_size": 7}
 
