@@ -99,7 +99,7 @@ class GpuWorker(Worker):
             self._forbidden = self._forbidden.to(self.device)
         self._told: dict[int, tuple[list[int], int]] = {}  # of each slot: its sequence's blocks, and how many of them `table` has
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        if self.device.type == "cuda" and not self._config.n_experts:  # a mixture looks at its router's choice on the host
+        if self.device.type == "cuda":
             self._capture(ladder(max_batch_size))
 
     # --- a step ---
