@@ -98,6 +98,11 @@ def test_tokens_fed_on_the_device_are_transformers(folder: Path, prompts: Tokens
     assert ("kv_cache_tokens" in options) == (engine.scheduler.preemptions > 3)
 
 
+def test_a_mixture(prompts: Tokens) -> None:
+    wanted = answer(make_engine(Path("tiny-mixtral"), Worker), prompts)
+    assert answer(make_engine(Path("tiny-mixtral")), prompts) == wanted
+
+
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: Tokens) -> Tokens:
     return oracle(folder, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
