@@ -109,8 +109,8 @@ class Director:
                 me = plan.ranks[rank]
                 state.label = f"rank {rank} ({', '.join(me.roles)}{f', instance {me.instance}' if me.instance is not None else ''})"
         gpus = [tuple(reports[rank]["gpus"]) for rank in range(self._size)]
-        gpu_bytes = assign(config.device, plan, gpus) if BackendRegistry.uses_gpus(config.core_type) else {}
-        cores = [core_config(config, plan, instance.leader, gpu_bytes) for instance in plan.instances]
+        own = assign(config.device, plan, gpus) if BackendRegistry.uses_gpus(config.core_type) else {}
+        cores = [core_config(config, plan, instance.leader, own) for instance in plan.instances]
         for core in cores:
             limits = BackendRegistry.check(core)
         self._load_data(config, limits)
@@ -129,10 +129,10 @@ class Director:
             self._console.line("  KV cache reuse is on: MLPerf forbids it, so this is no result to submit")
         if self._dataset is not None:
             self._console.line(f"  data set {self._dataset.name}: {len(self._dataset)} samples, {len(self._dataset.tokens)} tokens")
-        if gpu_bytes:
-            name = next(gpus[rank.rank][rank.device].name for rank in plan.ranks if rank.device is not None)
-            self._console.line(f"  GPUs: {sum(len(instance.ranks) for instance in plan.instances)} ({name})")
-        return Setup(plan, str(self._log_dir), (reports[0]["host"], reports[0]["pid"]), gpu_bytes), "all ranks agree"
+        if own:
+            name = next(gpus[rank][gpu.device].name for rank, gpu in own.items())
+            self._console.line(f"  GPUs: {len(own)} ({name})")
+        return Setup(plan, str(self._log_dir), (reports[0]["host"], reports[0]["pid"]), own), "all ranks agree"
 
     def _check_agreement(self, reports: dict[int, Any]) -> None:
         errors: dict[str, list[int]] = {}

@@ -12,6 +12,7 @@ from mpillm.comms.transport import Transport
 from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
+from mpillm.devices import OwnGpu
 from mpillm.planning import Setup, server_value
 from mpillm.roles.base import Role, RouteMap
 from mpillm.roles.ctx import Context
@@ -32,11 +33,11 @@ _POLICIES = {
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
-def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[int, int]) -> CoreConfig:
-    """What the core on `rank` (of an instance) is built from; `gpu_bytes`: see `devices.assign`."""
+def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, OwnGpu]) -> CoreConfig:
+    """What the core on `rank` (of an instance) is built from; `gpus`: see `devices.assign`."""
     me = plan.ranks[rank]
     assert me.instance is not None
-    instance = plan.instances[me.instance]
+    instance, gpu = plan.instances[me.instance], gpus.get(rank)
     server = instance.server
     kv_cache = server.kv_cache_config or {}
     scheduler = server.extra.get("scheduler_config") or {}
@@ -56,8 +57,8 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[i
         pp_rank=me.pp_rank or 0,
         ep_rank=me.ep_rank or 0,
         rank=rank,
-        device=me.device,
-        gpu_bytes=gpu_bytes.get(instance.index),
+        device=gpu.device if gpu else None,
+        gpu_bytes=gpu.free if gpu else None,
         n_threads=config.num_threads or _thread_share(_node_ranks(plan, rank)),
         model_path=config.model_path,
         load_format=config.load_format,
@@ -104,7 +105,7 @@ def make_roles(
     ranks = RouteMap(route_ranks(plan))
     roles: list[Role] = []
     if me.instance is not None:
-        core = BackendRegistry.get(config.core_type)(core_config(config, plan, rank, setup.gpu_bytes), comms.of_instance())
+        core = BackendRegistry.get(config.core_type)(core_config(config, plan, rank, setup.gpus), comms.of_instance())
         roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if "leader" in me.roles:
         assert route is not None
