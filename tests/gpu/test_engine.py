@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 from test_engine_torch import N_OUTPUT, Answers, Tokens, make_batch, make_core, oracle
 
 from mpillm.cores.torch_core import TorchCore
+from mpillm.devices import local_gpus
 from mpillm.engine.gpu import GpuWorker, ladder
 from mpillm.engine.weights import save_preset
 
@@ -40,6 +41,11 @@ def answer(core: TorchCore, batch: Any) -> Tokens:
 def random_prompts(lengths: list[int]) -> Tokens:
     rng = np.random.default_rng(7)
     return [rng.integers(0, 512, n).tolist() for n in lengths]
+
+
+def test_the_driver_counts_as_pytorch_does() -> None:
+    uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
+    assert [gpu.uuid for gpu in local_gpus()] == uuids
 
 
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mixtral"])
