@@ -128,7 +128,7 @@ class GpuWorker(Worker):
         rows[:, :n] = step.tokens, slots, [span.n_cached for span in step.spans]
         self._rows[: 3 * size].copy_(to_device(rows.reshape(-1), self.device))
         if not self.groups.layout.is_first_stage:
-            self._hidden[:n] = self.groups.receive_hidden(n, self._config.hidden_size, self._dtype, self.device)
+            self._hidden[:n] = self._receive_hidden(n)
         if size in self._graphs:
             graph, out = self._graphs[size]
             graph.replay()
@@ -158,7 +158,7 @@ class GpuWorker(Worker):
         if self.groups.layout.is_first_stage:
             x = self._embed(tokens, slots_there)
         else:
-            x = self.groups.receive_hidden(n, self._config.hidden_size, self._dtype, self.device)
+            x = self._receive_hidden(n)
         attention = self._attention(slots_there, positions_there, n_decode, tiles_there.view(-1, 4) if len(tiles) else None)
         return self.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
 

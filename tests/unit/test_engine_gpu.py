@@ -18,7 +18,6 @@ from mpillm.engine import step
 from mpillm.engine.device import Sampled
 from mpillm.engine.engine import Engine, EngineLimits
 from mpillm.engine.gpu import GpuWorker, ladder
-from mpillm.engine.layout import Layout
 from mpillm.engine.model_config import check_model
 from mpillm.engine.parallel import Groups
 from mpillm.engine.sampler import SamplingParams
@@ -133,16 +132,12 @@ def test_a_follower_needs_the_message_alone(folder: Path, prompts: Tokens, expec
     worker: Any = engine.worker
     worker.tables = {}
 
-    class Sending(Groups):
-        has_followers = True
-
-        def __init__(self) -> None:
-            self.layout = Layout()
-
+    class Sending:
         def send_plan(self, plan: np.ndarray) -> None:
             worker.message = plan
 
-    engine._groups = Sending()
+    peers: Any = Sending()
+    engine._peers = peers
     assert answer(engine, prompts) == expected
     assert engine.scheduler.preemptions > 3
 
