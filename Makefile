@@ -20,7 +20,9 @@ UNTESTED := --ignore=tests/mpi
 export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs help run test test-slow test-cross test-unit test-mpi lint install clean again
+# The stages of the pipeline (docs/pipeline.md), as the reference harness names them.
+PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
+.PHONY: docs help run test test-slow test-cross test-unit test-mpi lint install clean again $(PIPELINE)
 .NOTPARALLEL:
 
 help:
@@ -29,11 +31,20 @@ help:
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
 	@echo "make lint       ruff and mypy only"
+	@echo "make generate_engines, generate_triton_config, generate_disagg_config, run_llm_server, run_harness RUN_ARGS='--benchmarks=… …'"
+	@echo "                the stages from a model to a result: docs/pipeline.md"
 	@echo "make clean      delete .venv and caches (runs and models, in build/, stay)"
 
 run: $(STAMP)
 	@set -e; mkdir -p build; $(PY) -m mpillm fetch-model $(MODEL) > build/fetch-model.txt || { cat build/fetch-model.txt; exit 1; }; \
 	exec $(PY) -m mpillm mpirun -n $(RANKS) run --mode disaggregated --model_path "$$(tail -n 1 build/fetch-model.txt)" $(SHORT) $(RUN_ARGS)
+
+# Under an mpirun, which starts one make for each rank, what is there is used: many installations at once would end badly.
+$(PIPELINE): export RUN_ARGS := $(RUN_ARGS)
+$(PIPELINE): $(if $(OMPI_COMM_WORLD_RANK)$(PMI_RANK)$(SLURM_PROCID),,$(STAMP))
+	@test -x $(PY) || { echo "there is no $(PY); first, without mpirun: make install" >&2; exit 1; }
+	@# Not through the shell, to which the | of --triton_grpc_ports would be a pipe; quotes are read as it reads them.
+	@exec $(PY) -c 'import os, shlex, sys; from mpillm.cli import main; sys.exit(main(["$@", *shlex.split(os.environ["RUN_ARGS"])]))'
 
 test: lint test-unit test-mpi
 

@@ -67,6 +67,13 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     return clean
 
 
+def launched_size(env: Mapping[str, str]) -> int | None:
+    """Of how many processes, all started by one `mpirun` or `srun`, this is one; None if it was started alone."""
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        return int(env["SLURM_STEP_NUM_TASKS"])
+    return next((int(env[name]) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in env), None)
+
+
 def rank_environment(env: Mapping[str, str], exit_file: Path, tty: bool) -> dict[str, str]:
     """The environment of `mpirun` and, through it, of the ranks."""
     ranks = clean_environment(env)

@@ -49,7 +49,7 @@ class Supervisor:
 
         `finished` says whether rank 0 has told that the run is over.
         """
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
         previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
@@ -58,12 +58,12 @@ class Supervisor:
                 env=env,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, self._at_our_death),
+                preexec_fn=lambda: die_with_parent(self._at_our_death),
             )
             try:
                 self._wait(process, finished)
             finally:
-                _end_processes(process, before)
+                end_processes(process, before)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -98,31 +98,41 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return True
 
 
-def _end_processes(mpirun: subprocess.Popen[bytes], before: set[int]) -> None:
-    """Kill `mpirun`, what it started, and what became ours because it ended first: every child that was not there `before`."""
+def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
+    """Kill `process`, what it started, and what became ours because it ended first: every child that was not there `before`."""
     for _ in range(10):  # killing a parent can bring up its children, and a process stuck in the kernel stays
         mine = [child for child in psutil.Process().children() if child.pid not in before]
-        if not mine and mpirun.poll() is not None:
+        if not mine and process.poll() is not None:
             return
         below: list[psutil.Process] = []
         for child in mine:
             with contextlib.suppress(psutil.NoSuchProcess):
                 below += child.children(recursive=True)
-        others = [process for process in [*mine, *below] if process.pid != mpirun.pid]
-        if mpirun.poll() is None:
-            mpirun.kill()
-            mpirun.wait()
+        others = [other for other in [*mine, *below] if other.pid != process.pid]
+        if process.poll() is None:
+            process.kill()
+            process.wait()
         else:
-            # mpirun ended by itself: its ranks may just be ending, too.
+            # It ended by itself: what it started may just be ending, too.
             others = psutil.wait_procs(others, timeout=0.5)[1]
-        for process in others:
+        for other in others:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                other.kill()
         psutil.wait_procs(others, timeout=1.0)
 
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends, so that it can find and end them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(number: int) -> None:
+    """In a child before exec: get this signal when the parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _prctl(option: int, value: int) -> None:

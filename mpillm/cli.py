@@ -8,14 +8,21 @@ import sys
 from collections.abc import Sequence
 
 from disagg.errors import ConfigError, nearest
-from mpillm.errors import ExitCode
+from mpillm.errors import ExitCode, StageError
 
 # name: (module:function of a list of arguments to an exit code, what it does)
 COMMANDS = {
     "run": ("mpillm.run:main", "run a test on the ranks of this mpirun or srun"),
     "mpirun": ("launch.mpirun:main", "print and start the right mpirun line for a command: mpirun -n 5 run …"),
     "plan": ("mpillm.planning:plan_main", "show what would run where, without MPI"),
-    "generate-disagg-config": ("mpillm.planning:generate_main", "write a disaggregation YAML from options"),
+    "generate-engines": ("mpillm.builder.commands:generate_engines_main", "quantise a model and build its engine"),
+    "generate-triton-config": ("mpillm.builder.commands:generate_triton_config_main", "write Triton model repositories for an engine"),
+    "generate-disagg-config": ("mpillm.builder.disagg_config:main", "write a disaggregation YAML from options"),
+    "run-llm-server": ("mpillm.server:main", "start the servers that a core needs, and stay until they end"),
+    "run-harness": ("mpillm.harness:main", "run a test for each workload and scenario named"),
+    "accuracy": ("mpillm.accuracy.command:main", "score the answers of an accuracy run"),
+    "compliance": ("mpillm.compliance:main", "check a run of compliance test TEST06"),
+    "submission": ("mpillm.submission.command:main", "lay runs out as a submission to MLPerf Inference"),
     "fetch-model": ("mpillm.models:main", "fetch a small real model"),
     "bench": ("mpillm.bench:main", "measure: bench routing, bench engine"),
 }
@@ -47,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE
+    except StageError as error:
+        print(f"mpillm: {error}", file=sys.stderr)
+        return ExitCode.STAGE_FAILED
     except BrokenPipeError:
         # The reader (head, say) has gone. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,12 +13,18 @@ if TYPE_CHECKING:
     from mpillm.configurator import Field
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        width = min(140, shutil.get_terminal_size((120, 24)).columns - 2)
+        super().__init__(prog, max_help_position=min(44, width // 3), width=width)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with hyphens and underscores alike, no abbreviations, and errors that name the nearest option."""
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("usage", f"python -m {kwargs['prog']} [options]")
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def parse_known(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """argparse's `parse_known_args`, hyphens and underscores alike."""
@@ -32,6 +39,10 @@ class Parser(argparse.ArgumentParser):
             known = nearest(name, options) if name.startswith("-") else ""
             raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{known}")
         return values
+
+    def texts(self, args: Sequence[str]) -> dict[str, str]:
+        """What the options say, by name; ConfigError for unknown words."""
+        return {name: text for name, text in vars(self.parse_args(args)).items() if text is not None}
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}")

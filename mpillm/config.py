@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from disagg.errors import ConfigError
+from mpillm import config_file, fields, workloads
 from mpillm.command_line import Parser, add_fields
-from mpillm.configurator import Configuration, Field, Found
+from mpillm.configurator import DEFAULT, Configuration, Field, Found, Level, Origin
 from mpillm.fields import BY_NAME, FIELDS
+from mpillm.flags import unify
+from mpillm.model_files import GenerationConfig
+
+T = TypeVar("T")
 
 # What `run` shows in --help.
 _RUN_GROUPS = ("workload", "topology", "model", "harness", "triton", "data", "generation", "test", "output", "deadlines")
@@ -25,9 +28,10 @@ class RunConfig:
 
     def __init__(self, found: Mapping[str, Found]) -> None:
         self.found = dict(found)
+        self._built: dict[type, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        found = self.__dict__["found"]
+        found = self.__dict__.get("found", {})
         if name not in found and name in BY_NAME:
             name = BY_NAME[name].name
         try:
@@ -48,17 +52,45 @@ class RunConfig:
 
     @property
     def benchmark(self) -> str | None:
-        """The workload, of a command that has at most one."""
+        """The workload's name, of a command that has at most one."""
         return self.benchmarks[0] if self.benchmarks else None
 
+    def origin(self, name: str) -> Origin:
+        """Where the value came from."""
+        return self.found[BY_NAME[name].name if name in BY_NAME else name].origin
+
+    @property
+    def workload(self) -> workloads.Workload | None:
+        """The workload, scaled as this command wants it."""
+        return workloads.get(self.benchmark, self.model_scale) if self.benchmark else None
+
     def source(self, name: str) -> str:
-        """Where the value came from: ``command line``, ``environment variable X``, a file, ``workload X`` or ``default``."""
-        return self.found[name].source
+        """Where the value came from: ``command line``, ``environment variable X``, ``file:line``, ``workload X`` or ``default``."""
+        return self.origin(name).where
 
     def given(self, name: str) -> bool:
         """Whether a person set it."""
-        source = self.source(BY_NAME[name].name if name in BY_NAME else name)
-        return source != "default" and not source.startswith("workload ")
+        return self.origin(name).level >= Level.CONTEXT
+
+    def named(self, name: str) -> str:
+        """The option with its value and, where that is not the command line, its source: for messages."""
+        field = BY_NAME[name]
+        value = getattr(field.from_string, "to_text", str)(getattr(self, name))
+        level, where = self.origin(name)
+        return f"--{name} {value}" if level is Level.COMMAND_LINE else f"{name} {value} ({where})"
+
+    def configuration(self) -> Configuration:
+        """The values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
+        values = {BY_NAME[name]: found.value for name, found in self.found.items() if found.value is not None and name in BY_NAME}
+        return Configuration(values, options={}, environ={})
+
+    def build(self, cls: type[T]) -> T:
+        """The instance of an `@autoconfigure`d class that these values make; the same one each time."""
+        if cls in self._built:
+            return cast(T, self._built[cls])
+        with self.configuration().autoapply():
+            built = self._built[cls] = cls()
+        return built
 
     def digest(self) -> str:
         """A hash of all values and of the files that they name: the same on ranks that were started alike."""
@@ -76,7 +108,11 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """``{name: {"value", "source"}}``; for a dictionary made of several, "source" is each key's."""
-        return {name: {"value": found.value, "source": found.keys or found.source} for name, found in self.found.items()}
+        return {name: {"value": found.value, "source": _source(found)} for name, found in self.found.items()}
+
+
+def _source(found: Found) -> str | dict[str, str]:
+    return {key: origin.where for key, origin in found.keys.items()} if found.keys else found.origin.where
 
 
 def run_parser() -> Parser:
@@ -110,61 +146,118 @@ def options_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def collect(argv: Sequence[str], fields: Sequence[Field], parser: Parser) -> RunConfig:
-    """Values of `fields` from a command line and nothing else; ConfigError naming the option, the value and what is allowed."""
-    add_fields(parser, fields)
-    parser.parse_args(argv)
-    return _found(Configuration(argv=argv, environ={}), fields)
+def collect(argv: Sequence[str], own: Sequence[Field], parser: Parser) -> RunConfig:
+    """Values of a command's `own` fields, from the command line and nothing else; ConfigError naming option, value and what is allowed."""
+    add_fields(parser, own)
+    return RunConfig(_complete(Configuration(options=parser.texts(argv), environ={}), own))
 
 
-def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> RunConfig:
+def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
     """Values of all fields: from the command line, the environment, a user's file and the workload; ConfigError names the source.
 
     `shown` are in --help, and may be a command's own. The other fields are taken as well: the commands of one test share their options.
+    `defaults` of this command go before those of the fields.
     """
-    fields = list(({field.name: field for field in FIELDS} | {field.name: field for field in shown}).values())
-    add_fields(parser, fields, shown)
-    parser.parse_args(argv)
-    config = _found(Configuration(argv=argv), fields)
-    if config.benchmarks and len(config.benchmarks) == 1 and (defaults := _workload_defaults(config.benchmark, config.scenarios[0])):
-        config = _found(Configuration(defaults, sources=f"workload {config.benchmark}", argv=argv), fields)
-    return config
+    known = _with_all(shown)
+    add_fields(parser, known, shown)
+    return _resolve(parser.texts(argv), known, defaults)
 
 
-def _found(configuration: Configuration, fields: Sequence[Field]) -> RunConfig:
-    found = configuration.resolve(fields)
-    return RunConfig({field.name: found.get(field, Found(None, "default")) for field in fields})
+def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> list[RunConfig]:
+    """As `parse`, for every pair of a workload and a scenario: comma lists of them are several tests."""
+    known = _with_all(shown)
+    add_fields(parser, known, shown)
+    options = parser.texts(argv)
+    all_ = _resolve(options, known, defaults)
+    return [
+        _resolve(options | {"scenarios": scenario} | ({"benchmarks": benchmark} if benchmark else {}), known, defaults)
+        for benchmark in all_.benchmarks or (None,)
+        for scenario in all_.scenarios
+    ]
 
 
-def _workload_defaults(benchmark: str | None, scenario: str) -> dict[Field, Any]:
-    if importlib.util.find_spec("mpillm.workloads") is None:
-        return {}
-    defaults: dict[Field, Any] = importlib.import_module("mpillm.workloads").get(benchmark).defaults(scenario)
-    return defaults
+def _with_all(shown: Sequence[Field]) -> list[Field]:
+    return list({field.name: field for field in (*FIELDS, *shown)}.values())
+
+
+def _resolve(options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
+    """A person's file lies over the model's generation config, that over the workload's values, and those over a command's defaults."""
+    workload = Configuration(below=Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command")))
+    generation = Configuration(below=workload)
+    own = Configuration(below=generation, options=options)
+
+    def said(field: Field) -> Found:
+        return own.resolve([field]).get(field, Found(None, DEFAULT))
+
+    if (path := said(fields.config_file).value) is not None:
+        given = {key: said(key).value for key in config_file.KEYS if said(key).origin.level > Level.CONTEXT}
+        file = config_file.load(path, given)
+        own.update(file)
+        own.origins = file.origins
+    benchmarks, scenarios = said(fields.benchmarks).value, said(fields.scenarios).value
+    if benchmarks is not None and len(benchmarks) == 1:
+        known_workload = workloads.get(benchmarks[0], said(fields.model_scale).value)
+        workload.update(known_workload.defaults(scenarios[0]))
+        workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
+    if (path := said(fields.llm_gen_config_path).value) is not None:
+        generation.update(GenerationConfig.from_file(path).values())
+        generation.origins = Origin(Level.CONTEXT, path)
+    found = _complete(own, known)
+    _imply(found)
+    unify(found)
+    return RunConfig(found)
+
+
+def _complete(configuration: Configuration, known: Sequence[Field]) -> dict[str, Found]:
+    found = configuration.resolve(known)
+    return {field.name: found.get(field, Found(None, DEFAULT)) for field in known}
+
+
+def _imply(found: dict[str, Found]) -> None:
+    """Options that say another one's value; ConfigError if that says something else."""
+    for name, value, implied, its_value in (
+        ("use_triton", True, "harness_type", "triton"),
+        ("harness_type", "triton", "core_type", "triton_grpc"),
+        ("core_type", "trtllm_disagg", "mode", "disaggregated"),
+    ):
+        cause, effect = found[name], found[implied]
+        if cause.value != value or effect.value == its_value:
+            continue
+        if effect.origin.level >= Level.CONTEXT:
+            raise ConfigError(
+                f"{name} {value} ({cause.origin.where}) means {implied} {its_value}, but that is {effect.value} ({effect.origin.where})"
+            )
+        found[implied] = Found(its_value, Origin(cause.origin.level, f"{cause.origin.where}: {name}"))
 
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
     config = parse(argv, run_parser(), [field for field in FIELDS if field.group in _RUN_GROUPS])
     _check_together(config)
+    _check_compliance(config)
     return config
 
 
 def _check_together(config: RunConfig) -> None:
     for name in ("scenarios", "benchmarks"):
         if len(getattr(config, name) or ()) > 1:
-            raise ConfigError(f"--{name} {','.join(getattr(config, name))}: a run is one test of one workload; start it once for each")
+            raise ConfigError(f"{config.named(name)}: a run is one test of one workload; start it once for each")
+    if config.dry_run:
+        raise ConfigError(f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI")
     if config.min_output_len > config.max_output_len:
-        raise ConfigError(f"--min_output_len {config.min_output_len} is more than --max_output_len {config.max_output_len}")
+        raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
     if config.core_type == "torch" and not config.model_path:
         raise ConfigError(
             "--core_type torch needs --model_path: a Hugging Face folder, or the preset tiny-llama"
             " (python -m mpillm fetch-model smollm2-135m brings a small real model)"
         )
-    if config.dataset == "synthetic" and config.dataset_path:
-        raise ConfigError("--dataset synthetic and --dataset_path exclude each other")
+    if config.dataset == "synthetic" and config.given("dataset_path"):
+        raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    chunking = config.context_chunking_policy != fields.context_chunking_policy.default
+    if chunking and config.given("context_chunking_policy") and not config.enable_chunked_context and not config.disagg_config:
+        raise ConfigError(f"{config.named('context_chunking_policy')} has no effect without --enable_chunked_context true")
     if config.server_target_qps == 0:
-        raise ConfigError("--server_target_qps 0: expected more than 0")
+        raise ConfigError(f"{config.named('server_target_qps')}: expected more than 0")
     conflicting = (
         ("aggregated", ("num_ctx_servers", "ctx_tp_size", "ctx_pp_size", "num_gen_servers", "gen_tp_size", "gen_pp_size")),
         ("disaggregated", ("tensor_parallelism", "pipeline_parallelism")),
@@ -172,10 +265,21 @@ def _check_together(config: RunConfig) -> None:
     for mode, names in conflicting:
         for name in names:
             if config.mode == mode and config.given(name) and not config.disagg_config:
-                raise ConfigError(f"--{name} has no meaning with --mode {mode}")
+                raise ConfigError(f"{config.named(name)} has no meaning with --mode {mode}")
+
+
+def _check_compliance(config: RunConfig) -> None:
+    if config.compliance_test and config.audit_conf:
+        raise ConfigError(
+            f"{config.named('compliance_test')} and {config.named('audit_conf')} exclude each other: the test has an audit.config"
+        )
+    if config.compliance_test and config.test_mode != "PerformanceOnly":
+        raise ConfigError(f"{config.named('compliance_test')} is a performance run, not {config.named('test_mode')}")
+    if config.audit_conf and not Path(config.audit_conf).is_file():
+        raise ConfigError(f"{config.named('audit_conf')}: no such file")
 
 
 def run_name(config: RunConfig) -> str:
-    """``<model>-<scenario>``, for the run directory's name."""
-    model = Path(config.model_path).name if config.model_path else config.core_type
+    """``<workload or model>-<scenario>``, for the run directory's name."""
+    model = config.benchmark or (Path(config.model_path).name if config.model_path else config.core_type)
     return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{config.scenario}")

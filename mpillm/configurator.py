@@ -113,36 +113,71 @@ class Field:
         return self.parse(value if isinstance(value, str) else to_text(value), source)
 
 
+class Level(enum.IntEnum):
+    """Kinds of sources: the higher goes before the lower."""
+
+    DEFAULT = 0
+    WORKLOAD = 1  # what a workload has for its users
+    CONTEXT = 2  # a configuration, of a file for one
+    ENVIRONMENT = 3
+    COMMAND_LINE = 4
+
+
+class Origin(NamedTuple):
+    """Where a value came from, as a person is told: ``command line``, ``environment variable X``, ``configs/x.py:12``, ``default``."""
+
+    level: Level
+    where: str
+
+
+DEFAULT = Origin(Level.DEFAULT, "default")
+CONFIGURATION = Origin(Level.CONTEXT, "configuration")
+COMMAND_LINE = Origin(Level.COMMAND_LINE, "command line")
+
+
 class Found(NamedTuple):
     """A value and where it came from; for a dictionary made of several, where each key did."""
 
     value: Any
-    source: str
-    keys: dict[str, str] = {}  # noqa: RUF012 - never changed
+    origin: Origin
+    keys: Mapping[str, Origin] = {}
+
+    @property
+    def source(self) -> str:
+        """Where it came from, as a person is told."""
+        return self.origin.where
 
     def over(self, below: Found | None, strategy: AutoConfStrategy) -> Found:
         """This value laid over the one below it."""
         if below is None or strategy is AutoConfStrategy.Replace or not isinstance(self.value, dict) or not isinstance(below.value, dict):
             return self
-        keys = {k: below.keys.get(k, below.source) for k in below.value} | {k: self.keys.get(k, self.source) for k in self.value}
-        return Found({**below.value, **self.value}, self.source, keys)
+        return Found({**below.value, **self.value}, self.origin, {**below.key_origins(), **self.key_origins()})
+
+    def key_origins(self) -> dict[str, Origin]:
+        """Where each key of a dictionary came from."""
+        return {key: self.keys.get(key, self.origin) for key in self.value}
 
 
 class Configuration(UserDict):  # type: ignore[type-arg]
-    """Values by field. Over them lie a command line and an environment: this process's, if none are given."""
+    """Values by field, and where they came from.
+
+    Over them lie options (texts by name) and an environment, this process's if not given; under them may lie another configuration.
+    """
 
     def __init__(
         self,
         values: Mapping[Field, Any] | None = None,
         *,
-        sources: Mapping[Field, str] | str = "configuration",
-        argv: Sequence[str] | None = None,
+        origins: Mapping[Field, Origin] | Origin = CONFIGURATION,
+        options: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
+        below: Configuration | None = None,
     ) -> None:
         super().__init__(values or {})
-        self.sources = sources
-        self.argv = argv
+        self.origins = origins
+        self.options = options
         self.environ = environ
+        self.below = below
 
     @contextlib.contextmanager
     def autoapply(self) -> Iterator[None]:
@@ -157,16 +192,15 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         """The values of those fields that have one, the command line, the environment and defaults considered."""
         fields = list(fields)
         environ = os.environ if self.environ is None else self.environ
-        texts = option_texts(fields, sys.argv[1:] if self.argv is None else self.argv)
+        options = option_texts(fields, sys.argv[1:]) if self.options is None else self.options
         found: dict[Field, Found] = {}
         for field in fields:
-            layers = [Found(field.default, "default")] if field.default is not None else []
-            if field in self.data:
-                layers.append(Found(self.data[field], self.sources if isinstance(self.sources, str) else self.sources[field]))
+            layers = [Found(field.default, DEFAULT)] if field.default is not None else []
+            layers += self._layers(field)
             if field.from_environ and (text := environ.get(field.from_environ)) is not None:
                 layers.append(_from_environ(field, field.from_environ, text))
-            if (text := texts.get(field.name)) is not None:
-                layers.append(Found(field.parse(text, f"--{field.name}"), "command line"))
+            if (text := options.get(field.name)) is not None:
+                layers.append(Found(field.parse(text, f"--{field.name}"), COMMAND_LINE))
             value: Found | None = None
             for layer in layers:
                 value = layer.over(value, field.autoconf_strategy)
@@ -176,12 +210,19 @@ class Configuration(UserDict):  # type: ignore[type-arg]
                 found[field] = value
         return found
 
+    def _layers(self, field: Field) -> list[Found]:
+        """What this and the configurations below it say, the lowest first."""
+        layers = self.below._layers(field) if self.below is not None else []
+        if field in self.data:
+            layers.append(Found(self.data[field], self.origins if isinstance(self.origins, Origin) else self.origins[field]))
+        return layers
+
     def configure(self, cls: type, given: Iterable[str] = ()) -> dict[str, Any]:
         """Arguments for `cls` by parameter, without those `given`; ConfigError if a field that disallows its default has no value."""
         wanted = {field: name for field, name in bound_fields(cls).items() if name not in set(given)}
         found = self.resolve(wanted)
         for field, name in wanted.items():
-            if field.disallow_default and (field not in found or found[field].source == "default"):
+            if field.disallow_default and (field not in found or found[field].origin.level is Level.DEFAULT):
                 option = (
                     f" (--{field.name})"
                     if field.is_option
@@ -197,7 +238,8 @@ _current: ContextVar[Configuration | None] = ContextVar("configuration", default
 
 
 def _from_environ(field: Field, variable: str, text: str) -> Found:
-    return Found(field.parse(text, f"environment variable {variable}"), f"environment variable {variable}")
+    where = f"environment variable {variable}"
+    return Found(field.parse(text, where), Origin(Level.ENVIRONMENT, where))
 
 
 def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]:
@@ -284,7 +326,7 @@ class ConfigurationIndex:
         for key, values in exports.items():
             path = process_key(key) if process_key else key if isinstance(key, (list, tuple)) else (key,)
             checked = {field: field.check(value, f"{module_path}: {field.name}") for field, value in values.items()}
-            self.register((*prefix, *path), Configuration(checked, sources=module_path))
+            self.register((*prefix, *path), Configuration(checked, origins=Origin(Level.CONTEXT, module_path)))
 
 
 class HelpInfo:

@@ -1,7 +1,7 @@
 """The samples of a test: their prompts as tokens, all back to back in one array.
 
 A data set is a JSONL file with ``{"prompt": "text"}`` or ``{"input_tokens": [1, 2, 3]}`` on each line, the prompts that come with the
-program, or synthetic: random tokens with lengths from a normal distribution.
+program, synthetic (random tokens with lengths from a normal distribution), or one of MLPerf's, tokenized beforehand (`preprocessed`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
 from mpillm.messages import ragged_take
+from mpillm.preprocessed.loader import LLMDataLoader, Samples
 from mpillm.tokenizer import Tokenizer
 
 BUILTIN_PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
@@ -36,6 +37,7 @@ class Dataset:
     offsets: NDArray[np.int64]  # shape [samples + 1]
     output_lengths: NDArray[np.int64] | None = None  # tokens to generate, sample by sample, where the data set says so
     texts: Mapping[int, str] = field(default_factory=dict)  # the prompts that were given as text, by sample
+    ignores_stop: NDArray[np.bool_] | None = None  # whose answers no stop word ends, where the data set says so
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -67,22 +69,29 @@ class Synthetic:
     seed: int = 0
 
 
-def load_dataset(
-    source: Path | Synthetic | None,
-    tokenizer: Tokenizer,
-    *,
-    vocab_size: int | None = None,
-    max_seq_len: int | None = None,
-    max_output_len: int = 1,
-) -> Dataset:
-    """The data set in a JSONL file, a synthetic one, or (None) the prompts that come with the program.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model and a run allow a data set."""
 
-    `vocab_size` is the model's, the tokenizer's where there is no model. ConfigError names the file and the line of whatever is wrong, a
-    prompt that leaves no room in `max_seq_len` for `max_output_len` tokens (for a synthetic sample: its own output length) included.
+    vocab_size: int | None = None  # None: the tokenizer's
+    max_seq_len: int | None = None  # prompt and answer together
+    max_output_len: int = 1
+    max_prompt_len: int | None = None  # one step's tokens, where a prompt can't be computed in several
+    end_ids: tuple[int, ...] = ()
+    stop_words: tuple[tuple[int, ...], ...] = ()
+
+
+def load_dataset(source: Path | Synthetic | LLMDataLoader | None, tokenizer: Tokenizer, limits: Limits = Limits()) -> Dataset:
+    """The data set in a JSONL file, a synthetic one, a preprocessed one, or (None) the prompts that come with the program.
+
+    ConfigError names the file and the line (or sample) of whatever is wrong, a prompt that does not fit the limits included (for a
+    synthetic sample: with its own output length).
     """
-    vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+    vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     if isinstance(source, Synthetic):
-        return _synthetic(source, tokenizer, vocab_size, max_seq_len)
+        return _synthetic(source, tokenizer, vocab_size, limits.max_seq_len)
+    if isinstance(source, LLMDataLoader):
+        return _preprocessed(source.load(), vocab_size, limits)
     file = BUILTIN_PROMPTS if source is None else source
     lines: list[int] = []  # of each sample, in the file
     rows: list[array[int]] = []
@@ -106,17 +115,53 @@ def load_dataset(
                 raise ConfigError(f"{file}:{lines[index]}: the tokenizer makes token {max(tokens)}, the model knows {vocab_size} tokens")
             rows[index] = array("i", tokens)
     dataset = _pack(file.name, rows, texts)
-    if max_seq_len is not None:
-        lengths = dataset.lengths()
-        over = np.flatnonzero(lengths + max_output_len > max_seq_len)
+    _check_lengths(dataset.lengths(), limits, lambda sample: f"{file}:{lines[sample]}")
+    return dataset
+
+
+def _check_lengths(lengths: NDArray[np.int64], limits: Limits, where: Callable[[int], str]) -> None:
+    """ConfigError naming the longest prompt that does not fit; `where(sample)` says which that is."""
+    for longest, name in (
+        (
+            limits.max_seq_len and limits.max_seq_len - limits.max_output_len,
+            f"and with max_output_len {limits.max_output_len} it does not fit max_seq_len {limits.max_seq_len}",
+        ),
+        (limits.max_prompt_len, f"without --enable_chunked_context true it does not fit --max_num_tokens {limits.max_prompt_len}"),
+    ):
+        over = np.flatnonzero(lengths > longest) if longest is not None else ()
         if len(over):
             worst = int(over[np.argmax(lengths[over])])
-            more = f" ({len(over)} of {len(rows)} samples are too long, this one the most)" if len(over) > 1 else ""
-            raise ConfigError(
-                f"{file}:{lines[worst]}: the prompt has {lengths[worst]} tokens, and with max_output_len {max_output_len} "
-                f"it does not fit max_seq_len {max_seq_len}{more}"
-            )
-    return dataset
+            more = f" ({len(over)} of {len(lengths)} samples are too long, this one the most)" if len(over) > 1 else ""
+            raise ConfigError(f"{where(worst)}: the prompt has {lengths[worst]} tokens, {name}{more}")
+
+
+def _preprocessed(samples: Samples, vocab_size: int, limits: Limits) -> Dataset:
+    """ConfigError names the file and the sample that does not fit the model or the run."""
+    file, tokens = samples.file, samples.tokens
+    offsets = np.zeros(len(samples.lengths) + 1, np.int64)
+    np.cumsum(samples.lengths, out=offsets[1:])
+    for place in (int(tokens.argmin()), int(tokens.argmax())):
+        if not 0 <= tokens[place] < vocab_size:
+            sample = int(np.searchsorted(offsets, place, "right")) - 1
+            raise ConfigError(f"{file}: sample {sample} has token {tokens[place]}; the model's are 0 to {vocab_size - 1}")
+    _check_lengths(samples.lengths, limits, lambda sample: f"{file}: sample {sample}")
+    ignores_stop = None if samples.stop_words is None else _ignores_stop(samples.stop_words, limits, file)
+    return Dataset(file.name, tokens, offsets, ignores_stop=ignores_stop)
+
+
+def _ignores_stop(words: NDArray[np.int32], limits: Limits, file: Path) -> NDArray[np.bool_]:
+    """Which samples have no stop word but the end token; ConfigError if one has a word that the run does not know."""
+    distinct, first, which = np.unique(words, axis=0, return_index=True, return_inverse=True)
+    ignores = np.zeros(len(distinct), np.bool_)
+    for i, row in enumerate(distinct.tolist()):
+        word = [token for token in row if token >= 0]
+        while word and word[-1] in limits.end_ids:  # what shorter words are padded with
+            word.pop()
+        ignores[i] = not word
+        if word and tuple(word) not in limits.stop_words:
+            known = ", ".join(str(list(known)) for known in limits.stop_words) or "none"
+            raise ConfigError(f"{file}: sample {first[i]} has stop word {word}; those of this run (--stop_words) are: {known}")
+    return ignores[which.reshape(-1)]
 
 
 def _pack(name: str, rows: list[array[int]], texts: Mapping[int, str]) -> Dataset:

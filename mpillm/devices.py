@@ -39,14 +39,17 @@ def local_gpus() -> tuple[Gpu, ...]:
 
     None if the PyTorch that is installed was built without CUDA.
     """
-    if not _torch_has_cuda():
-        return ()
+    return (visible_gpus() or ()) if _torch_has_cuda() else ()
+
+
+def visible_gpus() -> tuple[Gpu, ...] | None:
+    """As `local_gpus`, whatever PyTorch is installed; None where NVIDIA's driver is not, so that nobody knows."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return ()
+        return None
     if nvml.nvmlInit_v2() != 0:
-        return ()
+        return None
     try:
         return tuple(_read(nvml, handle) for handle in _visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
     finally:

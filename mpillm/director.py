@@ -13,22 +13,25 @@ from disagg.errors import ConfigError
 from mpillm import __version__
 from mpillm.comms.control import Coordinator
 from mpillm.comms.transport import Transport
+from mpillm.compliance import prepare_audit
 from mpillm.config import RunConfig, run_name
 from mpillm.cores import BackendRegistry
-from mpillm.dataset import Dataset, Synthetic, load_dataset
+from mpillm.dataset import Dataset
 from mpillm.devices import assign
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.factory import core_config
+from mpillm.factory import core_configs
 from mpillm.loadgen.logs import unsatisfied, verdict
-from mpillm.loadgen.settings import LoadGenConfig, test_settings
+from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.planning import Setup, disagg_config
 from mpillm.report.console import Console, rank_list
+from mpillm.report.json_files import write_json
 from mpillm.report.outputs import Outputs
-from mpillm.report.result import failures_json, test_result, write_json
+from mpillm.report.result import failures_json, test_result
 from mpillm.roles.base import RouteMap
 from mpillm.roles.harness import Harness, Sampling
-from mpillm.tokenizer import load_tokenizer
+from mpillm.samples import load_samples
+from mpillm.tokenizer import Tokenizer
 
 
 class Director:
@@ -42,9 +45,11 @@ class Director:
         self._log_dir: Path | None = None
         self._plan: WorldPlan | None = None
         self._dataset: Dataset | None = None
+        self._tokenizer: Tokenizer | None = None
         self._outputs: Outputs | None = None
         self._harness: Harness | None = None
-        self._settings: Any = None
+        self._settings: LoadGenSettings | None = None
+        self._audit = ""  # LoadGen's audit.config, of a compliance run
         self._result: dict[str, Any] = {"status": "FAILED"}
         self._phases_s: dict[str, float] = {}
         self._last_start = time.time()
@@ -75,21 +80,21 @@ class Director:
             self._progress_at = now
             totals = harness.totals
             if harness.in_flight or not totals.samples:
-                self._console.progress(totals.samples, totals.issued, totals.tokens, time.perf_counter() - totals.started)
+                steady = bool(self._config and self._config.show_steady_state_progress)
+                self._console.progress(totals.samples, totals.issued, totals.tokens, time.perf_counter() - totals.started, steady)
         return False
 
     def make_harness(self, route: Transport, ranks: RouteMap) -> Harness:
         """The harness role: it lives on rank 0, as the director does."""
         config, dataset, plan = self._config, self._dataset, self._plan
-        assert config is not None and dataset is not None and plan is not None and self._log_dir is not None
         log_dir, settings = self._log_dir, self._settings
-        audit = config.audit_conf or str(log_dir / "audit.config")
+        assert config is not None and dataset is not None and plan is not None and log_dir is not None and settings is not None
         self._harness = Harness(
             route,
             ranks[plan.leader_rank],
             dataset,
             Sampling(config.max_output_len, config.min_output_len, config.temperature, config.top_k, config.top_p, config.seed),
-            lambda: LoadGenTest(settings, len(dataset), log_dir, audit),
+            lambda: LoadGenTest(settings.test, len(dataset), log_dir, self._audit),
             self._outputs.add if self._outputs else None,
             plan.instances[0].role == "ctx",
         )
@@ -110,11 +115,11 @@ class Director:
                 state.label = f"rank {rank} ({', '.join(me.roles)}{f', instance {me.instance}' if me.instance is not None else ''})"
         gpus = [tuple(reports[rank]["gpus"]) for rank in range(self._size)]
         own = assign(config.device, plan, gpus) if BackendRegistry.uses_gpus(config.core_type) else {}
-        cores = [core_config(config, plan, instance.leader, own) for instance in plan.instances]
-        for core in cores:
-            limits = BackendRegistry.check(core)
-        self._load_data(config, limits)
-        self._settings = test_settings(self._loadgen_config(config), len(self._dataset or ()))
+        cores = core_configs(config, plan, [instance.leader for instance in plan.instances], own)
+        models = [BackendRegistry.check(core) for core in cores]
+        self._dataset, self._tokenizer = load_samples(config, models, lambda: self._run_directory(config))
+        settings = self._settings = load_settings(LoadGenConfig.from_run(config), len(self._dataset))
+        self._result["loadgen"] = settings.to_json()
         self._make_run_directory(config, disagg.dump(yaml), plan, reports)
         nodes = len({rank.node for rank in plan.ranks})
         model = f", model {Path(config.model_path).name}" if config.model_path else ""
@@ -127,8 +132,11 @@ class Director:
         self._console.line(f"  run directory {path_shown(self._log_dir)}")
         if any(core.enable_kv_cache_reuse for core in cores):
             self._console.line("  KV cache reuse is on: MLPerf forbids it, so this is no result to submit")
-        if self._dataset is not None:
-            self._console.line(f"  data set {self._dataset.name}: {len(self._dataset)} samples, {len(self._dataset.tokens)} tokens")
+        self._console.line(f"  data set {self._dataset.name}: {len(self._dataset)} samples, {len(self._dataset.tokens)} tokens")
+        if config.workload is not None:
+            self._console.line(f"  workload {config.workload.title}: LoadGen's {settings.describe()}")
+            if config.workload.scaled:
+                self._console.line(f"  scaled down: {config.workload.scaled}")
         if own:
             name = next(gpus[rank][gpu.device].name for rank, gpu in own.items())
             self._console.line(f"  GPUs: {len(own)} ({name})")
@@ -157,53 +165,39 @@ class Director:
                 + (f"rank {first}: {difference}" if difference else f"the contents of {self._config.disagg_config} differ")
             )
 
-    def _load_data(self, config: RunConfig, limits: Any) -> None:
-        folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
-        tokenizer = load_tokenizer(folder, config.apply_chat_template)
-        source: Path | Synthetic | None = Path(config.dataset_path) if config.dataset_path else None
-        if config.dataset == "synthetic":
-            source = Synthetic(
-                config.input_mean, config.output_mean, config.input_stdev, config.output_stdev, config.num_samples, config.seed
-            )
-        max_seq_len = config.max_seq_len or (limits.max_seq_len if limits else None)
-        self._dataset = load_dataset(
-            source,
-            tokenizer,
-            vocab_size=limits.vocab_size if limits else None,
-            max_seq_len=max_seq_len,
-            max_output_len=config.max_output_len,
-        )
-        self._tokenizer = tokenizer
-        self._has_text = folder is not None
-
-    def _loadgen_config(self, config: RunConfig) -> LoadGenConfig:
-        return LoadGenConfig(
-            scenario=config.scenario,
-            test_mode=config.test_mode,
-            user_conf=config.user_conf,
-            min_duration_s=config.min_duration,
-            min_query_count=config.min_query_count,
-            server_target_qps=config.server_target_qps,
-            offline_expected_qps=config.offline_expected_qps,
-        )
-
     def _make_run_directory(self, config: RunConfig, yaml: str, plan: WorldPlan, reports: dict[int, Any]) -> None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        path = Path(config.log_dir) if config.log_dir else Path("build/runs") / f"{stamp}-{run_name(config)}"
+        assert self._dataset is not None and self._tokenizer is not None and self._settings is not None
+        path = self._run_directory(config)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._log_dir = path.absolute()
             (path / "disagg.yaml").write_text(yaml, encoding="utf-8")
+            (path / "user.conf").write_text(self._settings.user_conf, encoding="utf-8")
+            self._audit = prepare_audit(config.compliance_test, config.audit_conf, path)
             write_json(path / "plan.json", plan.to_json())
             write_json(path / "config.json", config.to_json())
             joined = [{"rank": rank, **{k: report[k] for k in ("host", "pid", "versions")}} for rank, report in sorted(reports.items())]
             write_json(path / "ranks.json", joined)
             (path / "outputs.jsonl").unlink(missing_ok=True)
             if config.save_outputs or self._has_text:
-                assert self._dataset is not None
                 self._outputs = Outputs(self._dataset, self._tokenizer, path / "outputs.jsonl" if config.save_outputs else None)
         except OSError as error:
-            raise RunError(Failure(f"the run directory {path} can't be written: {error.strerror}", code=_storage_code(error))) from error
+            raise _unwritable(path, error) from error
+
+    def _run_directory(self, config: RunConfig) -> Path:
+        """Made when it is first asked for."""
+        if self._log_dir is None:
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            path = Path(config.log_dir) if config.log_dir else Path("build/runs") / f"{stamp}-{run_name(config)}"
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _unwritable(path, error) from error
+            self._log_dir = path.absolute()
+        return self._log_dir
+
+    @property
+    def _has_text(self) -> bool:
+        """Whether answers can be shown as text: the model has a folder, and so a tokenizer."""
+        return bool(self._config and self._config.model_path and Path(self._config.model_path).is_dir())
 
     # --- the end ---
 
@@ -216,6 +210,9 @@ class Director:
             raise RunError(Failure(f"LoadGen's logs in {self._log_dir} are missing or incomplete: is the disk full?"))
         self._result |= {"status": result, "loadgen_result": result, "loadgen_unsatisfied": unsatisfied(self._log_dir)}
         self._result |= test_result(self._harness, reports)
+        assert self._plan is not None
+        machines = {self._plan.ranks[rank].node: report["machine"] for rank, report in sorted(reports.items()) if report["machine"]}
+        write_json(self._log_dir / "machines.json", machines)
         return f"{self._result['samples']} of {self._harness.totals.issued} samples answered"
 
     def _stopped(self) -> int:
@@ -280,6 +277,7 @@ class Director:
             "mode": self._plan_mode(),
             "core_type": config.core_type,
             "model": config.model_path,
+            "workload": config.workload.title if config.workload else None,
             "world_size": self._size,
             "samples": self._harness.totals.samples if self._harness else 0,
             "errors": self._harness.totals.errors if self._harness else 0,
@@ -295,6 +293,10 @@ class Director:
 def path_shown(path: Path | None) -> str:
     """Relative to the current directory where that is shorter."""
     return os.path.relpath(path) if path and path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _unwritable(path: Path, error: OSError) -> RunError:
+    return RunError(Failure(f"the run directory {path} can't be written: {error.strerror}", code=_storage_code(error)))
 
 
 def _storage_code(error: OSError) -> ExitCode | None:

@@ -14,10 +14,15 @@ class ExitCode(enum.IntEnum):
     """What the command returns. LoadGen's INVALID verdict is DONE unless --require_valid was given."""
 
     DONE = 0
+    STAGE_FAILED = 1  # a stage of the pipeline: a quantisation, a build
     USAGE = 2  # bad usage or configuration
     NOT_READY = 3
     TEST_FAILED = 4
     INSTANCE_LOST = 5
+
+
+class StageError(Exception):
+    """A stage of the pipeline failed, although its input was right when it began. Printed as it is; exit code STAGE_FAILED."""
 
 
 @dataclass(frozen=True)

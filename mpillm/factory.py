@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from disagg import WorldPlan
@@ -13,7 +14,9 @@ from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
 from mpillm.devices import OwnGpu
-from mpillm.planning import Setup, server_value
+from mpillm.fields.flags import RUNTIME_FLAGS
+from mpillm.harness_config import TrtllmHarnessConfig
+from mpillm.planning import Setup
 from mpillm.roles.base import Role, RouteMap
 from mpillm.roles.ctx import Context
 from mpillm.roles.executor import Executor
@@ -21,7 +24,7 @@ from mpillm.roles.gen import Generation
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 
-_SERVER_VALUES = ("max_batch_size", "max_num_tokens", "max_seq_len")  # where nobody says, CoreConfig does
+_LIMITS = ("max_batch_size", "max_num_tokens")  # where nobody says, CoreConfig does
 # TensorRT-LLM's names in a YAML's scheduler_config, and ours, which are the harness's.
 _POLICIES = {
     "MAX_UTILIZATION": "max_util",
@@ -33,8 +36,14 @@ _POLICIES = {
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
-def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, OwnGpu]) -> CoreConfig:
-    """What the core on `rank` (of an instance) is built from; `gpus`: see `devices.assign`."""
+def core_configs(config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpus: dict[int, OwnGpu]) -> list[CoreConfig]:
+    """What the cores on `ranks` (of instances) are built from; `gpus`: see `devices.assign`."""
+    workers = Counter(rank.node for rank in plan.ranks if rank.instance is not None)
+    return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
+
+
+def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, OwnGpu], node_ranks: int) -> CoreConfig:
+    """`node_ranks`: ranks of its node that belong to an instance."""
     me = plan.ranks[rank]
     assert me.instance is not None
     instance, gpu = plan.instances[me.instance], gpus.get(rank)
@@ -42,9 +51,16 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, O
     kv_cache = server.kv_cache_config or {}
     scheduler = server.extra.get("scheduler_config") or {}
 
+    harness = config.build(TrtllmHarnessConfig)
+
     def chosen(name: str, in_file: Any) -> Any:
-        """The command line goes before the file, the file before the default."""
+        """What a person set goes before the file, the file before the default."""
         return getattr(config, name) if config.given(name) or in_file is None else in_file
+
+    def flag(name: str, in_file: Any) -> Any:
+        """As `chosen`, of a runtime flag."""
+        given = config.given(RUNTIME_FLAGS[name].name)
+        return harness.runtime_flags.get(name) if given or in_file is None else in_file
 
     return CoreConfig(
         core_type=config.core_type,
@@ -59,28 +75,27 @@ def core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, O
         rank=rank,
         device=gpu.device if gpu else None,
         gpu_bytes=gpu.free if gpu else None,
-        n_threads=config.num_threads or _thread_share(_node_ranks(plan, rank)),
+        n_threads=config.num_threads or _thread_share(node_ranks),
         model_path=config.model_path,
         load_format=config.load_format,
         dtype=config.dtype,
-        **{name: value for name in _SERVER_VALUES if (value := server_value(config, server, name)) is not None},
+        quantization=config.quantization,
+        engine_dir=config.engine_dir,
+        **{name: value for name in _LIMITS if (value := flag(name, getattr(server, name))) is not None},
+        max_seq_len=chosen("max_seq_len", server.max_seq_len),
         kv_cache_tokens=config.kv_cache_tokens or kv_cache.get("max_tokens"),
-        kv_cache_fraction=chosen("kv_cache_free_gpu_mem_fraction", kv_cache.get("free_gpu_memory_fraction")),
+        kv_cache_fraction=flag("kvcache_free_gpu_mem_frac", kv_cache.get("free_gpu_memory_fraction")),
         tokens_per_block=chosen("tokens_per_block", kv_cache.get("tokens_per_block")),
-        enable_chunked_context=chosen("enable_chunked_context", server.extra.get("enable_chunked_prefill")),
-        context_chunking_policy=chosen("context_chunking_policy", _POLICIES.get(scheduler.get("context_chunking_policy", ""))),
-        batch_scheduler_policy=chosen("batch_scheduler_policy", _POLICIES.get(scheduler.get("capacity_scheduler_policy", ""))),
+        enable_chunked_context=flag("enable_chunked_context", server.extra.get("enable_chunked_prefill")),
+        context_chunking_policy=flag("context_chunking_policy", _POLICIES.get(scheduler.get("context_chunking_policy", ""))),
+        batch_scheduler_policy=flag("batch_scheduler_policy", _POLICIES.get(scheduler.get("capacity_scheduler_policy", ""))),
         enable_kv_cache_reuse=chosen("enable_kv_cache_reuse", kv_cache.get("enable_block_reuse")),
         beam_width=chosen("beam_width", server.extra.get("max_beam_width")),
+        end_ids=config.end_ids,
         stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
-        node_ranks=_node_ranks(plan, rank),
+        node_ranks=node_ranks,
         options=config.core_options,
     )
-
-
-def _node_ranks(plan: WorldPlan, rank: int) -> int:
-    """Ranks of this rank's node that belong to an instance."""
-    return sum(1 for r in plan.ranks if r.node == plan.ranks[rank].node and r.instance is not None)
 
 
 def _thread_share(node_ranks: int) -> int:
@@ -105,7 +120,8 @@ def make_roles(
     ranks = RouteMap(route_ranks(plan))
     roles: list[Role] = []
     if me.instance is not None:
-        core = BackendRegistry.get(config.core_type)(core_config(config, plan, rank, setup.gpus), comms.of_instance())
+        (core_config,) = core_configs(config, plan, [rank], setup.gpus)
+        core = BackendRegistry.get(config.core_type)(core_config, comms.of_instance())
         roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if "leader" in me.roles:
         assert route is not None

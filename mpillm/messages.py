@@ -25,6 +25,7 @@ REQUEST = np.dtype(
         ("top_k", "<u4"),  # 0 is off
         ("top_p", "<f4"),  # 1 is off
         ("seed", "<u4"),
+        ("ignore_stop", "<u4"),  # 1: no stop word ends the answer
         ("generation", "<u4"),  # the instance that receives the KV cache, or NO_INSTANCE
     ]
 )

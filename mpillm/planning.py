@@ -1,15 +1,13 @@
-"""From options to a disaggregation configuration and a plan; the commands `plan` and `generate-disagg-config`."""
+"""From options to a disaggregation configuration and a plan; the command `plan`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import disagg
-from disagg import DisaggConfig, ServerConfig, WorldPlan
+from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
@@ -17,12 +15,12 @@ from mpillm.configurator import Field
 from mpillm.devices import OwnGpu
 from mpillm.fields import FIELDS
 
-# What plan and generate-disagg-config show in --help.
+# What plan shows in --help.
 _PLANNING = [
     field
     for field in FIELDS
     if field.name in ("benchmarks", "config_file", "model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
-    or (field.group == "topology" and field.name not in ("core_type", "core_options"))
+    or (field.group in ("topology", "plan") and field.name not in ("core_type", "core_options"))
 ]
 
 
@@ -63,11 +61,6 @@ def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
     )
 
 
-def server_value(config: RunConfig, server: ServerConfig, name: str) -> Any:
-    """An option that a server section may set as well: the command line goes before the file."""
-    return getattr(config, name) if config.given(name) or getattr(server, name) is None else getattr(server, name)
-
-
 def plan_main(argv: Sequence[str]) -> int:
     """``python -m mpillm plan``: the table or the JSON of a plan, without MPI."""
     format_field = Field("format", "how to print it", default="table", choices=("table", "json"), group="output")
@@ -86,26 +79,4 @@ def plan_main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
     made: WorldPlan = disagg.plan(disagg_config(config, world_size), world_size, nodes)
     print(json.dumps(made.to_json(), indent=2) if config.format == "json" else disagg.table(made))
-    return 0
-
-
-def generate_main(argv: Sequence[str]) -> int:
-    """``python -m mpillm generate-disagg-config``: a YAML for `run`, trtllm-serve and plan."""
-    output = Field("output", "the file to write [default: standard output]", group="output")
-    parser = Parser(
-        prog="mpillm generate-disagg-config",
-        description="Write a disaggregation YAML from options.",
-        epilog="example:\n"
-        "  python -m mpillm generate-disagg-config --mode disaggregated --world_size 8 --ctx_tp_size 2 --output disagg.yaml",
-    )
-    config = parse(argv, parser, [*_PLANNING, output])
-    text = disagg.dump(disagg_config(config, config.world_size))
-    if config.output:
-        try:
-            Path(config.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--output {config.output}: {error.strerror}") from error
-        print(f"wrote {config.output}")
-    else:
-        print(text, end="")
     return 0

@@ -28,11 +28,12 @@ from mpillm.comms.watch import Beat, Watch
 from mpillm.comms.world import create_communicators
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry
-from mpillm.devices import local_gpus
+from mpillm.devices import Gpu, local_gpus
 from mpillm.errors import STOP_SIGNALS, ExitCode, Failure, Interrupted, RunError
 from mpillm.factory import make_roles
 from mpillm.fields import DEADLINES
 from mpillm.planning import Setup
+from mpillm.report.machine import describe_machine
 from mpillm.report.ranklog import open_rank_log
 from mpillm.roles.base import Role
 
@@ -73,6 +74,8 @@ class Rank:
             self._loop.pollers.append(self._coordinator.poll)
         self._roles: list[Role] = []
         self._route: Transport | None = None
+        self._gpus: tuple[Gpu, ...] = ()  # of this node, if the core uses any
+        self._speaks_for_node = False  # the first rank there is
         self._test_clock = (0.0, 0.0)  # time and CPU time at the test's start
         watch.connect(self._beat, self._stop_requested, self._last_resort)
 
@@ -128,6 +131,8 @@ class Rank:
         )
 
     def _join_report(self) -> dict[str, Any]:
+        if self._config and self._config.device != "cpu" and BackendRegistry.uses_gpus(self._config.core_type):
+            self._gpus = local_gpus()
         return {
             "host": MPI.Get_processor_name(),
             "pid": os.getpid(),
@@ -140,9 +145,7 @@ class Rank:
             "error": self._usage_error,
             "digest": self._config.digest() if self._config else "",
             "values": self._config.values if self._config else {},
-            "gpus": local_gpus()
-            if self._config and self._config.device != "cpu" and BackendRegistry.uses_gpus(self._config.core_type)
-            else (),
+            "gpus": self._gpus,
         }
 
     def _drain_report(self) -> dict[str, Any]:
@@ -153,11 +156,14 @@ class Rank:
             "cpu_cores": cpu / lasted,
             "messages": self._route.sent_messages if self._route else 0,
             "message_bytes": self._route.sent_bytes if self._route else 0,
+            "machine": describe_machine(self._gpus) if self._speaks_for_node else None,
         }
 
     def _set_up(self, setup: Setup) -> None:
         assert self._config is not None
         self._member.host, self._member.rank0 = MPI.Get_processor_name(), setup.rank0
+        ranks = setup.plan.ranks
+        self._speaks_for_node = all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank])
         try:
             open_rank_log(Path(setup.log_dir), self.rank)
         except OSError as error:

@@ -10,7 +10,9 @@ from disagg.errors import ConfigError, nearest
 _BENCHES = {
     "routing": "what everything around the model costs, with dummy cores",
     "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
+    "load": "loading weights from an engine's files against loading them from a checkpoint",
     "agreement": "answers and logits of tensor parallel instances against those of one rank",
+    "dataset": "loading a preprocessed data set: seconds and memory",
     "handoff": "KV caches between two ranks, against plain messages of the same size",
 }
 

@@ -36,6 +36,7 @@ def bench_decode(config: Any) -> int:
         core_type="torch",
         model_path=config.model_path or "llama3.1-8b",
         dtype=config.dtype or "auto",
+        quantization=config.quantization,
         gpu_bytes=gpus[0].free,
         max_batch_size=max(batches),
         max_num_tokens=max(config.max_num_tokens, *batches),
@@ -57,7 +58,8 @@ def bench_decode(config: Any) -> int:
         for pool in (worker.cache.keys, worker.cache.values):
             for layer in pool:
                 layer.normal_()
-    print(f"{gpus[0].name}, {core.model_path}, {info.dtype}, {context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
+    dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
+    print(f"{gpus[0].name}, {core.model_path}, {dtypes}, {context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
     print(f"  {'batch':>6} {'step ms':>9} {'(least)':>9} {'floor ms':>9} {'ratio':>6} {'tokens/s':>9} {'attention':>10} {'products':>9}")
     for batch in batches:
@@ -78,7 +80,7 @@ def _weight_bytes(info: ModelInfo, batch: int) -> int:
     c, width = info.config, 4 if info.dtype == "float32" else 2
     n_bytes = info.n_bytes - (0 if c.tie_word_embeddings else (c.vocab_size - batch) * c.hidden_size * width)
     if c.n_experts:
-        experts = 3 * c.n_layers * c.n_experts * c.intermediate_size * c.hidden_size * width
+        experts = 3 * c.n_layers * c.n_experts * c.intermediate_size * c.hidden_size * (width if info.quantization == "none" else 1)
         n_bytes -= round(experts * (1 - c.n_experts_per_token / c.n_experts) ** batch)
     return n_bytes
 

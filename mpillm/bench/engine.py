@@ -17,7 +17,7 @@ from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.command_line import Parser
 from mpillm.config import collect
 from mpillm.cores.base import CoreConfig
-from mpillm.dataset import load_dataset
+from mpillm.dataset import Limits, load_dataset
 from mpillm.engine.model_config import ModelInfo, check_model
 from mpillm.fields import Field, integers, not_negative, positive
 from mpillm.tokenizer import load_tokenizer
@@ -38,6 +38,13 @@ _FIELDS = (
         "dtype",
         "of weights and KV cache [default: float32; on a GPU the checkpoint's]",
         choices=("float32", "bfloat16"),
+        group="benchmark",
+    ),
+    Field(
+        "quantization",
+        "of the layers' weights; a checkpoint of floats is quantised as it is loaded",
+        default="auto",
+        choices=("auto", "none", "int8", "fp8"),
         group="benchmark",
     ),
     Field("n_threads", "CPU threads", positive, default=2, group="benchmark"),
@@ -68,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
         core_type="torch",
         model_path=config.model_path,
         dtype=dtype,
+        quantization=config.quantization,
         n_threads=config.n_threads,
         max_batch_size=config.max_batch_size,
         max_num_tokens=config.max_num_tokens,
@@ -132,7 +140,7 @@ def _others_cpu_s() -> float:
 
 def _prompts(info: ModelInfo, config: Any) -> list[list[int]]:
     source = Path(config.dataset_path) if config.dataset_path else None
-    dataset = load_dataset(source, load_tokenizer(info.folder), vocab_size=info.vocab_size)
+    dataset = load_dataset(source, load_tokenizer(info.folder), Limits(info.vocab_size))
     prompts = [dataset.sample(i).tolist() for i in range(len(dataset))]
     limit = min(config.max_prompt_len, info.max_seq_len - config.output_len)
     prompts = [prompt for prompt in prompts if len(prompt) <= limit][: config.num_prompts]

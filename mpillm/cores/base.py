@@ -37,6 +37,9 @@ class ModelLimits(Protocol):
     @property
     def max_seq_len(self) -> int: ...
 
+    @property
+    def max_prompt_len(self) -> int | None: ...
+
 
 @dataclass(frozen=True)
 class CoreConfig:
@@ -58,6 +61,8 @@ class CoreConfig:
     model_path: str | None = None  # a folder, or the name of a preset
     load_format: str = "auto"  # auto: safetensors; dummy: seeded random weights
     dtype: str = "auto"  # auto: the checkpoint's; float32 or bfloat16
+    quantization: str = "auto"  # of linear layers. auto: the checkpoint's; none, int8 or fp8
+    engine_dir: str | None = None  # weights as each rank holds them (see `engine.shards`), instead of the checkpoint's
     max_batch_size: int = 64
     max_num_tokens: int = 1024  # most tokens of one engine step
     max_seq_len: int | None = None  # prompt and answer; None: the model's

@@ -73,6 +73,7 @@ class DummyLimits(NamedTuple):
 
     vocab_size: int = 1 << 31
     max_seq_len: int = 1 << 31
+    max_prompt_len: int | None = None
 
 
 def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int32]:

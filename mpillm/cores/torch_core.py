@@ -247,4 +247,5 @@ def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
         min_output=int(row["min_output"]),
         sampling=SamplingParams(float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), int(row["seed"])),
         hand_over=int(row["generation"]) != NO_INSTANCE,
+        ignore_stop=bool(row["ignore_stop"]),
     )

@@ -196,7 +196,8 @@ class Engine:
 
     def _is_stopped(self, sequence: Sequence) -> bool:
         """Whether its answer ends with a stop word, and may end."""
-        words, output = self._stops.get(sequence.output[-1], ()), sequence.output
+        output = sequence.output
+        words = () if sequence.ignore_stop else self._stops.get(output[-1], ())
         return len(output) >= sequence.min_output and any(output[-len(word) :] == word for word in words)
 
     # --- handoff: both sides, then the context side, then the generation side ---

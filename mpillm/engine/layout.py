@@ -11,10 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpillm.engine.quantization import SCALE_BYTES, is_linear
+
 if TYPE_CHECKING:
     from mpillm.engine.model_config import ModelConfig
 
 ALL = slice(None)
+# Projections that read the same rows are one matrix in the engine, their outputs one after the other.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 
 
 def share(n: int, rank: int, size: int) -> slice:
@@ -112,6 +116,16 @@ class Layout:
             n = len(range(shape[0])[rows])
             sizes[name] = n * len(range(shape[1])[columns]) if len(shape) == 2 else n
         return sizes
+
+    def n_bytes(self, config: ModelConfig, width: int, quantization: str) -> int:
+        """Of this rank's parameters in memory: floats of `width` bytes, and what is in 8 bits (none, int8, fp8) with its scales."""
+        shapes, n_bytes = config.tensors(), 0
+        for name, n in self.sizes(config).items():
+            if quantization != "none" and is_linear(name):
+                n_bytes += n + SCALE_BYTES * len(range(shapes[name][0])[self.part(name, config)[0]])
+            else:
+                n_bytes += n * width
+        return n_bytes
 
     def n_values(self, config: ModelConfig) -> int:
         """Numbers in all parameters of this rank."""

@@ -12,6 +12,7 @@ import psutil
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
 from mpillm.engine.layout import Layout
+from mpillm.engine.quantization import held
 
 if TYPE_CHECKING:
     from mpillm.engine.model_config import ModelConfig, ModelInfo
@@ -30,26 +31,31 @@ def check_fit(config: CoreConfig, info: ModelInfo) -> None:
 
     Nodes count as alike, and each rank as the one of its instance that holds the most.
     """
-    weights = max(_weight_values(info.config, stage) for stage in _stages(info.layout)) * (4 if info.dtype == "float32" else 2)
+    weights = max(_load_bytes(info.config, stage, info.dtype, info.quantization) for stage in _stages(info.layout))
     # A KV cache of a given size is to be had in full. The default one is larger than one sequence, but takes memory only as it is used.
     tokens = info.max_seq_len if config.kv_cache_tokens is None else info.kv_cache_tokens
     kv_cache = tokens * info.config.kv_bytes_per_token(info.dtype, config.tp_size, config.pp_size)
+    kind = info.dtype if info.quantization == "none" else info.quantization
     needed, available = (weights + kv_cache) * config.node_ranks, available_bytes()
     if needed > available:
         each = f"each of the {config.node_ranks} ranks on this node needs" if config.node_ranks > 1 else "it needs"
         together = f", {shown(needed)} together" if config.node_ranks > 1 else ""
         raise ConfigError(
             f"{config.model_path} does not fit: {each} {shown(weights + kv_cache)} of memory ({shown(weights)} to load the weights in "
-            f"{info.dtype}, {shown(kv_cache)} of KV cache for {tokens} tokens){together}, and {shown(available)} are available; "
+            f"{kind}, {shown(kv_cache)} of KV cache for {tokens} tokens){together}, and {shown(available)} are available; "
             "spread it over more nodes (tensor or pipeline parallelism), or set a smaller --kv_cache_tokens or --max_seq_len"
         )
 
 
-def gpu_room(config: CoreConfig, model: ModelConfig, dtype: str, there: int) -> int:
-    """Bytes that the model leaves on each GPU of the instance, of `there`, for its KV cache; ConfigError if there are none."""
+def gpu_room(config: CoreConfig, model: ModelConfig, dtype: str, quantization: str, there: int) -> int:
+    """Bytes that the model leaves on each GPU of the instance, of `there`, for its KV cache; ConfigError if there are none.
+
+    `quantization` is that of the weights as they are held.
+    """
     width = 4 if dtype == "float32" else 2
     ranks = [(tp_rank, pp_rank) for tp_rank in range(config.tp_size) for pp_rank in range(config.pp_size)]
-    weights = width * max(Layout(config.tp_size, config.pp_size, config.ep_size, *rank).n_values(model) for rank in ranks)
+    layouts = [Layout(config.tp_size, config.pp_size, config.ep_size, *rank) for rank in ranks]
+    weights = max(layout.n_bytes(model, width, quantization) for layout in layouts)
     heads = model.n_heads + 2 * max(model.n_kv_heads, config.tp_size)
     # A mixture has its feed-forward's values for each chosen expert, whoever holds it, and what comes out of each.
     n_chosen = model.n_experts_per_token if model.n_experts else 1
@@ -76,11 +82,15 @@ def _stages(layout: Layout) -> list[Layout]:
     return [dataclasses.replace(layout, tp_rank=0, pp_rank=stage) for stage in range(layout.pp_size)]
 
 
-def _weight_values(model: ModelConfig, layout: Layout) -> int:
-    """Numbers in memory at once while a rank loads: a matrix is there twice while it is packed (see `linear`), two of a layer as one."""
-    sizes = layout.sizes(model)
+def _load_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -> int:
+    """In memory at once while a rank loads: a matrix is there twice while it is packed (see `linear`), two of a layer as one.
+
+    One that is rounded or widened on its way is there as float32 a few times.
+    """
+    sizes, width = layout.sizes(model), 4 if dtype == "float32" else 2
     tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0  # as rows, and packed
-    return sum(sizes.values()) + tied + 2 * max(sizes.values())
+    under_way = 2 * width if quantization == "none" else 3 * 4
+    return layout.n_bytes(model, width, held(quantization, on_gpu=False)) + tied * width + under_way * max(sizes.values())
 
 
 def _cgroup_rooms(cgroups: Path, own: Path) -> Iterator[int]:

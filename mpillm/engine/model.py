@@ -1,9 +1,9 @@
 """Llama and Mixtral, over a flat batch: a step's tokens are rows, whatever sequence they belong to.
 
-Rows of the q and k projections are reordered at load so that the two halves that a rotary embedding turns against each other lie
+`Weights` has the rows of the q and k projections reordered, so that the two halves that a rotary embedding turns against each other lie
 side by side; the rotation is then one complex product, in place. Scores do not change; a cached key has its pairs in that order.
 
-`Shards` gives a rank its own heads, intermediate values, experts and vocabulary. So the model runs as it is written, on fewer of them;
+It gives a rank its own heads, intermediate values, experts and vocabulary. So the model runs as it is written, on fewer of them;
 what remains is to sum over the TP group behind `o`, behind the feed-forward, and behind the embedding.
 
 What is not a product is somebody else's: attention comes with the step, the rest is `ops` or, on a GPU, `kernels`.
@@ -23,7 +23,7 @@ from mpillm.engine.linear import GroupedLinear, Linear
 from mpillm.engine.model_config import ModelConfig, RopeScaling
 from mpillm.engine.ops import Choice
 from mpillm.engine.parallel import Groups
-from mpillm.engine.weights import Shards
+from mpillm.engine.weights import Weights
 
 
 class Attention(Protocol):
@@ -50,10 +50,10 @@ class Ops(Protocol):
 class Mlp:
     """The dense feed-forward, its intermediate values split over the TP group; the result is a part of a sum over it."""
 
-    def __init__(self, shards: Shards, ops: Ops, gate: str, up: str, down: str) -> None:
+    def __init__(self, weights: Weights, ops: Ops, gate_up: str, down: str) -> None:
         self._ops = ops
-        self.gate_up = Linear(torch.cat([shards.get(gate), shards.get(up)]))
-        self.down = Linear(shards.get(down))
+        self.gate_up = weights.linear(gate_up)
+        self.down = weights.linear(down)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._ops.silu_mul(self.gate_up(x)))
@@ -62,14 +62,13 @@ class Mlp:
 class Mixture:
     """The best experts of many for each row, weighted; this rank adds what its own contribute."""
 
-    def __init__(self, shards: Shards, prefix: str, experts: range, ops: Ops) -> None:
-        names = [f"{prefix}.experts.{i}" for i in experts]
+    def __init__(self, weights: Weights, prefix: str, experts: range, ops: Ops) -> None:
         self._ops = ops
         self._experts = experts
-        self._n_chosen = shards.config.n_experts_per_token
-        self.router = Linear(shards.get(f"{prefix}.gate"))
-        self.gate_up = GroupedLinear([Linear(torch.cat([shards.get(f"{name}.w1"), shards.get(f"{name}.w3")])) for name in names])
-        self.down = GroupedLinear([Linear(shards.get(f"{name}.w2")) for name in names])
+        self._n_chosen = weights.config.n_experts_per_token
+        self.router = Linear(weights.get(f"{prefix}.gate"))
+        self.gate_up = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w13") for i in experts])
+        self.down = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w2") for i in experts])
 
     def __call__(self, x: Tensor) -> Tensor:
         choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
@@ -78,43 +77,38 @@ class Mixture:
 
 
 class Layer:
-    def __init__(self, shards: Shards, index: int, experts: range, ops: Ops) -> None:
-        prefix, head_dim = f"model.layers.{index}", shards.config.head_dim
-
-        def get_rotary(name: str) -> Tensor:
-            weight = shards.get(f"{prefix}.self_attn.{name}")
-            return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-        self.input_norm = shards.get(f"{prefix}.input_layernorm")
-        self.qkv = Linear(torch.cat([get_rotary("q_proj"), get_rotary("k_proj"), shards.get(f"{prefix}.self_attn.v_proj")]))
-        self.o = Linear(shards.get(f"{prefix}.self_attn.o_proj"))
-        self.post_norm = shards.get(f"{prefix}.post_attention_layernorm")
+    def __init__(self, weights: Weights, index: int, experts: range, ops: Ops) -> None:
+        prefix = f"model.layers.{index}"
+        self.input_norm = weights.get(f"{prefix}.input_layernorm")
+        self.qkv = weights.linear(f"{prefix}.self_attn.qkv_proj")
+        self.o = weights.linear(f"{prefix}.self_attn.o_proj")
+        self.post_norm = weights.get(f"{prefix}.post_attention_layernorm")
         self.mlp: Mlp | Mixture
-        if shards.config.n_experts:
-            self.mlp = Mixture(shards, f"{prefix}.block_sparse_moe", experts, ops)
+        if weights.config.n_experts:
+            self.mlp = Mixture(weights, f"{prefix}.block_sparse_moe", experts, ops)
         else:
-            self.mlp = Mlp(shards, ops, *(f"{prefix}.mlp.{name}_proj" for name in ("gate", "up", "down")))
+            self.mlp = Mlp(weights, ops, f"{prefix}.mlp.gate_up_proj", f"{prefix}.mlp.down_proj")
 
 
 class Llama:
     """This rank's weights and its part of the forward pass, for Llama and Mixtral; holds no state of any sequence."""
 
-    def __init__(self, config: ModelConfig, shards: Shards, max_seq_len: int, groups: Groups, ops: Ops = ops) -> None:
-        """Reads one layer after the other from `shards`; ConfigError if a tensor cannot be read."""
+    def __init__(self, config: ModelConfig, weights: Weights, max_seq_len: int, groups: Groups, ops: Ops = ops) -> None:
+        """Reads one layer after the other from `weights`; ConfigError if a tensor cannot be read."""
         layout = groups.layout
         self.config = config
         self._groups = groups
         self._ops = ops
         self._n_heads = layout.n_heads(config) + 2 * _length(layout.kv_heads(config))
-        self.layers = [Layer(shards, i, layout.experts(config), ops) for i in layout.layers(config)]
+        self.layers = [Layer(weights, i, layout.experts(config), ops) for i in layout.layers(config)]
         self.lm_head: Linear | None = None
         if layout.is_first_stage or (layout.is_last_stage and config.tie_word_embeddings):
-            self.embedding = shards.get("model.embed_tokens")
+            self.embedding = weights.get("model.embed_tokens")
         if layout.is_last_stage:
-            self._norm = shards.get("model.norm")
-            self.lm_head = Linear(self.embedding if config.tie_word_embeddings else shards.get("lm_head"))
+            self._norm = weights.get("model.norm")
+            self.lm_head = Linear(self.embedding if config.tie_word_embeddings else weights.get("lm_head"))
         self.vocabulary = layout.vocabulary(config)
-        self.rotations = _rotations(config, max_seq_len).to(shards.device)
+        self.rotations = _rotations(config, max_seq_len).to(weights.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding for `tokens` (int64)."""

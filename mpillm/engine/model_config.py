@@ -6,16 +6,19 @@ of ours that runs with seeded random weights.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import CoreConfig
+from mpillm.engine.checkpoint_folder import read_header, read_json, weight_files
+from mpillm.engine.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.layout import Layout
 from mpillm.engine.memory import check_fit, gpu_room, shown
+from mpillm.engine.quantization import ALGORITHMS, DTYPES, held, is_linear, parse_quantization, scale_name
 from mpillm.tokenizer import load_tokenizer
 
 PRESETS = Path(__file__).parent / "presets"
@@ -23,13 +26,12 @@ SUPPORTED = ("LlamaForCausalLM", "MixtralForCausalLM")
 _CHOICES = {
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "quantization": ("auto", "none", *ALGORITHMS),
     "batch_scheduler_policy": ("max_util", "no_evict", "static"),
     "context_chunking_policy": ("first_come_first_served", "equal_progress"),
 }
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _CHECKPOINT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_FP8_MULTIPLE = 16  # torch._scaled_mm's rule, for both sides of a matrix
 _DEFAULT_KV_BYTES = 2 << 30  # on a CPU
 
 
@@ -63,6 +65,7 @@ class ModelConfig:
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
     n_experts: int = 0  # 0: dense
     n_experts_per_token: int = 0
+    quantization: str = "none"  # of the checkpoint: none, int8 or fp8
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that a checkpoint must have."""
@@ -103,6 +106,7 @@ class ModelInfo:
     config: ModelConfig
     vocab_size: int
     max_seq_len: int  # prompt and answer, of this instance: the model's, the configured, or what the KV cache holds
+    max_prompt_len: int | None  # of one that must be computed in one step
     n_layers: int
     n_heads: int
     n_kv_heads: int
@@ -110,9 +114,11 @@ class ModelInfo:
     stop_words: tuple[tuple[int, ...], ...]
     layout: Layout  # this rank's
     n_bytes: int  # of the weights on this rank, as the engine holds them
-    dtype: str  # of weights and KV cache: float32 or bfloat16
+    dtype: str  # of weights, but those that are quantised, and of the KV cache: float32 or bfloat16
+    quantization: str  # none, int8 or fp8
     kv_cache_tokens: int  # size of the KV cache
     folder: Path | None  # None: a preset
+    engine: EngineFolder | None = None  # that the weights come from
 
 
 def check_model(config: CoreConfig) -> ModelInfo:
@@ -139,71 +145,77 @@ def model_info(config: CoreConfig) -> ModelInfo:
     if config.options:
         raise ConfigError(f"--core_options {', '.join(config.options)}: the torch core has no such options")
     source, folder = _locate(config.model_path)
-    raw = _read_json(source)
+    raw = read_json(source)
     architecture = _architecture(raw, source)
     model = _parse(raw, source)
     _check_layout(config, model)
     layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
-    if folder is not None and config.load_format == "auto":
+    engine = None if config.engine_dir is None else read_engine(Path(config.engine_dir))
+    if engine is not None:
+        check_engine(engine, _parse(engine.pretrained_config, engine.folder / "config.json"), config, model, folder)
+        model = dataclasses.replace(model, dtype=engine.dtype, quantization=engine.quantization)
+    elif folder is not None and config.load_format == "auto":
         checkpoint_files(folder, model)
     # float16 has no place here: its values are held as float32, which keeps them exactly.
     auto = "bfloat16" if model.dtype == "bfloat16" else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype
-    room = None if config.gpu_bytes is None else gpu_room(config, model, dtype, config.gpu_bytes)
+    quantization = _quantization(config, model, layout)
+    weights_held = held(quantization, config.gpu_bytes is not None)
+    room = None if config.gpu_bytes is None else gpu_room(config, model, dtype, weights_held, config.gpu_bytes)
     kv_cache_tokens, max_seq_len = _lengths(config, model, dtype, room)
     return ModelInfo(
         architecture=architecture,
         config=model,
         vocab_size=model.vocab_size,
         max_seq_len=max_seq_len,
+        max_prompt_len=None if config.enable_chunked_context or config.role == "generation" else config.max_num_tokens,
         n_layers=model.n_layers,
         n_heads=model.n_heads,
         n_kv_heads=model.n_kv_heads,
         end_ids=_end_ids(config, raw, folder),
         stop_words=_stop_words(config, model, folder),
         layout=layout,
-        n_bytes=layout.n_values(model) * (4 if dtype == "float32" else 2),
+        n_bytes=layout.n_bytes(model, 4 if dtype == "float32" else 2, weights_held),
         dtype=dtype,
+        quantization=quantization,
         kv_cache_tokens=kv_cache_tokens,
         folder=folder,
+        engine=engine,
     )
 
 
 def load_model_config(model_path: str) -> ModelConfig:
     """The model in a folder or of a preset; ConfigError if there is none or we cannot run it."""
     source, _ = _locate(model_path)
-    raw = _read_json(source)
+    raw = read_json(source)
     _architecture(raw, source)
     return _parse(raw, source)
 
 
 def preset_json(name: str) -> dict[str, Any]:
     """The `config.json` of a preset."""
-    return _read_json(PRESETS / f"{name}.json")
+    return read_json(PRESETS / f"{name}.json")
 
 
 def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     """The file of every tensor of `model`; ConfigError if one is missing, truncated, of the wrong shape or of a type we cannot read."""
-    index = folder / _INDEX
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ConfigError(f"{index}: no weight_map")
-        files = sorted({folder / str(name) for name in weight_map.values()})
-    else:
-        files = [folder / _SINGLE]
-    found: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for file in files:
-        found |= {name: (file, entry) for name, entry in _read_header(file).items()}
-    for name, shape in model.tensors().items():
+    files = weight_files(folder)
+    found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
+    expected = {name: (shape, tuple(_CHECKPOINT_DTYPES)) for name, shape in model.tensors().items()}
+    if model.quantization != "none":
+        for name in [name for name in expected if is_linear(name)]:
+            shape, floats = expected[name]
+            expected[name] = shape, (DTYPES[model.quantization],)
+            expected[scale_name(name)] = (shape[0], 1), floats
+    for name, (shape, dtypes) in expected.items():
         if name not in found:
             raise ConfigError(f"{folder}: no tensor {name} in {', '.join(file.name for file in files)}")
         file, entry = found[name]
         if tuple(entry["shape"]) != shape:
             raise ConfigError(f"{file}: tensor {name} has shape {list(entry['shape'])}, config.json makes it {list(shape)}")
-        if entry["dtype"] not in _CHECKPOINT_DTYPES:
-            raise ConfigError(f"{file}: tensor {name} is of type {entry['dtype']}; can read {', '.join(_CHECKPOINT_DTYPES)}")
-    return {name: found[name][0] for name in model.tensors()}
+        if entry["dtype"] not in dtypes:
+            raise ConfigError(f"{file}: tensor {name} is of type {entry['dtype']}; can read {', '.join(dtypes)}")
+    return {name: found[name][0] for name in expected}
 
 
 def _presets() -> list[str]:
@@ -222,47 +234,6 @@ def _locate(model_path: str) -> tuple[Path, Path | None]:
     raise ConfigError(
         f"--model_path {model_path}: no such folder, and no such preset{nearest(model_path, known)}; presets: {', '.join(known)}"
     )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: not a JSON object")
-    return value
-
-
-def _read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """A safetensors file's tensors: dtype, shape, data_offsets. The file's size must be exactly what they add up to."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
-                raise ConfigError(f"{file}: truncated, or not a safetensors file ({size} bytes)")
-            raw = stream.read(length)
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    try:
-        header: dict[str, Any] = json.loads(raw)
-        header.pop("__metadata__", None)
-        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        if any(not {"dtype", "shape"} <= entry.keys() for entry in header.values()):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise ConfigError(f"{file}: truncated, or not a safetensors file (its header cannot be read)") from None
-    if size != expected:
-        raise ConfigError(f"{file}: truncated: its header says {expected} bytes, it has {size}")
-    return header
 
 
 def _architecture(raw: dict[str, Any], source: Path) -> str:
@@ -291,7 +262,6 @@ def _parse(raw: dict[str, Any], source: Path) -> ModelConfig:
         ("mlp_bias", (False, None)),
         ("hidden_act", ("silu", None)),
         ("sliding_window", (None,)),
-        ("quantization_config", (None,)),
         ("partial_rotary_factor", (1, None)),
     ):
         if raw.get(name) not in allowed:
@@ -330,6 +300,7 @@ def _parse(raw: dict[str, Any], source: Path) -> ModelConfig:
         rope_scaling=_rope_scaling(rope, source),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         dtype=dtype,
+        quantization=parse_quantization(raw, source),
         **experts,
     )
 
@@ -369,6 +340,29 @@ def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
                 raise ConfigError(f"moe_expert_parallel_size {config.ep_size} does not divide the {count} {name} of {config.model_path}")
 
 
+def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout) -> str:
+    """What the engine's weights are quantised by: the checkpoint's algorithm, or what a checkpoint of floats is rounded to at load."""
+    if config.quantization == "auto":
+        quantization = model.quantization
+    elif model.quantization in ("none", config.quantization):
+        quantization = config.quantization
+    else:
+        raise ConfigError(f"--quantization {config.quantization}: the weights of {config.model_path} are {model.quantization}")
+    if config.gpu_bytes is None:
+        return quantization
+    if quantization == "int8":
+        raise ConfigError(f"{config.model_path}: int8 weights run on CPUs alone (--device cpu); on a GPU use fp8")
+    for name in layout.tensors(model) if quantization == "fp8" else ():
+        if is_linear(name):
+            shape = [len(range(n)[part]) for n, part in zip(model.tensors()[name], layout.part(name, model), strict=True)]
+            if any(n % _FP8_MULTIPLE for n in shape):
+                raise ConfigError(
+                    f"{config.model_path}: with tensor_parallel_size {config.tp_size} a rank holds {shape} of {name};"
+                    f" fp8 products on a GPU need multiples of {_FP8_MULTIPLE}"
+                )
+    return quantization
+
+
 def _lengths(config: CoreConfig, model: ModelConfig, dtype: str, gpu_room: int | None) -> tuple[int, int]:
     """Tokens in the KV cache, and the longest sequence. A cache on a GPU has `gpu_room` bytes, a fraction of them by default."""
     for name in ("max_batch_size", "max_num_tokens", "tokens_per_block", "n_threads"):
@@ -400,7 +394,7 @@ def _end_ids(config: CoreConfig, raw: dict[str, Any], folder: Path | None) -> tu
         return config.end_ids
     value = None
     if folder is not None and (folder / "generation_config.json").is_file():
-        value = _read_json(folder / "generation_config.json").get("eos_token_id")
+        value = read_json(folder / "generation_config.json").get("eos_token_id")
     value = raw.get("eos_token_id") if value is None else value
     if value is None:
         return ()

@@ -23,6 +23,7 @@ class Sequence:
     min_output: int
     sampling: SamplingParams
     hand_over: bool = False  # stops after its first token and keeps its blocks until they are released
+    ignore_stop: bool = False  # stop words do not end its answer
     arrival: int = 0
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)

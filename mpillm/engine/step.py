@@ -20,8 +20,9 @@ from mpillm.engine.model_config import ModelInfo
 from mpillm.engine.parallel import Groups, MpiGroups
 from mpillm.engine.sampler import SamplingParams, sample
 from mpillm.engine.scheduler import Sequence
+from mpillm.engine.shards import Built
 from mpillm.engine.transfer import Kind, Transfer, Transfers, pack_transfers, unpack_transfers
-from mpillm.engine.weights import Checkpoint, DummyWeights, Shards
+from mpillm.engine.weights import Checkpoint, DummyWeights, Shards, Weights
 
 _SAMPLING = np.dtype([("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")])
 _SPAN = 6  # numbers of a span in a message: slot, cached, new, blocks already told, blocks told now, what is wanted
@@ -112,7 +113,6 @@ class Worker:
         """Loads the weights: minutes for a large model."""
         config, layout = info.config, groups.layout
         dtype = torch.float32 if info.dtype == "float32" else torch.bfloat16
-        source = DummyWeights(config, device) if dummy or info.folder is None else Checkpoint(info.folder, config)
         self.groups = groups
         self.peers = groups if isinstance(groups, MpiGroups) else None  # where this is one of several ranks
         self.transfers: Transfers | None = None  # of a rank that hands over, or takes over
@@ -122,7 +122,13 @@ class Worker:
         mine = layout.vocabulary(config)
         self._forbidden = torch.tensor([id_ - mine.start for id_ in info.end_ids if mine.start <= id_ < mine.stop], dtype=torch.int64)
         with torch.inference_mode():
-            self.model = Llama(config, Shards(source, config, layout, dtype, device), info.max_seq_len, groups, ops)
+            weights: Weights
+            if info.engine is not None:
+                weights = Built(info.engine, config, layout, device)
+            else:
+                source = DummyWeights(config, device) if dummy or info.folder is None else Checkpoint(info.folder, config)
+                weights = Shards(source, config, layout, dtype, device, info.quantization)
+            self.model = Llama(config, weights, info.max_seq_len, groups, ops)
             kv_heads = layout.kv_heads(config)
             n_blocks = info.kv_cache_tokens // tokens_per_block
             n_layers = len(layout.layers(config))
@@ -151,10 +157,7 @@ class Worker:
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
         """What `model.logits` wants of the wanted rows, or the next stage of all; `layer_stored` as `Llama.forward` calls it."""
         attention = StepAttention(step.spans, self.cache, self._n_heads, self.model.rotations)
-        if self.groups.layout.is_first_stage:
-            x = self.model.embed(torch.tensor(step.tokens))
-        else:
-            x = self._receive_hidden(len(step.tokens))
+        x = self.model.embed(torch.tensor(step.tokens)) if self.groups.layout.is_first_stage else self._receive_hidden(len(step.tokens))
         return self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
 
     def _receive_hidden(self, n_rows: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.engine.layout import ALL, Layout
+from mpillm.engine.layout import ALL, FUSED, Layout
+from mpillm.engine.linear import Linear, make_linear
 from mpillm.engine.model_config import ModelConfig, checkpoint_files, load_model_config, preset_json
+from mpillm.engine.quantization import scale_name
+from mpillm.engine.quantize import quantize_rows
 
 
 class WeightSource(Protocol):
@@ -94,22 +98,73 @@ def _signed(x: int) -> int:
     return x - (1 << 32) if x >> 31 else x
 
 
-class Shards:
-    """A rank's parts of parameters, as the engine holds them."""
+class Weights(ABC):
+    """A rank's parts of the parameters, as its engine holds them, by name without `.weight`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def get(self, name: str) -> Tensor:
+        """What is no linear projection of a layer: floats, always."""
+
+    @abstractmethod
+    def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """A linear projection, maybe a fused one (see `FUSED`): [out, in], and with 8 bits its scales (float32 [out, 1])."""
+
+    def linear(self, name: str) -> Linear:
+        return make_linear(*self.matrix(name), self.dtype)
+
+
+class Shards(Weights):
+    """Cut out of whole parameters, and put together as the engine wants them."""
 
     def __init__(
-        self, source: WeightSource, config: ModelConfig, layout: Layout, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        source: WeightSource,
+        config: ModelConfig,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        quantization: str = "none",
     ) -> None:
-        self.config = config
-        self.device = device
+        """`quantization` is the checkpoint's; or, of a checkpoint with none, what its weights are rounded to as they are read."""
+        super().__init__(config, dtype, device)
         self._source = source
         self._layout = layout
-        self._dtype = dtype
+        self._quantization = quantization
 
     def get(self, name: str) -> Tensor:
-        """This rank's part of ``name.weight``."""
         name += ".weight"
-        return self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self._dtype)
+        return self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self.dtype)
+
+    def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
+        prefix, _, last = name.rpartition(".")
+        parts = [self._part(f"{prefix}.{part}.weight") for part in FUSED.get(last, (last,))]
+        weight = parts[0][0] if len(parts) == 1 else torch.cat([weight for weight, _ in parts])
+        scales = [scales for _, scales in parts if scales is not None]
+        return weight, torch.cat(scales) if scales else None
+
+    def _part(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Of one parameter; rows of q and k as `model` wants them."""
+        rows, columns = self._layout.part(name, self.config)
+        scales: Tensor | None = None
+        if self._quantization == "none":
+            weight = self._source.get(name, rows, columns).to(self.device, self.dtype)
+        elif self.config.quantization == "none":  # whole rows, so that ranks that share a row's columns have one scale for it
+            weight, scales = quantize_rows(self._source.get(name, rows).to(self.device), self._quantization)
+            weight = weight[:, columns].contiguous()
+        else:
+            weight = self._source.get(name, rows, columns).to(self.device)
+            scales = self._source.get(scale_name(name), rows).to(self.device, torch.float32)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            return self._rotary(weight), None if scales is None else self._rotary(scales)
+        return weight, scales
+
+    def _rotary(self, x: Tensor) -> Tensor:
+        return x.view(-1, 2, self.config.head_dim // 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
 
 
 def save_preset(name: str, folder: Path) -> None:

@@ -19,6 +19,7 @@ from mpillm.fields import (
     loadgen,
     model,
     results,
+    server,
     topology,
     triton,
 )
@@ -31,9 +32,8 @@ from mpillm.fields.parsers import natural as natural
 from mpillm.fields.parsers import not_negative as not_negative
 from mpillm.fields.parsers import positive as positive
 from mpillm.fields.parsers import seconds as seconds
-from mpillm.fields.parsers import stop_words as stop_words
 
-_STAGES = (general, topology, model, checkpoint, engine_build, harness, triton, data, generation, loadgen, results, deadlines)
+_STAGES = (general, topology, model, checkpoint, engine_build, harness, triton, server, data, generation, loadgen, results, deadlines)
 FIELDS: tuple[Field, ...] = tuple(value for stage in _STAGES for value in vars(stage).values() if isinstance(value, Field))
 BY_NAME: dict[str, Field] = {name: field for field in FIELDS for name in (field.name, *field.aliases)}
 

@@ -6,7 +6,10 @@ from mpillm.configurator import Field
 from mpillm.fields.parsers import boolean, not_negative, positive
 
 dataset_path = Field(
-    "dataset_path", 'JSONL with {"prompt": …} or {"input_tokens": […]} per line [default: the prompts that come with mpillm]', group="data"
+    "dataset_path",
+    'JSONL with {"prompt": …} or {"input_tokens": […]} per line; or a published data set: the folder with input_ids_padded.npy, or a data'
+    " frame, .pkl or .pkl.gz (docs/workloads.md) [default: the workload's, or the prompts that come with mpillm]",
+    group="data",
 )
 dataset = Field(
     "dataset", "the prompts of dataset_path, or random tokens by length", default="prompts", choices=("prompts", "synthetic"), group="data"

@@ -20,3 +20,6 @@ heartbeat_timeout = Field(
     "heartbeat_timeout", "a rank whose heartbeat is missing for this many seconds is lost", seconds, default=30.0, group="deadlines"
 )
 grace = Field("grace", "seconds that ranks have to end after a failure", seconds, default=5.0, group="deadlines")
+build_deadline = Field(
+    "build_deadline", "a stage of generate-engines, a quantisation or a build, seconds", seconds, default=43200.0, group="deadlines"
+)

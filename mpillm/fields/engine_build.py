@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field
+from mpillm.fields.general import workload_names
 from mpillm.fields.parsers import batch_sizes, flag_dict
 
-engine_dir = Field("engine_dir", "folder of the engine", group="build")
+engine_dir = Field("engine_dir", "folder of the engine; the torch core's ranks map their weights from it", group="build")
 gpu_batch_size = Field(
-    "gpu_batch_size", "largest batch of an instance, requests: a number, or workload:number,workload:number", batch_sizes, group="build"
+    "gpu_batch_size",
+    "largest batch of an instance, requests: a number, or workload:number,workload:number",
+    batch_sizes(workload_names),
+    group="build",
 )
 trtllm_build_flags = Field(
     "trtllm_build_flags",

@@ -8,7 +8,7 @@ from mpillm.fields.parsers import accuracy, boolean, names
 WORKLOADS = ("llama2-70b", "llama2-70b-interactive", "mixtral-8x7b", "llama3.1-405b", "llama3.1-405b-interactive")
 SCENARIOS = ("Offline", "Server", "SingleStream")
 
-_workloads = names(
+workload_names = names(
     *WORKLOADS,
     **{
         "llama2": "llama2-70b",
@@ -23,7 +23,7 @@ _workloads = names(
 benchmarks = Field(
     "benchmarks",
     f"the workload, whose values then hold for all that is not set: {', '.join(WORKLOADS)}; also llama2, moe, llama3_1-405b",
-    _workloads,
+    workload_names,
     group="workload",
     aliases=("models",),
 )
@@ -41,5 +41,5 @@ model_scale = Field(
 )
 system_name = Field("system_name", "the system's name: chooses among a file's configurations, and names results", group="workload")
 config_file = Field("config_file", "a configuration of your own, Python or YAML (docs/configuration.md)", group="workload")
-dry_run = Field("dry_run", "print what would be done", boolean, default=False, group="workload")
-force = Field("force", "do it although its result is there already", boolean, default=False, group="workload")
+dry_run = Field("dry_run", "print the commands, and run none", boolean, default=False, group="stages")
+force = Field("force", "do it again although its result is there and up to date", boolean, default=False, group="stages")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field
-from mpillm.fields.parsers import fraction, natural, not_negative, positive
+from mpillm.fields.parsers import fraction, natural, not_negative, positive, token_ids
 from mpillm.fields.parsers import stop_words as words
 
 max_output_len = Field("max_output_len", "most tokens of an answer, the end token included", positive, default=128, group="generation")
 min_output_len = Field(
     "min_output_len", "no end token or stop word ends an answer before this many tokens", natural, default=0, group="generation"
 )
+end_ids = Field("end_ids", "token ids that end an answer [default: the model's]", token_ids, group="generation")
 stop_words = Field(
     "stop_words",
     'an answer ends behind any of these: one word, or a JSON array of words and of token ids, as ["###", [13, 13]]',

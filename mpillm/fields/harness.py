@@ -16,5 +16,9 @@ trtllm_runtime_flags = Field(
 )
 trtllm_server_urls = Field("trtllm_server_urls", "TensorRT-LLM's HTTP servers, host:port,host:port", urls, group="harness")
 show_steady_state_progress = Field(
-    "show_steady_state_progress", "the progress line also shows the throughput of the steady state", boolean, default=False, group="harness"
+    "show_steady_state_progress",
+    "the progress line also shows the throughput of the last 30 seconds",
+    boolean,
+    default=False,
+    group="harness",
 )

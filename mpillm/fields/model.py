@@ -17,6 +17,13 @@ load_format = Field(
 dtype = Field(
     "dtype", "of weights and KV cache; auto is the checkpoint's", default="auto", choices=("auto", "float32", "bfloat16"), group="model"
 )
+quantization = Field(
+    "quantization",
+    "of the layers' weights; auto is the checkpoint's; int8 (CPUs alone) and fp8 quantise a checkpoint of floats as it is loaded",
+    default="auto",
+    choices=("auto", "none", "int8", "fp8"),
+    group="model",
+)
 device = Field(
     "device",
     "what the engine runs on; auto: GPUs, one for each worker rank, where there are any",
@@ -32,11 +39,11 @@ kv_cache_free_gpu_mem_fraction = Field(
     "kv_cache_free_gpu_mem_fraction",
     "without kv_cache_tokens: the part of a GPU's memory, of what the model leaves, that the KV cache takes",
     fraction,
-    default=0.9,
+    default=0.80,
     group="model",
 )
 tokens_per_block = Field("tokens_per_block", "tokens of one KV cache block", positive, default=32, group="model")
-enable_chunked_context = Field("enable_chunked_context", "let a prompt be computed in several steps", boolean, default=True, group="model")
+enable_chunked_context = Field("enable_chunked_context", "let a prompt be computed in several steps", boolean, default=False, group="model")
 context_chunking_policy = Field(
     "context_chunking_policy",
     "whose prompt is computed in a step: the oldest's as far as it goes, or a like piece of each",

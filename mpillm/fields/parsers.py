@@ -81,6 +81,12 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
 
 
+@expects("token ids with commas between them", _listed)
+def token_ids(text: str) -> tuple[int, ...]:
+    """Ints of at least 0, with commas between them."""
+    return tuple(map(natural, text.split(",")))
+
+
 @expects("a number of seconds above 0")
 def seconds(text: str) -> float:
     """A duration above 0."""
@@ -127,31 +133,37 @@ def accuracy(text: str) -> float:
     return value
 
 
-@expects("a batch size, or workload:size,workload:size", _paired)
-def batch_sizes(text: str) -> int | dict[str, int]:
-    """One batch size, or one for each workload by its name."""
-    if ":" not in text:
-        return positive(text)
-    sizes = {}
-    for pair in text.split(","):
-        workload, colon, size = pair.partition(":")
-        if not colon or not workload.strip():
-            raise Reason(f"'{pair}' is not workload:size")
-        try:
-            sizes[workload.strip()] = positive(size)
-        except ValueError:
-            raise Reason(f"'{size}' is not a whole number of at least 1") from None
-    return sizes
+def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], int | dict[str, int]]:
+    """A parser of one batch size, or of one for each workload by its name, which `workloads` reads."""
+
+    @expects("a batch size, or workload:size,workload:size", _paired)
+    def parse(text: str) -> int | dict[str, int]:
+        if ":" not in text:
+            return positive(text)
+        sizes = {}
+        for pair in text.split(","):
+            name, colon, size = pair.partition(":")
+            if not colon:
+                raise Reason(f"'{pair}' is not workload:size")
+            try:
+                sizes[workloads(name)[0]] = positive(size)
+            except Reason:
+                raise
+            except ValueError:
+                raise Reason(f"'{size}' is not a whole number of at least 1") from None
+        return sizes
+
+    return parse
 
 
 @expects("host:port,host:port", _listed)
 def urls(text: str) -> tuple[str, ...]:
     """Servers as ``host:port,host:port``."""
     for url in text.split(","):
-        host, colon, port = url.rpartition(":")
+        host, colon, number = url.rpartition(":")
         if not colon or not host.strip():
             raise Reason(f"'{url}' is not host:port")
-        _port(port)
+        port(number)
     return tuple(url.strip() for url in text.split(","))
 
 
@@ -169,20 +181,19 @@ def grpc_ports(text: str) -> dict[str, tuple[int, ...]]:
             raise Reason(f"'{part}' is not host:port,port")
         if host.strip() in result:
             raise Reason(f"host {host.strip()} stands there twice")
-        result[host.strip()] = tuple(map(_port, ports.split(",")))
+        result[host.strip()] = tuple(map(port, ports.split(",")))
         if len(set(result[host.strip()])) < len(result[host.strip()]):
             raise Reason(f"host {host.strip()} has a port twice")
     return result
 
 
-def _port(text: str) -> int:
-    try:
-        port = int(text)
-    except ValueError:
-        port = 0
-    if not 0 < port < 65536:
+@expects("a port, 1 to 65535")
+def port(text: str) -> int:
+    """A TCP port."""
+    number = int(text) if text.strip().isdecimal() else 0
+    if not 0 < number < 65536:
         raise Reason(f"'{text}' is not a port, 1 to 65535")
-    return port
+    return number
 
 
 def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:

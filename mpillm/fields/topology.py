@@ -36,5 +36,5 @@ traffic_distribution_policy = Field(
     choices=("load_balancing", "round_robin"),
     group="topology",
 )
-world_size = Field("world_size", "ranks, control ranks included, where no mpirun says it", positive, group="topology")
-nodes = Field("nodes", "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]", group="topology")
+world_size = Field("world_size", "ranks, control ranks included, where no mpirun says it", positive, group="plan")
+nodes = Field("nodes", "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]", group="plan")

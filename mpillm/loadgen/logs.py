@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+
 _MARKER = ":::MLLOG "
+
+DETAIL = "mlperf_log_detail.txt"
+SUMMARY = "mlperf_log_summary.txt"
+ACCURACY = "mlperf_log_accuracy.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedAnswer:
+    """One entry of LoadGen's accuracy log."""
+
+    index: int  # in the data set
+    tokens: NDArray[np.int32]  # what `QuerySamplesComplete` was given
+    first: NDArray[np.int32] | None  # what `FirstTokenComplete` was given; None: LoadGen logs none Offline
+    count: int | None  # tokens, as they were counted for the rate; None: LoadGen counts none for this model
 
 
 def read_detail(directory: Path) -> dict[str, Any]:
-    """The values of ``mlperf_log_detail.txt`` by key; empty if the file is not there."""
-    path = directory / "mlperf_log_detail.txt"
+    """The values of ``mlperf_log_detail.txt`` by key, of a repeated key the last; empty if the file is not there."""
+    path = directory / DETAIL
     values: dict[str, Any] = {}
     if path.is_file():
         for line in path.read_text(errors="replace").splitlines():
@@ -24,9 +45,46 @@ def read_detail(directory: Path) -> dict[str, Any]:
     return values
 
 
+def read_answers(path: Path) -> list[LoggedAnswer]:
+    """The entries of an accuracy log whose answers are int32 tokens, in its order; of an index logged twice the first, as in MLCommons'
+    accuracy scripts. ConfigError: the file can't be read, was cut, or holds something else.
+    """
+    try:
+        entries = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: was it cut (a full disk, or truncated for a submission already)? {error}") from error
+    answers: dict[int, LoggedAnswer] = {}
+    try:
+        for entry in entries:
+            answer = LoggedAnswer(
+                int(entry["qsl_idx"]),
+                _tokens(entry["data"]),
+                _tokens(entry["token_data"]) if "token_data" in entry else None,
+                int(entry["token_count"]) if "token_count" in entry else None,
+            )
+            answers.setdefault(answer.index, answer)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no accuracy log of int32 tokens: {type(error).__name__}: {error}") from error
+    return list(answers.values())
+
+
+def _tokens(text: str) -> NDArray[np.int32]:
+    return np.frombuffer(bytes.fromhex(text), "<i4")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a log, hexadecimal: what MLCommons knows a whole accuracy log by; ConfigError if it can't be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
 def unsatisfied(directory: Path) -> list[str]:
     """Why LoadGen calls a test INVALID: the conditions of its summary that do not hold."""
-    path = directory / "mlperf_log_summary.txt"
+    path = directory / SUMMARY
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     return [line.partition(":")[0].strip() for line in lines if line.rstrip().lower().endswith((": no", ":no"))]
 
@@ -34,16 +92,25 @@ def unsatisfied(directory: Path) -> list[str]:
 def verdict(directory: Path, test_mode: str) -> str | None:
     """``VALID`` or ``INVALID``; None if LoadGen's logs are missing or incomplete.
 
-    LoadGen gives no verdict on an accuracy test: it is VALID when the log of answers is whole and no error was logged.
+    LoadGen gives no verdict on an accuracy test: it is VALID when every sample of the data set is in the log of answers and no error was
+    logged.
     """
     detail = read_detail(directory)
     if test_mode == "PerformanceOnly":
         result = detail.get("result_validity")
         return str(result) if result in ("VALID", "INVALID") else None
     try:
-        answers = json.loads((directory / "mlperf_log_accuracy.json").read_text())
+        answers = json.loads((directory / ACCURACY).read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    if not answers or not detail:
+    expected = accuracy_samples(detail)
+    if not answers or expected is None:
         return None
-    return "VALID" if not detail.get("num_errors") else "INVALID"
+    whole = len({answer["qsl_idx"] for answer in answers}) == expected
+    return "VALID" if whole and not detail.get("num_errors") else "INVALID"
+
+
+def accuracy_samples(detail: dict[str, Any]) -> int | None:
+    """How many samples an accuracy run has to answer, by its detailed log; None if that was cut off."""
+    count = detail.get("effective_accuracy_sample_count", detail.get("qsl_reported_total_count"))
+    return None if count is None else int(count)

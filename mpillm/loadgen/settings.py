@@ -1,70 +1,172 @@
-"""LoadGen's test and log settings from ours."""
+"""LoadGen's test and log settings from ours: everything goes through one user.conf, which the run keeps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlperf_loadgen as lg
 
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, nearest
+from mpillm.config import RunConfig
 
-_ANY_MODEL = "mpillm"  # a name that mlperf.conf has no section for: the rules that hold for every model apply, and no others
+ANY_MODEL = "mpillm"  # a name that mlperf.conf has no section for: the rules that hold for every model apply, and no others
+
+_SCENARIOS = ("SingleStream", "MultiStream", "Server", "Offline", "*")
+# What `TestSettings::FromConfig` (loadgen/test_settings_internal.cc) takes from a user's file; it passes over anything else in silence.
+_KEYS = (
+    *("mode", "use_token_latencies", "ttft_latency", "tpot_latency", "infer_token_latencies", "token_latency_scaling_factor"),
+    *("target_latency_percentile", "samples_per_query", "target_latency", "target_qps", "coalesce_queries", "max_async_queries"),
+    *("performance_issue_unique", "performance_issue_same", "performance_issue_same_index", "sample_concatenate_permutation"),
+    *("min_duration", "max_duration", "min_query_count", "max_query_count", "print_timestamps"),
+    *("performance_sample_count_override", "accuracy_sample_count_override"),
+)
+_LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no remark behind the number: LoadGen refuses it
+_TARGETS = {"Server": "server_target_qps", "Offline": "offline_expected_qps"}
+_NO_LIMIT_MS = 10**9
 
 
 @dataclass(frozen=True)
 class LoadGenConfig:
-    """One test. None leaves LoadGen's value, or the one of `user_conf`."""
+    """One test. Values are by the keys of user.conf; what is not there is LoadGen's own."""
 
     scenario: str
     test_mode: str
-    model: str = _ANY_MODEL  # as mlperf.conf names it
-    user_conf: str | None = None
-    min_duration_s: float | None = None
-    min_query_count: int | None = None
-    server_target_qps: float | None = None
-    offline_expected_qps: float | None = None
-    audit_conf: str | None = None
+    model: str = ANY_MODEL  # as mlperf.conf names it
+    scaled: Mapping[str, float] = field(default_factory=dict)  # a scaled-down workload's
+    user_conf: str | None = None  # a file, laid over these
+    given: Mapping[str, float] = field(default_factory=dict)  # on the command line: over the file
+
+    @staticmethod
+    def from_run(config: RunConfig) -> LoadGenConfig:
+        """The test that the options of a run describe."""
+        workload = config.workload
+        scaled: dict[str, float] = {}
+        given: dict[str, float] = {}
+        if workload is not None and workload.scaled:
+            scaled["performance_sample_count_override"] = workload.n_samples
+        options = {"min_duration": "min_duration", "min_query_count": "min_query_count"}
+        if config.scenario in _TARGETS:
+            options["target_qps"] = _TARGETS[config.scenario]
+        for key, name in options.items():
+            if (value := getattr(config, name)) is not None:
+                (given if config.given(name) else scaled)[key] = int(value * 1000) if key == "min_duration" else value
+        model = workload.loadgen_model if workload else ANY_MODEL
+        return LoadGenConfig(config.scenario, config.test_mode, model, scaled, config.user_conf, given)
 
 
-def test_settings(config: LoadGenConfig, n_samples: int) -> Any:
-    """A `TestSettings`: mlperf.conf (inside LoadGen), then the user's file, then what was given on the command line.
+@dataclass(frozen=True)
+class LoadGenSettings:
+    """What LoadGen is started with."""
 
-    Once in a process: LoadGen reads its own values at the first call only.
+    test: Any  # a `TestSettings`
+    user_conf: str  # the text of the file that made it
+    model: str
+
+    def to_json(self) -> dict[str, Any]:
+        """What of them decides the result, for result.json; latency limits are None where there are none."""
+        s = self.test
+        is_server = s.scenario == lg.TestScenario.Server
+        limits = {"ttft_latency_ms": s.ttft_latency / 1e6, "tpot_latency_ms": s.tpot_latency / 1e6}
+        return {
+            "model": self.model,
+            **{name: limit if is_server and s.use_token_latencies and limit < _NO_LIMIT_MS else None for name, limit in limits.items()},
+            "target_qps": s.server_target_qps if is_server else s.offline_expected_qps,
+            "min_duration_ms": s.min_duration_ms,
+            "min_query_count": s.min_query_count,
+            "performance_sample_count": s.performance_sample_count_override,
+        }
+
+    def describe(self) -> str:
+        """The same for a person, in one line."""
+        values = self.to_json()
+        limits = [f"{name.upper()} {ms:g} ms" for name in ("ttft", "tpot") if (ms := values[f"{name}_latency_ms"]) is not None]
+        return ", ".join(
+            (
+                f"{self.model}: at least {values['min_query_count']} samples and {values['min_duration_ms'] / 1000:g} s",
+                f"{values['target_qps']:g} samples/s {'asked' if limits else 'expected'}",
+                *limits,
+            )
+        )
+
+
+def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
+    """LoadGen's settings: mlperf.conf (inside LoadGen), then the user's file, then what was given on the command line.
+
+    Once in a process: LoadGen reads its own values at the first call only. ConfigError names the user's file and the line that is wrong,
+    or says that the data set has fewer samples than the test takes.
     """
+    text = "# What this run asked of LoadGen, over the mlperf.conf inside it.\n"
+    if config.scaled:
+        text += "# scaled down\n" + _lines("*.*", config.scaled)
+    if config.user_conf is not None:
+        text += f"# --user_conf {config.user_conf}\n{_user_lines(Path(config.user_conf))}"
+    # The full key goes before every key with a wildcard.
+    section = f"{config.model}.{config.scenario}"
+    if config.model == ANY_MODEL:
+        text += "# no workload\n" + _lines(section, _without_a_workload(config, n_samples))
+    if config.given:
+        text += "# options\n" + _lines(section, config.given)
     settings = lg.TestSettings()
     settings.scenario = getattr(lg.TestScenario, config.scenario)
     settings.mode = getattr(lg.TestMode, config.test_mode)
-    if config.user_conf is not None:
-        if not Path(config.user_conf).is_file():
-            raise ConfigError(f"--user_conf {config.user_conf}: no such file")
-        if settings.FromConfig(config.user_conf, config.model, config.scenario):
-            raise ConfigError(f"--user_conf {config.user_conf}: LoadGen can't read it (see its lines above)")
-    else:
-        settings.FromConfig("", config.model, config.scenario, 0)
-    given = config.user_conf is not None
-    if config.model == _ANY_MODEL:
-        _without_a_workload(settings, config, n_samples, given)
-    if config.min_duration_s is not None:
-        settings.min_duration_ms = int(config.min_duration_s * 1000)
-    if config.min_query_count is not None:
-        settings.min_query_count = config.min_query_count
-    if config.server_target_qps is not None:
-        settings.server_target_qps = config.server_target_qps
-    if config.offline_expected_qps is not None:
-        settings.offline_expected_qps = config.offline_expected_qps
-    return settings
+    with tempfile.NamedTemporaryFile("w", suffix=".conf", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        if settings.FromConfig(file.name, config.model, config.scenario):
+            raise ConfigError(f"LoadGen can't read this user.conf:\n{text}")
+    needed = settings.performance_sample_count_override
+    if needed > n_samples:
+        raise ConfigError(
+            f"the data set has {n_samples} samples, and a test of {config.model} takes {needed} of them"
+            " (performance_sample_count_override: --user_conf may set it, for a result that is none of the benchmark)"
+        )
+    return LoadGenSettings(settings, text, config.model)
 
 
-def _without_a_workload(settings: Any, config: LoadGenConfig, n_samples: int, given: bool) -> None:
+def _lines(section: str, values: Mapping[str, float]) -> str:
+    return "".join(f"{section}.{key} = {value}\n" for key, value in values.items())
+
+
+def _without_a_workload(config: LoadGenConfig, n_samples: int) -> dict[str, float]:
     """What a test means when no MLPerf workload says it: each sample once, as fast as it goes, token latencies but no limit on them."""
-    if not given:
-        settings.min_duration_ms = 0
-        settings.min_query_count = n_samples
-        settings.offline_expected_qps = 1
-        settings.ttft_latency = settings.tpot_latency = settings.server_target_latency_ns = 10**15
-    settings.use_token_latencies = config.scenario != "Offline"
+    values: dict[str, float] = {}
+    if config.user_conf is None:
+        values = {"min_duration": 0, "min_query_count": n_samples}
+        values |= dict.fromkeys(("ttft_latency", "tpot_latency", "target_latency"), _NO_LIMIT_MS) if config.scenario == "Server" else {}
+    return values | {"use_token_latencies": int(config.scenario != "Offline")}
+
+
+def _user_lines(file: Path) -> str:
+    """A user's user.conf, checked: LoadGen passes over a key that it does not know."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else error
+        raise ConfigError(f"--user_conf {file}: {why}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        where = f"--user_conf {file}:{number}"
+        match = _LINE.fullmatch(line.strip())
+        if match is None:
+            raise ConfigError(f"{where}: {line.strip()!r} is not 'model.scenario.key = number'")
+        try:
+            float(int(match["value"], 0) if re.fullmatch(r"[+-]?0[xX]?[0-9a-fA-F]+", match["value"]) else match["value"])
+        except ValueError:
+            raise ConfigError(f"{where}: {match['value']} is not a number") from None
+        _, _, rest = match["key"].partition(".")
+        scenario, _, key = match["key"].rpartition(".")
+        scenario = scenario.rpartition(".")[2]
+        if not rest or scenario not in _SCENARIOS:
+            raise ConfigError(f"{where}: {scenario or match['key']} is no scenario{nearest(scenario, _SCENARIOS)}: {', '.join(_SCENARIOS)}")
+        if key not in _KEYS:
+            raise ConfigError(f"{where}: LoadGen takes no {key} from a user.conf{nearest(key, _KEYS)}")
+    return text if text.endswith("\n") or not text else text + "\n"
 
 
 def log_settings(directory: Path) -> Any:

@@ -32,7 +32,7 @@ class LoadGenTest:
         self.issued: deque[Query] = deque()
         self.finished = False
         self.error: BaseException | None = None
-        self.use_token_latencies = bool(settings.use_token_latencies)
+        self.use_token_latencies = bool(settings.use_token_latencies) and settings.scenario != lg.TestScenario.Offline
         self._arguments = (settings, log_settings(directory), audit_conf)
         self._sut = lg.ConstructSUT(self._issue, lambda: None)
         # The data set is in memory for the whole run, so there is nothing to load or unload.

@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
@@ -16,6 +17,7 @@ from mpillm.errors import Failure
 
 _BAR_WIDTH = 24
 _UP = "\x1b[1A\x1b[2K"  # to the line above, and clear it
+_STEADY_S = 30.0  # --show_steady_state_progress: the throughput of so many seconds, so that start and end of a test don't dilute it
 _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
 
 
@@ -29,6 +31,7 @@ class Console:
         self._interval_s = 0.25 if self._terminal else 5.0
         self._drawn = time.monotonic()
         self._bar_shown = False
+        self._drawn_before: deque[tuple[float, int, int]] = deque()  # seconds, samples, tokens
 
     def line(self, text: str = "") -> None:
         """Print a line, after the bar if one is being drawn."""
@@ -39,8 +42,8 @@ class Console:
         """A phase is done."""
         self.line(f"  {name:<7} {seconds:8.2f} s  {note}".rstrip())
 
-    def progress(self, done: int, total: int, tokens: int, elapsed_s: float) -> None:
-        """Draw the bar, if it is time to: samples done and known of, output tokens, seconds of the test."""
+    def progress(self, done: int, total: int, tokens: int, elapsed_s: float, steady: bool = False) -> None:
+        """Draw the bar, if it is time to: samples done and known of, output tokens, seconds of the test; `steady`: and lately."""
         now = time.monotonic()
         if now - self._drawn < self._interval_s or elapsed_s <= 0:
             return
@@ -50,12 +53,25 @@ class Console:
             f"  test    [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total} samples"
             f"  {done / elapsed_s:.1f} samples/s  {tokens / elapsed_s:.1f} tokens/s  {elapsed_s:.0f} s"
         )
+        if steady:
+            text += self._lately(elapsed_s, done, tokens)
         if self._terminal:
             # A line of its own each time, and back up to it: Open MPI passes output on by whole lines.
             print(f"{_UP if self._bar_shown else ''}{text}", file=self._out, flush=True)
             self._bar_shown = True
         else:
             print(text, file=self._out, flush=True)
+
+    def _lately(self, elapsed_s: float, done: int, tokens: int) -> str:
+        """The throughput since the last bar that is no older than the window."""
+        while self._drawn_before and elapsed_s - self._drawn_before[0][0] > _STEADY_S:
+            self._drawn_before.popleft()
+        self._drawn_before.append((elapsed_s, done, tokens))
+        since_s, done_then, tokens_then = self._drawn_before[0]
+        if elapsed_s == since_s:
+            return ""
+        seconds = elapsed_s - since_s
+        return f"  last {seconds:.0f} s: {(done - done_then) / seconds:.1f} samples/s  {(tokens - tokens_then) / seconds:.1f} tokens/s"
 
     def answers(self, answers: Sequence[tuple[int, str, str]]) -> None:
         """A few (index, prompt, answer) as text."""

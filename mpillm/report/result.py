@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 from mpillm.errors import Failure
@@ -41,18 +38,3 @@ def test_result(harness: Harness, reports: dict[int, Any]) -> dict[str, Any]:
 def failures_json(failures: tuple[Failure, ...]) -> list[dict[str, Any]]:
     """Failures as `result.json` lists them."""
     return [{"rank": f.rank, "cause": f.cause, "traceback": f.traceback} for f in failures]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` whole or not at all; OSError if the disk is full."""
-    temporary = path.with_name(path.name + ".part")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -150,6 +150,8 @@ class Harness(Role):
         rows["top_p"] = self._sampling.top_p
         rows["seed"] = (indices + self._sampling.seed * 1_000_003) & 0xFFFFFFFF
         rows["generation"] = NO_INSTANCE
+        if self._dataset.ignores_stop is not None:
+            rows["ignore_stop"] = self._dataset.ignores_stop[indices]
         self._window -= n
         self._route.send(self._leader, Tag.QUERY, Batch(rows, tokens).pack())
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 PYTHONS = {"openmpi": sys.executable, "mpich": os.environ.get("MPILLM_MPICH_PYTHON", "")}
 
 VOCAB_SIZE = 32000  # the dummy core's
+CHUNKED = ["--enable_chunked_context", "true"]  # for prompts that are longer than a step
 DONE, USAGE, NOT_READY, TEST_FAILED, INSTANCE_LOST = 0, 2, 3, 4, 5  # the design's exit codes
 
 _MARKER = "MPILLM_TEST_RUN"

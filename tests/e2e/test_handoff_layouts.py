@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import DONE, INSTANCE_LOST, ROOT, TEST_FAILED, Starter
+from support import CHUNKED, DONE, INSTANCE_LOST, ROOT, TEST_FAILED, Starter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ Shape = tuple[int, int, int]  # TP, PP, EP
 
 LAYOUTS: dict[str, Shape] = {"tp1": (1, 1, 1), "tp2": (2, 1, 1), "tp4": (4, 1, 1), "pp2": (1, 2, 1), "tp2pp2": (2, 2, 1)}
 PLUGINS = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-SMALL_CHUNKS: list[object] = ["--max_num_tokens", 16]  # a context takes several steps: it is accepted before the last of them
+SMALL_CHUNKS: list[object] = [*CHUNKED, "--max_num_tokens", 16]  # a context takes several steps: it is accepted before the last of them
 
 
 def sections(path: Path, context: Shape, generation: Shape, n_contexts: int = 1, n_generations: int = 1, **of_generation: Any) -> Path:
@@ -122,7 +122,7 @@ def test_answers_that_end_with_their_first_token(one: Starter, tiny: Answers, tm
 def test_a_killed_follower(one: Starter, rank: int) -> None:
     """Of a context or of a generation instance, while KV caches move."""
     file = sections(one.folder / "run.yaml", LAYOUTS["tp2"], LAYOUTS["pp2"])
-    options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 100, "--grace", 3, "--num_threads", 1]
+    options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 100, "--grace", 3, "--num_threads", 1, *CHUNKED]
     command = one.start(5, "--disagg_config", file, "--model_path", "tiny-llama", "--max_output_len", 8, *options, core="torch")
     pid = command.wait_rank(rank)
     command.wait_phase("test")
@@ -136,7 +136,7 @@ def test_a_killed_follower(one: Starter, rank: int) -> None:
 def test_a_follower_that_raises_in_a_handoff(one: Starter, rank: int) -> None:
     file = sections(one.folder / "run.yaml", LAYOUTS["tp2"], LAYOUTS["pp2"])
     env = PLUGINS | {"MPILLM_TEST_RANK": str(rank)}
-    options = ["--disagg_config", file, "--model_path", "tiny-llama", "--max_output_len", 8, "--grace", 3, "--num_threads", 1]
+    options = ["--disagg_config", file, "--model_path", "tiny-llama", "--max_output_len", 8, "--grace", 3, "--num_threads", 1, *CHUNKED]
     ended = one.run(5, *options, core="plugin_torch_cores:FailingHandoff", env=env).must(TEST_FAILED)
     role = "ctx, instance 0" if rank == 2 else "gen, instance 1"
     assert re.search(rf"\brank {rank} \({role}\), .*: ValueError: broken in the handoff", ended.message), repr(ended)
@@ -147,7 +147,7 @@ def test_a_follower_that_raises_in_a_handoff(one: Starter, rank: int) -> None:
 
 VARIANTS: dict[str, tuple[list[object], dict[str, Any]]] = {
     "default": ([], {}),
-    "small chunks": (["--max_num_tokens", 24], {}),
+    "small chunks": ([*CHUNKED, "--max_num_tokens", 24], {}),
     # A cache of the generation instance that is too small for its batch, so that requests are evicted and computed again.
     "evictions": (["--max_seq_len", 320], {"max_batch_size": 16, "kv_cache_config": {"max_tokens": 640, "tokens_per_block": 16}}),
 }

@@ -23,7 +23,7 @@ N_PROMPTS = 64
 VARIANTS = {
     "default": [],
     "small batch": ["--max_batch_size", 3],
-    "small chunks": ["--max_num_tokens", 24],
+    "small chunks": ["--enable_chunked_context", "true", "--max_num_tokens", 24],
     "evictions": ["--max_batch_size", 16, "--kv_cache_tokens", 640, "--tokens_per_block", 16, "--max_seq_len", 320],
 }
 

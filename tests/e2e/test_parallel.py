@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import DONE, INSTANCE_LOST, ROOT, TEST_FAILED, USAGE, Starter, wait_until
+from support import CHUNKED, DONE, INSTANCE_LOST, ROOT, TEST_FAILED, USAGE, Starter, wait_until
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ Answers = tuple[Path, list[list[int]]]  # data set, transformers' answers
 VARIANTS: dict[str, list[object]] = {
     "default": [],
     # Small chunks, and a cache that is too small for the batch, so that requests are evicted and computed again.
-    "scarce": ["--max_num_tokens", 24, "--kv_cache_tokens", 320, "--tokens_per_block", 32, "--max_seq_len", 200],
+    "scarce": [*CHUNKED, "--max_num_tokens", 24, "--kv_cache_tokens", 320, "--tokens_per_block", 32, "--max_seq_len", 200],
 }
 
 
@@ -165,7 +165,7 @@ def test_a_layout_that_does_not_divide_the_model(one: Starter, model: str, ranks
 def test_a_killed_rank_of_an_instance(one: Starter, tp: int, pp: int, rank: int) -> None:
     """Those that wait for it inside a collective are ended as well."""
     options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 100, "--grace", 3, *layout(tp, pp)]
-    command = one.start(tp * pp + 1, "--model_path", "tiny-llama", "--max_output_len", 40, *options, core="torch")
+    command = one.start(tp * pp + 1, "--model_path", "tiny-llama", "--max_output_len", 40, *options, *CHUNKED, core="torch")
     pid = command.wait_rank(rank)
     wait_until(lambda: "\n  ready " in command.out, "the test")
     os.kill(pid, signal.SIGKILL)
@@ -176,7 +176,7 @@ def test_a_killed_rank_of_an_instance(one: Starter, tp: int, pp: int, rank: int)
 @pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 2), (1, 2, 2)])
 def test_a_rank_of_an_instance_that_raises(one: Starter, tp: int, pp: int, rank: int) -> None:
     env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "MPILLM_TEST_RANK": str(rank)}
-    options = ["--model_path", "tiny-llama", "--max_output_len", 40, "--grace", 3, *layout(tp, pp)]
+    options = ["--model_path", "tiny-llama", "--max_output_len", 40, "--grace", 3, *layout(tp, pp), *CHUNKED]
     ended = one.run(tp * pp + 1, *options, core="plugin_torch_cores:Failing", env=env).must(TEST_FAILED)
     assert re.search(rf"\brank {rank} \(executor, instance 0\), .*: ValueError: broken in a step", ended.message)
     assert [failure["rank"] for failure in ended.result["failures"]] == [rank]
@@ -209,7 +209,7 @@ def smollm2_answers(model: Path, folder: Path) -> Answers:
 def test_every_layout(one: Starter, tmp_path: Path, name: str) -> None:
     """64 prompts of 64 new tokens, in every variant; tiny-llama TP 8 holds each KV head twice."""
     path: Path | str = name
-    small = ["--max_num_tokens", 24, "--kv_cache_tokens", 640, "--tokens_per_block", 32, "--max_seq_len", 320]
+    small = [*CHUNKED, "--max_num_tokens", 24, "--kv_cache_tokens", 640, "--tokens_per_block", 32, "--max_seq_len", 320]
     if name.startswith("smollm2"):
         path = fetch_model(name, ROOT / "build" / "models")
         small = ["--max_batch_size", 16, "--kv_cache_tokens", 1600, "--tokens_per_block", 16, "--max_seq_len", 1024]

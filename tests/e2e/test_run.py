@@ -202,7 +202,7 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
     ended = one.run(4, *options, "--core_options", "tpot_ms:0.1", log_dir=log_dir)
     ended.must(DONE)
     names = {str(path.relative_to(log_dir)) for path in log_dir.rglob("*") if path.is_file()}
-    assert names >= FILES | {"outputs.jsonl"} | {f"ranks/rank_{rank:04d}.log" for rank in range(4)}
+    assert names >= FILES | {"machines.json"} | {"outputs.jsonl"} | {f"ranks/rank_{rank:04d}.log" for rank in range(4)}
     assert not [name for name in names if name.endswith(".part")]
 
     result = ended.result

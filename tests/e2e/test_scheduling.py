@@ -22,8 +22,8 @@ N_NEW = 64
 SCARCE: list[object] = ["--tokens_per_block", 32, "--kv_cache_tokens", 320, "--max_seq_len", 200]
 CHUNKINGS: dict[str, list[object]] = {
     "unchunked": ["--enable_chunked_context", "false", "--max_num_tokens", 160],
-    "in order": ["--max_num_tokens", 24],
-    "evenly": ["--max_num_tokens", 24, "--context_chunking_policy", "equal_progress"],
+    "in order": ["--enable_chunked_context", "true", "--max_num_tokens", 24],
+    "evenly": ["--enable_chunked_context", "true", "--max_num_tokens", 24, "--context_chunking_policy", "equal_progress"],
 }
 
 

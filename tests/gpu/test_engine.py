@@ -19,7 +19,11 @@ from test_engine_torch import N_OUTPUT, Answers, Tokens, make_batch, make_core, 
 
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import local_gpus
+from mpillm.engine import weights
 from mpillm.engine.gpu import GpuWorker, ladder
+from mpillm.engine.linear import Fp8Linear, Linear
+from mpillm.engine.quantize import quantize, quantize_rows
+from mpillm.engine.shards import build
 from mpillm.engine.weights import save_preset
 
 SCARCE = {"kv_cache_tokens": 160, "max_seq_len": None}
@@ -121,3 +125,48 @@ def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     on_cpu.enqueue(make_batch(prompts))
     wanted = Answers().run(on_cpu).tokens()
     assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 197
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_products(dtype: torch.dtype) -> None:
+    """Those of the CPU, which does the same with the same bits, through a graph as well; all widths of Llama 8B."""
+    torch.manual_seed(0)
+    for n_out, n_in in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (48, 16)):
+        numbers, scales = quantize_rows(torch.randn(n_out, n_in), "fp8")
+        on_cpu, on_gpu = Fp8Linear(numbers, scales), Fp8Linear(numbers.cuda(), scales.cuda())
+        for n in (1, 3, 64, 200):
+            x = torch.randn(n, n_in).to(dtype)
+            wanted, x = on_cpu(x).float(), x.cuda()
+            found = on_gpu(x)
+            assert found.dtype == dtype and float((found.cpu().float() - wanted).norm() / wanted.norm()) < 1e-2
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = on_gpu(x)
+            graph.replay()
+            assert torch.equal(captured, found)
+
+
+@pytest.mark.parametrize("source", ["at load", "checkpoint", "engine"])
+def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """First tokens are those of the CPU with the same arithmetic. Later ones part: a last bit may round to another fp8 number."""
+    folder, options = tmp_path / "model", {"quantization": "fp8"}
+    save_preset("tiny-llama", folder)
+    prompts = [np.random.default_rng(i).integers(0, 512, 1 + 7 * i).tolist() for i in range(20)]
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "make_linear", lambda w, scales, dtype: Linear(w) if scales is None else Fp8Linear(w, scales))
+        on_cpu = make_core(folder, quantization="fp8")
+        on_cpu.enqueue(make_batch(prompts))
+        wanted = Answers().run(on_cpu).tokens()
+    if source != "at load":
+        quantize(folder, tmp_path / "fp8", "fp8")
+        folder, options = tmp_path / "fp8", {}
+    if source == "engine":
+        build(folder, tmp_path / "engine")
+        options = {"engine_dir": str(tmp_path / "engine")}
+    core = make_core(folder, gpu_bytes=8 << 30, device=0, **options)
+    assert core.info.quantization == "fp8" and type(core.worker.model.layers[0].qkv) is Fp8Linear
+    found = answer(core, make_batch(prompts))
+    same = sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True))
+    parted = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), N_OUTPUT) for a, b in zip(found, wanted, strict=True)]
+    print(f"fp8 {source}: {same} of 20 first tokens as on the CPU, parted after {np.mean(parted):.1f} of {N_OUTPUT} tokens on average")
+    assert same >= 16

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.config import RunConfig, parse_run, run_name
+from mpillm.command_line import Parser
+from mpillm.config import RunConfig, parse_each, parse_run, run_name
+from mpillm.configurator import DEFAULT as DEFAULT_ORIGIN
 from mpillm.configurator import Found
 from mpillm.fields import (
     BY_NAME,
@@ -21,14 +25,14 @@ from mpillm.fields import (
     boolean,
     flag_dict,
     fraction,
+    gpu_batch_size,
     natural,
     not_negative,
     positive,
     scenarios,
     seconds,
-    stop_words,
 )
-from mpillm.fields.parsers import accuracy, batch_sizes, grpc_ports, urls
+from mpillm.fields.parsers import accuracy, grpc_ports, port, stop_words, token_ids, urls
 
 ROOT = Path(__file__).parents[2]
 DUMMY = ["--core_type", "dummy"]
@@ -59,10 +63,12 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         {"offline": ("Offline",), "Offline,SERVER": ("Offline", "Server"), "Server, singlestream": ("Server", "SingleStream")},
         ["", "Multistream", "Offline,,Server"],
     ),
+    token_ids: ({"2": (2,), "0,128009": (0, 128009)}, ["", "2,", "-1", "</s>", "1.5"]),
+    port: ({"1": 1, "65535": 65535}, ["", "0", "65536", "-1", "http"]),
     accuracy: ({".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99}, ["0.9", "1", "99.99", "", "high", "nan"]),
-    batch_sizes: (
-        {"2048": 2048, "llama2-70b:8,moe:16": {"llama2-70b": 8, "moe": 16}},
-        ["0", "", "a", "a:0", "a:b", ":4", "a:1,4"],
+    gpu_batch_size.from_string: (
+        {"2048": 2048, "llama2-70b:8,moe:16": {"llama2-70b": 8, "mixtral-8x7b": 16}},
+        ["0", "", "a", "a:1", "moe:0", "moe:b", ":4", "moe:1,4"],
     ),
     urls: ({"a:1,b:65535": ("a:1", "b:65535"), "[::1]:80": ("[::1]:80",)}, ["", "a", "a:", ":1", "a:0", "a:65536", "a:1,b", "a:1,"]),
     grpc_ports: (
@@ -101,7 +107,7 @@ def test_every_option(field: Any) -> None:
 def test_every_option_has_a_default_of_its_own_kind() -> None:
     config = parse_run(DUMMY)
     for field in FIELDS:
-        assert field.name == "core_type" or config.values[field.name] == field.default
+        assert field.name in ("core_type", "trtllm_runtime_flags") or config.values[field.name] == field.default
         assert config.source(field.name) == ("command line" if field.name == "core_type" else "default")
         assert field.choices == () or field.default in (None, *field.choices)
         assert not field.shown_default or field.parse(field.shown_default, "--x") == field.default
@@ -197,7 +203,7 @@ def test_json_says_where_a_value_came_from() -> None:
 
 def test_unknown_attributes() -> None:
     with pytest.raises(AttributeError):
-        _ = RunConfig({"seed": Found(1, "default")}).no_such_option
+        _ = RunConfig({"seed": Found(1, DEFAULT_ORIGIN)}).no_such_option
 
 
 def test_run_names_are_file_names() -> None:
@@ -206,17 +212,77 @@ def test_run_names_are_file_names() -> None:
     assert run_name(parse_run([*DUMMY, "--model_path", "/models/Smol LM/"])) == "Smol_LM-Offline"
 
 
-def mpillm(*words: str) -> subprocess.CompletedProcess[str]:
+def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-m", "mpillm", *words], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "mpillm", *words], env=env, capture_output=True, text=True, timeout=60, cwd=cwd)
 
 
 def test_help_lists_every_option() -> None:
     shown = mpillm("run", "--help")
     assert shown.returncode == 0
-    elsewhere = {"checkpoint", "build", "submission"}
+    elsewhere = {"plan", "stages", "server", "checkpoint", "build", "submission"}
     assert [f.name for f in FIELDS if (f"--{f.name} " in shown.stdout or f"--{f.name}, " in shown.stdout) == (f.group in elsewhere)] == []
     assert mpillm("--help").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "generate-disagg-config"])
+def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
+    """Every option that an example of --help shows is one, and its value is good."""
+    shown = mpillm(command, "--help").stdout
+    examples = re.findall(rf"python -m mpillm {command} (.*)", shown.partition("example")[2])
+    assert examples
+    for example in examples:
+        words = [word.replace("DIR", "tiny-llama") for word in shlex.split(example)]
+        if command == "run":
+            assert parse_run(words)
+        else:
+            (tmp_path / "disagg.yaml").write_text("context_servers: {num_instances: 4}\ngeneration_servers: {num_instances: 4}\n")
+            ended = mpillm(command, *words, cwd=tmp_path)
+            assert ended.returncode == 0, ended.stderr
+
+
+def test_help_has_units_and_defaults() -> None:
+    shown = " ".join(mpillm("run", "--help").stdout.split())
+    assert "phase load, seconds [default: 1800.0]" in shown
+    assert "LoadGen's scenario: Offline, Server, SingleStream [default: Offline]" in shown
+    assert "--save_outputs [OUTPUTS] write every answer to outputs.jsonl [default: false]" in shown
+
+
+def test_a_run_is_one_test() -> None:
+    for option, value in (("scenarios", "Offline,Server"), ("benchmarks", "llama2,moe")):
+        with pytest.raises(ConfigError, match=f"--{option} .*: a run is one test of one workload; start it once for each"):
+            parse_run([*DUMMY, f"--{option}={value}"])
+    with pytest.raises(ConfigError, match="--dry_run True: `python -m mpillm plan`"):
+        parse_run([*DUMMY, "--dry_run"])
+
+
+def test_stages_take_each_workload_and_scenario() -> None:
+    made = parse_each(["--benchmarks=llama2,moe", "--scenarios=Offline,Server", "--seed", "3"], Parser(prog="mpillm x"), FIELDS)
+    pairs = [(config.benchmark, config.scenario) for config in made]
+    assert pairs == [("llama2-70b", "Offline"), ("llama2-70b", "Server"), ("mixtral-8x7b", "Offline"), ("mixtral-8x7b", "Server")]
+    assert {config.seed for config in made} == {3}
+    (alone,) = parse_each([], Parser(prog="mpillm x"), FIELDS)
+    assert (alone.benchmark, alone.scenario) == (None, "Offline")
+
+
+def test_other_names_of_options() -> None:
+    config = parse_run([*DUMMY, "--models=llama2", "--trtllm_disagg_config_path", "x.yaml"])
+    assert (config.benchmarks, config.models, config.disagg_config) == (("llama2-70b",), ("llama2-70b",), "x.yaml")
+    assert config.given("trtllm_disagg_config_path")
+
+
+def test_a_full_size_configuration_takes_less_than_a_second() -> None:
+    """CPU time of a process of its own: all fields, 8,192 worker ranks planned, and what each instance's core is built from."""
+    program = (
+        "import time, disagg\n"
+        "from mpillm.config import parse_run\nfrom mpillm.planning import disagg_config\n"
+        "config = parse_run(['--core_type', 'dummy', '--mode', 'disaggregated', '--ctx_tp_size', '8', '--gen_tp_size', '8'])\n"
+        "plan = disagg.plan(disagg_config(config, 8194), 8194, [f'node{i // 8}' for i in range(8194)])\n"
+        "assert len(plan.ranks) == 8194\nprint(time.process_time())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert float(done.stdout) < 1
 
 
 def test_commands() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
-from mpillm.configurator import AutoConfStrategy, Configuration, Field, HelpInfo, autoconfigure, bind
-from mpillm.fields import trtllm_runtime_flags
+from mpillm.configurator import AutoConfStrategy, Configuration, ConfigurationIndex, Field, HelpInfo, autoconfigure, bind, option_texts
+from mpillm.fields import flag_dict, positive, save_outputs, seed, trtllm_runtime_flags
 
 FLAGS = "n_tokens:1337,my_cool_field:foobar"
 
@@ -72,16 +78,16 @@ def test_a_field_that_disallows_its_default() -> None:
         with pytest.raises(ConfigError, match=r"Thing needs a value for value: needed \(--needed\) is not set"):
             Thing()
         assert Thing("given").value == "given"
-    assert Thing.from_fields(config=Configuration({needed: "x"})).value == "x"  # type: ignore[attr-defined]
-    assert Thing.from_fields(config=Configuration(argv=["--needed", "y"])).value == "y"  # type: ignore[attr-defined]
+    assert Thing.from_fields(config=Configuration({needed: "x"})).value == "x"
+    assert Thing.from_fields(config=Configuration(options={"needed": "y"})).value == "y"
     assert Thing().value == "default", "outside of a context a class is an ordinary one"
 
 
 def test_dictionaries_can_be_merged() -> None:
     merged = Field("merged", from_string=trtllm_runtime_flags.from_string, autoconf_strategy=AutoConfStrategy.DictUpdate)
-    found = Configuration({merged: {"a": 1, "b": 2}}, sources="file", argv=["--merged", "b:3,c:4"]).resolve([merged])[merged]
+    found = Configuration({merged: {"a": 1, "b": 2}}, options={"merged": "b:3,c:4"}).resolve([merged])[merged]
     assert found.value == {"a": 1, "b": 3, "c": 4}
-    assert found.keys == {"a": "file", "b": "command line", "c": "command line"}
+    assert {key: origin.where for key, origin in found.keys.items()} == {"a": "configuration", "b": "command line", "c": "command line"}
 
 
 def test_dataclasses_inherit_bindings() -> None:
@@ -115,3 +121,192 @@ def test_a_binding_without_a_parameter() -> None:
         @bind(Field("f"), "valu")
         class Thing:
             def __init__(self, value: int = 0) -> None: ...
+
+
+def test_bind_without_autoconfigure_has_from_fields() -> None:
+    first, second = Field("first"), Field("second", from_string=int)
+
+    @bind(first, "one")
+    @bind(second)
+    class Thing:
+        def __init__(self, one: str = "none", second: int = 2, more: int = 3) -> None:
+            self.values = (one, second, more)
+
+    with Configuration({first: "context"}).autoapply():
+        assert Thing().values == ("none", 2, 3)
+        assert Thing.from_fields(more=4).values == ("context", 2, 4)
+    assert Thing.from_fields("call", config=Configuration({first: "x", second: 9})).values == ("call", 9, 3)
+
+
+def test_contexts_nest_and_belong_to_a_thread() -> None:
+    field = Field("field")
+
+    @autoconfigure
+    @bind(field)
+    class Thing:
+        def __init__(self, field: str = "default") -> None:
+            self.field = field
+
+    found = []
+    with Configuration({field: "outer"}).autoapply():
+        with pytest.raises(RuntimeError), Configuration({field: "inner"}).autoapply():
+            found.append(Thing().field)
+            with Configuration().autoapply():
+                found.append(Thing().field)
+            raise RuntimeError
+        found.append(Thing().field)
+        thread = threading.Thread(target=lambda: found.append(Thing().field))
+        thread.start()
+        thread.join()
+    assert found == ["inner", "default", "outer", "default"]
+
+
+def test_configure_gives_arguments() -> None:
+    field, other = Field("field"), Field("other", from_string=int, default=3)
+
+    @bind(field, "x")
+    @bind(other)
+    class Thing:
+        def __init__(self, x: str, other: int) -> None: ...
+
+    assert Configuration({field: "a"}).configure(Thing) == {"x": "a", "other": 3}
+    assert Configuration({field: "a"}, options={"other": "5"}).configure(Thing) == {"x": "a", "other": 5}
+
+
+def test_from_environ_takes_the_option_away_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Field("data_dir", from_environ="DATA_DIR")
+    both = Field("both_dir", from_environ="BOTH_DIR", disallow_argparse=False)
+    hidden = Field("hidden_dir", disallow_argparse=True)
+    assert [field.is_option for field in (alone, both, hidden)] == [False, True, False]
+    monkeypatch.setenv("DATA_DIR", "from/environ")
+    monkeypatch.setenv("BOTH_DIR", "from/environ")
+    monkeypatch.setattr("sys.argv", ["mpillm", "--data_dir", "x", "--both_dir", "y", "--hidden_dir", "z"])
+    found = Configuration({alone: "context"}).resolve([alone, both, hidden])
+    assert {field.name: item.value for field, item in found.items()} == {"data_dir": "from/environ", "both_dir": "y"}
+
+
+def test_a_wrong_value_names_the_environment_variable() -> None:
+    field = Field("size", from_string=positive, from_environ="SIZE")
+    with pytest.raises(ConfigError, match="environment variable SIZE 0: expected a whole number of at least 1"):
+        Configuration(environ={"SIZE": "0"}).resolve([field])
+    with pytest.raises(ConfigError, match=r"environment variable TRTLLM_RUNTIME_FLAGS a:1,b: expected key:value,key:value \('b' is not"):
+        Configuration(environ={"TRTLLM_RUNTIME_FLAGS": "a:1,b"}).resolve([trtllm_runtime_flags])
+
+
+def test_argparse_opts_and_bool() -> None:
+    flag, word = Field("flag", from_string=bool), Field("word", argparse_opts={"metavar": "THING"})
+    assert option_texts([flag, word], ["--flag", "--word=x", "--other", "y"]) == {"flag": "true", "word": "x"}
+    assert Configuration(options={"flag": "true"}).resolve([flag])[flag].value is True
+    assert Configuration(options={"flag": "False"}).resolve([flag])[flag].value is False
+    with pytest.raises(ConfigError, match="--flag maybe: expected true or false"):
+        Configuration(options={"flag": "maybe"}).resolve([flag])
+
+    @bind(word)
+    class Thing:
+        def __init__(self, word: str) -> None: ...
+
+    assert "--word THING" in HelpInfo.build_help_string([Thing])
+
+
+def test_help_of_dependencies() -> None:
+    mine, theirs = Field("mine", "of the user", group="build"), Field("theirs", "of the used", group="harness")
+
+    @bind(theirs)
+    class Used:
+        def __init__(self, theirs: str) -> None: ...
+
+    @bind(mine)
+    class User:
+        def __init__(self, mine: str) -> None: ...
+
+    HelpInfo.add_configurator_dependencies(User, {Used})
+    assert HelpInfo.fields([User, Used]) == [mine, theirs]
+    text = HelpInfo.build_help_string([User])
+    assert text.index("build:") < text.index("--mine") < text.index("harness:") < text.index("--theirs")
+
+
+def test_configuration_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mpillm_test_exports.py").write_text(
+        "from mpillm import fields\n"
+        "EXPORTS = {'default': {fields.seed: 12, fields.save_outputs: True}, 'MaxP': {fields.seed: '16'}, ('a', 'b'): {}}\n"
+    )
+    (tmp_path / "mpillm_test_wrong.py").write_text("from mpillm import fields\nEXPORTS = {'default': {fields.seed: -1}}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    index = ConfigurationIndex()
+    prefix = ["my_system", "llama2-70b"]
+    index.load_module("mpillm_test_exports", prefix=prefix)
+    default = index.get(["default"], prefix=prefix)
+    assert default is not None
+    assert dict(default) == {seed: 12, save_outputs: True}
+    assert index.get([*prefix, "MaxP"]) == {seed: 16}
+    assert index.get(["a", "b"], prefix) == {}
+    assert index.get(["MaxP"]) is None
+    index.register(["x"], Configuration({seed: 1}))
+    assert index.get(["x"]) == {seed: 1}
+    with pytest.raises(ConfigError, match="mpillm_test_wrong: seed -1: expected a whole number"):
+        index.load_module("mpillm_test_wrong")
+    with pytest.raises(ConfigError, match="json has no dictionary EXPORTS"):
+        index.load_module("json")
+
+
+# --- the order of sources, generated ---
+
+SOURCES = ("constructor", "command line", "environment", "context", "workload", "field default")
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> dict[str, Any]:
+    """Which sources say something, in how many contexts within one another, for replaced and for merged values."""
+    flags = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 9), min_size=1)
+    said = {source: draw(flags) for source in SOURCES if draw(st.booleans())}
+    outer = [draw(st.none() | flags) for _ in range(draw(st.integers(0, 3)))]
+    return {
+        "said": said,
+        "outer": outer,
+        "merge": draw(st.booleans()),
+        "overlay": draw(st.none() | flags),
+        "in_context": draw(st.booleans()) or bool(outer),
+    }
+
+
+@settings(max_examples=400, deadline=None)
+@given(scenes())
+def test_precedence(scene: dict[str, Any]) -> None:
+    """A model of the order in four lines, against the configurator."""
+    said, strategy = scene["said"], AutoConfStrategy.DictUpdate if scene["merge"] else AutoConfStrategy.Replace
+    text = {source: ",".join(f"{key}:{value}" for key, value in values.items()) for source, values in said.items()}
+    field = Field(
+        "precedence_flags",
+        from_string=flag_dict,
+        from_environ="MPILLM_TEST_FLAGS",
+        disallow_argparse=False,
+        autoconf_strategy=strategy,
+        default=said.get("field default"),
+        overlay_environ="MPILLM_TEST_OVERLAY",
+    )
+
+    @autoconfigure
+    @bind(field, "flags")
+    class Thing:
+        def __init__(self, flags: dict[str, Any] | None = None) -> None:
+            self.flags = flags
+
+    environ = {"MPILLM_TEST_FLAGS": text["environment"]} if "environment" in said else {}
+    if scene["overlay"]:
+        environ["MPILLM_TEST_OVERLAY"] = ",".join(f"{key}:{value}" for key, value in scene["overlay"].items())
+    options = {"precedence_flags": text["command line"]} if "command line" in said else {}
+    workload = Configuration({field: said["workload"]} if "workload" in said else {})
+    innermost = Configuration({field: said["context"]} if "context" in said else {}, options=options, environ=environ, below=workload)
+
+    with contextlib.ExitStack() as stack:
+        if scene["in_context"]:
+            for values in scene["outer"]:  # contexts around the innermost one say nothing, whatever is in them
+                stack.enter_context(Configuration({field: values} if values else {}).autoapply())
+            stack.enter_context(innermost.autoapply())
+        found = (Thing(said["constructor"]) if "constructor" in said else Thing()).flags
+
+    layers = [said[source] for source in SOURCES[1:] if source in said]
+    expected = dict(collections.ChainMap(*layers)) if scene["merge"] and layers else (layers[0] if layers else None)
+    if scene["overlay"]:
+        expected = {**(expected or {}), **scene["overlay"]}
+    assert found == (said["constructor"] if "constructor" in said else expected if scene["in_context"] else None)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.dataset import BUILTIN_PROMPTS, Dataset, Synthetic, load_dataset
+from mpillm.dataset import BUILTIN_PROMPTS, Dataset, Limits, Synthetic, load_dataset
 from mpillm.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -110,20 +110,20 @@ def test_bad_file(tmp_path: Path) -> None:
 
 def test_sequence_length(tmp_path: Path) -> None:
     file = write(tmp_path, {"prompt": "short"}, {"prompt": "x" * 20}, {"prompt": "x" * 30})
-    assert len(load_dataset(file, BYTES, max_seq_len=40, max_output_len=10)) == 3
+    assert len(load_dataset(file, BYTES, Limits(max_seq_len=40, max_output_len=10))) == 3
     with pytest.raises(ConfigError, match=r"jsonl:3: the prompt has 30 tokens, and with max_output_len 10 it does not fit max_seq_len 39$"):
-        load_dataset(file, BYTES, max_seq_len=39, max_output_len=10)
+        load_dataset(file, BYTES, Limits(max_seq_len=39, max_output_len=10))
     with pytest.raises(ConfigError, match=r"jsonl:3: the prompt has 30 tokens.* max_seq_len 16 \(2 of 3 samples are too long"):
-        load_dataset(file, BYTES, max_seq_len=16)
+        load_dataset(file, BYTES, Limits(max_seq_len=16))
 
 
 def test_the_models_vocabulary_counts(tmp_path: Path) -> None:
     file = write(tmp_path, {"input_tokens": [999]}, {"prompt": "~"})
-    assert prompts_of(load_dataset(file, BYTES, vocab_size=1000)) == [[999], [126]]
+    assert prompts_of(load_dataset(file, BYTES, Limits(vocab_size=1000))) == [[999], [126]]
     with pytest.raises(ConfigError, match="jsonl:1: input_tokens has 999; token ids are 0 to 998"):
-        load_dataset(file, BYTES, vocab_size=999)
+        load_dataset(file, BYTES, Limits(vocab_size=999))
     with pytest.raises(ConfigError, match="jsonl:1: the tokenizer makes token 126, the model knows 100 tokens"):
-        load_dataset(write(tmp_path, {"prompt": "~"}), BYTES, vocab_size=100)
+        load_dataset(write(tmp_path, {"prompt": "~"}), BYTES, Limits(vocab_size=100))
 
 
 def test_a_prompt_without_tokens(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_large_files_load_fast(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 32000, (24_576, 300)).tolist()
     file = write(tmp_path, *({"input_tokens": row} for row in tokens))
     started = time.perf_counter()
-    dataset = load_dataset(file, BYTES, vocab_size=32000, max_seq_len=1024)
+    dataset = load_dataset(file, BYTES, Limits(vocab_size=32000, max_seq_len=1024))
     assert time.perf_counter() - started < 20
     assert len(dataset) == 24_576
     assert dataset.sample(12_345).tolist() == tokens[12_345]
@@ -176,7 +176,7 @@ def test_synthetic_lengths_are_clipped_and_fixed_ones_exact() -> None:
     wide = load_dataset(Synthetic(input_mean=2, input_stdev=50, output_mean=1, output_stdev=50, num_samples=500), BYTES)
     assert wide.output_lengths is not None
     assert wide.lengths().min() == wide.output_lengths.min() == 1
-    fixed = load_dataset(Synthetic(input_mean=128, output_mean=16, num_samples=10), BYTES, max_seq_len=144)
+    fixed = load_dataset(Synthetic(input_mean=128, output_mean=16, num_samples=10), BYTES, Limits(max_seq_len=144))
     assert fixed.output_lengths is not None
     assert set(fixed.lengths().tolist()) == {128}
     assert set(fixed.output_lengths.tolist()) == {16}
@@ -196,13 +196,13 @@ def test_synthetic_lengths_are_clipped_and_fixed_ones_exact() -> None:
 )
 def test_bad_synthetic(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        load_dataset(Synthetic(**{"input_mean": 10, "output_mean": 20, "num_samples": 5, **change}), BYTES, max_seq_len=100)
+        load_dataset(Synthetic(**{"input_mean": 10, "output_mean": 20, "num_samples": 5, **change}), BYTES, Limits(max_seq_len=100))
 
 
 def test_synthetic_for_a_small_vocabulary() -> None:
-    assert load_dataset(Synthetic(10, 10), Special(), vocab_size=12).tokens.max() == 11
+    assert load_dataset(Synthetic(10, 10), Special(), Limits(vocab_size=12)).tokens.max() == 11
     with pytest.raises(ConfigError, match="none of the model's 10 tokens"):
-        load_dataset(Synthetic(10, 10), Special(), vocab_size=10)
+        load_dataset(Synthetic(10, 10), Special(), Limits(vocab_size=10))
 
 
 # The prompts that come with the program

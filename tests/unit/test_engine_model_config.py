@@ -63,6 +63,18 @@ def test_lengths(tmp_path: Path) -> None:
     assert check_model(config("tiny-llama", end_ids=(1, 2))).end_ids == (1, 2)
 
 
+def test_a_prompt_that_must_be_computed_in_one_step() -> None:
+    """Without chunked context, and not on a generation instance, which computes none."""
+    for change, expected in (
+        ({}, 100),
+        ({"role": "context"}, 100),
+        ({"role": "generation"}, None),
+        ({"enable_chunked_context": True}, None),
+    ):
+        options: dict[str, Any] = {"max_num_tokens": 100, "enable_chunked_context": False} | change
+        assert check_model(config("tiny-llama", **options)).max_prompt_len == expected
+
+
 def test_stop_words_are_tokens() -> None:
     """A preset has no tokenizer: a token is a byte."""
     assert check_model(config("tiny-llama", stop_words=("ab\n", (300, 5)))).stop_words == ((97, 98, 10), (300, 5))

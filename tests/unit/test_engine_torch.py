@@ -346,6 +346,9 @@ def test_stop_words(folder: Path, prompts: Tokens, expected: Tokens, min_output:
     wanted = [until(tokens, words, min_output) for tokens in expected]
     assert len({len(tokens) for tokens in wanted}) >= 4
     assert answer(core, make_batch(prompts, min_output=min_output)) == wanted
+    ignore = [i % 2 for i in range(len(prompts))]
+    mixed = [whole if i % 2 else cut for i, (whole, cut) in enumerate(zip(expected, wanted, strict=True))]
+    assert answer(core, make_batch(prompts, min_output=min_output, ignore_stop=ignore)) == mixed != wanted
     pair = make_pair(folder, {"stop_words": tuple(words)}, {"stop_words": tuple(words)})
     assert hand_over(*pair, make_batch(prompts, min_output=min_output, generation=1)) == wanted
 

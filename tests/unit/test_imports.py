@@ -45,3 +45,18 @@ def test_importing_disagg_imports_nothing_heavy() -> None:
     code = f"import sys; import disagg; print([name for name in {HEAVY!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        ("import mpillm.config; mpillm.config.workloads.get('moe', 'tiny').defaults('Server')", HEAVY),
+        # What every rank imports; the harness's imports mpillm.director as well.
+        ("import mpi4py; mpi4py.rc.initialize = False; import mpillm.rank", ("mpillm.dataset", "mpillm.preprocessed.loader", "torch")),
+    ],
+    ids=["workloads are light", "no data set but on the harness's rank"],
+)
+def test_what_is_not_imported(code: str, unwanted: tuple[str, ...]) -> None:
+    code = f"{code}; import sys; print([name for name in {unwanted!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"

@@ -12,6 +12,7 @@ import pytest
 from mpillm.comms.tags import Tag
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.dummy import DummyCore
+from mpillm.dataset import Dataset
 from mpillm.loadgen.sut import Query
 from mpillm.messages import RESPONSE, Batch, ResponseFlag
 from mpillm.roles.harness import Harness, Sampling
@@ -56,7 +57,7 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
     )
     sent: list[Batch] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(Batch.unpack(buffer)[0]))
-    dataset: Any = SimpleNamespace(gather=lambda indices: (np.array([3]), np.array([5, 6, 7], np.int32)), output_lengths=None)
+    dataset = Dataset("three tokens", np.array([5, 6, 7], np.int32), np.array([0, 3]))
     harness = Harness(route, 1, dataset, Sampling(8), lambda: test, None, hands_over=len(messages) == 2)
     harness.ready()
     route.handlers[Tag.WINDOW](SimpleNamespace(buffer=np.array([10], np.int64).view(np.uint8)))
@@ -69,3 +70,18 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
         route.handlers[Tag.ANSWER](SimpleNamespace(buffer=Batch(rows, tokens).pack()))
     assert [response.id for response in told["first"]] == [response.id for response in told["complete"]] == [77]
     assert (harness.totals.samples, harness.in_flight) == (1, 0)
+
+
+@pytest.mark.parametrize("ignores", [None, np.array([True, False, True])])
+def test_only_some_samples_have_stop_words(ignores: Any) -> None:
+    sent: list[Batch] = []
+    route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(Batch.unpack(buffer)[0]))
+    dataset = Dataset("three samples", np.arange(3, dtype=np.int32), np.arange(4), ignores_stop=ignores)
+    issued = deque([Query(np.arange(4, dtype=np.uint64), np.array([2, 1, 1, 0]), 0.0)])
+    test: Any = SimpleNamespace(issued=issued)
+    harness = Harness(route, 1, dataset, Sampling(8), lambda: test, None, hands_over=False)
+    harness.ready()
+    route.handlers[Tag.WINDOW](SimpleNamespace(buffer=np.array([10], np.int64).view(np.uint8)))
+    assert harness.poll()
+    assert sent[0].rows["ignore_stop"].tolist() == ([0] * 4 if ignores is None else [1, 0, 0, 1])
+    assert sent[0].tokens.tolist() == [2, 1, 1, 0]

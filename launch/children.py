@@ -1,0 +1,137 @@
+"""Child processes that end with this one: a build tool, a server, an `mpirun`. Each has a log file, and none is left running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+
+from disagg.errors import ConfigError
+from launch.supervisor import STOP_GRACE_S, adopt_orphans, die_with_parent, end_processes
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_POLL_S = 0.1
+_TAIL_BYTES = 1 << 16
+
+
+class Stopped(SystemExit):
+    """A person's Ctrl-C, or another signal that asks this process to stop. Uncaught it is an exit code as a shell's, 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A started process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path | None  # None: this process's own output
+
+    def tail(self, lines: int = 15) -> str:
+        """The last lines of its log, indented, for an error message; empty if it wrote none."""
+        return tail(self.log, lines) if self.log else ""
+
+
+class Children:
+    """A context: children started in it have ended when it is left, whatever ends it.
+
+    Inside it, the first SIGINT, SIGTERM or SIGHUP raises `Stopped` in the main thread. On leaving, children that still run get SIGTERM and
+    `stop_grace_s` to end by themselves; a second signal cuts that short. Then they are killed, with everything below them.
+    """
+
+    def __init__(self, stop_grace_s: float = STOP_GRACE_S) -> None:
+        self._grace_s = stop_grace_s
+        self._children: list[Child] = []
+        self._signals = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Children:
+        adopt_orphans()
+        self._before = {child.pid for child in psutil.Process().children()}
+        if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
+            self._previous = {number: signal.signal(number, self._stop) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._signals = max(self._signals, 1)  # from here on a signal only cuts the wait short
+        try:
+            self._end()
+        finally:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            raise Stopped(number)
+
+    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> Child:
+        """Start `argv` with nothing but `env`. Its output is appended to `log`, without one it goes where ours goes."""
+        try:
+            with open(log, "ab") if log else contextlib.nullcontext() as output:  # noqa: PTH123 (one expression for both cases)
+                process = subprocess.Popen(
+                    argv,
+                    env=dict(env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if log else None,
+                    start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes it on
+                    preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+                )
+        except OSError as error:
+            raise ConfigError(f"{name}: can't start {argv[0]}: {error.strerror}") from error
+        child = Child(name, process, log)
+        self._children.append(child)
+        return child
+
+    def ended(self) -> Child | None:
+        """A child that has ended, if any has."""
+        return next((child for child in self._children if child.process.poll() is not None), None)
+
+    def running(self) -> list[Child]:
+        """The children that have not ended."""
+        return [child for child in self._children if child.process.poll() is None]
+
+    def wait(self, child: Child, deadline_s: float | None) -> int | None:
+        """Its exit code (negative: a signal), or None when it has not ended within `deadline_s` seconds."""
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        while child.process.poll() is None:
+            if end is not None and time.monotonic() > end:
+                return None
+            time.sleep(_POLL_S)
+        return child.process.returncode
+
+    def _end(self) -> None:
+        running = [child.process for child in self.running()]
+        for process in running:
+            process.terminate()
+        stop_at = time.monotonic() + self._grace_s
+        signals = self._signals
+        while any(process.poll() is None for process in running) and time.monotonic() < stop_at and self._signals == signals:
+            time.sleep(_POLL_S)
+        for child in self._children:
+            end_processes(child.process, self._before)
+
+
+def tail(log: Path, lines: int) -> str:
+    """The last `lines` lines of a log file, indented."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(f"  | {line}" for line in text.rstrip().splitlines()[-lines:])

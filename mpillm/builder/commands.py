@@ -1,0 +1,127 @@
+"""The commands `generate-engines` and `generate-triton-config`: from options to stages, for each workload and scenario named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm.builder.operation import Operation, execute, log_of, read_stamp
+from mpillm.builder.torch_core import TorchBuilderOp, TorchQuantizerOp
+from mpillm.builder.triton import GenerateTritonConfigOp, engine_layout, triton_layout
+from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp
+from mpillm.command_line import Parser
+from mpillm.config import RunConfig, parse_each
+from mpillm.configurator import Field
+from mpillm.errors import ExitCode
+from mpillm.fields import FIELDS
+from mpillm.fields.general import harness_type
+from mpillm.harness_config import TritonHarnessConfig
+
+ENGINE_CORES = ("trtllm_executor", "triton_grpc")
+"""Cores that run an engine of `trtllm-build`."""
+
+PYTORCH_CORES = ("trtllm_hlapi", "trtllm_endpoint", "trtllm_disagg")
+"""Cores that read a Hugging Face folder, for TensorRT-LLM's PyTorch backend; or an engine, after the runtime flag trtllm_backend."""
+
+
+def _shown(*groups: str) -> list[Field]:
+    return [field for field in FIELDS if field.group in groups]
+
+
+def engine_stages(config: RunConfig) -> Operation:
+    """The last stage of what `generate-engines` makes for a test; the stages before it are its dependencies."""
+    deadline_s = config.build_deadline
+    with config.configuration().autoapply():
+        if config.core_type in ENGINE_CORES:
+            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
+        if config.core_type in PYTORCH_CORES:
+            if config.trtllm_runtime_flags.get("trtllm_backend", "pytorch") == "pytorch":
+                return TRTLLMQuantizerOp(export_hf=True, deadline_s=deadline_s)
+            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
+        if config.core_type == "torch":
+            quantizer = TorchQuantizerOp(deadline_s=deadline_s) if QuantizerConfig().qformat != "full_prec" else None
+            return TorchBuilderOp(quantizer, deadline_s=deadline_s)
+    raise ConfigError(f"--core_type {config.core_type}: there is nothing to build for it")
+
+
+def generate_engines_main(argv: Sequence[str]) -> int:
+    """``python -m mpillm generate-engines``"""
+    parser = Parser(
+        prog="mpillm generate-engines",
+        description="Quantise a model and build its engine: with TensorRT-LLM's tools, or for the torch core. What is up to date is kept.",
+        epilog="examples:\n"
+        "  python -m mpillm generate-engines --model_path build/models/smollm2-135m --trtllm_checkpoint_flags=qformat:int8_wo\n"
+        "  python -m mpillm generate-engines --benchmarks=llama2-70b --harness_type=triton --model_path DIR --trtllm_lib_path build/TRTLLM"
+        " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
+    )
+    configs = parse_each(argv, parser, _shown("workload", "stages", "topology", "model", "checkpoint", "build", "deadlines"))
+    stages = [engine_stages(config) for config in configs]
+    execute(_distinct(stages), force=configs[0].force, dry_run=configs[0].dry_run)
+    if not configs[0].dry_run:
+        for stage in dict.fromkeys(str(stage.output) for stage in stages):
+            print(stage)
+    return ExitCode.DONE
+
+
+def _distinct(stages: Sequence[Operation]) -> list[Operation]:
+    """Each output once; ConfigError if two tests want different things in one folder."""
+    by_output: dict[Path, Operation] = {}
+    for stage in stages:
+        first = by_output.setdefault(stage.output, stage)
+        if first.digest() != stage.digest():
+            raise ConfigError(f"{stage.output} would be two things at once for the tests named: build one by one, with --engine_dir")
+    return list(by_output.values())
+
+
+def generate_triton_config_main(argv: Sequence[str]) -> int:
+    """``python -m mpillm generate-triton-config``: with or without --harness_type=triton."""
+    parser = Parser(
+        prog="mpillm generate-triton-config",
+        description="Write a Triton model repository for each server, for an engine that is there.",
+        epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --engine_dir=build/engines/llama2",
+    )
+    configs = parse_each(argv, parser, _shown("workload", "stages", "topology", "build", "harness", "triton"), {harness_type: "triton"})
+    if len(configs) > 1:
+        raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
+    stages = triton_stages(configs[0])
+    execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)
+    if not configs[0].dry_run:
+        _remove_repositories(configs[0].triton_model_repo, len(stages))
+    return ExitCode.DONE
+
+
+def _remove_repositories(repo: str, first: int) -> None:
+    """Repositories of ours from server `first` on, of a test with more servers: run-llm-server would start them, too."""
+    while read_stamp(old := Path(f"{repo}_{first}")):
+        shutil.rmtree(old)
+        log_of(old).unlink(missing_ok=True)
+        print(f"  removed {old}: there are fewer servers now")
+        first += 1
+
+
+def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
+    """The model repositories of a test, one for each server."""
+    engine_dir = config.engine_dir
+    if not engine_dir:
+        with config.configuration().autoapply():
+            engine_dir = str(TRTLLMBuilderOp().output)
+    harness = config.build(TritonHarnessConfig)
+    cut = engine_layout(engine_dir)
+    counts = [getattr(config, name) if config.given(name) else None for name in ("triton_num_servers", "triton_num_models_per_server")]
+    layout = triton_layout(config.scenario, cut.ranks, *counts)
+    return [
+        GenerateTritonConfigOp(
+            engine_dir=engine_dir,
+            repo=harness.model_repo,
+            server=server,
+            layout=layout,
+            benchmark=config.benchmark or Path(config.model_path or engine_dir).name,
+            scenario=config.scenario,
+            streaming=harness.streaming,
+            build_flags=harness.build_flags,
+            runtime_flags=harness.runtime_flags,
+        )
+        for server in range(layout.n_servers)
+    ]

@@ -1,0 +1,290 @@
+"""Stages of the pipeline: what each needs, what it makes, and the runner that makes it whole or not at all.
+
+An `Operation` makes one folder. It is made beside its place, under a name of its own, and renamed when all its files are there; so a folder
+in its place is complete, whatever was interrupted. A stamp in it says what it was made from: as long as that is the same, the stage is
+skipped. What was said on the way is kept in `<folder>.log`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+
+from disagg.errors import ConfigError
+from launch.children import Children, tail
+from launch.environment import clean_environment
+from mpillm.errors import StageError
+
+STAMP = "mpillm-stamp.json"
+
+_SMALL = 1 << 20  # bytes: a file up to this size is known by its content, a larger one by its size and time
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line as a person could type it."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)  # laid over the environment
+
+    def __str__(self) -> str:
+        """In a shell's words, to copy and paste."""
+        overlay = "".join(f"{name}={shlex.quote(value)} " for name, value in self.env.items())
+        return overlay + shlex.join(self.argv)
+
+    def environment(self, keep_job: bool = False) -> dict[str, str]:
+        """What it is started with: this process's environment, without what makes this process a rank of an mpirun, unless `keep_job`."""
+        return {**(os.environ if keep_job else clean_environment(os.environ)), **self.env}
+
+
+class Operation(ABC):
+    """One stage.
+
+    `output` is the folder that it makes, `dependencies` are the stages whose outputs it reads.
+    """
+
+    name: ClassVar[str]
+    hand_edited: ClassVar[bool] = False  # people may change its files: they are not remade as long as they are there
+
+    output: Path
+    dependencies: Sequence[Operation] = ()
+    deadline_s: float | None = None
+
+    @abstractmethod
+    def inputs(self) -> dict[str, Any]:
+        """What the output depends on, dependencies apart: values that JSON can hold; files by `identity`."""
+
+    @abstractmethod
+    def files(self) -> Sequence[str]:
+        """The files that make the output complete, relative to it."""
+
+    def missing(self, folder: Path) -> list[str]:
+        """The files that `folder` lacks, or has empty."""
+        return [name for name in self.files() if not _has(folder / name)]
+
+    @abstractmethod
+    def commands(self, target: Path) -> Sequence[Command]:
+        """The commands that make the output in the folder `target`; none for a stage that this process makes itself."""
+
+    def check(self) -> None:  # noqa: B027 (nothing may be known)
+        """Raise ConfigError for what can be known to be wrong before anything is made."""
+
+    def describe(self) -> list[str]:
+        """What `--dry_run` prints: the commands, with the output in its place."""
+        return [str(command) for command in self.commands(self.output)]
+
+    def make(self, target: Path, children: Children, log: Path) -> None:
+        """Make the folder `target`, which is not there yet."""
+        for command in self.commands(target):
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"$ {command}\n")
+            child = children.start(self.name, command.argv, command.environment(), log)
+            code = children.wait(child, self.deadline_s)
+            if code is None:
+                raise StageError(
+                    f"{self.name}: not ended within {self.deadline_s:g} s (--build_deadline); its log, {log}, ends:\n{child.tail()}"
+                )
+            if code != 0:
+                how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
+                raise StageError(f"{self.name}: {command.argv[0]} {how}; its log, {log}, ends:\n{child.tail()}")
+
+    # --- what is there ---
+
+    def digest(self) -> str:
+        """A hash of everything that the output depends on."""
+        state = {"operation": self.name, "inputs": self.inputs(), "dependencies": [d.digest() for d in self.dependencies]}
+        return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+    def stamp(self) -> dict[str, Any] | None:
+        """The stamp of the output that is there, if it is one of ours."""
+        return read_stamp(self.output)
+
+    def why(self) -> str:
+        """Why it has to be made; empty if the output is there, complete, and made from the same inputs."""
+        stamp = self.stamp()
+        if stamp is None:
+            return "not there"
+        if missing := self.missing(self.output):
+            return f"{missing[0]} is missing"
+        if not self.hand_edited:
+            for name, size in stamp["files"].items():
+                if not _has(self.output / name) or (self.output / name).stat().st_size != size:
+                    return f"{name} is not as it was made"
+        if stamp["digest"] == self.digest():
+            return ""
+        return _difference(stamp["inputs"], self.inputs()) or "what it is made from has changed"
+
+
+def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bool = False, say: Callable[[str], object] = print) -> None:
+    """Make the outputs of `operations` and of what they depend on, each once, dependencies first.
+
+    An output that is up to date is kept, unless `force`. All that will be made is checked before the first is made. ConfigError or
+    StageError when an output cannot be made: then it is not there, or is the one that was there before.
+    """
+    wanted = {op: ("--force" if force else op.why()) for op in _ordered(operations)}
+    width = max((len(op.name) for op in wanted), default=0)
+    for op, why in wanted.items():
+        if why:
+            op.check()
+            op.inputs()  # where flags are read
+            _check_place(op)
+    if dry_run:
+        for op, why in wanted.items():
+            say(f"# {op.name}: {op.output}" + (f" ({why})" if why else " is up to date"))
+            for line in op.describe() if why else ():
+                say(line)
+        return
+    for op, why in wanted.items():
+        if not why:
+            say(f"  {op.name:<{width}}  {op.output} is up to date")
+            continue
+        say(f"  {op.name:<{width}}  {op.output} ({why}); log: {log_of(op.output)}")
+        began = time.monotonic()
+        _make(op)
+        say(f"  {op.name:<{width}}  done in {time.monotonic() - began:.1f} s")
+
+
+def log_of(output: Path) -> Path:
+    """Where the log of a stage is kept."""
+    return output.with_name(output.name + ".log")
+
+
+def _ordered(operations: Sequence[Operation]) -> list[Operation]:
+    """Every operation once, after those that it depends on."""
+    order: list[Operation] = []
+
+    def visit(op: Operation, above: tuple[Operation, ...]) -> None:
+        if op in above:
+            raise RuntimeError(f"{op.name} depends on itself")
+        for dependency in op.dependencies:
+            visit(dependency, (*above, op))
+        if op not in order:
+            order.append(op)
+
+    for op in operations:
+        visit(op, ())
+    return order
+
+
+def _make(op: Operation) -> None:
+    parent, log = op.output.parent, log_of(op.output)
+    work = parent / f".{op.output.name}.{socket.gethostname()}-{os.getpid()}.partial"
+    made, before = work / "made", work / "before"
+    with _disk_errors(op):
+        parent.mkdir(parents=True, exist_ok=True)
+        _sweep(op.output)
+        try:
+            with Children() as children:
+                work.mkdir()
+                log.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {op.name}\n", encoding="utf-8")
+                op.make(made, children, log)
+                if missing := op.missing(made):
+                    raise StageError(f"{op.name}: ended without {', '.join(missing)}; its log, {log}, ends:\n{tail(log, 15)}")
+                (made / STAMP).write_text(json.dumps(_stamp(op, made), indent=2) + "\n", encoding="utf-8")
+                with contextlib.suppress(FileNotFoundError):
+                    op.output.rename(before)
+                made.rename(op.output)
+        finally:  # every child has ended
+            if before.exists() and not op.output.exists():
+                before.rename(op.output)
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _stamp(op: Operation, made: Path) -> dict[str, Any]:
+    return {
+        "operation": op.name,
+        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "digest": op.digest(),
+        "inputs": op.inputs(),
+        "commands": [str(command) for command in op.commands(op.output)],
+        "files": {str(p.relative_to(made)): p.stat().st_size for p in sorted(made.rglob("*")) if p.is_file()},
+    }
+
+
+@contextlib.contextmanager
+def _disk_errors(op: Operation) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "it is larger than a file may be"}
+        what = hint.get(error.errno or 0, error.strerror or str(error))
+        raise StageError(f"{op.name}: can't write {error.filename or op.output}: {what}") from error
+
+
+def _sweep(output: Path) -> None:
+    """Remove what killed builds of this output left beside it, on this host."""
+    host = re.escape(socket.gethostname())
+    for leftover in output.parent.glob(f".{output.name}.*.partial"):
+        match = re.fullmatch(rf"{host}-(\d+)\.partial", leftover.name.removeprefix(f".{output.name}."))
+        if match and not psutil.pid_exists(int(match[1])):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _check_place(op: Operation) -> None:
+    """The output may be made where it is to be: nothing of a person's is there, and there is a right to write."""
+    output = op.output
+    try:
+        if output.exists() and (not output.is_dir() or (any(output.iterdir()) and op.stamp() is None)):
+            raise ConfigError(f"{op.name}: {output} is there and was not made by mpillm; move it away or choose another folder")
+        above = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
+    except OSError as error:
+        raise ConfigError(f"{op.name}: can't look into {output}: {error.strerror}") from error
+    folder = above.parent if above == output.absolute() else above
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{op.name}: can't write {output}: {folder} is not a folder that may be written to")
+
+
+def read_stamp(folder: Path) -> dict[str, Any] | None:
+    """The stamp in a folder that a stage has made; None for any other folder."""
+    try:
+        stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        return stamp if {"digest", "inputs", "files"} <= stamp.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def identity(path: Path) -> Any:
+    """What tells a file's or folder's content: a stamp's digest, else hashes of small files, sizes and times of large ones."""
+    if stamp := read_stamp(path):
+        return stamp["digest"]
+    if path.is_dir():
+        # what git, an editor or a download tool keeps there is in folders that begin with a dot
+        return {str(p.relative_to(path)): identity(p) for p in sorted(path.iterdir()) if p.is_file() and not p.name.startswith(".")}
+    if not path.exists():
+        return None
+    stat = path.stat()
+    if stat.st_size <= _SMALL:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _has(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> str:
+    """The first input that has changed, with both values if they are short."""
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if before == after:
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):
+            return _difference(before, after, f"{prefix}{key}.")
+        values = f": {before!r} -> {after!r}"
+        return f"{prefix}{key} has changed" + (values if len(values) <= 80 else "")
+    return ""

@@ -1,0 +1,51 @@
+"""Writes protobuf's text format, as in Triton's `config.pbtxt`.
+
+A message is a dictionary, a repeated field a list, an enum a `Name`; strings, numbers and booleans are themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+class Name(str):
+    """A value that stands without quotes: an enum's."""
+
+
+def dump(message: Mapping[str, Any]) -> str:
+    """The text of a message, a field a line."""
+    return "".join(_field(name, value, "") for name, value in message.items())
+
+
+def _field(name: str, value: Any, indent: str) -> str:
+    if isinstance(value, (list, tuple)):
+        if value and not any(isinstance(item, Mapping) for item in value):
+            return f"{indent}{name}: [{', '.join(map(_scalar, value))}]\n"
+        return "".join(_field(name, item, indent) for item in value)
+    if isinstance(value, Mapping):
+        inner = "".join(_field(key, item, indent + "  ") for key, item in value.items())
+        return f"{indent}{name} {{\n{inner}{indent}}}\n"
+    return f"{indent}{name}: {_scalar(value)}\n"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Name):
+        return str(value)
+    if isinstance(value, str):
+        return f'"{"".join(map(_escaped, value))}"'
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    raise TypeError(f"{value!r} has no text in protobuf's format")
+
+
+def _escaped(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    # What is no printable ASCII goes as the octal of its bytes in UTF-8.
+    return character if " " <= character <= "~" else "".join(f"\\{byte:03o}" for byte in character.encode())

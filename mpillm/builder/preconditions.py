@@ -1,0 +1,129 @@
+"""What can be known to be wrong before a stage starts: no tool, no model, sizes that do not divide, too few GPUs, too little disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.devices import visible_gpus
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+TRTLLM_PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
+"""TensorRT-LLM's repository without --trtllm_lib_path: where the reference harness clones it, and where NVIDIA's containers have it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an engine is cut: ranks of tensor and pipeline parallelism; expert parallelism lives inside the tensor parallel group."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp_size * self.pp_size
+
+    def __str__(self) -> str:
+        return f"tp{self.tp_size}-pp{self.pp_size}" + (f"-ep{self.ep_size}" if self.ep_size > 1 else "")
+
+
+def model_config(folder: Path, source: str = "--model_path") -> dict[str, Any]:
+    """`config.json` of a model's folder, which must have weights, too."""
+    if not folder.is_dir():
+        raise ConfigError(f"{source} {folder}: no such folder")
+    config = read_json(folder / "config.json", source)
+    if not weights(folder):
+        raise ConfigError(f"{source} {folder}: no weights ({' or '.join(WEIGHTS)})")
+    return config
+
+
+def weights(folder: Path) -> list[Path]:
+    """The weight files of a model's folder."""
+    return [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
+
+
+def read_json(path: Path, source: str) -> dict[str, Any]:
+    """A JSON object from a file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{source} {path.parent}: there is no {path.name} in it") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: can't be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return content
+
+
+def check_divides(config: dict[str, Any], layout: Layout) -> None:
+    """The model of a Hugging Face `config.json` can be cut like that. TensorRT-LLM would say so after it has read the weights."""
+    heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
+    kv_heads, experts = config.get("num_key_value_heads", heads), config.get("num_local_experts")
+    tp, pp, ep = layout.tp_size, layout.pp_size, layout.ep_size
+    wrong = ""
+    if isinstance(heads, int) and heads % tp:
+        wrong = f"--tensor_parallelism {tp}: the model has {heads} attention heads"
+    elif isinstance(kv_heads, int) and kv_heads % tp and tp % kv_heads:
+        wrong = f"--tensor_parallelism {tp}: the model has {kv_heads} KV heads"
+    elif isinstance(layers, int) and layers < pp:
+        wrong = f"--pipeline_parallelism {pp}: the model has {layers} layers"
+    elif ep > 1 and not isinstance(experts, int):
+        wrong = f"--moe_expert_parallelism {ep}: the model has no experts"
+    elif isinstance(experts, int) and experts % ep:
+        wrong = f"--moe_expert_parallelism {ep}: the model has {experts} experts"
+    elif tp % ep:
+        wrong = f"--moe_expert_parallelism {ep}: --tensor_parallelism is {tp}, and expert parallel ranks live inside that group"
+    if wrong:
+        raise ConfigError(f"{wrong}, which it does not divide")
+
+
+def check_gpus(needed: int, what: str) -> None:
+    """There are as many GPUs as `what` needs, if it is known how many there are."""
+    gpus = visible_gpus()
+    if gpus is not None and len(gpus) < needed:
+        raise ConfigError(f"{what} needs {needed} GPU{'s' if needed > 1 else ''}; {len(gpus)} are visible here")
+
+
+def check_space(target: Path, needed: int) -> None:
+    """The disk has room for `needed` bytes more at `target`."""
+    folder = next(above for above in (target.absolute(), *target.absolute().parents) if above.is_dir())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(f"{target}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free on that disk")
+
+
+def find_script(lib_path: Path | None, candidates: Sequence[str], option: str) -> Path:
+    """A script of TensorRT-LLM's repository: the first of `candidates`, relative to it, that is there."""
+    places = (lib_path,) if lib_path else TRTLLM_PLACES
+    for place in places:
+        for candidate in candidates:
+            if (place / candidate).is_file():
+                return place / candidate
+    looked = " and ".join(str(place) for place in places)
+    raise ConfigError(f"{option}: no {candidates[0]} in {looked}; name the root of TensorRT-LLM's repository with {option}")
+
+
+def find_program(name: str, hint: str) -> str:
+    """A program beside this Python or in PATH."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise ConfigError(f"there is no {name} beside {sys.executable} or in PATH; {hint}")
+    return found
+
+
+def python_with_trtllm() -> str:
+    """This Python if TensorRT-LLM is installed in it; else the `python3` of PATH, as in NVIDIA's containers."""
+    if importlib.util.find_spec("tensorrt_llm") is not None:
+        return sys.executable
+    return shutil.which("python3") or sys.executable

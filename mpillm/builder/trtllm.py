@@ -1,0 +1,284 @@
+"""Checkpoints and engines made by TensorRT-LLM's own tools: `quantize.py` or `convert_checkpoint.py`, then `trtllm-build`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm import fields
+from mpillm.builder.flags import BUILD, CONVERT, PARALLELISM, QUANTIZE
+from mpillm.builder.operation import Command, Operation, identity
+from mpillm.builder.preconditions import (
+    Layout,
+    check_divides,
+    check_gpus,
+    check_space,
+    find_program,
+    find_script,
+    model_config,
+    python_with_trtllm,
+    read_json,
+    weights,
+)
+from mpillm.configurator import HelpInfo, autoconfigure, bind
+
+_QUANTIZE_SCRIPT = ("examples/quantization/quantize.py",)
+_CONVERT_SCRIPT = ("examples/models/core/llama/convert_checkpoint.py", "examples/llama/convert_checkpoint.py")  # Mixtral's is the same
+_BUILD_SCRIPT = ("tensorrt_llm/commands/build.py",)
+# Bytes of a quantised checkpoint for each byte of its 16-bit source, unquantised layers included, to see whether the disk has room.
+_SHRINK = {"nvfp4": 0.32, "int4_awq": 0.32, "int4_wo": 0.32, "w4a8_awq": 0.32, "fp8": 0.55, "int8_sq": 0.55, "int8_wo": 0.55}
+_CHECKPOINT_SOURCE = "--trtllm_checkpoint_flags"
+_BUILD_SOURCE = "--trtllm_build_flags"
+
+
+@autoconfigure
+@bind(fields.trtllm_lib_path, "lib_path")
+@bind(fields.quantizer_lib_path_override, "quantizer_lib_path")
+@bind(fields.tensor_parallelism, "tp_size")
+@bind(fields.pipeline_parallelism, "pp_size")
+@bind(fields.moe_expert_parallelism, "ep_size")
+@bind(fields.trtllm_checkpoint_flags, "checkpoint_flags")
+@bind(fields.trtllm_build_flags, "build_flags")
+@dataclass
+class TRTLLMLibraryLoader:
+    """Where TensorRT-LLM's tools are, and how the engine is cut.
+
+    The sizes may be given as options or in either flag string, as `tensor_parallelism` or in the tools' words (`tp_size`): all must agree.
+    """
+
+    lib_path: str | None = None
+    quantizer_lib_path: str | None = None
+    tp_size: int | None = None
+    pp_size: int | None = None
+    ep_size: int | None = None
+    checkpoint_flags: Mapping[str, Any] = field(default_factory=dict)
+    build_flags: Mapping[str, Any] = field(default_factory=dict)
+    layout: Layout = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = zip(PARALLELISM, (self.tp_size, self.pp_size, self.ep_size), strict=True)
+        self.layout = Layout(*(self._size(native, size) for native, size in given))
+
+    def _size(self, native: str, given: int | None) -> int:
+        option = PARALLELISM[native]
+        places: dict[str, Any] = {f"--{option}": given}
+        for source, flags in ((_CHECKPOINT_SOURCE, self.checkpoint_flags), (_BUILD_SOURCE, self.build_flags)):
+            places |= {f"{source}: {name}": flags.get(name) for name in (option, native)}
+        found = [(place, size) for place, size in places.items() if size is not None]
+        for place, size in found:
+            if type(size) is not int or size < 1:
+                raise ConfigError(f"{place} {size}: expected a whole number of at least 1")
+            if size != found[0][1]:
+                raise ConfigError(f"{place} {size}, but {found[0][0]} {found[0][1]}")
+        return found[0][1] if found else 1
+
+    def script(self, candidates: Sequence[str], quantizer: bool = False) -> list[str]:
+        """The beginning of a command line that runs one of the library's scripts."""
+        if quantizer and self.quantizer_lib_path:
+            found = find_script(Path(self.quantizer_lib_path), candidates, "--quantizer_lib_path_override")
+        else:
+            found = find_script(Path(self.lib_path) if self.lib_path else None, candidates, "--trtllm_lib_path")
+        return [python_with_trtllm(), str(found)]
+
+    def build(self) -> list[str]:
+        """The beginning of `trtllm-build`'s command line: from the library if its path is given, else as it is installed."""
+        if self.lib_path:
+            return self.script(_BUILD_SCRIPT)
+        return [find_program("trtllm-build", "install TensorRT-LLM, or name its repository with --trtllm_lib_path")]
+
+
+def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags without those that `TRTLLMLibraryLoader` reads."""
+    return {name: value for name, value in flags.items() if name not in PARALLELISM and name not in PARALLELISM.values()}
+
+
+@autoconfigure
+@bind(fields.model_path)
+@bind(fields.llm_quantizer_outdir, "output_path")
+@bind(fields.trtllm_checkpoint_flags, "flags")
+@dataclass
+class QuantizerConfig:
+    """What is made a checkpoint of, where it goes, and the flags of the tool that makes it.
+
+    `qformat` among the flags asks for quantisation; without it the weights keep their type. The values of TRTLLM_CHECKPOINT_FLAGS are
+    laid over the field's.
+    """
+
+    model_path: str | None = None
+    output_path: str | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.model_path:
+            raise ConfigError("generate-engines needs --model_path: the Hugging Face folder of the model")
+        self.flags = without_parallelism(self.flags)
+
+    @property
+    def qformat(self) -> str:
+        """The format asked for; full_prec if none is."""
+        return str(self.flags.get("qformat", "full_prec"))
+
+    def folder(self, layout: str) -> Path:
+        """Where the checkpoint goes: as given, or under build/checkpoints by model, format and layout."""
+        if self.output_path:
+            return Path(self.output_path)
+        assert self.model_path is not None
+        return Path("build/checkpoints") / f"{Path(self.model_path).name}-{self.qformat}-{layout}"
+
+
+class TRTLLMQuantizerOp(Operation):
+    """From a Hugging Face folder to a checkpoint for `trtllm-build`, or (`export_hf`) to a quantised folder for the PyTorch backend."""
+
+    name = "quantize"
+
+    def __init__(
+        self,
+        config: QuantizerConfig | None = None,
+        loader: TRTLLMLibraryLoader | None = None,
+        *,
+        export_hf: bool = False,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.config = config or QuantizerConfig()
+        self.loader = loader or TRTLLMLibraryLoader()
+        self.deadline_s = deadline_s
+        self.export_hf = export_hf
+        assert self.config.model_path is not None
+        self.model = Path(self.config.model_path)
+        self.layout = self.loader.layout
+        self.output = self.config.folder("hf" if export_hf else str(self.layout))
+        if export_hf and not self._quantizes:
+            raise ConfigError(
+                f"{_CHECKPOINT_SOURCE}: no qformat, and the PyTorch backend reads {self.model} as it is: there is nothing to make"
+            )
+        if self._quantizes and self.layout.ep_size > 1 and not export_hf:
+            raise ConfigError(
+                f"--moe_expert_parallelism {self.layout.ep_size}: quantize.py knows no expert parallelism; leave out qformat, so that"
+                " convert_checkpoint.py makes the checkpoint"
+            )
+
+    @property
+    def _quantizes(self) -> bool:
+        return self.config.qformat != "full_prec"
+
+    def _arguments(self) -> list[str]:
+        """The flags, checked, without folders."""
+        flags = dict(self.config.flags)
+        layout = self.layout
+        sizes = [] if self.export_hf else [f"--tp_size={layout.tp_size}", f"--pp_size={layout.pp_size}"]
+        if self._quantizes:
+            if self.export_hf:
+                flags.setdefault("export_format", "hf")
+            return [*sizes, *QUANTIZE.arguments(flags, _CHECKPOINT_SOURCE)]
+        flags.pop("qformat", None)
+        if layout.ep_size > 1:
+            sizes += [f"--moe_tp_size={layout.tp_size // layout.ep_size}", f"--moe_ep_size={layout.ep_size}"]
+        return [*sizes, *CONVERT.arguments(flags, f"{_CHECKPOINT_SOURCE} (without qformat)")]
+
+    def inputs(self) -> dict[str, Any]:
+        head = self._head()
+        return {"model": identity(self.model), "tool": head, "script": identity(Path(head[-1])), "flags": self._arguments()}
+
+    def _head(self) -> list[str]:
+        return self.loader.script(_QUANTIZE_SCRIPT if self._quantizes else _CONVERT_SCRIPT, quantizer=True)
+
+    def files(self) -> Sequence[str]:
+        if self.export_hf:
+            return ("config.json",)
+        return ("config.json", *(f"rank{rank}.safetensors" for rank in range(self.layout.ranks)))
+
+    def missing(self, folder: Path) -> list[str]:
+        # How many files a Hugging Face export has is the tool's to say.
+        return [*super().missing(folder), *([] if list(folder.glob("*.safetensors")) else ["*.safetensors"])]
+
+    def commands(self, target: Path) -> Sequence[Command]:
+        return (Command((*self._head(), f"--model_dir={self.model}", f"--output_dir={target}", *self._arguments())),)
+
+    def check(self) -> None:
+        config = model_config(self.model)
+        if not self.export_hf:
+            check_divides(config, self.layout)
+        if self._quantizes and self.config.flags.get("device") != "cpu":
+            check_gpus(1, "quantize.py, which calibrates,")
+        size = sum(path.stat().st_size for path in weights(self.model))
+        check_space(self.output, int(size * _SHRINK.get(self.config.qformat, 1.0)))
+
+
+@autoconfigure
+@bind(fields.trtllm_build_flags, "build_flags")
+@bind(fields.engine_dir)
+@bind(fields.max_batch_size)
+@bind(fields.max_num_tokens)
+@bind(fields.max_seq_len)
+class TRTLLMBuilderOp(Operation):
+    """From a checkpoint to an engine. The values of TRTLLM_BUILD_FLAGS are laid over the field's.
+
+    A limit that the build flags do not set is the run's.
+    """
+
+    name = "build"
+
+    def __init__(
+        self,
+        checkpoint: TRTLLMQuantizerOp | None = None,
+        *,
+        build_flags: Mapping[str, Any] | None = None,
+        engine_dir: str | None = None,
+        max_batch_size: int | None = None,
+        max_num_tokens: int | None = None,
+        max_seq_len: int | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint or TRTLLMQuantizerOp(deadline_s=deadline_s)
+        self.loader = self.checkpoint.loader
+        self.dependencies = (self.checkpoint,)
+        self.deadline_s = deadline_s
+        self.layout = self.loader.layout
+        flags = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+        flags["workers"] = self.layout.ranks if self.layout.ranks > 1 else None
+        self.build_flags = {name: value for name, value in (flags | without_parallelism(build_flags or {})).items() if value is not None}
+        self.output = Path(engine_dir) if engine_dir else Path("build/engines") / self.checkpoint.output.name
+
+    def inputs(self) -> dict[str, Any]:
+        head = self.loader.build()
+        return {"tool": head, "script": identity(Path(head[-1])), "flags": BUILD.arguments(self.build_flags, _BUILD_SOURCE)}
+
+    def files(self) -> Sequence[str]:
+        return engine_files(self.layout)
+
+    def commands(self, target: Path) -> Sequence[Command]:
+        folders = (f"--checkpoint_dir={self.checkpoint.output}", f"--output_dir={target}")
+        return (Command((*self.loader.build(), *folders, *BUILD.arguments(self.build_flags, _BUILD_SOURCE))),)
+
+    def check(self) -> None:
+        check_gpus(1, "trtllm-build")
+        longest, prompt = self.build_flags.get("max_seq_len"), self.build_flags.get("max_input_len")
+        if longest is not None and prompt is not None and prompt >= longest:
+            raise ConfigError(f"{_BUILD_SOURCE}: max_input_len {prompt} leaves no token of max_seq_len {longest} for the answer")
+        size = sum(path.stat().st_size for path in weights(self.checkpoint.model))
+        check_space(self.output, int(size * _SHRINK.get(self.checkpoint.config.qformat, 1.0)))
+
+
+HelpInfo.add_configurator_dependencies(TRTLLMQuantizerOp, (QuantizerConfig, TRTLLMLibraryLoader))
+HelpInfo.add_configurator_dependencies(TRTLLMBuilderOp, (TRTLLMQuantizerOp,))
+
+
+def engine_files(layout: Layout) -> tuple[str, ...]:
+    """The files of an engine: `trtllm-build` writes one for each rank."""
+    return ("config.json", *(f"rank{rank}.engine" for rank in range(layout.ranks)))
+
+
+def read_engine(folder: Path, option: str = "--engine_dir") -> tuple[dict[str, Any], Layout]:
+    """The build configuration of an engine that is there, and how it is cut; ConfigError if it is not whole."""
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {folder}: no such folder; generate-engines makes it")
+    config = read_json(folder / "config.json", option)
+    mapping = config.get("pretrained_config", {}).get("mapping", {})
+    layout = Layout(mapping.get("tp_size", 1), mapping.get("pp_size", 1), max(1, mapping.get("moe_ep_size", 1)))
+    for name in engine_files(layout):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{option} {folder}: there is no {name} in it, and its config.json says {layout}")
+    return dict(config.get("build_config", {})), layout

@@ -1,0 +1,132 @@
+"""MLCommons' compliance test TEST06: the LoadGen settings of its run, and ``python -m mpillm compliance`` that judges what came of it.
+
+TEST06 shows that an answer is reported as it was made: its first token is the one that was reported first, it ends with one end token at
+most, and the tokens that were counted are those that are there. The settings, the three checks and the files are those of
+mlcommons/inference, compliance/TEST06 (`audit.config`, `run_verification.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from disagg.errors import ConfigError
+from mpillm import fields
+from mpillm.command_line import Parser
+from mpillm.config import collect
+from mpillm.errors import ExitCode
+from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, read_answers, read_detail
+from mpillm.report.run_directory import RunDirectory
+
+# LoadGen lays these over every other setting. 100 samples of a performance run are logged, and the sample indices follow no permutation.
+_TEST06 = {
+    "mode": 2,
+    "accuracy_log_rng_seed": 720381539243781796,
+    "accuracy_log_sampling_target": 100,
+    "min_query_count": 100,
+    "min_duration": 0,
+    "sample_concatenate_permutation": 0,
+}
+
+
+def prepare_audit(compliance_test: str | None, audit_conf: str | None, run_directory: Path) -> str:
+    """The ``audit.config`` of a run, which it keeps; empty if it is no compliance run. OSError if it can't be written."""
+    kept = run_directory / "audit.config"
+    if audit_conf:
+        if Path(audit_conf).resolve() != kept.resolve():
+            shutil.copyfile(audit_conf, kept)
+    elif compliance_test:
+        kept.write_text("".join(f"*.*.{key} = {value}\n" for key, value in _TEST06.items()), encoding="utf-8")
+    else:
+        return ""  # one that an earlier run has left there is not this run's
+    return str(kept)
+
+
+def is_test06(detail: Mapping[str, Any]) -> bool:
+    """Whether a run's detailed log is that of a TEST06 run, however LoadGen came by the settings."""
+    sampled = detail.get("effective_accuracy_log_sampling_target")
+    return detail.get("effective_test_mode") == "PerformanceOnly" and sampled == _TEST06["accuracy_log_sampling_target"]
+
+
+@dataclass(frozen=True)
+class Test06:
+    """What the three checks say; `first_token` is None where LoadGen is told of no first token (Offline)."""
+
+    samples: int
+    first_token: bool | None
+    eos: bool
+    length: bool
+
+    @property
+    def passed(self) -> bool:
+        return self.first_token is not False and self.eos and self.length
+
+    def text(self) -> str:
+        """``verify_accuracy.txt``, as the submission checker reads it."""
+        return (
+            f"First token check pass: {'Skipped' if self.first_token is None else self.first_token}\n"
+            f"EOS check pass: {self.eos}\n"
+            f"Sample length check pass: {self.length}\n"
+            f"TEST06 verification {'complete' if self.passed else 'failed'}\n"
+        )
+
+
+def check_test06(answers: Sequence[LoggedAnswer], scenario: str, end_ids: Sequence[int]) -> Test06:
+    """The checks on the answers of a TEST06 run in LoadGen's `scenario`. Any of the `end_ids` is an end token."""
+    first = None
+    if scenario != "Offline":
+        first = all(_begins_with_first(answer) for answer in answers)
+    return Test06(
+        len(answers),
+        first,
+        all(_end_tokens(answer, end_ids) <= 1 for answer in answers),
+        all(answer.count == len(answer.tokens) for answer in answers),
+    )
+
+
+def _begins_with_first(answer: LoggedAnswer) -> bool:
+    """An answer whose first token was never reported fails."""
+    return answer.first is not None and len(answer.first) > 0 and bool(np.array_equal(answer.tokens[: len(answer.first)], answer.first))
+
+
+def _end_tokens(answer: LoggedAnswer, end_ids: Sequence[int]) -> int:
+    """How many end tokens in a row an answer ends with, its first token apart: that one is looked at by no check of the original."""
+    at_end = np.isin(answer.tokens[1:], end_ids)[::-1]
+    return len(at_end) if at_end.all() else int(np.argmin(at_end))
+
+
+def verify(run: RunDirectory, end_ids: Sequence[int]) -> Test06:
+    """Judge the TEST06 run in `run` and write its ``TEST06`` folder. ConfigError: it is no such run, it failed, or its log was cut."""
+    detail = read_detail(run.path)
+    if not is_test06(detail):
+        raise ConfigError(f"{run.path} is no TEST06 run: start one with --compliance_test TEST06")
+    answers = read_answers(run.path / ACCURACY)
+    if not answers:
+        raise ConfigError(f"{run.path / ACCURACY} is empty: LoadGen logged no answer")
+    result = check_test06(answers, str(detail["effective_scenario"]), end_ids)
+    folder = run.path / "TEST06"
+    (folder / "accuracy").mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(run.path / ACCURACY, folder / "accuracy" / ACCURACY)
+    (folder / "verify_accuracy.txt").write_text(result.text(), encoding="utf-8")
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """``python -m mpillm compliance``"""
+    parser = Parser(
+        prog="mpillm compliance",
+        usage="python -m mpillm compliance RUN_DIR [options]",
+        description="Check a run that was made with --compliance_test TEST06, and write RUN_DIR/TEST06 for the submission.",
+        epilog="example:\n  python -m mpillm compliance build/runs/test06",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
+    options = collect(argv, [fields.end_ids], parser)
+    run = RunDirectory.read(Path(parser.parse_args(argv).run_dir))
+    result = verify(run, options.end_ids or run.workload.end_ids)
+    print(f"TEST06: {result.samples} answers\n{result.text()}{run.path / 'TEST06'}")
+    return ExitCode.DONE if result.passed else ExitCode.TEST_FAILED

@@ -1,0 +1,219 @@
+"""A configuration of a person's own: a Python file with registered classes, or a YAML file with the same names."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError, nearest
+from mpillm import fields
+from mpillm.configurator import Configuration, Field, Level, Origin
+from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting, Registered
+
+# What a file's configurations are told apart by.
+KEYS = (
+    fields.benchmarks,
+    fields.scenarios,
+    fields.harness_type,
+    fields.accuracy_target,
+    fields.power_setting,
+    fields.system_name,
+)
+_SHORT = {"benchmark": "benchmarks", "scenario": "scenarios", "system": "system_name"}  # as the reference's classes have them
+_SETTINGS = {HarnessType: fields.harness_type, AccuracyTarget: fields.accuracy_target, PowerSetting: fields.power_setting}
+_PICKED_BY_COMMAND = ("config_file",)  # what a file can't set
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One configuration of a file: values by field, with the line that each stands on."""
+
+    name: str
+    where: str  # file:line
+    values: dict[Field, Any]
+    origins: dict[Field, Origin]
+
+    def agrees(self, field: Field, wanted: Any) -> bool:
+        """Whether it is for `wanted`, or does not say."""
+        mine = self.values.get(field)
+        return mine is None or (bool(set(wanted) & set(mine)) if isinstance(mine, tuple) else mine == wanted)
+
+    def __str__(self) -> str:
+        keys = (f"{key.name} {_shown(self.values[key])}" for key in KEYS if key in self.values)
+        return f"{self.name} ({self.where}: {', '.join(keys) or 'for anything'})"
+
+
+def load(path: str, given: Mapping[Field, Any]) -> Configuration:
+    """The one configuration of the file that agrees with what is `given`, by key field; ConfigError if none or several do.
+
+    Of several, those that say most of it in so many words are meant, and of these the one for what the fields' defaults say.
+    """
+    entries = _entries(path)
+    if not entries:
+        raise ConfigError(f"--config_file {path}: no configuration in it: no class has @ConfigRegistry.register(…)")
+    found = [entry for entry in entries if all(entry.agrees(field, value) for field, value in given.items())]
+    if not found:
+        wanted = ", ".join(f"{field.name} {_shown(value)}" for field, value in given.items())
+        raise ConfigError(f"--config_file {path}: no configuration for {wanted}; there are: {'; '.join(map(str, entries))}")
+    said = [sum(field in entry.values for field in given) for entry in found]
+    found = [entry for entry, n in zip(found, said, strict=True) if n == max(said)]
+    if len(found) > 1:
+        usual = {field: field.default for field in KEYS if field not in given and field.default is not None}
+        found = [entry for entry in found if all(entry.agrees(field, value) for field, value in usual.items())] or found
+    if len(found) > 1:
+        raise ConfigError(f"--config_file {path}: several configurations fit: {'; '.join(map(str, found))}; {_differing(found)}")
+    entry = found[0]
+    return Configuration(entry.values, origins=entry.origins)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _differing(found: Sequence[Entry]) -> str:
+    names = [f"--{key.name}" for key in KEYS if len({_shown(entry.values.get(key)) for entry in found}) > 1]
+    return f"choose by {', '.join(names)}" if names else "they are for the same: leave one in the file"
+
+
+def _entries(path: str) -> tuple[Entry, ...]:
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config_file {path}: {getattr(error, 'strerror', None) or 'not a text in UTF-8'}") from None
+    if file.suffix == ".py":
+        return _python_entries(path, text)
+    if file.suffix in (".yaml", ".yml"):
+        return tuple(_yaml_entries(path, text))
+    raise ConfigError(f"--config_file {path}: must be a file .py, .yaml or .yml")
+
+
+def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]) -> Entry:
+    """`items`: values by name, each with its file:line; ConfigError for a name that is no field's, or a value that is none of it."""
+    values: dict[Field, Any] = {}
+    origins: dict[Field, Origin] = {}
+    for written, (value, where) in items.items():
+        key = written.replace("-", "_")
+        field = fields.BY_NAME.get(_SHORT.get(key, key))
+        if field is None or field.name in _PICKED_BY_COMMAND:
+            raise ConfigError(f"{where}: there is no option {written}{nearest(key, [*fields.BY_NAME, *_SHORT])}")
+        checked = field.check(value, f"{where}: {written}")
+        if field in values and values[field] != checked:
+            raise ConfigError(f"{where}: {written} is {_shown(checked)}, but {origins[field].where} says {_shown(values[field])}")
+        values[field] = checked
+        origins[field] = Origin(Level.CONTEXT, where)
+    return Entry(name, f"{path}:{line}", values, origins)
+
+
+# --- Python ---
+
+
+def _python_entries(path: str, text: str) -> tuple[Entry, ...]:
+    registered = _run(path, text)
+    lines = functools.cache(_lines)
+    entries = []
+    for cls, settings in registered:
+        line = lines(path).get((cls.__name__, ""), 1)
+        items: dict[str, tuple[Any, str]] = {}
+        for base in reversed(cls.__mro__[:-1]):
+            file = getattr(sys.modules.get(base.__module__), "__file__", None) or path
+            for name, value in vars(base).items():
+                if name.startswith("_"):
+                    continue
+                where = f"{file}:{lines(file).get((base.__name__, name), 1)}"
+                if (callable(value) and not isinstance(value, type)) or isinstance(value, (property, classmethod, staticmethod)):
+                    raise ConfigError(f"{where}: {name}: a configuration has values, no methods")
+                items[name] = (value, where)
+        for setting in settings:
+            name = _SETTINGS[type(setting)].name
+            if name in items:
+                raise ConfigError(f"{items[name][1]}: {name} is set here, and by ConfigRegistry.register in line {line}")
+            items[name] = (setting, f"{path}:{line}")
+        entries.append(_entry(path, cls.__name__, line, items))
+    return tuple(entries)
+
+
+def _run(path: str, text: str) -> list[Registered]:
+    """What the file registers; ConfigError naming the file and the line for whatever it raises."""
+    name = "mpillm_user_configuration"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    before, ConfigRegistry.registered = ConfigRegistry.registered, []
+    folder = str(Path(path).absolute().parent)  # a file may import its neighbours
+    sys.path.insert(0, folder)
+    sys.modules[name] = module
+    try:
+        exec(compile(text, path, "exec"), vars(module))
+        return ConfigRegistry.registered
+    except SyntaxError as error:
+        raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}") from None
+    except Exception as error:  # noqa: BLE001 - whatever a person's file raises
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        raise ConfigError(f"{path}:{frames[-1].lineno if frames else 1}: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.remove(folder)
+        ConfigRegistry.registered = before
+
+
+def _lines(file: str) -> dict[tuple[str, str], int]:
+    """The line of every class, as (name, ""), and of every attribute that a class sets, as (class, attribute)."""
+    lines: dict[tuple[str, str], int] = {}
+    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            lines[node.name, ""] = node.lineno
+            for statement in node.body:
+                targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        lines[node.name, target.id] = statement.lineno
+    return lines
+
+
+# --- YAML ---
+
+
+def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
+    """One mapping is one configuration, a list of mappings is several; `name` names one."""
+    import yaml
+
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    nodes = root.value if isinstance(root, yaml.SequenceNode) else [root]
+    for number, (node, values) in enumerate(zip(nodes, data if isinstance(data, list) else [data], strict=True), 1):
+        if not isinstance(values, dict):
+            line = node.start_mark.line + 1 if node is not None else 1
+            raise ConfigError(f"{path}:{line}: must be a mapping of options, or a list of such mappings")
+        lines = _key_lines(node, path)
+        items = {str(key): (value, f"{path}:{lines.get(str(key), node.start_mark.line + 1)}") for key, value in values.items()}
+        name, _ = items.pop("name", (f"configuration {number}", ""))
+        yield _entry(path, str(name), node.start_mark.line + 1, items)
+
+
+def _key_lines(node: Any, path: str) -> dict[str, int]:
+    """The line of every key of a mapping, with those that it merges (``<<``)."""
+    merged: dict[str, int] = {}
+    own: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.tag == "tag:yaml.org,2002:merge":
+            for source in value.value if value.id == "sequence" else [value]:
+                merged = _key_lines(source, path) | merged
+        elif str(key.value) in own:
+            raise ConfigError(f"{path}:{line}: {key.value} stands there twice")
+        else:
+            own[str(key.value)] = line
+    return merged | own

@@ -1,0 +1,167 @@
+"""Configuration files that models and engines come with, as far as they matter here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+from disagg.errors import ConfigError
+from mpillm import fields
+from mpillm.configurator import Field
+
+T = TypeVar("T", bound="Slice")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a JSON object that matters here; what else it holds is passed over."""
+
+    @classmethod
+    def from_json(cls: type[T], data: Any, where: str) -> T:
+        """ConfigError, which begins with `where`, if a value is of another type than ours."""
+        if not isinstance(data, dict):
+            raise ConfigError(f"{where}: {json.dumps(data)[:60]}; must be an object")
+        values: dict[str, Any] = {}
+        hints = get_type_hints(cls)
+        for known in dataclasses.fields(cls):
+            if data.get(known.name) is None:
+                continue
+            kind, value, at = hints[known.name], data[known.name], f"{where}: {known.name}"
+            if isinstance(kind, type) and issubclass(kind, Slice):
+                values[known.name] = kind.from_json(value, at)
+            elif kind == tuple[int, ...] and _is(value, int):
+                values[known.name] = (value,)
+            elif kind == tuple[int, ...] and isinstance(value, list) and all(_is(item, int) for item in value):
+                values[known.name] = tuple(value)
+            elif _is(value, kind):
+                values[known.name] = value
+            else:
+                raise ConfigError(f"{at}: {json.dumps(value)[:60]}; must be {_KIND_NAMES[kind]}")
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls: type[T], path: str | Path) -> T:
+        """ConfigError naming the file if it can't be read."""
+        return cls.from_json(read_json(path), str(path))
+
+
+_KIND_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_KIND_NAMES[tuple[int, ...]] = "a whole number, or an array of them"
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def read_json(path: str | Path) -> Any:
+    """The JSON in a file; ConfigError naming the file, and the line of a mistake."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text in UTF-8") from None
+
+
+@dataclass(frozen=True)
+class GenerationConfig(Slice):
+    """How a model's answers end and are sampled: the harness's JSON, or a Hugging Face generation_config.json.
+
+    The other defaults are those of NVIDIA's harness (llmlib/config.py of its MLPerf Inference v5.1 submission).
+    """
+
+    eos_token_id: tuple[int, ...] = ()  # none: the model's own
+    bos_token_id: int = 1
+    max_output_len: int = 1024
+    min_output_len: int = 1
+    name: str = "llama"
+    runtime_beam_width: int = 1
+    streaming: bool = True
+    temperature: float = 1.0
+    top_k: int = 1
+    top_p: float = 0.001
+    use_stop_tokens: bool = False
+
+    # Hugging Face's names of the same.
+    _HUGGING_FACE: ClassVar[dict[str, str]] = {
+        "max_new_tokens": "max_output_len",
+        "min_new_tokens": "min_output_len",
+        "num_beams": "runtime_beam_width",
+    }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> GenerationConfig:
+        """As `Slice.from_json`; the harness's files hold it under the key generation_config."""
+        if isinstance(data, dict) and "generation_config" in data:
+            data = data["generation_config"]
+        elif isinstance(data, dict):
+            data = {cls._HUGGING_FACE.get(key, key): value for key, value in data.items()}
+            if not data.get("do_sample"):  # transformers then leaves these three alone
+                data |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+        return super().from_json(data, where)
+
+    def values(self) -> dict[Field, Any]:
+        """What it says, by field."""
+        ends = {fields.end_ids: self.eos_token_id} if self.eos_token_id else {}
+        return ends | {
+            fields.max_output_len: self.max_output_len,
+            fields.min_output_len: self.min_output_len,
+            fields.beam_width: self.runtime_beam_width,
+            fields.temperature: self.temperature,
+            fields.top_k: self.top_k,
+            fields.top_p: self.top_p,
+            **({fields.end_ids: self.eos_token_id} if self.eos_token_id else {}),
+        }
+
+
+# The slices of a TensorRT-LLM engine's config.json, with the defaults of TensorRT-LLM's BuildConfig as NVIDIA's harness has them.
+
+
+@dataclass(frozen=True)
+class PluginConfig(Slice):
+    use_paged_context_fmha: bool = True
+
+
+@dataclass(frozen=True)
+class BuildConfig(Slice):
+    max_input_len: int = 1024
+    max_seq_len: int = 2048
+    max_batch_size: int = 1
+    max_beam_width: int = 1
+    max_num_tokens: int = 8192
+    plugin_config: PluginConfig = field(default_factory=PluginConfig)
+
+
+@dataclass(frozen=True)
+class Mapping(Slice):
+    tp_size: int = 1
+    pp_size: int = 1
+    moe_ep_size: int = 1
+
+
+@dataclass(frozen=True)
+class PretrainedConfig(Slice):
+    architecture: str = ""
+    dtype: str = ""
+    mapping: Mapping = field(default_factory=Mapping)
+
+
+@dataclass(frozen=True)
+class EngineConfig(Slice):
+    """config.json of an engine's folder."""
+
+    build_config: BuildConfig = field(default_factory=BuildConfig)
+    pretrained_config: PretrainedConfig = field(default_factory=PretrainedConfig)
+
+    @classmethod
+    def from_engine_dir(cls, engine_dir: str | Path) -> EngineConfig:
+        """ConfigError if there is no engine in the folder."""
+        path = Path(engine_dir) / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"--engine_dir {engine_dir}: no engine there: it has no config.json")
+        return cls.from_file(path)

@@ -1,0 +1,46 @@
+"""JSON files of a run directory: read with errors that name them, written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+
+
+def read_json(path: Path) -> Any:
+    """ConfigError: the file can't be read or is no JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+
+
+@contextlib.contextmanager
+def as_written(path: Path) -> Iterator[None]:
+    """What is looked for in a JSON file and is not there makes a ConfigError that names the file."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not what a run writes: {type(error).__name__} {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` whole or not at all; OSError if the disk is full."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,116 @@
+"""What a node is made of, as far as a program without privileges can tell: for the system description of a submission."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpillm.devices import Gpu
+
+_CPU = Path("/sys/devices/system/cpu/cpu0")
+_SOFTWARE = ("numpy", "torch", "triton", "tensorrt_llm", "tritonclient", "transformers", "mlcommons-loadgen", "mpi4py")
+
+
+def describe_machine(gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """This node, ready for JSON. `gpus`: those that the run may use here. What the system does not tell is missing or empty."""
+    return {
+        "cpu": _cpu(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "storage": {"bytes": shutil.disk_usage("/").total, "disks": _disks()},
+        "network": _network_cards(),
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total} for gpu in gpus],
+        "gpu_driver": _first_line(Path("/sys/module/nvidia/version")),
+        "operating_system": _operating_system(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "software": _software(),
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    """Model, sockets, cores of all sockets together, highest frequency and caches (size and level, of one core)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        text = ""
+    model = re.search(r"^(?:model name|cpu model|Processor)\s*:\s*(.+)$", text, re.MULTILINE)
+    sockets = re.findall(r"^physical id\s*:\s*(\d+)$", text, re.MULTILINE)
+    cores = re.findall(r"^core id\s*:\s*(\d+)$", text, re.MULTILINE)
+    pairs = set(zip(sockets, cores, strict=False))
+    frequency = _first_line(_CPU / "cpufreq/cpuinfo_max_freq")  # kHz
+    return {
+        "model": model[1].strip() if model else "",
+        "sockets": len(set(sockets)) or 1,
+        "cores": len(pairs) or os.cpu_count(),
+        "threads": os.cpu_count(),
+        "max_mhz": int(frequency) // 1000 if frequency.isdecimal() else None,
+        "caches": _caches(),
+    }
+
+
+def _caches() -> list[str]:
+    found = []
+    for folder in sorted((_CPU / "cache").glob("index*")):
+        level, kind, size = (_first_line(folder / name) for name in ("level", "type", "size"))
+        found.append(f"L{level}{'' if kind == 'Unified' else kind[:1].lower()} {size}")
+    return found
+
+
+def _disks() -> list[dict[str, Any]]:
+    """Block devices that are backed by hardware."""
+    disks = []
+    for folder in sorted(Path("/sys/block").glob("*")):
+        sectors = _first_line(folder / "size")  # of 512 bytes, whatever the disk's own are
+        if (folder / "device").exists() and sectors.isdecimal():
+            disks.append({"name": folder.name, "bytes": int(sectors) * 512, "type": _disk_type(folder)})
+    return disks
+
+
+def _disk_type(folder: Path) -> str:
+    for prefix, kind in (("nvme", "NVMe SSD"), ("vd", "virtual disk"), ("xvd", "virtual disk")):
+        if folder.name.startswith(prefix):
+            return kind
+    return "HDD" if _first_line(folder / "queue/rotational") == "1" else "SSD"
+
+
+def _network_cards() -> list[dict[str, Any]]:
+    """Network interfaces that are backed by hardware; the speed in Mbit/s, None while there is no link or the driver tells none."""
+    cards = []
+    for folder in sorted(Path("/sys/class/net").glob("*")):
+        if (folder / "device").exists():
+            speed = _first_line(folder / "speed")
+            kind = "InfiniBand" if _first_line(folder / "type") == "32" else "Ethernet"
+            cards.append({"name": folder.name, "type": kind, "mbit_per_s": int(speed) if speed.isdecimal() else None})
+    return cards
+
+
+def _operating_system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return f"{platform.system()} {platform.release()}"
+
+
+def _software() -> dict[str, str]:
+    """Versions of installed packages that a result may depend on, without importing them."""
+    versions = {}
+    for name in _SOFTWARE:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _first_line(path: Path) -> str:
+    """Empty if the system has no such file, or will not say (a network card without a link)."""
+    try:
+        return path.read_text(errors="replace").partition("\n")[0].strip()
+    except OSError:
+        return ""

@@ -1,0 +1,68 @@
+"""A run directory, read again: by the commands that work on what a run left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm import workloads
+from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
+from mpillm.report.json_files import as_written, read_json
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A run that LoadGen has judged, VALID or INVALID."""
+
+    path: Path
+    config: dict[str, Any]  # by field name
+    result: dict[str, Any]
+
+    @staticmethod
+    def read(path: Path) -> RunDirectory:
+        """ConfigError: `path` is no run directory, a file of it can't be read, or the run failed."""
+        if not path.is_dir():
+            raise ConfigError(f"{path}: {'no run directory, but a file' if path.exists() else 'no such run directory'}")
+        if not (path / "result.json").exists():
+            raise ConfigError(f"{path} is no run directory, or its run has not ended: it has no result.json")
+        result = read_json(path / "result.json")
+        with as_written(path / "result.json"):
+            failed = result["status"] == "FAILED"
+        if failed:
+            causes = "; ".join(failure["cause"] for failure in result.get("failures", ()))
+            raise ConfigError(f"the run in {path} failed in phase '{result.get('phase')}': {causes}")
+        with as_written(path / "config.json"):
+            config = {name: entry["value"] for name, entry in read_json(path / "config.json").items()}
+        for name in (DETAIL, SUMMARY, ACCURACY):
+            if not (path / name).is_file():
+                raise ConfigError(f"{path} has no {name}: LoadGen's logs are incomplete")
+        return RunDirectory(path, config, result)
+
+    @property
+    def benchmark(self) -> str:
+        """The workload's name; ConfigError if the run was of none."""
+        name = _one(self.config.get("benchmarks"))
+        if not name:
+            raise ConfigError(f"{self.path} was no run of an MLPerf workload: start one with --benchmarks")
+        return name
+
+    @property
+    def workload(self) -> workloads.Workload:
+        """The workload, scaled as it was run."""
+        return workloads.get(self.benchmark, str(self.config["model_scale"]))
+
+    @property
+    def scenario(self) -> str:
+        """LoadGen's."""
+        return _one(self.result["scenario"])
+
+    @property
+    def is_accuracy(self) -> bool:
+        return bool(self.result["test_mode"] == "AccuracyOnly")
+
+
+def _one(value: Any) -> str:
+    """A field that may hold several names holds one in a run."""
+    return str(value[0] if isinstance(value, (list, tuple)) else value or "")

@@ -1,0 +1,138 @@
+"""``python -m mpillm run-llm-server``: starts the servers that a core talks to, and stays until they end, or a person ends them.
+
+`triton_grpc` and `--harness_type=triton`: a `tritonserver` for each model repository. `trtllm_endpoint`: `trtllm-serve` for each URL.
+`trtllm_disagg`: the workers and the leader of a disaggregation YAML, or one of the two: MLPERF_DISAGG_LAUNCH_TYPE says which.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from disagg.errors import ConfigError
+from launch.children import Child, Children
+from mpillm.command_line import Parser
+from mpillm.config import RunConfig, parse
+from mpillm.errors import ExitCode
+from mpillm.fields import FIELDS
+from mpillm.serving import Server, disaggregated, endpoints, triton
+
+_GROUPS = ("workload", "stages", "topology", "model", "checkpoint", "build", "harness", "server", "triton")
+_POLL_S = 0.5
+_ANSWER_S = 5.0  # for one health check
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; its exit code: NOT_READY or INSTANCE_LOST when a server ends by itself before or after it was ready."""
+    parser = Parser(
+        prog="mpillm run-llm-server",
+        description="Start the servers that a core needs, and stay until they end. Ctrl-C ends them.",
+        epilog="examples:\n"
+        "  python -m mpillm run-llm-server --harness_type=triton --triton_model_repo build/triton_model_repo\n"
+        "  python -m mpillm run-llm-server --core_type=trtllm_endpoint --model_path DIR --tensor_parallelism 2\n"
+        "  python -m mpillm run-llm-server --core_type=trtllm_disagg --trtllm_disagg_config_path=disagg.yaml",
+    )
+    config = parse(argv, parser, [field for field in FIELDS if field.group in _GROUPS or field.name in ("log_dir", "load_deadline")])
+    servers = servers_of(config)
+    if config.dry_run:
+        for server in servers:
+            print(server.command)
+        return ExitCode.DONE
+    check_ports(servers)
+    folder = Path(config.log_dir) if config.log_dir else Path("build/servers") / time.strftime("%Y%m%d-%H%M%S")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--log_dir {folder}: {error.strerror}") from error
+    return serve(servers, folder, config.load_deadline)
+
+
+def servers_of(config: RunConfig) -> list[Server]:
+    """The servers that the options ask for on this host."""
+    if config.core_type == "triton_grpc":
+        return triton(config)
+    if config.core_type == "trtllm_endpoint":
+        return endpoints(config)
+    if config.core_type == "trtllm_disagg":
+        return disaggregated(config)
+    raise ConfigError(f"--core_type {config.core_type} needs no server: triton_grpc, trtllm_endpoint and trtllm_disagg do")
+
+
+def check_ports(servers: Sequence[Server]) -> None:
+    """Every port is free on this host, and nobody else's; ConfigError naming who has it."""
+    wanted: dict[int, str] = {}
+    for server in servers:
+        for purpose, port in server.ports.items():
+            what = f"{purpose} of {server.name}"
+            if port in wanted:
+                raise ConfigError(f"port {port} is wanted for {what} and for {wanted[port]}")
+            wanted[port] = what
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("", port))
+                except OSError as error:
+                    raise ConfigError(f"port {port}, for {what}, can't be had: {_holder(port) or error.strerror}") from None
+
+
+def _holder(port: int) -> str:
+    try:
+        taken = [c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN]
+        process = next(psutil.Process(c.pid) for c in taken if c.pid)
+        return f"process {process.pid} ({process.name()}) listens there"
+    except (StopIteration, psutil.Error):
+        return ""
+
+
+def serve(servers: Sequence[Server], folder: Path, deadline_s: float) -> int:
+    """Start the servers, wait until all are ready, and then until one ends. Logs go to `folder`."""
+    with Children() as children:
+        for server in servers:
+            log = folder / f"{server.name.replace(' ', '_')}.log"
+            log.write_text(f"$ {server.command}\n", encoding="utf-8")
+            children.start(server.name, server.command.argv, server.command.environment(server.keeps_job), log)
+            print(f"  {server.name}: log {log}", flush=True)
+        began = time.monotonic()
+        waiting = {server.health: server for server in servers if server.health}
+        while waiting:
+            if child := children.ended():
+                return _lost(child, "before it was ready", ExitCode.NOT_READY)
+            waiting = {url: server for url, server in waiting.items() if not _answers(url)}
+            if waiting and time.monotonic() - began > deadline_s:
+                late = ", ".join(server.name for server in waiting.values())
+                tails = "\n".join(child.tail() for child in children.running() if child.name in late)
+                print(f"mpillm: not ready within {deadline_s:g} s (--load_deadline): {late}; the log ends:\n{tails}", file=sys.stderr)
+                return ExitCode.NOT_READY
+            time.sleep(_POLL_S if waiting else 0)
+        urls = [url for server in servers for url in server.urls]
+        if urls:
+            print(f"  ready after {time.monotonic() - began:.1f} s: {','.join(urls)}", flush=True)
+        while (ended := children.ended()) is None:
+            time.sleep(_POLL_S)
+        return _lost(ended, "after it was ready" if urls else "", ExitCode.INSTANCE_LOST)
+
+
+def _lost(child: Child, when: str, code: ExitCode) -> int:
+    status = child.process.returncode
+    if status == 0 and code is ExitCode.INSTANCE_LOST:
+        print(f"  {child.name} has ended")
+        return ExitCode.DONE
+    how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
+    print(f"mpillm: {child.name} {how} {when}".rstrip() + f"; its log, {child.log}, ends:\n{child.tail()}", file=sys.stderr)
+    return code
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
+        return False

@@ -1,0 +1,286 @@
+"""What is started for each kind of server: `tritonserver`, `trtllm-serve`, and the two halves of disaggregated serving."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import disagg
+from disagg.errors import ConfigError, nearest
+from launch.environment import launched_size
+from mpillm.builder.operation import Command
+from mpillm.builder.preconditions import check_gpus, find_program
+from mpillm.builder.trtllm import TRTLLMLibraryLoader
+from mpillm.comms.world import launcher_rank
+from mpillm.config import RunConfig
+from mpillm.devices import visible_gpus
+from mpillm.harness_config import TritonHarnessConfig
+
+LAUNCH_TYPE = "MLPERF_DISAGG_LAUNCH_TYPE"
+_TRITONSERVER = "/opt/tritonserver/bin/tritonserver"  # in NVIDIA's containers
+_FIRST_ENDPOINT_PORT = 30000  # the reference harness's
+_INSTALL = "install TensorRT-LLM, as in NVIDIA's containers"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server to start. `ports` are those that it opens on this host, by what they are for."""
+
+    name: str
+    command: Command
+    keeps_job: bool  # it is a rank of the mpirun that started this process, and needs what that set
+    ports: dict[str, int]
+    health: str | None  # a URL that answers 200 when the server is ready; None: nothing to ask
+    urls: tuple[str, ...] = ()  # where it is reached
+
+
+def this_host(host: str) -> bool:
+    """Whether a host's name is this one's."""
+    return host in ("localhost", "127.0.0.1", "0.0.0.0", socket.gethostname(), socket.getfqdn(), os.environ.get("HOSTNAME"))
+
+
+# --- Triton ---
+
+
+def triton(config: RunConfig) -> list[Server]:
+    """A `tritonserver` for each model repository, as launch_triton_server.py starts it: under mpirun if an engine has several ranks."""
+    if config.triton_skip_server_spawn:
+        raise ConfigError("--triton_skip_server_spawn: the servers run already, so there is nothing to start")
+    repos = _repositories(config)
+    program = config.tritonserver or shutil.which("tritonserver") or (_TRITONSERVER if Path(_TRITONSERVER).is_file() else "")
+    if not program or not shutil.which(program):
+        raise ConfigError(f"--tritonserver {program or '(not given)'}: no such program, in PATH or as {_TRITONSERVER}")
+    grpc = _grpc_ports(config, len(repos))
+    others = (port for port in range(8000, 65536) if port not in grpc)
+    servers = []
+    for index, repo in enumerate(repos):
+        models = sorted(path.parent.name for path in repo.glob("*/config.pbtxt"))
+        world = max(_gpus_of(repo / model / "config.pbtxt") for model in models)
+        if grpc[index] == 8001 + 3 * index:  # Triton's own neighbours: 8000, 8001, 8002
+            ports = {"HTTP": 8000 + 3 * index, "gRPC": 8001 + 3 * index, "metrics": 8002 + 3 * index}
+        else:
+            ports = {"HTTP": next(others), "gRPC": grpc[index], "metrics": next(others)}
+        command = _triton_command(str(Path(program)), repo, models, world, ports, index)
+        url = f"localhost:{ports['gRPC']}"
+        servers.append(Server(f"tritonserver {index}", command, False, ports, f"http://localhost:{ports['HTTP']}/v2/health/ready", (url,)))
+    return servers
+
+
+def _repositories(config: RunConfig) -> list[Path]:
+    repos: list[Path] = []
+    while (repo := Path(f"{config.triton_model_repo}_{len(repos)}")).is_dir():
+        if not list(repo.glob("*/config.pbtxt")):
+            raise ConfigError(f"--triton_model_repo: {repo} has no model in it (a folder with a config.pbtxt)")
+        repos.append(repo)
+    if not repos:
+        raise ConfigError(f"--triton_model_repo {config.triton_model_repo}: there is no {repo}; generate-triton-config makes it")
+    if config.given("triton_num_servers") and config.triton_num_servers != len(repos):
+        raise ConfigError(f"--triton_num_servers {config.triton_num_servers}, but there are {len(repos)} model repositories, {repos[0]} …")
+    return repos
+
+
+def _gpus_of(file: Path) -> int:
+    """The GPUs of a model, which are its engine's ranks; 1 if it does not say."""
+    match = re.search(r'"gpu_device_ids"\s*value:?\s*\{\s*string_value:\s*"([^"]*)"', file.read_text(encoding="utf-8"))
+    return len(match[1].split(",")) if match else 1
+
+
+def _grpc_ports(config: RunConfig, n: int) -> list[int]:
+    """The gRPC port of each server of this host: as given, or 8001, 8004, …"""
+    urls = config.build(TritonHarnessConfig).server_urls
+    if not urls:
+        return [8001 + 3 * index for index in range(n)]
+    source = "--triton_grpc_ports" if config.triton_grpc_ports else "--triton_server_urls"
+    given = [int(url.rpartition(":")[2]) for url in urls if this_host(url.rpartition(":")[0])]
+    if len(given) != n:
+        raise ConfigError(
+            f"{source} names {len(given)} servers on this host ({socket.gethostname()}), and there are {n} model repositories"
+        )
+    return given
+
+
+def _triton_command(program: str, repo: Path, models: list[str], world: int, ports: Mapping[str, int], server: int) -> Command:
+    def rank_line(rank: int) -> list[str]:
+        line = [program, f"--model-repository={repo}", f"--grpc-port={ports['gRPC']}", f"--http-port={ports['HTTP']}"]
+        line.append(f"--metrics-port={ports['metrics']}")
+        if rank > 0:  # these ranks only compute
+            line += ["--model-control-mode=explicit", *(f"--load-model={model}" for model in models)]
+        return [*line, "--disable-auto-complete-config", f"--backend-config=python,shm-region-prefix-name=prefix{server}_{rank}_"]
+
+    if world == 1:
+        return Command(tuple(rank_line(0)))
+    if len(models) > 1:
+        # TensorRT-LLM's backend then starts the ranks of each model by itself.
+        return Command(tuple(rank_line(0)), {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"})
+    words = [find_program("mpirun", "it starts the ranks of an engine"), *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    for rank in range(world):
+        words += [*([":"] if rank else []), "-n", "1", *rank_line(rank)]
+    return Command(tuple(words))
+
+
+# --- trtllm-serve ---
+
+
+def endpoints(config: RunConfig) -> list[Server]:
+    """A `trtllm-serve` for each URL on this host, each with its share of the GPUs."""
+    model = _model(config)
+    cut = TRTLLMLibraryLoader(
+        tp_size=config.tensor_parallelism,
+        pp_size=config.pipeline_parallelism,
+        ep_size=config.moe_expert_parallelism,
+        build_flags=config.trtllm_build_flags,
+    ).layout
+    gpus = visible_gpus()
+    if config.trtllm_server_urls:
+        ports = [int(url.rpartition(":")[2]) for url in config.trtllm_server_urls if this_host(url.rpartition(":")[0])]
+        if not ports:
+            raise ConfigError(f"--trtllm_server_urls {','.join(config.trtllm_server_urls)}: none is on this host ({socket.gethostname()})")
+    else:
+        ports = [_FIRST_ENDPOINT_PORT + index for index in range(max(1, len(gpus or ()) // cut.ranks))]
+    check_gpus(len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
+    flags = {**config.trtllm_build_flags, **config.trtllm_runtime_flags}
+    options = {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "ep_size": cut.ep_size if cut.ep_size > 1 else None}
+    options |= {
+        name: flags.get(name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width", "num_postprocess_workers")
+    }
+    for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
+        options[name] = getattr(config, name) or options[name]
+    extra = _llm_api_file(config)
+    servers = []
+    for index, port in enumerate(ports):
+        words = [find_program("trtllm-serve", _INSTALL), "serve", model, "--host", "0.0.0.0", "--port", str(port)]
+        words += ["--backend", "tensorrt" if flags.get("trtllm_backend", "pytorch") in ("tensorrt", "trt", "cpp") else "pytorch"]
+        words += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        words += ["--extra_llm_api_options", str(extra)]
+        env = {}
+        if gpus is not None and len(ports) > 1:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(index * cut.ranks, (index + 1) * cut.ranks)))
+        health = f"http://localhost:{port}/health"
+        servers.append(Server(f"trtllm-serve {index}", Command(tuple(words), env), False, {"HTTP": port}, health, (f"localhost:{port}",)))
+    return servers
+
+
+def _model(config: RunConfig) -> str:
+    """The quantised checkpoint if there is one, else the model as it was published."""
+    if config.llm_quantizer_outdir and Path(config.llm_quantizer_outdir).is_dir():
+        return str(config.llm_quantizer_outdir)
+    if not config.model_path:
+        raise ConfigError(
+            f"--core_type {config.core_type} needs --model_path, or the --llm_quantizer_outdir that generate-engines has made"
+        )
+    return str(config.model_path)
+
+
+_SCHEDULER = {"max_util": "MAX_UTILIZATION", "no_evict": "GUARANTEED_NO_EVICT", "static": "STATIC_BATCH"}
+
+
+def llm_api_options(runtime_flags: Mapping[str, Any], checkpoint_flags: Mapping[str, Any]) -> dict[str, Any]:
+    """TensorRT-LLM's LLM arguments, as a YAML holds them, from the harness's flags."""
+    scheduler: dict[str, Any] = {}
+    if policy := runtime_flags.get("batch_scheduler_policy"):
+        if policy not in _SCHEDULER:
+            raise ConfigError(
+                f"--trtllm_runtime_flags: batch_scheduler_policy {policy}: not one of {', '.join(_SCHEDULER)}{nearest(policy, _SCHEDULER)}"
+            )
+        scheduler["capacity_scheduler_policy"] = _SCHEDULER[policy]
+    if policy := runtime_flags.get("context_chunking_policy"):
+        scheduler["context_chunking_policy"] = str(policy).upper()
+    cache: dict[str, Any] = {"enable_block_reuse": bool(runtime_flags.get("enable_kv_cache_reuse", False))}  # MLPerf forbids reuse
+    if (fraction := runtime_flags.get("kvcache_free_gpu_mem_frac")) is not None:
+        cache["free_gpu_memory_fraction"] = fraction
+    if dtype := checkpoint_flags.get("kv_cache_dtype"):
+        cache["dtype"] = dtype
+    options: dict[str, Any] = {"kv_cache_config": cache}
+    if scheduler:
+        options["scheduler_config"] = scheduler
+    if "enable_chunked_context" in runtime_flags:
+        options["enable_chunked_prefill"] = runtime_flags["enable_chunked_context"]
+    return options
+
+
+def _llm_api_file(config: RunConfig) -> Path:
+    """Written where a person finds it, and where the printed command works again."""
+    path = Path("build/servers/extra_llm_api_options.yaml")
+    text = yaml.safe_dump(llm_api_options(config.trtllm_runtime_flags, config.trtllm_checkpoint_flags), sort_keys=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror}") from error
+    return path
+
+
+# --- disaggregated serving ---
+
+
+def disaggregated(config: RunConfig) -> list[Server]:
+    """Workers, leader or both.
+
+    A worker is a rank of the mpirun around this process if there is one; else an mpirun of all workers is started here.
+    """
+    if not config.disagg_config:
+        raise ConfigError("--core_type trtllm_disagg needs --trtllm_disagg_config_path; generate-disagg-config writes that file")
+    made = disagg.load(config.disagg_config)
+    if made.mode != "disaggregated":
+        raise ConfigError(f"{config.disagg_config}: {made.mode}; trtllm-serve needs context_servers and generation_servers")
+    kind = os.environ.get(LAUNCH_TYPE)
+    if kind not in (None, "worker", "leader"):
+        raise ConfigError(f"environment variable {LAUNCH_TYPE} {kind}: not worker or leader{nearest(kind, ('worker', 'leader'))}")
+    serve = find_program("trtllm-serve", _INSTALL)
+    size = launched_size(os.environ)
+    if kind == "worker" and size is not None:
+        return [_worker_rank(config, made, serve, size)]
+    if kind is None and size is not None:
+        raise ConfigError(f"under mpirun, the environment variable {LAUNCH_TYPE} has to say worker or leader")
+    servers = []
+    if kind != "leader":
+        servers.append(_workers(config, made, serve))
+    if kind != "worker":
+        seconds = str(int(config.load_deadline))
+        words = (serve, "disaggregated", "-c", str(config.disagg_config), "-t", seconds, "-r", str(int(config.stall_timeout)))
+        url = f"{made.hostname}:{made.port}"
+        servers.append(Server("disaggregated leader", Command(words), False, {"HTTP": made.port}, f"http://{url}/health", (url,)))
+    return servers
+
+
+def _worker_words(config: RunConfig, serve: str) -> tuple[str, ...]:
+    return (serve, "disaggregated_mpi_worker", "-c", str(config.disagg_config))
+
+
+def _urls(made: disagg.DisaggConfig, path: str) -> list[tuple[int, str]]:
+    """First rank and URL of each instance, in the file's order."""
+    found, first = [], 0
+    for name, server in made.sections:
+        if not server.urls:
+            raise ConfigError(f"{path}: {name} has no urls, which trtllm-serve needs")
+        for url in server.urls:
+            found.append((first, url))
+            first += server.ranks_per_instance
+    return found
+
+
+def _worker_rank(config: RunConfig, made: disagg.DisaggConfig, serve: str, size: int) -> Server:
+    if size != made.n_workers:
+        raise ConfigError(f"{config.disagg_config} has {made.n_workers} workers, and this mpirun has {size} ranks; they must be as many")
+    rank = int(launcher_rank())
+    mine = [url for first, url in _urls(made, config.disagg_config) if first == rank]
+    ports = {f"HTTP {url}": int(url.rpartition(":")[2]) for url in mine}
+    return Server(f"worker {rank}", Command(_worker_words(config, serve)), True, ports, None)
+
+
+def _workers(config: RunConfig, made: disagg.DisaggConfig, serve: str) -> Server:
+    from launch.mpirun import command_line, detect, usable_cores
+
+    line = command_line(detect(), made.n_workers, _worker_words(config, serve), root=os.geteuid() == 0, cores=usable_cores(), survive=False)
+    ports = {
+        f"HTTP {url}": int(url.rpartition(":")[2]) for _, url in _urls(made, config.disagg_config) if this_host(url.rpartition(":")[0])
+    }
+    return Server("workers", Command(tuple(line)), False, ports, None)

@@ -1,0 +1,1 @@
+"""A submission to MLPerf Inference, made of run directories: the rules, the runs that fit together, the descriptions, the files."""

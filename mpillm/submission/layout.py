@@ -1,0 +1,146 @@
+"""The files of a submission, in the layout of MLPerf Inference v6.0 and v6.1.
+
+The layout: tools/submission/submission_structure.md of mlcommons/inference. The accuracy log is cut as its truncate_accuracy_log.py does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mpillm
+from disagg.errors import ConfigError
+from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
+from mpillm.report.json_files import read_json
+from mpillm.submission.runs import Result, Run
+
+_KEPT = 4096  # bytes of an accuracy log that stay at each end
+_SOURCE = Path(mpillm.__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Everything that is written."""
+
+    division: str
+    submitter: str
+    system_name: str
+    system: Mapping[str, Any]
+    results: Sequence[Result]
+
+    def write(self, output: Path, force: bool) -> Path:
+        """Write ``<output>/<division>/<submitter>`` whole or not at all, and return it.
+
+        ConfigError: it is there and not `force`, or a file can't be read or written.
+        """
+        target = output / self.division / self.submitter
+        if target.exists() and not force:
+            raise ConfigError(f"{target} exists: choose another --output, or --force to replace it")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".mpillm-", dir=target.parent) as folder:
+                tree = Path(folder) / "tree"
+                tree.mkdir()
+                self._fill(tree)
+                if target.exists():
+                    target.rename(Path(folder) / "old")
+                tree.rename(target)
+        except OSError as error:
+            raise ConfigError(f"the submission in {output} can't be written: {error.filename or target}: {error.strerror}") from error
+        return target
+
+    def _fill(self, tree: Path) -> None:
+        _write_json(tree / "systems" / f"{self.system_name}.json", self.system)
+        for result in self.results:
+            self._result(tree / "results" / self.system_name / result.benchmark / result.scenario, result)
+            _write(tree / "src" / result.benchmark / "README.md", _source_readme(result.benchmark))
+        for package in ("disagg", "launch", "mpillm"):
+            shutil.copytree(_SOURCE / package, tree / "src" / "mpillm" / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def _result(self, folder: Path, result: Result) -> None:
+        _write_json(folder / "measurements.json", result.measurements)
+        _write(folder / "README.md", _readme(result))
+        runs = result.runs
+        _copy((runs.get("performance") or next(iter(runs.values()))).path, folder, "user.conf")
+        if performance := runs.get("performance"):
+            _copy(performance.path, folder / "performance" / "run_1", DETAIL, SUMMARY)
+        if accuracy := runs.get("accuracy"):
+            _copy(accuracy.path, folder / "accuracy", DETAIL, SUMMARY)
+            (folder / "accuracy" / ACCURACY).write_bytes(truncated((accuracy.path / ACCURACY).read_bytes()))
+            if (accuracy.path / "accuracy.txt").is_file():
+                _copy(accuracy.path, folder / "accuracy", "accuracy.txt")
+        if test06 := runs.get("TEST06"):
+            _copy(test06.path, folder / "TEST06" / "performance" / "run_1", DETAIL, SUMMARY)
+            _copy(test06.path, folder / "TEST06" / "accuracy", ACCURACY)
+            if (test06.path / "TEST06" / "verify_accuracy.txt").is_file():
+                _copy(test06.path / "TEST06", folder / "TEST06", "verify_accuracy.txt")
+
+
+def truncated(log: bytes) -> bytes:
+    """An accuracy log as it is submitted: its ends, if it is longer than that."""
+    return log if len(log) < _KEPT else log[:_KEPT] + b"\n\n...\n\n" + log[-_KEPT:]
+
+
+def check_accuracy_file(run: Run) -> None:
+    """ConfigError: the run's accuracy.txt was not made from its accuracy log."""
+    file = run.path / "accuracy.txt"
+    try:
+        found = re.search(r"^hash=(\w+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    if found is None or found[1] != digest(run.path / ACCURACY):
+        raise ConfigError(f"{file} does not belong to the {ACCURACY} beside it: run python -m mpillm accuracy {run.path}")
+
+
+def command_of(run: Run) -> str:
+    """The command that gives this run again: its options that did not have their default."""
+    entries = read_json(run.path / "config.json")
+    words = [f"python -m mpillm mpirun -n {run.directory.result['world_size']} run"]
+    for name, entry in entries.items():
+        if entry["source"] == "command line" and name != "log_dir":
+            value = entry["value"]
+            if isinstance(value, dict):
+                value = ",".join(f"{key}:{item}" for key, item in value.items())
+            elif isinstance(value, list) and not all(isinstance(item, (str, int)) for item in value):
+                value = json.dumps(value)
+            elif isinstance(value, list):
+                value = ",".join(map(str, value))
+            words.append(f"--{name} '{value}'" if re.search(r"[^\w./:,=-]", str(value)) else f"--{name} {value}")
+    return " ".join(words)
+
+
+def _readme(result: Result) -> str:
+    lines = [f"# {result.benchmark}, {result.scenario}", "", "The runs, made with mpillm (src/mpillm):", ""]
+    for kind, run in result.runs.items():
+        lines += [f"{kind}:", "", "```", command_of(run), "```", ""]
+    lines += ["Then, on each run directory that it concerns:", "", "```"]
+    lines += ["python -m mpillm accuracy RUN_DIR", "python -m mpillm compliance RUN_DIR", "```", ""]
+    return "\n".join(lines)
+
+
+def _source_readme(benchmark: str) -> str:
+    return (
+        f"# {benchmark}\n\nThe program is mpillm {mpillm.__version__}, in ../mpillm. The commands of each scenario are in\n"
+        f"results/<system>/{benchmark}/<scenario>/README.md.\n"
+    )
+
+
+def _copy(source: Path, target: Path, *names: str) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    _write(path, json.dumps(value, indent=4, ensure_ascii=False) + "\n")

@@ -1,0 +1,112 @@
+"""What MLCommons asks of a submission.
+
+The facts are those of the submission checker in mlcommons/inference (tools/submission/submission_checker/constants.py, August 2026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from disagg.errors import ConfigError
+
+STATUSES = ("available", "preview", "rdi")
+SYSTEM_TYPES = ("datacenter", "edge", "datacenter,edge", "edge,datacenter")
+
+# A benchmark with two accuracy targets, 99 % and 99.9 %, has the target in its name.
+_TWO_TARGETS = ("llama2-70b",)
+_INTERACTIVE = "-interactive"
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of MLPerf Inference. A run belongs to the round whose seeds its LoadGen has."""
+
+    name: str  # what the checker calls it
+    seeds: tuple[int, int, int]  # qsl, sample index, schedule
+    benchmarks: tuple[str, ...]
+    loadgen: str  # the versions of mlcommons-loadgen that have its seeds
+
+
+ROUNDS = (
+    Round("v6.1", (2085463073848966840, 2747215439041700203, 16159082839903944936), ("llama2-70b-99.9",), "6.0.16 and later"),
+    Round(
+        "v6.0",
+        (2465351861681999779, 14276810075590677512, 3936089224930324775),
+        ("llama2-70b-99", "llama2-70b-99.9", "mixtral-8x7b", "llama3.1-405b"),
+        "6.0.9 to 6.0.15",
+    ),
+)
+_SEEDS = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed")
+
+
+def round_of(detail: Mapping[str, object]) -> Round | None:
+    """The round of a run, by its detailed log; None if its seeds are those of no round whose layout is written here."""
+    seeds = tuple(detail.get(key) for key in _SEEDS)
+    return next((r for r in ROUNDS if r.seeds == seeds), None)
+
+
+def place(workload: str, accuracy_target: float, loadgen_scenario: str) -> tuple[str, str]:
+    """The names of the folders for benchmark and scenario.
+
+    A workload's interactive form is a scenario of the benchmark, which LoadGen runs as Server under limits of its own.
+    """
+    benchmark = workload.removesuffix(_INTERACTIVE)
+    scenario = loadgen_scenario
+    if workload.endswith(_INTERACTIVE):
+        if scenario != "Server":
+            raise ConfigError(f"{workload} is run in scenario Server; there is no {scenario} of it to submit")
+        scenario = "Interactive"
+    return (f"{benchmark}-{100 * accuracy_target:g}" if benchmark in _TWO_TARGETS else benchmark), scenario
+
+
+def missing_scenarios(benchmark: str, scenarios: set[str]) -> list[str]:
+    """What a closed datacenter submission of `benchmark` needs and lacks."""
+    required = ("Offline", "Server") if benchmark == "mixtral-8x7b" else ("Offline",)
+    missing = [name for name in required if name not in scenarios]
+    if benchmark != "mixtral-8x7b" and not scenarios & {"Server", "Interactive"}:
+        missing.append("one of Server and Interactive")
+    return missing
+
+
+# The system description: what must be there, and for which of them an empty value won't do.
+SYSTEM_MEANINGFUL = (
+    "division",
+    "submitter",
+    "system_type",
+    "status",
+    "system_name",
+    "number_of_nodes",
+    "host_processor_model_name",
+    "host_processors_per_node",
+    "host_processor_core_count",
+    "host_memory_capacity",
+    "host_memory_configuration",
+    "host_storage_capacity",
+    "host_storage_type",
+    "host_networking",
+    "host_network_card_count",
+    "host_networking_topology",
+    "accelerators_per_node",
+    "accelerator_model_name",
+    "accelerator_memory_capacity",
+    "accelerator_host_interconnect",
+    "accelerator_memory_configuration",
+    "accelerator_interconnect",
+    "cooling",
+    "framework",
+    "operating_system",
+    "other_software_stack",
+)
+SYSTEM_MAY_BE_EMPTY = (
+    "host_processor_frequency",
+    "host_processor_caches",
+    "host_processor_interconnect",
+    "accelerator_frequency",
+    "accelerator_interconnect_topology",
+    "accelerator_on-chip_memories",
+    "hw_notes",
+    "sw_notes",
+    "system_type_detail",
+)
+MEASUREMENTS = ("input_data_types", "retraining", "starting_weights_filename", "weight_data_types", "weight_transformations")

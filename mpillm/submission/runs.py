@@ -1,0 +1,129 @@
+"""The runs of a submission: which there are, and which belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.compliance import is_test06
+from mpillm.loadgen.logs import read_detail, unsatisfied
+from mpillm.report.json_files import as_written, read_json
+from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.rules import Round, place, round_of
+
+KINDS = ("performance", "accuracy", "TEST06")
+# What the runs of one result must have in common: they are said to be of one system under test.
+_SAME = ("core_type", "mode", "model_path", "model_scale", "dtype")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run and its place in the submission."""
+
+    directory: RunDirectory
+    kind: str  # of KINDS
+    benchmark: str  # the checker's names
+    scenario: str
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path
+
+    @cached_property
+    def detail(self) -> dict[str, Any]:
+        """LoadGen's detailed log."""
+        return read_detail(self.path)
+
+    @cached_property
+    def round(self) -> Round | None:
+        return round_of(self.detail)
+
+    @cached_property
+    def machines(self) -> dict[str, Any]:
+        """`describe_machine` of each node that has workers."""
+        file = self.path / "machines.json"
+        with as_written(file):
+            machines = read_json(file)
+            return {rank["node"]: machines[rank["node"]] for rank in self.workers}
+
+    @cached_property
+    def workers(self) -> list[dict[str, Any]]:
+        """The plan's ranks that have a device."""
+        file = self.path / "plan.json"
+        with as_written(file):
+            return [rank for rank in read_json(file)["ranks"] if rank["device"] is not None]
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """Of what all ranks ran."""
+        file = self.path / "ranks.json"
+        with as_written(file):
+            return dict(read_json(file)[0]["versions"])
+
+    def problems(self) -> list[str]:
+        """Why this run, as it is, would not be accepted."""
+        found = []
+        result, config = self.directory.result, self.directory.config
+        # 100 queries are too few for LoadGen's early stopping, so that TEST06 in the Server scenario is never VALID; nobody asks.
+        if result["status"] != "VALID" and self.kind != "TEST06":
+            why = ", ".join(result.get("loadgen_unsatisfied") or unsatisfied(self.path)) or "not every sample was answered"
+            found.append(f"LoadGen calls it {result['status']} ({why})")
+        if config.get("enable_kv_cache_reuse"):
+            found.append("KV cache reuse was on, which MLPerf forbids")
+        if self.round is None:
+            found.append(f"its LoadGen ({self.detail.get('loadgen_version')}) has the seeds of no round that this layout is for")
+        elif self.benchmark not in self.round.benchmarks:
+            found.append(f"round {self.round.name}, whose seeds its LoadGen has, has no {self.benchmark}")
+        return found
+
+
+def read_run(path: Path) -> Run:
+    """ConfigError: `path` is no run directory of a workload, the run failed, or it is none that a submission has a place for."""
+    directory = RunDirectory.read(path)
+    benchmark, scenario = place(directory.workload.name, float(directory.config["accuracy_target"]), directory.scenario)
+    kind = "performance"
+    if directory.is_accuracy:
+        kind = "accuracy"
+    elif is_test06(read_detail(path)):
+        kind = "TEST06"
+    elif directory.config.get("audit_conf"):
+        raise ConfigError(
+            f"{path} was run under an audit.config that is not TEST06's: it is neither a performance run nor a compliance run"
+        )
+    return Run(directory, kind, benchmark, scenario)
+
+
+@dataclass
+class Result:
+    """What is submitted for a benchmark in a scenario."""
+
+    benchmark: str
+    scenario: str
+    runs: dict[str, Run] = field(default_factory=dict)  # by kind
+    measurements: dict[str, Any] = field(default_factory=dict)  # measurements.json
+
+
+def group(runs: Iterable[Run]) -> list[Result]:
+    """Results, sorted by benchmark and scenario. ConfigError: two runs for one place, or runs that don't fit together."""
+    results: dict[tuple[str, str], Result] = {}
+    for run in runs:
+        result = results.setdefault((run.benchmark, run.scenario), Result(run.benchmark, run.scenario))
+        if (other := result.runs.get(run.kind)) is not None:
+            raise ConfigError(f"{other.path} and {run.path} are both the {run.kind} run of {run.benchmark} {run.scenario}")
+        for other in result.runs.values():
+            _fit(other, run)
+        result.runs[run.kind] = run
+    return [results[key] for key in sorted(results)]
+
+
+def _fit(a: Run, b: Run) -> None:
+    for name in _SAME:
+        first, second = a.directory.config.get(name), b.directory.config.get(name)
+        if first != second:
+            raise ConfigError(
+                f"{a.path} and {b.path} can't be one result of {a.benchmark} {a.scenario}: --{name} is {first!r} and {second!r}"
+            )

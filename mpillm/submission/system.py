@@ -1,0 +1,213 @@
+"""The system description and the measurements description: JSON that the checker requires, from what the runs recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError, nearest
+from mpillm.engine.model_config import PRESETS
+from mpillm.report.json_files import read_json
+from mpillm.submission.rules import MEASUREMENTS, STATUSES, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, SYSTEM_TYPES
+from mpillm.submission.runs import Run
+
+SYSTEM_FIELDS = SYSTEM_MEANINGFUL + SYSTEM_MAY_BE_EMPTY
+_NOT_APPLICABLE = "N/A"
+# What no program can find out without privileges. The checker wants words there.
+_FOR_A_PERSON = (
+    "host_memory_configuration",
+    "host_networking_topology",
+    "accelerator_host_interconnect",
+    "accelerator_memory_configuration",
+    "accelerator_interconnect",
+    "cooling",
+)
+
+
+def system_description(run: Run, submitter: str, division: str, system_name: str) -> dict[str, Any]:
+    """The ``systems/<system>.json`` of what `run` ran on. ConfigError: the run's files can't be read, or its nodes are not alike."""
+    machine = _one_kind(run)
+    cpu, gpus = machine["cpu"], machine["gpus"]
+    n_gpus = max(Counter(worker["node"] for worker in run.workers).values()) if gpus else 0
+    cards = Counter(card["type"] for card in machine["network"])
+    description: dict[str, Any] = {
+        "division": division,
+        "submitter": submitter,
+        "status": "available",
+        "system_type": "datacenter",
+        "system_name": system_name,
+        "number_of_nodes": len(run.machines),
+        "host_processor_model_name": cpu["model"],
+        "host_processors_per_node": cpu["sockets"],
+        "host_processor_core_count": cpu["cores"] // cpu["sockets"],
+        "host_processor_frequency": f"{cpu['max_mhz']} MHz" if cpu["max_mhz"] else "",
+        "host_processor_caches": ", ".join(cpu["caches"]),
+        "host_processor_interconnect": "",
+        "host_memory_capacity": _gib(machine["memory_bytes"]),
+        "host_storage_capacity": _gib(machine["storage"]["bytes"]),
+        "host_storage_type": ", ".join(dict.fromkeys(disk["type"] for disk in machine["storage"]["disks"])),
+        "host_networking": ", ".join(_card(card) for card in machine["network"]),
+        "host_network_card_count": ", ".join(f"{n}x {kind}" for kind, n in sorted(cards.items())),
+        # A number as text: the checker takes 0 for a field without an answer.
+        "accelerators_per_node": str(n_gpus),
+        "accelerator_model_name": gpus[0]["name"] if n_gpus else _NOT_APPLICABLE,
+        "accelerator_memory_capacity": _gib(gpus[0]["memory_bytes"]) if n_gpus else _NOT_APPLICABLE,
+        "accelerator_frequency": "",
+        "accelerator_interconnect_topology": "",
+        "accelerator_on-chip_memories": "",
+        "framework": _framework(str(run.directory.config["core_type"]), machine["software"]),
+        "operating_system": f"{machine['operating_system']}, kernel {machine['kernel']}",
+        "other_software_stack": _stack(run, machine),
+        "hw_notes": "",
+        "sw_notes": "",
+        "system_type_detail": _NOT_APPLICABLE,
+    }
+    for name in (*_FOR_A_PERSON, "host_networking", "host_network_card_count", "host_storage_type", "host_processor_model_name"):
+        description[name] = description.get(name) or _NOT_APPLICABLE
+    return description
+
+
+def unknown(description: Mapping[str, Any]) -> list[str]:
+    """The fields that a person should fill in."""
+    without_gpus = description["accelerators_per_node"] == "0"
+    return [
+        name
+        for name, value in description.items()
+        if value == _NOT_APPLICABLE and name in SYSTEM_MEANINGFUL and not (without_gpus and name.startswith("accelerator_"))
+    ]
+
+
+def overlay(description: Mapping[str, Any], file: Path | None, known: Iterable[str], option: str) -> dict[str, Any]:
+    """`description` with a person's JSON object laid over it. ConfigError names `option`, the file and a key that is not `known`, or a
+    value that is not allowed.
+    """
+    if file is None:
+        return dict(description)
+    given = read_json(file)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{option} {file}: holds {type(given).__name__}, not an object")
+    known = tuple(known)
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"{option} {file}: no field '{key}'{nearest(key, known)}")
+        allowed = {"status": STATUSES, "system_type": SYSTEM_TYPES}.get(key)
+        if allowed and value not in allowed:
+            raise ConfigError(f"{option} {file}: {key} {value!r}: not one of {', '.join(allowed)}")
+        if key in SYSTEM_MEANINGFUL + MEASUREMENTS and value in ("", None, 0):
+            raise ConfigError(f"{option} {file}: {key} is empty; the submission checker wants an answer there")
+    fixed = [key for key in ("submitter", "division", "system_name") if key in given and given[key] != description.get(key)]
+    if fixed:
+        raise ConfigError(f"{option} {file}: {fixed[0]} is {given[fixed[0]]!r}, but --{fixed[0]} {description[fixed[0]]}")
+    return {**description, **given}
+
+
+def same_system(runs: Sequence[Run]) -> None:
+    """ConfigError if the runs were not all made on the same kind and number of nodes, GPUs and versions."""
+    first = runs[0]
+    for other in runs[1:]:
+        difference = _difference(_one_kind(first), _one_kind(other))
+        for what, a, b in (
+            ("nodes", len(first.machines), len(other.machines)),
+            ("workers", len(first.workers), len(other.workers)),
+            ("versions", first.versions, other.versions),
+        ):
+            if a != b and not difference:
+                difference = f"{what}: {a} and {b}"
+        if difference:
+            raise ConfigError(f"{first.path} and {other.path} were not made on the same system: {difference}")
+
+
+def measurements(run: Run) -> dict[str, str]:
+    """The ``measurements.json`` of a result; empty where it is not known."""
+    config = run.directory.config
+    weights, transformations = _weights(config)
+    return {
+        "input_data_types": "int32",
+        "retraining": "N",
+        "starting_weights_filename": Path(str(config.get("model_path") or "")).name,
+        "weight_data_types": weights,
+        "weight_transformations": transformations,
+    }
+
+
+def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Data type of the weights, and what was done to them; empty where neither options nor files tell."""
+    model_path = str(config.get("model_path") or "")
+    engine = Path(str(config.get("engine_dir") or "")) / "config.json"
+    dtype, algorithm = config.get("dtype"), str(config.get("quantization") or "")
+    if config.get("engine_dir") and engine.is_file() and (built := read_json(engine).get("pretrained_config")):  # TensorRT-LLM's
+        dtype, algorithm = built.get("dtype"), str(built.get("quantization", {}).get("quant_algo") or "")
+    else:
+        model = _model(model_path)
+        algorithm = algorithm if algorithm in _QUANTIZED else _algorithm(model.get("quantization_config"))
+        dtype = model.get("dtype") or model.get("torch_dtype") if dtype in (None, "auto") else dtype
+    if algorithm:
+        return algorithm.lower(), f"quantization ({algorithm})"
+    return (_DTYPES.get(str(dtype), str(dtype)), "none") if dtype and model_path else ("", "none")
+
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_QUANTIZED = ("int8", "fp8")
+
+
+def _model(model_path: str) -> dict[str, Any]:
+    """The model's config.json, of a folder or a preset; empty if there is none here."""
+    files = (Path(model_path) / "config.json", PRESETS / f"{model_path}.json")
+    model: dict[str, Any] = next((read_json(file) for file in files if model_path and file.is_file()), {})
+    return model
+
+
+def _algorithm(quantization: Mapping[str, Any] | None) -> str:
+    """From a checkpoint's `quantization_config`: of compressed-tensors the kind of number, else the method's name."""
+    if not quantization:
+        return ""
+    for group in quantization.get("config_groups", {}).values():
+        weights = group.get("weights") or {}
+        return {"int": "int", "float": "fp"}.get(str(weights.get("type")), "") + str(weights.get("num_bits", ""))
+    return str(quantization.get("quant_algo") or quantization.get("quant_method") or "")
+
+
+def _one_kind(run: Run) -> dict[str, Any]:
+    """What all nodes with workers are."""
+    machines = list(run.machines.values())
+    for node, machine in run.machines.items():
+        if difference := _difference(machines[0], machine):
+            raise ConfigError(f"{run.path}: the nodes are not alike ({node}: {difference}); a submission describes one kind of node")
+    first: dict[str, Any] = machines[0]
+    return first
+
+
+def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """The first entry that differs, with both values; the size of disks and the links of network cards may."""
+    for key in ("cpu", "memory_bytes", "gpus", "gpu_driver", "operating_system", "kernel", "software"):
+        if a[key] != b[key]:
+            return f"{key} {a[key]} and {b[key]}"
+    return ""
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.0f} GiB"
+
+
+def _card(card: Mapping[str, Any]) -> str:
+    speed = card["mbit_per_s"]
+    return f"{card['type']} {speed / 1000:g} Gbit/s" if speed else str(card["type"])
+
+
+def _framework(core_type: str, software: Mapping[str, str]) -> str:
+    """What computes; a server's own version is not known here."""
+    if core_type == "torch":
+        return f"PyTorch {software['torch']}"
+    if core_type.startswith(("trtllm", "triton")):
+        return f"TensorRT-LLM {software.get('tensorrt_llm', '')}".strip()
+    return f"mpillm, core {core_type}"
+
+
+def _stack(run: Run, machine: Mapping[str, Any]) -> str:
+    parts = [f"mpillm {run.versions['mpillm']}", run.versions["MPI"], f"Python {run.versions['Python']}"]
+    parts += [f"{name} {version}" for name, version in machine["software"].items() if name not in ("torch", "tensorrt_llm")]
+    if machine["gpu_driver"]:
+        parts.append(f"NVIDIA driver {machine['gpu_driver']}")
+    return ", ".join(parts)

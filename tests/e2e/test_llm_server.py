@@ -1,0 +1,203 @@
+"""run-llm-server, with stand-ins for tritonserver and trtllm-serve: they listen where they are told and answer health checks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from make_folder import make_folder
+from support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, wait_until
+
+SERVER = f"""#!{sys.executable}
+import http.server, os, re, socketserver, sys, time
+words = sys.argv[1:]
+text = " ".join(words)
+print("started", *words, flush=True)
+print("a rank of somebody's mpirun:", "OMPI_COMM_WORLD_RANK" in os.environ, flush=True)
+if os.environ.get("STAND_IN") == "fails":
+    sys.exit("no GPU here")
+if "disaggregated_mpi_worker" in words:
+    time.sleep(60)
+if "disaggregated" in words:
+    port = int(re.search(r"^port: (\\d+)", open(words[words.index("-c") + 1]).read(), re.MULTILINE)[1])
+else:
+    port = int(re.search(r"--(?:http-)?port[= ](\\d+)", text)[1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        ready = os.environ.get("STAND_IN") != "never" and self.path in ("/health", "/v2/health/ready")
+        self.send_response(200 if ready else 503)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+socketserver.TCPServer.allow_reuse_address = True
+socketserver.TCPServer(("", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the commands run: with stand-ins first in PATH, and two model repositories."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("tritonserver", "trtllm-serve"):
+        (programs / name).write_text(SERVER)
+        (programs / name).chmod(0o755 | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("MLPERF_DISAGG_LAUNCH_TYPE", raising=False)
+    for server in (0, 1):
+        model = tmp_path / f"repo_{server}" / f"model-{server}"
+        model.mkdir(parents=True)
+        (model / "config.pbtxt").write_text('parameters { key: "gpu_device_ids" value { string_value: "0" } }')
+    (tmp_path / "llama").mkdir()
+    return tmp_path
+
+
+def free_ports(n: int) -> list[int]:
+    probes = [socket.socket() for _ in range(n)]
+    for probe in probes:
+        probe.bind(("", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def triton_options(ports: list[int]) -> list[str]:
+    return ["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", f"--triton_grpc_ports=localhost:{ports[0]},{ports[1]}"]
+
+
+def test_servers_are_started_watched_and_ended(place: Path, one: Starter) -> None:
+    ports = free_ports(2)
+    command = one.command([one.python, "-m", "mpillm", *triton_options(ports), "--log_dir=logs"])
+    wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 30)
+    assert f": localhost:{ports[0]},localhost:{ports[1]}\n" in command.out
+    assert f"--grpc-port={ports[1]}" in (place / "logs/tritonserver_1.log").read_text()
+    command.process.send_signal(signal.SIGINT)
+    assert command.end(20).code == 128 + signal.SIGINT  # and no process is left
+
+
+def test_a_server_that_dies(place: Path, one: Starter) -> None:
+    command = one.command([one.python, "-m", "mpillm", *triton_options(free_ports(2)), "--log_dir=logs"])
+    wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 30)
+    (victim,) = [pid for pid in command.pids() if b"repo_1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(victim, signal.SIGKILL)
+    ended = command.end(20).must(INSTANCE_LOST)
+    assert "tritonserver 1 was ended by signal 9 after it was ready; its log, logs/tritonserver_1.log, ends:\n  | $" in ended.message
+
+
+def test_a_server_that_never_starts_and_one_that_is_never_ready(place: Path, one: Starter) -> None:
+    options = [one.python, "-m", "mpillm", *triton_options(free_ports(2))]
+    ended = one.command(options, env={"STAND_IN": "fails"}).end(30).must(NOT_READY)
+    assert "ended with exit code 1 before it was ready" in ended.message and "  | no GPU here" in ended.message
+    ended = one.command([*options, "--load_deadline=2"], env={"STAND_IN": "never"}).end(30).must(NOT_READY)
+    assert "not ready within 2 s (--load_deadline): tritonserver 0, tritonserver 1" in ended.message
+
+
+def test_a_taken_port(place: Path, one: Starter) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = one.command([one.python, "-m", "mpillm", *triton_options([free_ports(1)[0], port])]).end(30).must(USAGE)
+    assert f"port {port}, for gRPC of tritonserver 1, can't be had: process {os.getpid()}" in ended.message
+    assert not (place / "build").exists()
+
+
+def test_endpoints(place: Path, one: Starter) -> None:
+    (port,) = free_ports(1)
+    options = (
+        "run-llm-server",
+        "--core_type=trtllm_endpoint",
+        "--model_path=llama",
+        f"--trtllm_server_urls=localhost:{port},elsewhere:{port}",
+    )
+    flags = "--trtllm_runtime_flags=max_batch_size:8,batch_scheduler_policy:max_util,kvcache_free_gpu_mem_frac:0.7"
+    command = one.command([one.python, "-m", "mpillm", *options, flags, "--tensor_parallelism=2"])
+    wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 30)
+    with urllib.request.urlopen(f"http://localhost:{port}/health") as answer:
+        assert answer.status == 200
+    command.process.terminate()
+    command.end(20)
+    (log,) = (place / "build/servers").glob("*/trtllm-serve_0.log")
+    words = "serve llama --host 0.0.0.0 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8 --extra_llm_api_options"
+    assert words.format(port) in log.read_text()
+    yaml = (place / "build/servers/extra_llm_api_options.yaml").read_text()
+    assert "free_gpu_memory_fraction: 0.7" in yaml and "capacity_scheduler_policy: MAX_UTILIZATION" in yaml
+
+
+def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> None:
+    """mpirun -n N make generate_disagg_config; then workers under mpirun, and a leader under another."""
+    make_folder(place)
+    port, worker_port, *_ = free_ports(6)
+    args = "--benchmarks=llama2-70b --scenarios=offline --core_type=trtllm_disagg --trtllm_disagg_config_path=disagg.yaml"
+    mpirun = [one.python, "-m", "launch_with_mpirun"]
+    (place / "launch_with_mpirun.py").write_text(
+        "import os, sys\nfrom launch.mpirun import command_line, detect\n"
+        "line = command_line(detect(), int(sys.argv[1]), sys.argv[2:], root=True, survive=False)\nos.execv(line[0], line)\n"
+    )
+    paths = {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{place}"}
+    sizes = f"--ctx_tp_size=2 --server_port={port} --worker_start_port={worker_port}"
+    one.command([*mpirun, 3, "make", "generate_disagg_config", f"RUN_ARGS={args} {sizes}"], env=paths).end(60).must(DONE)
+    text = (place / "disagg.yaml").read_text()
+    assert f"- localhost:{worker_port}\n" in text and f"- localhost:{worker_port + 1}\n" in text and "tensor_parallel_size: 2" in text
+
+    run_llm_server = ["make", "run_llm_server", f"RUN_ARGS={args} --log_dir=logs"]
+    wrong = one.command([*mpirun, 2, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"}).end(60)
+    assert wrong.code != DONE and "disagg.yaml has 3 workers, and this mpirun has 2 ranks" in wrong.err
+
+    workers = one.command([*mpirun, 3, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"})
+    leader = one.command([*mpirun, 1, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "leader"})
+    wait_until(lambda: f"localhost:{port}" in leader.out or leader.process.poll() is not None, "the leader", 30)
+    logs = [place / f"logs/worker_{rank}.log" for rank in range(3)]
+    wait_until(lambda: all(log.exists() and "mpirun: True" in log.read_text() for log in logs), "the workers", 30)
+    assert "disaggregated -c disagg.yaml -t 1800 -r 300" in (place / "logs/disaggregated_leader.log").read_text()
+    assert "mpirun: False" in (place / "logs/disaggregated_leader.log").read_text()
+    for command in (leader, workers):
+        command.signal_group(signal.SIGINT)
+        command.end(30, tidy=False)
+
+
+WRONG = {
+    "a core without a server": (["--core_type=torch"], "--core_type torch needs no server"),
+    "no repository": (["--harness_type=triton", "--triton_model_repo=nowhere"], "there is no nowhere_0; generate-triton-config makes it"),
+    "one port for two": (["--use_triton", "--triton_model_repo=repo", "--triton_server_urls=localhost:1"], "names 1 servers on this"),
+    "running already": (["--harness_type=triton", "--triton_skip_server_spawn"], "nothing to start"),
+    "no YAML": (["--core_type=trtllm_disagg"], "needs --trtllm_disagg_config_path"),
+    "no model": (["--core_type=trtllm_endpoint"], "needs --model_path"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    from mpillm.cli import main
+
+    monkeypatch.chdir(place)
+    options, message = WRONG[name]
+    assert main(["run-llm-server", *options]) == USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_an_engine_of_several_ranks_is_started_by_mpirun(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mpillm.cli import main
+
+    monkeypatch.chdir(place)
+    text = 'parameters { key: "gpu_device_ids" value { string_value: "0,1" } }'
+    (place / "repo_0/model-0/config.pbtxt").write_text(text)
+    assert main(["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", "--dry_run"]) == DONE
+    several, single = capsys.readouterr().out.splitlines()
+    first, second = several.split(" : ")
+    assert " -n 1 " in first and "--grpc-port=8001 --http-port=8000 --metrics-port=8002 --disable-auto-complete-config" in first
+    assert "--model-control-mode=explicit --load-model=model-0" in second and "shm-region-prefix-name=prefix0_1_" in second
+    assert "--grpc-port=8004 --http-port=8003 --metrics-port=8005" in single and "mpirun" not in single
+    (place / "repo_0/model-9").mkdir()
+    (place / "repo_0/model-9/config.pbtxt").write_text(text)
+    assert main(["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", "--dry_run"]) == DONE
+    assert capsys.readouterr().out.startswith("TRTLLM_ORCHESTRATOR=1 TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=1 ")

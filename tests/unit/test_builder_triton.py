@@ -1,0 +1,187 @@
+"""Model repositories for Triton: Triton's own protobuf reads what we write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.errors import ConfigError
+from mpillm.builder import preconditions, triton
+from mpillm.builder.pbtxt import Name, dump
+from mpillm.builder.triton import model_name, model_parameters, triton_layout
+from mpillm.cli import main
+
+
+def read(text: str) -> Any:
+    model_config_pb2 = pytest.importorskip("tritonclient.grpc").model_config_pb2
+    from google.protobuf import text_format
+
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+def make_engine(folder: Path, tp_size: int = 1, pp_size: int = 1, **build: int) -> Path:
+    folder.mkdir()
+    mapping = {"tp_size": tp_size, "pp_size": pp_size}
+    (folder / "config.json").write_text(
+        json.dumps({"pretrained_config": {"mapping": mapping}, "build_config": {"max_batch_size": 64, **build}})
+    )
+    for rank in range(tp_size * pp_size):
+        (folder / f"rank{rank}.engine").write_bytes(b"engine")
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_engine(tmp_path / "engine")
+    return tmp_path
+
+
+def generate(*options: str) -> int:
+    return main(["generate-triton-config", "--benchmarks=llama2-70b", "--engine_dir=engine", *options])
+
+
+def parameters(config: Any) -> dict[str, str]:
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, n: int | None) -> None:
+    for module in (preconditions, triton):
+        monkeypatch.setattr(module, "visible_gpus", lambda: None if n is None else tuple(range(n)))
+
+
+def test_what_triton_reads(place: Path) -> None:
+    flags = "max_batch_size:32,batch_scheduler_policy:max_util,kvcache_free_gpu_mem_frac:0.9,exclude_input_from_output:true"
+    assert generate("--scenarios=server", f"--trtllm_runtime_flags={flags},enable_chunked_context:false,decoding_mode:top_k_top_p") == 0
+    assert sorted(str(p.relative_to("build/triton_model_repo_0")) for p in Path("build/triton_model_repo_0").rglob("*")) == [
+        "llama2-70b-server-0",
+        "llama2-70b-server-0/1",
+        "llama2-70b-server-0/config.pbtxt",
+        "mpillm-stamp.json",
+    ]
+    config = read(Path("build/triton_model_repo_0/llama2-70b-server-0/config.pbtxt").read_text())
+    assert (config.name, config.backend, config.max_batch_size) == ("llama2-70b-server-0", "tensorrtllm", 32)
+    assert config.model_transaction_policy.decoupled
+    assert list(config.dynamic_batching.preferred_batch_size) == [32]
+    tensors = {tensor.name: tensor for tensor in config.input}
+    assert list(tensors["input_ids"].dims) == [-1] and tensors["input_ids"].allow_ragged_batch and not tensors["input_ids"].optional
+    assert tensors["streaming"].optional and tensors["streaming"].HasField("reshape")
+    assert [tensor.name for tensor in config.output] == ["output_ids", "sequence_length"]
+    values = parameters(config)
+    assert values["gpt_model_type"] == "inflight_fused_batching"
+    assert values["gpt_model_path"] == str(place / "engine")
+    assert values["batch_scheduler_policy"] == "max_utilization"
+    assert values["kv_cache_free_gpu_mem_fraction"] == "0.9"
+    assert values["exclude_input_in_output"] == "true" and values["enable_chunked_context"] == "false"
+    assert values["enable_kv_cache_reuse"] == "false"
+    assert values["decoding_mode"] == "top_k_top_p" and values["gpu_device_ids"] == "0"
+
+
+def test_offline_is_not_decoupled_and_the_environment_counts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "batch_scheduler_policy:no_evict,use_inflight_batching:false")
+    assert generate("--scenarios=offline", "--harness_type=triton", "--trtllm_runtime_flags=batch_scheduler_policy:max_util") == 0
+    config = read(Path("build/triton_model_repo_0/llama2-70b-offline-0/config.pbtxt").read_text())
+    assert not config.model_transaction_policy.decoupled and config.max_batch_size == 64  # the engine's
+    assert parameters(config)["batch_scheduler_policy"] == "guaranteed_no_evict" and parameters(config)["gpt_model_type"] == "V1"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "options", "expected"),
+    [
+        ("Offline", (), [["0,1", "2,3", "4,5", "6,7"]]),
+        ("Server", (), [["0,1"], ["2,3"], ["4,5"], ["6,7"]]),
+        ("Server", ("--triton_num_servers=2",), [["0,1", "2,3"], ["4,5", "6,7"]]),
+        ("Offline", ("--triton_num_models_per_server=2",), [["0,1", "2,3"], ["4,5", "6,7"]]),
+        ("Offline", ("--triton_num_servers=1", "--triton_num_models_per_server=3"), [["0,1", "2,3", "4,5"]]),
+    ],
+)
+def test_servers_models_and_gpus(
+    place: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, options: tuple[str, ...], expected: list[list[str]]
+) -> None:
+    gpus(monkeypatch, 8)
+    make_engine(place / "two", tp_size=2)
+    assert generate(f"--scenarios={scenario}", "--engine_dir=two", *options) == 0
+    found = []
+    for repo in sorted(Path("build").glob("triton_model_repo_?")):
+        models = sorted(repo.glob("*/config.pbtxt"))
+        found.append([parameters(read(path.read_text()))["gpu_device_ids"] for path in models])
+    assert found == expected
+
+
+def test_fewer_servers_than_before_leave_no_repository_of_the_old(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2)
+    assert generate("--scenarios=Server") == 0
+    assert sorted(path.name for path in Path("build").glob("*_?")) == ["triton_model_repo_0", "triton_model_repo_1"]
+    assert generate("--scenarios=Offline") == 0
+    assert sorted(path.name for path in Path("build").glob("*_?")) == ["triton_model_repo_0"]
+
+
+def test_an_edited_file_is_kept_until_something_changes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate()
+    file = Path("build/triton_model_repo_0/llama2-70b-offline-0/config.pbtxt")
+    file.write_text(file.read_text() + "# mine\n")
+    generate()
+    assert "# mine" in file.read_text()
+    generate("--trtllm_runtime_flags=max_batch_size:2")
+    assert "# mine" not in file.read_text()
+
+
+WRONG = {
+    "no engine": (("--engine_dir=nowhere",), "--engine_dir nowhere: no such folder"),
+    "a parameter": (("--trtllm_runtime_flags=max_beam_widht:1",), r"no parameter 'max_beam_widht' \(did you mean 'max_beam_width'\?\)"),
+    "a policy": (
+        ("--trtllm_runtime_flags=batch_scheduler_policy:static",),
+        "batch_scheduler_policy static: Triton's backend has max_util and no_evict",
+    ),
+    "a batch": (("--trtllm_runtime_flags=max_batch_size:65",), "max_batch_size 65: the engine in .* was built for 64"),
+    "two tests": (("--scenarios=Offline,Server",), "name one workload and one scenario"),
+    "GPUs": (("--triton_num_servers=3",), "the 8 models that fit 8 GPUs can't be spread evenly"),
+    "more GPUs": (("--triton_num_servers=3", "--triton_num_models_per_server=3"), "needs 9 GPUs; 8 are visible"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    gpus(monkeypatch, 8)
+    options, message = WRONG[name]
+    assert generate(*options) == 2
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(capsys.readouterr().err)
+    assert not Path("build").exists()
+
+
+def test_an_engine_that_is_not_whole(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_engine(place / "two", tp_size=2)
+    (place / "two/rank1.engine").unlink()
+    assert generate("--engine_dir=two") == 2
+    assert "there is no rank1.engine in it, and its config.json says tp2-pp1" in capsys.readouterr().err
+
+
+def test_names_and_parameters() -> None:
+    assert model_name("llama3.1-405b", "Offline", 0) == "llama3_1-405b-offline-0"
+    assert model_parameters({"max_attention_window_size": 4096, "context_chunking_policy": "equal_progress", "cuda_graph_mode": True}) == {
+        "max_attention_window_size": "4096",
+        "cuda_graph_mode": "true",
+    }
+    assert triton_layout("Offline", 2, 3, 4).gpus(5) == range(10, 12)
+
+
+@given(st.text())
+def test_any_text_survives(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair is no text
+        return
+    config = read(dump({"name": text, "max_batch_size": 1, "instance_group": [{"kind": Name("KIND_CPU"), "count": 2}]}))
+    assert config.name == text and config.instance_group[0].count == 2
+
+
+def test_values_that_have_no_text() -> None:
+    for value in (float("nan"), None, object()):
+        with pytest.raises(TypeError, match="has no text in protobuf's format"):
+            dump({"name": value})

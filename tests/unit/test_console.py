@@ -1,0 +1,27 @@
+"""What the console prints while a test runs."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from mpillm.report import console
+from mpillm.report.console import Console
+
+
+@pytest.mark.parametrize("steady", [False, True])
+def test_steady_state_progress(monkeypatch: pytest.MonkeyPatch, steady: bool) -> None:
+    """10 samples of 20 tokens a second, after 60 seconds in which nothing came: the last 30 seconds know nothing of them."""
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    bar = Console(out)
+    for second in range(6, 121, 6):
+        now[0] = float(second)
+        done = 10 * max(0, second - 60)
+        bar.progress(done, 1000, 20 * done, float(second), steady)
+    last = out.getvalue().splitlines()[-1]
+    assert re.search(r"600/1000 samples  5\.0 samples/s  100\.0 tokens/s  120 s", last)
+    assert last.endswith("  last 30 s: 10.0 samples/s  200.0 tokens/s") == steady

@@ -1,0 +1,261 @@
+"""The configuration classes, and the files of models and engines that they read: good ones, and each way of being wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm import fields
+from mpillm.config import parse_run
+from mpillm.configurator import Configuration, HelpInfo
+from mpillm.harness_config import (
+    HarnessConfig,
+    TritonHarnessConfig,
+    TrtllmDisaggEndpointConfig,
+    TrtllmEndpointConfig,
+    TrtllmExecutorConfig,
+    TrtllmHarnessConfig,
+    TrtllmHlApiConfig,
+)
+from mpillm.model_files import EngineConfig, GenerationConfig
+
+CLASSES = (HarnessConfig, TrtllmHarnessConfig, TritonHarnessConfig, TrtllmHlApiConfig, TrtllmEndpointConfig, TrtllmDisaggEndpointConfig)
+
+
+def built(cls: Any, **values: Any) -> Any:
+    """An instance as the configurator makes it of fields."""
+    with Configuration({fields.BY_NAME[name]: value for name, value in values.items()}, options={}, environ={}).autoapply():
+        return cls()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_class_from_fields_alone(cls: Any) -> None:
+    made = built(cls, tensor_parallelism=4, pipeline_parallelism=2, seed=5)
+    assert (made.tensor_parallelism, made.pipeline_parallelism, made.random_seed, made.instance_size()) == (4, 2, 5, 8)
+    assert cls(tensor_parallelism=3).tensor_parallelism == 3
+    assert {fields.tensor_parallelism, fields.llm_gen_config_path} <= set(HelpInfo.fields([cls]))
+
+
+def test_built_from_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pytest", "--tensor_parallelism", "7"])
+    config = parse_run(["--core_type", "dummy", "--tensor_parallelism", "2", "--triton_num_servers", "3"])
+    triton = config.build(TritonHarnessConfig)
+    assert (triton.tensor_parallelism, triton.num_servers, triton.core_type) == (2, 3, "dummy")
+    assert config.build(TritonHarnessConfig) is triton
+
+
+# --- generation_config.json ---
+
+
+def test_a_generation_config_of_the_harness(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"generation_config": {"eos_token_id": 7, "max_output_len": 99, "top_p": 1, "unknown": []}}))
+    gen = GenerationConfig.from_file(path)
+    assert (gen.eos_token_id, gen.max_output_len, gen.top_p, gen.top_k, gen.temperature) == ((7,), 99, 1, 1, 1.0)
+
+
+def test_a_generation_config_of_hugging_face(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [2, 3], "max_new_tokens": 50, "temperature": 0.9, "top_p": 0.6}))
+    gen = GenerationConfig.from_file(path)
+    assert (gen.eos_token_id, gen.max_output_len, gen.temperature, gen.top_k, gen.top_p) == ((2, 3), 50, 0.0, 0, 1.0), "it is greedy"
+    path.write_text(json.dumps({"do_sample": True, "temperature": 0.9, "top_p": 0.6, "top_k": 50}))
+    gen = GenerationConfig.from_file(path)
+    assert (gen.eos_token_id, gen.temperature, gen.top_k, gen.top_p) == ((), 0.9, 50, 0.6)
+
+
+def test_a_run_generates_as_its_generation_config_says(tmp_path: Path) -> None:
+    path = tmp_path / "gen.json"
+    path.write_text(json.dumps({"generation_config": {"eos_token_id": [7, 8], "max_output_len": 99, "min_output_len": 3, "top_k": 5}}))
+    argv = ["--core_type", "dummy", "--llm_gen_config_path", str(path), "--top_k", "6"]
+    config = parse_run(argv)
+    assert (config.max_output_len, config.min_output_len, config.top_k) == (99, 3, 6)
+    assert (config.source("max_output_len"), config.source("top_k")) == (str(path), "command line")
+    assert config.build(HarnessConfig).gen_config == GenerationConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["No such file"]),
+        ("{", [":1: not valid JSON"]),
+        ("[]", ["[]; must be an object"]),
+        ('{"generation_config": 3}', ["3; must be an object"]),
+        ('{"generation_config": {"max_output_len": "x"}}', ['max_output_len: "x"; must be a whole number']),
+        ('{"generation_config": {"top_p": true}}', ["top_p: true; must be a number"]),
+        ('{"eos_token_id": ["x"]}', ['eos_token_id: ["x"]; must be a whole number, or an array of them']),
+    ],
+)
+def test_a_wrong_generation_config(tmp_path: Path, text: str | None, words: list[str]) -> None:
+    path = tmp_path / "gen.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        parse_run(["--core_type", "dummy", "--llm_gen_config_path", str(path)])
+    assert str(error.value).startswith(str(path))
+    assert all(word in str(error.value) for word in words)
+
+
+# --- TensorRT-LLM engines ---
+
+ENGINE: dict[str, Any] = {
+    "version": "0.20.0",
+    "pretrained_config": {"architecture": "LlamaForCausalLM", "dtype": "float16", "mapping": {"world_size": 4, "tp_size": 2, "pp_size": 2}},
+    "build_config": {
+        "max_input_len": 1024,
+        "max_seq_len": 2048,
+        "max_batch_size": 64,
+        "max_beam_width": 1,
+        "max_num_tokens": 4096,
+        "plugin_config": {"use_paged_context_fmha": False, "dtype": "auto"},
+    },
+}
+
+
+def engine(folder: Path, **build: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**ENGINE, "build_config": {**ENGINE["build_config"], **build}}))
+    return folder
+
+
+def test_an_engine(tmp_path: Path) -> None:
+    config = EngineConfig.from_engine_dir(engine(tmp_path))
+    assert (config.build_config.max_batch_size, config.build_config.plugin_config.use_paged_context_fmha) == (64, False)
+    assert (config.pretrained_config.mapping.tp_size, config.pretrained_config.architecture) == (2, "LlamaForCausalLM")
+    made = built(TrtllmExecutorConfig, engine_dir=str(tmp_path), tensor_parallelism=2, pipeline_parallelism=2)
+    assert made.engine_config == config
+    assert (made.runtime_flags["max_batch_size"], made.runtime_flags["max_num_tokens"]) == (64, 4096), "the engine's, when not set"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"tensor_parallelism": 4}, ["was built for tensor_parallelism 2, not 4"]),
+        ({"pipeline_parallelism": 1}, ["was built for pipeline_parallelism 2, not 1"]),
+        ({"moe_expert_parallelism": 2}, ["was built for moe_expert_parallelism 1, not 2"]),
+        ({"trtllm_build_flags": {"max_batch_size": 32}}, ["was built for trtllm_build_flags max_batch_size 64, not 32"]),
+        ({"trtllm_build_flags": {"max_num_tokens": 1}}, ["was built for trtllm_build_flags max_num_tokens 4096, not 1"]),
+        (
+            {"trtllm_runtime_flags": {"max_batch_size": 65}},
+            ["built for max_batch_size up to 64: trtllm_runtime_flags max_batch_size"],
+        ),
+        ({"trtllm_runtime_flags": {"max_num_tokens": 4097}}, ["built for max_num_tokens up to 4096"]),
+        ({"llm_gen_config_path": {"runtime_beam_width": 4}}, ["was built for 1 beams", "wants 4"]),
+        ({"llm_gen_config_path": {"max_output_len": 1025}}, ["was built for answers of 1024 tokens", "wants 1025"]),
+    ],
+)
+def test_an_engine_that_does_not_fit(tmp_path: Path, values: dict[str, Any], words: list[str]) -> None:
+    if "llm_gen_config_path" in values:
+        path = tmp_path / "gen.json"
+        path.write_text(json.dumps({"generation_config": values["llm_gen_config_path"]}))
+        values = {"llm_gen_config_path": str(path)}
+    with pytest.raises(ConfigError) as error:
+        built(TrtllmExecutorConfig, **{"engine_dir": str(engine(tmp_path)), "tensor_parallelism": 2, "pipeline_parallelism": 2, **values})
+    assert all(word in str(error.value) for word in [str(tmp_path), *words])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["no engine there: it has no config.json"]),
+        ("{", ["config.json:1: not valid JSON"]),
+        ("3", ["config.json: 3; must be an object"]),
+        ('{"build_config": []}', ["config.json: build_config: []; must be an object"]),
+        ('{"build_config": {"max_batch_size": "64"}}', ['build_config: max_batch_size: "64"; must be a whole number']),
+        ('{"pretrained_config": {"mapping": {"tp_size": 1.5}}}', ["mapping: tp_size: 1.5; must be a whole number"]),
+        ('{"build_config": {"plugin_config": {"use_paged_context_fmha": 1}}}', ["use_paged_context_fmha: 1; must be true or false"]),
+    ],
+)
+def test_a_wrong_engine(tmp_path: Path, text: str | None, words: list[str]) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        built(TrtllmExecutorConfig, engine_dir=str(tmp_path))
+    assert all(word in str(error.value) for word in [str(tmp_path), *words])
+
+
+def test_no_engine() -> None:
+    with pytest.raises(ConfigError, match="--engine_dir: which engine"):
+        built(TrtllmExecutorConfig)
+
+
+# --- flags ---
+
+
+def test_limits_of_the_build_are_those_of_the_runtime() -> None:
+    made = built(
+        TrtllmHarnessConfig, trtllm_build_flags={"max_batch_size": 64, "max_num_tokens": 4096}, trtllm_runtime_flags={"max_num_tokens": 5}
+    )
+    assert (made.runtime_flags["max_batch_size"], made.runtime_flags["max_num_tokens"]) == (64, 5)
+    with pytest.raises(ConfigError, match="trtllm_runtime_flags max_batch_size is 65, more than the 64 of trtllm_build_flags"):
+        built(TrtllmHarnessConfig, trtllm_build_flags={"max_batch_size": 64}, trtllm_runtime_flags={"max_batch_size": 65})
+    with pytest.raises(ConfigError, match="trtllm_build_flags tensor_parallelism is 4, but tensor_parallelism is 2"):
+        built(TrtllmHarnessConfig, trtllm_build_flags={"tensor_parallelism": 4}, tensor_parallelism=2)
+
+
+# --- Triton and HTTP ---
+
+
+def test_triton_servers() -> None:
+    assert built(TritonHarnessConfig).server_urls == ()
+    three = built(TritonHarnessConfig, triton_num_servers=3, triton_model_repo="x/repo", triton_num_models_per_server=2)
+    assert (three.num_servers, three.model_repo, three.models_per_server) == (3, "x/repo", 2)
+    clients = built(
+        TritonHarnessConfig, triton_num_clients_per_server=4, triton_num_frontends_per_model=2, triton_num_clients_per_frontend=8
+    )
+    assert (clients.clients_per_server, clients.frontends_per_model, clients.clients_per_frontend) == (4, 2, 8)
+    ports = {"host_foo": (8001,), "host_bar": (8003,)}
+    there = built(TritonHarnessConfig, triton_grpc_ports=ports, triton_skip_server_spawn=True)
+    assert there.server_urls == ("host_foo:8001", "host_bar:8003")
+    assert (built(TritonHarnessConfig).streaming, built(TritonHarnessConfig, scenarios=("Server",)).streaming) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"triton_skip_server_spawn": True}, ["--triton_skip_server_spawn needs --triton_grpc_ports or --triton_server_urls"]),
+        ({"triton_grpc_ports": {"a": (1,)}, "triton_server_urls": ("b:1",)}, ["--triton_server_urls b:1", "(a:1) name other servers"]),
+    ],
+)
+def test_triton_servers_that_contradict_each_other(values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        built(TritonHarnessConfig, **values)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_endpoints(tmp_path: Path) -> None:
+    assert built(TrtllmHlApiConfig, model_path="m").backend_type == "pytorch"
+    made = built(TrtllmEndpointConfig, trtllm_server_urls=("a:1", "b:2"), trtllm_runtime_flags={"max_batch_size": 8}, tensor_parallelism=4)
+    assert (made.endpoint_urls, made.max_concurrency, made.runtime_flags["workers_per_core"]) == (("a:1", "b:2"), 8, 2)
+    made = built(
+        TrtllmEndpointConfig,
+        trtllm_runtime_flags={"max_batch_size": 8},
+        trtllm_build_flags={"enable_attention_dp": True},
+        tensor_parallelism=4,
+    )
+    assert (made.endpoint_urls, made.max_concurrency) == (("0.0.0.0:30000",), 32)
+    assert built(TrtllmEndpointConfig, trtllm_runtime_flags={"max_concurrency": 3}).max_concurrency == 3
+    assert built(TrtllmEndpointConfig).max_concurrency is None
+    yaml = tmp_path / "disagg.yaml"
+    yaml.write_text("hostname: leader\nport: 8123\ncontext_servers: {num_instances: 1}\ngeneration_servers: {num_instances: 1}\n")
+    assert built(TrtllmDisaggEndpointConfig, disagg_config=str(yaml)).endpoint_urls == ("leader:8123",)
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "words"),
+    [
+        (TrtllmHlApiConfig, {"trtllm_runtime_flags": {"trtllm_backend": "jax"}}, ["trtllm_backend jax: not one of pytorch, cpp"]),
+        (TrtllmEndpointConfig, {"trtllm_runtime_flags": {"max_concurrency": 0}}, ["max_concurrency 0: expected a whole number"]),
+        (TrtllmEndpointConfig, {"trtllm_runtime_flags": {"workers_per_core": "x"}}, ["workers_per_core x: expected a whole number"]),
+        (TrtllmEndpointConfig, {"trtllm_runtime_flags": {"http_backend": "x"}}, ["http_backend x: not one of custom_http, openai_async"]),
+        (TrtllmDisaggEndpointConfig, {"trtllm_server_urls": ("a:1", "b:1")}, ["a:1,b:1: a disaggregated server has one endpoint"]),
+        (TrtllmDisaggEndpointConfig, {"disagg_config": "no/such.yaml"}, ["no/such.yaml"]),
+    ],
+)
+def test_wrong_endpoints(cls: Any, values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        built(cls, **values)
+    assert all(word in str(error.value) for word in words)

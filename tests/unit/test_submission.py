@@ -1,0 +1,300 @@
+"""A submission's files, where the rules want them, and what is said of runs that don't fit, are not there or are not good enough."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_directories import MACHINE, log_entry, make_run
+
+from mpillm import cli
+from mpillm.loadgen.logs import digest
+from mpillm.submission.layout import truncated
+from mpillm.submission.rules import ROUNDS, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, place
+
+EOS = 2
+
+
+class Maker:
+    """Makes runs, and submissions of them."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys = folder, capsys
+
+    def runs(self, scenario: str = "Offline", name: str = "", **config: Any) -> list[Path]:
+        """The three runs of one result, judged: only accuracy.txt is made by hand, as its scores are no matter here."""
+        first = None if scenario == "Offline" else [5]
+        answers = [log_entry(i, [5, *range(10, 30), EOS], first) for i in range(50)]
+        paths = [
+            make_run(self.folder / f"{name}{scenario}-{kind}", kind, scenario, answers if kind != "performance" else (), **config)
+            for kind in ("performance", "accuracy", "TEST06")
+        ]
+        (paths[1] / "accuracy.txt").write_text(f"{{'rouge1': 44.4}}\n\nhash={digest(paths[1] / 'mlperf_log_accuracy.json')}\n")
+        assert cli.main(["compliance", str(paths[2])]) == 0
+        return paths
+
+    def submit(self, *words: object, code: int = 0) -> str:
+        """What is printed; of exit code 2 the message."""
+        head = ["submission", "--output", self.folder / "out", "--submitter", "Us", "--system_name", "8xH200"]
+        self.capsys.readouterr()
+        assert cli.main([str(word) for word in [*head, *words]]) == code
+        captured = self.capsys.readouterr()
+        return captured.err if code == 2 else captured.out
+
+    @property
+    def tree(self) -> Path:
+        return self.folder / "out" / "closed" / "Us"
+
+
+@pytest.fixture
+def maker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Maker]:
+    yield Maker(tmp_path, capsys)
+
+
+MEASURED = {"starting_weights_filename": "llama", "weight_data_types": "fp8"}
+
+
+def measured(maker: Maker) -> list[object]:
+    file = maker.folder / "measurements.json"
+    file.write_text(json.dumps(MEASURED))
+    return ["--measurements", file]
+
+
+def test_layout(maker: Maker) -> None:
+    runs = maker.runs() + maker.runs("Server")
+    out = maker.submit(*runs, *measured(maker))
+    assert "missing or wrong" not in out
+    assert "--version v6.1 --submitter Us" in out
+    root = maker.tree / "results" / "8xH200" / "llama2-70b-99.9"
+    found = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    of_one = (
+        *("measurements.json", "README.md", "user.conf"),
+        *(f"performance/run_1/mlperf_log_{name}.txt" for name in ("detail", "summary")),
+        *(f"accuracy/mlperf_log_{name}.txt" for name in ("detail", "summary")),
+        *("accuracy/mlperf_log_accuracy.json", "accuracy/accuracy.txt"),
+        *("TEST06/verify_accuracy.txt", "TEST06/accuracy/mlperf_log_accuracy.json"),
+        *(f"TEST06/performance/run_1/mlperf_log_{name}.txt" for name in ("detail", "summary")),
+    )
+    assert found == {f"{scenario}/{name}" for scenario in ("Offline", "Server") for name in of_one}
+    for name in ("performance/run_1/mlperf_log_detail.txt", "performance/run_1/mlperf_log_summary.txt", "user.conf"):
+        assert (root / "Server" / name).read_bytes() == (runs[3] / Path(name).name).read_bytes()
+    assert (maker.tree / "src" / "mpillm" / "mpillm" / "cli.py").is_file()
+    assert (maker.tree / "src" / "llama2-70b-99.9" / "README.md").is_file()
+    assert not list(maker.tree.rglob("__pycache__"))
+    readme = (root / "Offline" / "README.md").read_text()
+    assert "python -m mpillm mpirun -n 3 run --benchmarks llama2-70b --scenarios Offline --accuracy_target 0.999" in readme
+
+
+def test_accuracy_log_is_cut_at_both_ends(maker: Maker) -> None:
+    runs = maker.runs()
+    maker.submit(*runs, code=4)
+    whole = (runs[1] / "mlperf_log_accuracy.json").read_bytes()
+    assert len(whole) > 10 * 1024
+    cut = (maker.tree / "results/8xH200/llama2-70b-99.9/Offline/accuracy/mlperf_log_accuracy.json").read_bytes()
+    assert cut == truncated(whole) == whole[:4096] + b"\n\n...\n\n" + whole[-4096:]
+    assert len(cut) < 10 * 1024
+    assert truncated(b"short") == b"short"
+
+
+def test_system_description(maker: Maker) -> None:
+    described = maker.folder / "system.json"
+    described.write_text(json.dumps({"cooling": "liquid", "status": "preview"}))
+    out = maker.submit(*maker.runs(), "--system_description", described, code=4)
+    system = json.loads((maker.tree / "systems" / "8xH200.json").read_text())
+    assert set(system) == {*SYSTEM_MEANINGFUL, *SYSTEM_MAY_BE_EMPTY}
+    assert all(system[name] for name in SYSTEM_MEANINGFUL)
+    expected = {
+        "submitter": "Us",
+        "division": "closed",
+        "status": "preview",
+        "cooling": "liquid",
+        "system_name": "8xH200",
+        "number_of_nodes": 1,
+        "host_processor_model_name": "CPU 9000",
+        "host_processors_per_node": 2,
+        "host_processor_core_count": 32,
+        "host_memory_capacity": "512 GiB",
+        "host_storage_type": "NVMe SSD",
+        "host_networking": "InfiniBand 400 Gbit/s, InfiniBand 400 Gbit/s",
+        "host_network_card_count": "2x InfiniBand",
+        "accelerators_per_node": "2",  # of the node's eight, those that were used
+        "accelerator_model_name": "NVIDIA H200",
+        "accelerator_memory_capacity": "141 GiB",
+        "framework": "PyTorch 2.13.0",
+        "operating_system": "Debian 12, kernel 6.1",
+    }
+    assert {name: system[name] for name in expected} == expected
+    assert system["other_software_stack"].startswith("mpillm 0.1.0, Open MPI v5, Python 3.11, numpy 2.4.6")
+    blank = re.search(r'"N/A" stands in the system description for: (.*) \(', out)
+    assert blank and set(blank[1].split(", ")) == {
+        *("host_memory_configuration", "host_networking_topology", "accelerator_host_interconnect"),
+        *("accelerator_memory_configuration", "accelerator_interconnect"),
+    }
+
+
+def test_a_machine_without_gpus(maker: Maker) -> None:
+    bare = {**MACHINE, "gpus": [], "gpu_driver": "", "network": [], "cpu": {**MACHINE["cpu"], "max_mhz": None}}  # type: ignore[dict-item]
+    maker.submit(*maker.runs(machine=bare), code=4)
+    system = json.loads((maker.tree / "systems" / "8xH200.json").read_text())
+    assert (system["accelerators_per_node"], system["accelerator_model_name"], system["host_networking"]) == ("0", "N/A", "N/A")
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "expected"),
+    [
+        ({"dtype": "bfloat16"}, {}, ("bf16", "none")),
+        ({"dtype": "auto"}, {"config.json": {"torch_dtype": "float16"}}, ("fp16", "none")),
+        (
+            {"dtype": "auto"},
+            {"config.json": {"quantization_config": {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}}}},
+            ("fp8", "quantization (fp8)"),
+        ),
+        ({"quantization": "int8"}, {"config.json": {"dtype": "bfloat16"}}, ("int8", "quantization (int8)")),
+    ],
+)
+def test_measurements(maker: Maker, config: dict[str, Any], files: dict[str, Any], expected: tuple[str, str]) -> None:
+    model = maker.folder / "Llama-2-70b"
+    model.mkdir()
+    for name, content in files.items():
+        (model / name).write_text(json.dumps(content))
+    maker.submit(*maker.runs(model_path=str(model), **config), code=4)
+    found = json.loads((maker.tree / "results/8xH200/llama2-70b-99.9/Offline/measurements.json").read_text())
+    assert (found["weight_data_types"], found["weight_transformations"]) == expected
+    assert (found["starting_weights_filename"], found["input_data_types"], found["retraining"]) == ("Llama-2-70b", "int32", "N")
+
+
+def test_what_is_missing_is_listed(maker: Maker) -> None:
+    runs = maker.runs()
+    checks = [{"name": "rouge1", "passed": False}, {"name": "rouge2", "passed": True}, {"name": "mbxp", "passed": False}]
+    (runs[1] / "accuracy.json").write_text(json.dumps({"checks": checks}))
+    missed = f"llama2-70b-99.9 Offline: {runs[1]}: the accuracy target is not reached: rouge1, mbxp"
+    assert missed in maker.submit(*runs, *measured(maker), code=4)
+    maker.submit(*runs[:2], *measured(maker), "--division", "open")
+    (runs[1] / "accuracy.txt").unlink()
+    invalid = make_run(
+        maker.folder / "server",
+        "performance",
+        "Server",
+        result={"status": "INVALID", "loadgen_unsatisfied": ["Min duration satisfied"]},
+        enable_kv_cache_reuse=True,
+    )
+    (runs[2] / "TEST06" / "verify_accuracy.txt").write_text("TEST06 verification failed\n")
+    out = maker.submit(runs[1], runs[2], invalid, *measured(maker), "--force", code=4)
+    assert [line.partition("missing or wrong: ")[2] for line in out.splitlines() if "missing or wrong" in line] == [
+        "llama2-70b-99.9 Offline: no performance run: a run without --test_mode and --compliance_test",
+        f"llama2-70b-99.9 Offline: no accuracy.txt: python -m mpillm accuracy {runs[1]}",
+        f"llama2-70b-99.9 Offline: TEST06 failed ({runs[2]}/TEST06/verify_accuracy.txt)",
+        "llama2-70b-99.9 Server: no accuracy run: a run with --test_mode AccuracyOnly",
+        "llama2-70b-99.9 Server: no TEST06 run: a run with --compliance_test TEST06",
+        f"llama2-70b-99.9 Server: {invalid}: LoadGen calls it INVALID (Min duration satisfied)",
+        f"llama2-70b-99.9 Server: {invalid}: KV cache reuse was on, which MLPerf forbids",
+    ]
+    assert (maker.tree / "results/8xH200/llama2-70b-99.9/Server/performance/run_1/mlperf_log_detail.txt").is_file()
+
+
+def test_rounds_and_scenarios(maker: Maker) -> None:
+    """mixtral-8x7b is in round v6.0, not in v6.1; its closed division wants Server."""
+    out = maker.submit(*maker.runs(benchmarks=["mixtral-8x7b"], accuracy_target=0.99), *measured(maker), code=4)
+    assert "round v6.1, whose seeds its LoadGen has, has no mixtral-8x7b" in out
+    assert "mixtral-8x7b: the closed division asks for Server as well" in out
+    seeds = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed")
+    older = dict(zip(seeds, ROUNDS[1].seeds, strict=True))
+    runs = maker.runs(name="v6.0-", benchmarks=["mixtral-8x7b"], accuracy_target=0.99, detail=older)
+    assert "--version v6.0" in maker.submit(*runs, "--force", code=4)
+    strange = maker.runs(name="strange-", detail={"effective_qsl_rng_seed": 1})
+    assert "has the seeds of no round" in maker.submit(*strange, "--force", code=4)
+
+
+def test_open_division(maker: Maker) -> None:
+    """No compliance runs are asked for, no other scenario, and any model may be run."""
+    runs = maker.runs(model_scale="tiny")
+    maker.submit(*runs[:2], "--division", "open", *measured(maker))
+    assert "tiny" in maker.submit(*runs[:2], "--division", "closed", *measured(maker), code=4)
+    assert (maker.folder / "out" / "open" / "Us" / "systems" / "8xH200.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("workload", "target", "scenario", "expected"),
+    [
+        ("llama2-70b", 0.99, "Offline", ("llama2-70b-99", "Offline")),
+        ("llama2-70b", 0.999, "Server", ("llama2-70b-99.9", "Server")),
+        ("llama2-70b-interactive", 0.999, "Server", ("llama2-70b-99.9", "Interactive")),
+        ("mixtral-8x7b", 0.99, "Server", ("mixtral-8x7b", "Server")),
+        ("llama3.1-405b-interactive", 0.99, "Server", ("llama3.1-405b", "Interactive")),
+    ],
+)
+def test_place(workload: str, target: float, scenario: str, expected: tuple[str, str]) -> None:
+    assert place(workload, target, scenario) == expected
+
+
+def test_existing_output(maker: Maker) -> None:
+    runs = maker.runs()
+    maker.submit(*runs, code=4)
+    mark = maker.tree / "mark"
+    mark.touch()
+    assert f"{maker.tree} exists: choose another --output, or --force to replace it" in maker.submit(*runs, code=2)
+    assert mark.exists()
+    maker.submit(*runs, "--force", code=4)
+    assert not mark.exists()
+    assert [path.name for path in maker.tree.parent.iterdir()] == ["Us"], "nothing is left beside it"
+
+
+def test_bad_input(maker: Maker) -> None:
+    performance, accuracy, _ = maker.runs()
+
+    def says(expected: str, *words: object) -> None:
+        assert expected in maker.submit(*words, code=2)
+        assert not (maker.folder / "out").exists()
+
+    says("no such run directory", maker.folder / "none")
+    says("is given twice", performance, performance)
+    says("--division clsed: not one of closed, open (did you mean 'closed'?)", performance, "--division", "clsed")
+    says("it names a folder", performance, "--submitter", "../us")
+    says("--submitter is missing", performance, "--submitter", "")
+    says("unknown option --devision (did you mean '--division'?)", performance, "--devision", "open")
+    says(
+        "failed in phase 'test': x",
+        make_run(maker.folder / "f", result={"status": "FAILED", "phase": "test", "failures": [{"cause": "x"}]}),
+    )
+    says("start one with --benchmarks", make_run(maker.folder / "any", benchmarks=None))
+    says("there is no resnet50", make_run(maker.folder / "other", benchmarks=["resnet50"]))
+    says("are both the performance run of llama2-70b-99.9 Offline", performance, make_run(maker.folder / "second"))
+    says("--dtype is 'bfloat16' and 'float32'", performance, make_run(maker.folder / "fp32", "accuracy", dtype="float32"))
+    elsewhere = {**MACHINE, "memory_bytes": 256 << 30}
+    says("not made on the same system: memory_bytes", performance, make_run(maker.folder / "else", "accuracy", machine=elsewhere))
+    says("not made on the same system: workers: 2 and 3", performance, make_run(maker.folder / "more", "accuracy", workers=3))
+    audit = make_run(maker.folder / "audit", audit_conf="own.config")
+    says("under an audit.config that is not TEST06's", audit)
+    says("there is no Offline of it", make_run(maker.folder / "inter", benchmarks=["llama2-70b-interactive"]))
+    for name in ("mlperf_log_detail.txt", "machines.json", "plan.json"):
+        (broken := make_run(maker.folder / f"no-{name}") / name).unlink()
+        says(name, broken.parent)
+    garbled = make_run(maker.folder / "garbled")
+    (garbled / "machines.json").write_text("{")
+    says("machines.json is no JSON", garbled)
+    for name, text in (("machines.json", "{}"), ("plan.json", "[]"), ("ranks.json", "[]"), ("result.json", "[]")):
+        (other := make_run(maker.folder / f"other-{name}") / name).write_text(text)
+        says(f"{name} is not what a run writes", other.parent, make_run(maker.folder / f"beside-{name}", "accuracy"))
+
+    file = maker.folder / "given.json"
+    for text, expected in (
+        ("{", "is no JSON"),
+        ("[]", f"--system_description {file}: holds list, not an object"),
+        ('{"coling": "air"}', f"--system_description {file}: no field 'coling' (did you mean 'cooling'?)"),
+        ('{"cooling": ""}', "cooling is empty"),
+        ('{"status": "soon"}', "status 'soon': not one of available, preview, rdi"),
+        ('{"submitter": "Them"}', "submitter is 'Them', but --submitter Us"),
+    ):
+        file.write_text(text)
+        says(expected, performance, "--system_description", file)
+    says("No such file", performance, "--measurements", maker.folder / "none.json")
+    with (accuracy / "mlperf_log_accuracy.json").open("a") as log:
+        log.write(" ")
+    says("accuracy.txt does not belong to the mlperf_log_accuracy.json beside it", performance, accuracy)
+    (maker.folder / "a-file").touch()
+    out = maker.submit(performance, "--output", maker.folder / "a-file", code=2)
+    assert f"the submission in {maker.folder / 'a-file'} can't be written" in out and "Not a directory" in out
