@@ -142,7 +142,7 @@ def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> 
         "line = command_line(detect(), int(sys.argv[1]), sys.argv[2:], root=True, survive=False)\nos.execv(line[0], line)\n"
     )
     paths = {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{place}"}
-    sizes = f"--ctx_tp_size=2 --server_port={port} --worker_start_port={worker_port}"
+    sizes = f"--ctx_tp_size=2 --gen_tp_size=1 --server_port={port} --worker_start_port={worker_port}"
     one.command([*mpirun, 3, "make", "generate_disagg_config", f"RUN_ARGS={args} {sizes}"], env=paths).end(60).must(DONE)
     text = (place / "disagg.yaml").read_text()
     assert f"- localhost:{worker_port}\n" in text and f"- localhost:{worker_port + 1}\n" in text and "tensor_parallel_size: 2" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from make_folder import make_folder
-from support import DONE, USAGE, Starter
+from support import CHUNKED, DONE, USAGE, Starter
 
 pytest.importorskip("torch")
 
@@ -15,6 +15,7 @@ from mpillm.engine.weights import save_preset
 
 ARGS = (
     "--core_type=torch --model_path=llama --llm_quantizer_outdir=checkpoint --engine_dir=engine --trtllm_checkpoint_flags=qformat:int8_wo"
+    " --trtllm_runtime_flags=enable_chunked_context:true"
 )
 RUN = "--tensor_parallelism=2 --min_query_count=4 --max_output_len=4 --world_size=3 --log_dir=run --save_outputs"
 
@@ -36,7 +37,7 @@ def test_quantise_build_run(one: Starter, tmp_path: Path) -> None:
     answers = [json.loads(line)["output_tokens"] for line in (tmp_path / "run/outputs.jsonl").read_text().splitlines()]
     # The same tokens as from the quantised checkpoint without an engine.
     plain = one.run(
-        2, "--model_path", tmp_path / "checkpoint", *RUN.split()[1:3], "--save_outputs", core="torch", log_dir=tmp_path / "plain"
+        2, "--model_path", tmp_path / "checkpoint", *RUN.split()[1:3], "--save_outputs", *CHUNKED, core="torch", log_dir=tmp_path / "plain"
     )
     assert answers == [line["output_tokens"] for line in plain.must(DONE).outputs()]
 

@@ -142,10 +142,7 @@ WRONG = {
     "a value that the tool lacks": (("--trtllm_checkpoint_flags=qformat:fp9",), r"qformat fp9: not one of .* \(did you mean 'fp8'\?\)"),
     "text for a number": (("--trtllm_build_flags=max_num_tokens:many",), "max_num_tokens many: expected a whole number"),
     "no key:value": (("--trtllm_build_flags=max_num_tokens",), "'max_num_tokens' is not key:value"),
-    "two parallel sizes": (
-        ("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"),
-        "tensor_parallelism is 4, but tensor_parallelism is 2",
-    ),
+    "two parallel sizes": (("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"), "is 4, but tensor_parallelism is 2"),
     "heads": (("--tensor_parallelism=3",), "--tensor_parallelism 3: the model has 8 attention heads, which it does not divide"),
     "layers": (("--pipeline_parallelism=5",), "--pipeline_parallelism 5: the model has 4 layers"),
     "no experts": (("--moe_expert_parallelism=2", "--tensor_parallelism=2"), "the model has no experts"),
