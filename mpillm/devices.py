@@ -17,9 +17,17 @@ from disagg.errors import ConfigError
 class Gpu(NamedTuple):
     """A GPU that this process may use."""
 
+    uuid: str  # the same for every process, however it counts
     name: str
     total: int  # bytes
     free: int
+
+
+class OwnGpu(NamedTuple):
+    """What a rank computes on."""
+
+    device: int  # as that rank's process counts
+    free: int  # bytes; the least of its instance's ranks
 
 
 class _Memory(ctypes.Structure):
@@ -74,25 +82,48 @@ def _visible(nvml: ctypes.CDLL, visible: str | None) -> list[ctypes.c_void_p]:
 
 
 def _read(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
-    name, memory = ctypes.create_string_buffer(96), _Memory()
+    uuid, name, memory = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), _Memory()
+    nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(len(uuid)))
     nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    return Gpu(name.value.decode(errors="replace"), memory.total, memory.free)
+    return Gpu(uuid.value.decode(), name.value.decode(errors="replace"), memory.total, memory.free)
 
 
-def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, int]:
-    """Bytes that are free on every GPU of an instance, by instance; empty: the CPU.
+def share_out(ranks: Sequence[int], gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, int]:
+    """Of each of `ranks` on one node the first GPU that it sees and none before it has taken: its index there. Those in want are left out.
 
-    `gpus` are those of each rank's node. `auto` is cuda if any worker's node has a GPU. ConfigError: a node has too few.
+    `gpus` are what each rank sees: all of the node's, or, if the launcher hands them out (Slurm's --gpus-per-task), its own alone.
     """
-    if device == "cpu" or (device == "auto" and not any(gpus[rank.rank] for rank in plan.ranks if rank.device is not None)):
+    taken: set[str] = set()
+    devices = {}
+    for rank in ranks:
+        for i, gpu in enumerate(gpus[rank]):
+            if gpu.uuid not in taken:
+                taken.add(gpu.uuid)
+                devices[rank] = i
+                break
+    return devices
+
+
+def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, OwnGpu]:
+    """The GPU of each worker rank; empty: the CPU.
+
+    `gpus` are those that each rank sees. `auto` is cuda if any worker sees a GPU. ConfigError: a node has too few.
+    """
+    workers = [rank for rank in plan.ranks if rank.device is not None]
+    if device == "cpu" or (device == "auto" and not any(gpus[rank.rank] for rank in workers)):
         return {}
-    for node in dict.fromkeys(rank.node for rank in plan.ranks):
-        workers = [rank.rank for rank in plan.ranks if rank.node == node and rank.device is not None]
-        if workers and len(there := gpus[workers[0]]) < len(workers):
-            who = "1 worker rank" if len(workers) == 1 else f"{len(workers)} worker ranks"
+    devices: dict[int, int] = {}
+    for node in dict.fromkeys(rank.node for rank in workers):
+        there = [rank.rank for rank in workers if rank.node == node]
+        mine = share_out(there, gpus)
+        if len(mine) < len(there):
+            who = "1 worker rank" if len(there) == 1 else f"{len(there)} worker ranks"
+            n_gpus = len({gpu.uuid for rank in there for gpu in gpus[rank]})
             raise ConfigError(
-                f"--device {device}: {who} on node {node}, one GPU each, and PyTorch can use {len(there)} there:"
+                f"--device {device}: {who} on node {node}, one GPU each, and PyTorch can use {n_gpus} there:"
                 " start fewer ranks, or --device cpu"
             )
-    return {instance.index: min(gpus[rank][plan.ranks[rank].device or 0].free for rank in instance.ranks) for instance in plan.instances}
+        devices |= mine
+    least = {instance.index: min(gpus[rank][devices[rank]].free for rank in instance.ranks) for instance in plan.instances}
+    return {rank.rank: OwnGpu(devices[rank.rank], least[rank.instance]) for rank in workers if rank.instance is not None}

@@ -114,8 +114,8 @@ class Director:
                 me = plan.ranks[rank]
                 state.label = f"rank {rank} ({', '.join(me.roles)}{f', instance {me.instance}' if me.instance is not None else ''})"
         gpus = [tuple(reports[rank]["gpus"]) for rank in range(self._size)]
-        gpu_bytes = assign(config.device, plan, gpus) if BackendRegistry.uses_gpus(config.core_type) else {}
-        cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpu_bytes)
+        own = assign(config.device, plan, gpus) if BackendRegistry.uses_gpus(config.core_type) else {}
+        cores = core_configs(config, plan, [instance.leader for instance in plan.instances], own)
         models = [BackendRegistry.check(core) for core in cores]
         self._dataset, self._tokenizer = load_samples(config, models, lambda: self._run_directory(config))
         settings = self._settings = load_settings(LoadGenConfig.from_run(config), len(self._dataset))
@@ -137,10 +137,10 @@ class Director:
             self._console.line(f"  workload {config.workload.title}: LoadGen's {settings.describe()}")
             if config.workload.scaled:
                 self._console.line(f"  scaled down: {config.workload.scaled}")
-        if gpu_bytes:
-            name = next(gpus[rank.rank][rank.device].name for rank in plan.ranks if rank.device is not None)
-            self._console.line(f"  GPUs: {sum(len(instance.ranks) for instance in plan.instances)} ({name})")
-        return Setup(plan, str(self._log_dir), (reports[0]["host"], reports[0]["pid"]), gpu_bytes), "all ranks agree"
+        if own:
+            name = next(gpus[rank][gpu.device].name for rank, gpu in own.items())
+            self._console.line(f"  GPUs: {len(own)} ({name})")
+        return Setup(plan, str(self._log_dir), (reports[0]["host"], reports[0]["pid"]), own), "all ranks agree"
 
     def _check_agreement(self, reports: dict[int, Any]) -> None:
         errors: dict[str, list[int]] = {}

@@ -13,6 +13,7 @@ from mpillm.comms.transport import Transport
 from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
+from mpillm.devices import OwnGpu
 from mpillm.fields.flags import RUNTIME_FLAGS
 from mpillm.harness_config import TrtllmHarnessConfig
 from mpillm.planning import Setup
@@ -35,17 +36,17 @@ _POLICIES = {
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
-def core_configs(config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpu_bytes: dict[int, int]) -> list[CoreConfig]:
-    """What the cores on `ranks` (of instances) are built from; `gpu_bytes`: see `devices.assign`."""
+def core_configs(config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpus: dict[int, OwnGpu]) -> list[CoreConfig]:
+    """What the cores on `ranks` (of instances) are built from; `gpus`: see `devices.assign`."""
     workers = Counter(rank.node for rank in plan.ranks if rank.instance is not None)
-    return [_core_config(config, plan, rank, gpu_bytes, workers[plan.ranks[rank].node]) for rank in ranks]
+    return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
 
 
-def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[int, int], node_ranks: int) -> CoreConfig:
+def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, OwnGpu], node_ranks: int) -> CoreConfig:
     """`node_ranks`: ranks of its node that belong to an instance."""
     me = plan.ranks[rank]
     assert me.instance is not None
-    instance = plan.instances[me.instance]
+    instance, gpu = plan.instances[me.instance], gpus.get(rank)
     server = instance.server
     kv_cache = server.kv_cache_config or {}
     scheduler = server.extra.get("scheduler_config") or {}
@@ -72,8 +73,8 @@ def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpu_bytes: dict[
         pp_rank=me.pp_rank or 0,
         ep_rank=me.ep_rank or 0,
         rank=rank,
-        device=me.device,
-        gpu_bytes=gpu_bytes.get(instance.index),
+        device=gpu.device if gpu else None,
+        gpu_bytes=gpu.free if gpu else None,
         n_threads=config.num_threads or _thread_share(node_ranks),
         model_path=config.model_path,
         load_format=config.load_format,
@@ -119,7 +120,7 @@ def make_roles(
     ranks = RouteMap(route_ranks(plan))
     roles: list[Role] = []
     if me.instance is not None:
-        (core_config,) = core_configs(config, plan, [rank], setup.gpu_bytes)
+        (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         core = BackendRegistry.get(config.core_type)(core_config, comms.of_instance())
         roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if "leader" in me.roles:

@@ -12,6 +12,7 @@ from disagg.errors import ConfigError
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
 from mpillm.configurator import Field
+from mpillm.devices import OwnGpu
 from mpillm.fields import FIELDS
 
 # What plan shows in --help.
@@ -30,7 +31,7 @@ class Setup:
     plan: WorldPlan
     log_dir: str
     rank0: tuple[str, int]  # host and pid
-    gpu_bytes: dict[int, int]  # see `devices.assign`
+    gpus: dict[int, OwnGpu]  # see `devices.assign`
 
 
 def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:

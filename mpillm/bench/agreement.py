@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.errors import ConfigError
-from launch.environment import tell_exit_code
+from mpillm.bench.ranks import run_on_ranks
 from mpillm.command_line import Parser
-from mpillm.comms.world import InstanceComms, start_mpi
-from mpillm.config import collect
+from mpillm.comms.world import InstanceComms
 from mpillm.cores.base import CoreConfig
 from mpillm.devices import local_gpus
 from mpillm.fields import Field, positive
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _FIELDS = (
-    Field("device", "what the ranks compute on", default="cuda", choices=("cpu", "cuda"), group="benchmark"),
     Field("model_path", "a Hugging Face folder or a preset", default="llama3.2-1b", group="benchmark"),
     Field("num_prompts", "how many random prompts", positive, default=32, group="benchmark"),
     Field("prompt_len", "tokens of the longest; the shortest has one", positive, default=64, group="benchmark"),
@@ -46,24 +42,13 @@ def main(argv: Sequence[str]) -> int:
         description="Greedy answers and logits of tensor parallel 2, 4, … in bfloat16 against those of one rank, and against float32.",
         epilog="example:\n  python -m mpillm mpirun -n 4 bench agreement --model_path llama3.2-1b",
     )
-    config = collect(argv, _FIELDS, parser)
-    world = start_mpi()
-    if config.device == "cuda" and len(local_gpus()) < world.size:
-        raise ConfigError(f"--device cuda: {world.size} ranks, {len(local_gpus())} GPUs")
-    try:
-        _compare(config, world)
-    except Exception:  # noqa: BLE001 - the others may be waiting for this rank
-        traceback.print_exc()
-        world.Abort(1)
-    if world.rank == 0:
-        tell_exit_code(0)
-    return 0
+    return run_on_ranks(argv, _FIELDS, parser, _compare)
 
 
-def _compare(config: Any, world: MPI.Intracomm) -> None:
+def _compare(config: Any, world: MPI.Intracomm, device: int | None) -> None:
     sizes = [size for size in (1 << i for i in range(8)) if size <= world.size]
-    outcomes = {f"TP {size}, bfloat16": _measure(config, world, size, "bfloat16") for size in sizes}
-    exact = _measure(config, world, 1, "float32")
+    outcomes = {f"TP {size}, bfloat16": _measure(config, world, device, size, "bfloat16") for size in sizes}
+    exact = _measure(config, world, device, 1, "float32")
     first = outcomes.pop("TP 1, bfloat16")
     if first is None or exact is None:
         return
@@ -82,14 +67,14 @@ def _agreeing(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def _measure(config: Any, world: MPI.Intracomm, size: int, dtype: str) -> _Outcome | None:
+def _measure(config: Any, world: MPI.Intracomm, device: int | None, size: int, dtype: str) -> _Outcome | None:
     """One instance on the first `size` ranks; None on the others."""
     from mpi4py import MPI
 
     comm: Any = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
     outcome = None
     if comm != MPI.COMM_NULL:
-        outcome = _instance(config, comm, dtype)
+        outcome = _instance(config, comm, device, dtype)
         comm.Free()
     done = world.Ibarrier()
     while not done.Test():
@@ -97,7 +82,7 @@ def _measure(config: Any, world: MPI.Intracomm, size: int, dtype: str) -> _Outco
     return outcome
 
 
-def _instance(config: Any, comm: MPI.Intracomm, dtype: str) -> _Outcome:
+def _instance(config: Any, comm: MPI.Intracomm, device: int | None, dtype: str) -> _Outcome:
     from mpi4py import MPI
 
     from mpillm.cores.torch_core import TorchCore
@@ -107,8 +92,8 @@ def _instance(config: Any, comm: MPI.Intracomm, dtype: str) -> _Outcome:
             "torch",
             tp_size=comm.size,
             tp_rank=comm.rank,
-            device=comm.rank,
-            gpu_bytes=min(gpu.free for gpu in local_gpus()[: comm.size]) if config.device == "cuda" else None,
+            device=device,
+            gpu_bytes=None if device is None else comm.allreduce(local_gpus()[device].free, MPI.MIN),
             model_path=config.model_path,
             dtype=dtype,
             max_batch_size=config.num_prompts,

@@ -14,6 +14,8 @@ from mpillm.devices import local_gpus
 from mpillm.engine.model_config import ModelInfo, check_model
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mpillm.engine.engine import Engine
     from mpillm.engine.gpu import GpuWorker
     from mpillm.engine.scheduler import Sequence
@@ -74,9 +76,13 @@ def bench_decode(config: Any) -> int:
 
 
 def _weight_bytes(info: ModelInfo, batch: int) -> int:
-    """Of the embedding a step reads the rows of its tokens."""
+    """Of the embedding a step reads the rows of its tokens; of a mixture's experts those that somebody chooses, on average, by chance."""
     c, width = info.config, 4 if info.dtype == "float32" else 2
-    return info.n_bytes - (0 if c.tie_word_embeddings else (c.vocab_size - batch) * c.hidden_size * width)
+    n_bytes = info.n_bytes - (0 if c.tie_word_embeddings else (c.vocab_size - batch) * c.hidden_size * width)
+    if c.n_experts:
+        experts = 3 * c.n_layers * c.n_experts * c.intermediate_size * c.hidden_size * (width if info.quantization == "none" else 1)
+        n_bytes -= round(experts * (1 - c.n_experts_per_token / c.n_experts) ** batch)
+    return n_bytes
 
 
 def _decode(worker: GpuWorker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int) -> tuple[list[float], int]:
@@ -137,19 +143,37 @@ def _products(worker: GpuWorker, batch: int) -> float:
     """Seconds of all products with weights."""
     import torch
 
-    from mpillm.engine.model import Mlp
+    from mpillm.engine import kernels
+    from mpillm.engine.model import Mixture
 
-    model = worker.model
+    model, dtype = worker.model, worker.cache.keys.dtype
     assert model.lm_head is not None
-    linears = [
-        linear for layer in model.layers if isinstance(layer.mlp, Mlp) for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
-    ]
-    linears.append(model.lm_head)
-    inputs = {n: torch.randn(batch, n, device="cuda").to(worker.cache.keys.dtype) for n in {linear.in_features for linear in linears}}
+    inputs: dict[tuple[int, int], Tensor] = {}
+    products: list[Callable[[], Tensor]] = []
+
+    def add(linear: Any, n_rows: int, *choice: Any) -> None:
+        shape = n_rows, linear.in_features
+        if shape not in inputs:
+            inputs[shape] = torch.randn(shape, device="cuda").to(dtype)
+        products.append(lambda: linear(inputs[shape], *choice))
+
+    with torch.inference_mode():
+        for layer in model.layers:
+            mlp, n_pairs, choice = layer.mlp, batch, []
+            if isinstance(mlp, Mixture):
+                n_chosen, n_experts = model.config.n_experts_per_token, model.config.n_experts
+                choice = [kernels.route(torch.randn(batch, n_experts, device="cuda"), n_chosen, range(n_experts))]
+                n_pairs = batch * n_chosen
+                add(mlp.router, batch)
+            add(layer.qkv, batch)
+            add(layer.o, batch)
+            add(mlp.gate_up, batch, *choice)
+            add(mlp.down, n_pairs, *choice)
+        add(model.lm_head, batch)
 
     def work() -> None:
-        for linear in linears:
-            linear(inputs[linear.in_features])
+        for product in products:
+            product()
 
     return _graph_time(work)
 

@@ -118,8 +118,3 @@ class Transport:
     def acknowledge_losses(self) -> None:
         """Under ULFM a communicator reports a lost member, whichever, again and again until that is acknowledged."""
         self.comm.Ack_failed()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not (self._sending or self._arriving or self._local)

@@ -55,7 +55,7 @@ class CoreConfig:
     pp_rank: int = 0
     ep_rank: int = 0
     rank: int = 0  # in the world, for messages
-    device: int | None = None  # index on the node, None for a control rank
+    device: int | None = None  # the GPU's index, as this process counts; None: runs on the CPU
     gpu_bytes: int | None = None  # free on that GPU, and on those of the instance's other ranks; None: runs on the CPU
     n_threads: int = 1  # CPU threads that this rank may use
     model_path: str | None = None  # a folder, or the name of a preset

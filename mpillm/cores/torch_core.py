@@ -96,7 +96,7 @@ class TorchCore(LLMCore):
         c, layout, dummy = self.config, self.info.layout, self.config.load_format == "dummy"
         alone = self.comms is None or self.comms.instance.size == 1
         if c.gpu_bytes is None:
-            groups = Groups(layout) if self.comms is None else MpiGroups(layout, self.comms)
+            groups = Groups(layout) if self.comms is None or alone else MpiGroups(layout, self.comms)
             return Worker(self.info, c.tokens_per_block, groups, dummy=dummy)
         from mpillm.engine.gpu import GpuWorker
         from mpillm.engine.nccl import NcclGroups

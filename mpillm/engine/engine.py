@@ -45,8 +45,9 @@ class Engine:
         self.limits = limits
         self.worker = worker
         self.cache = worker.cache
-        self._groups = worker.groups
-        self._n_stages = worker.groups.layout.pp_size
+        self._peers = worker.peers
+        self._layout = worker.groups.layout
+        self._n_stages = self._layout.pp_size
         self._depth = self._n_stages + worker.n_ahead  # steps in flight
         size, n_blocks = limits.tokens_per_block, info.kv_cache_tokens // limits.tokens_per_block
         self.blocks = PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
@@ -145,8 +146,8 @@ class Engine:
             step, sampled = Step.of(plan)
             step.transfers = self._take_transfers(sampled)
             self.scheduler.publish(plan)
-            if self._groups.has_followers:
-                self._groups.send_plan(pack(step, sequences))
+            if self._peers is not None:
+                self._peers.send_plan(pack(step, sequences))
             for sequence in sampled:
                 sequence.n_unread += 1
             for sequence in sequences:
@@ -174,8 +175,8 @@ class Engine:
     def _has_tokens(self) -> bool:
         if self._arrived is None and self._in_flight:
             tokens = self._in_flight[0][2]
-            if self._n_stages > 1:
-                self._arrived = self._groups.take_tokens()
+            if self._n_stages > 1 and self._peers is not None:
+                self._arrived = self._peers.take_tokens()
             elif tokens is not None and tokens.ready():
                 self._arrived = tokens.take()
         return self._arrived is not None
@@ -207,7 +208,7 @@ class Engine:
             return []
         assert self.worker.transfers is not None
         done = self.worker.transfers.poll()
-        while self._groups.has_followers and (tickets := self._groups.take_moved()):
+        while self._peers is not None and (tickets := self._peers.take_moved()):
             done += tickets
         for ticket in done:
             self._moving[ticket][2] -= 1
@@ -273,7 +274,7 @@ class Engine:
 
     def _order(self, kind: Kind, sequence_id: int, peer: int, slot: int, n_tokens: int, blocks: list[int]) -> None:
         """Have the ranks of this instance begin a transfer with the next step."""
-        layout = self._groups.layout
+        layout = self._layout
         self._n_transfers += 1
         ticket = self._n_transfers & 0x7FFFFFFF
         self._moving[ticket] = [sequence_id, n_tokens, layout.tp_size * layout.pp_size]

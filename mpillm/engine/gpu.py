@@ -99,7 +99,8 @@ class GpuWorker(Worker):
             self._forbidden = self._forbidden.to(self.device)
         self._told: dict[int, tuple[list[int], int]] = {}  # of each slot: its sequence's blocks, and how many of them `table` has
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        if self.device.type == "cuda" and not self._config.n_experts:  # a mixture looks at its router's choice on the host
+        # Products of a mixture's quantised weights look at the router's choice on the host.
+        if self.device.type == "cuda" and (info.quantization == "none" or not self._config.n_experts):
             self._capture(ladder(max_batch_size))
 
     # --- a step ---
@@ -128,7 +129,7 @@ class GpuWorker(Worker):
         rows[:, :n] = step.tokens, slots, [span.n_cached for span in step.spans]
         self._rows[: 3 * size].copy_(to_device(rows.reshape(-1), self.device))
         if not self.groups.layout.is_first_stage:
-            self._hidden[:n] = self.groups.receive_hidden(n, self._config.hidden_size, self._dtype, self.device)
+            self._hidden[:n] = self._receive_hidden(n)
         if size in self._graphs:
             graph, out = self._graphs[size]
             graph.replay()
@@ -155,10 +156,7 @@ class GpuWorker(Worker):
         at = np.cumsum([len(part) for part in parts])[:-1].tolist()
         inputs = to_device(np.concatenate(parts), self.device).tensor_split(at)
         tokens, slots_there, positions_there, wanted_there, slots_wanted, tiles_there = inputs
-        if self.groups.layout.is_first_stage:
-            x = self._embed(tokens, slots_there)
-        else:
-            x = self.groups.receive_hidden(n, self._config.hidden_size, self._dtype, self.device)
+        x = self._embed(tokens, slots_there) if self.groups.layout.is_first_stage else self._receive_hidden(n)
         attention = self._attention(slots_there, positions_there, n_decode, tiles_there.view(-1, 4) if len(tiles) else None)
         return self.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
 

@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mpillm.engine.expert_kernels import combine as combine
+from mpillm.engine.expert_kernels import route as route
+
 _LOG2_E = math.log2(math.e)
 _LEAST_ROWS = 16  # of a tensor core's product
 _CONTEXT_ROWS = {torch.bfloat16: 128, torch.float32: 16}  # query rows of one program, over all heads that share a KV head

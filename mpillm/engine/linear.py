@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpillm.engine.ops import Choice
 from mpillm.engine.quantize import dequantize_rows, quantize_rows
 
 _TYPICAL_ROWS = 64  # what the packed layout is chosen for; it serves every number of rows
@@ -68,6 +69,32 @@ class Fp8Linear(Linear):
         return torch._scaled_mm(
             rows, self._weight.t(), scale_a=row_scales, scale_b=self._scales, out_dtype=torch.bfloat16, use_fast_accum=True
         ).to(x.dtype)
+
+
+class GroupedLinear:
+    """The products of a mixture: each pair of a row and an expert (see `Choice`) with the weights of its expert."""
+
+    def __init__(self, linears: list[Linear]) -> None:
+        """Of this rank's experts, all of one shape. On a GPU floats are one kernel's; with 8 bits the host looks who has chosen which."""
+        self.in_features, self.out_features = linears[0].in_features, linears[0].out_features
+        self._linears = linears
+        self._stacked: Tensor | None = None
+        if linears[0]._weight.device.type != "cpu" and type(linears[0]) is Linear:
+            self._stacked, self._linears = torch.stack([linear._weight for linear in linears]), []
+
+    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
+        """x [rows, in] or [pairs, in] to [pairs, out]. For experts of other ranks: zeros, or anything on a GPU."""
+        if self._stacked is not None:
+            from mpillm.engine.expert_kernels import grouped_product
+
+            return grouped_product(x, self._stacked, choice)
+        out, start = x.new_zeros(len(choice.order), self.out_features), 0
+        for linear, end in zip(self._linears, choice.ends.tolist(), strict=True):
+            if end > start:
+                pairs = choice.order[start:end]
+                out[pairs] = linear(x[pairs // choice.pairs_per_row(x)])
+            start = end
+        return out
 
 
 def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Linear:

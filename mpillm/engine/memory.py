@@ -57,7 +57,10 @@ def gpu_room(config: CoreConfig, model: ModelConfig, dtype: str, quantization: s
     layouts = [Layout(config.tp_size, config.pp_size, config.ep_size, *rank) for rank in ranks]
     weights = max(layout.n_bytes(model, width, quantization) for layout in layouts)
     heads = model.n_heads + 2 * max(model.n_kv_heads, config.tp_size)
-    per_row = 4 * model.hidden_size + (2 * heads * model.head_dim + 3 * model.intermediate_size) // config.tp_size
+    # A mixture has its feed-forward's values for each chosen expert, whoever holds it, and what comes out of each.
+    n_chosen = model.n_experts_per_token if model.n_experts else 1
+    inner = 3 * n_chosen * model.intermediate_size * config.ep_size
+    per_row = (3 + n_chosen) * model.hidden_size + (2 * heads * model.head_dim + inner) // config.tp_size
     # Logits: as they come, and what sampling makes of them (float32, and sums in float64).
     step = width * per_row * max(config.max_num_tokens, config.max_batch_size) + 20 * model.vocab_size * config.max_batch_size
     room = there - weights - step - _GPU_OVERHEAD

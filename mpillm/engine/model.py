@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from mpillm.engine import ops
-from mpillm.engine.linear import Linear
+from mpillm.engine.linear import GroupedLinear, Linear
 from mpillm.engine.model_config import ModelConfig, RopeScaling
+from mpillm.engine.ops import Choice
 from mpillm.engine.parallel import Groups
 from mpillm.engine.weights import Weights
 
@@ -41,6 +42,10 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
+    def route(self, scores: Tensor, n_chosen: int, experts: range) -> Choice: ...
+
+    def combine(self, y: Tensor, weights: Tensor) -> Tensor: ...
+
 
 class Mlp:
     """The dense feed-forward, its intermediate values split over the TP group; the result is a part of a sum over it."""
@@ -58,19 +63,17 @@ class Mixture:
     """The best experts of many for each row, weighted; this rank adds what its own contribute."""
 
     def __init__(self, weights: Weights, prefix: str, experts: range, ops: Ops) -> None:
+        self._ops = ops
+        self._experts = experts
         self._n_chosen = weights.config.n_experts_per_token
-        self._router = Linear(weights.get(f"{prefix}.gate"))
-        self.experts = {i: Mlp(weights, ops, f"{prefix}.experts.{i}.w13", f"{prefix}.experts.{i}.w2") for i in experts}
+        self.router = Linear(weights.get(f"{prefix}.gate"))
+        self.gate_up = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w13") for i in experts])
+        self.down = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w2") for i in experts])
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, chosen = self._router(x).float().softmax(-1).topk(self._n_chosen, dim=-1)
-        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        out = torch.zeros_like(x)
-        for i, expert in self.experts.items():
-            rows, places = torch.where(chosen == i)
-            if len(rows):
-                out.index_add_(0, rows, expert(x.index_select(0, rows)) * weights[rows, places, None])
-        return out
+        choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
+        hidden = self._ops.silu_mul(self.gate_up(x, choice))
+        return self._ops.combine(self.down(hidden, choice), choice.weights)
 
 
 class Layer:

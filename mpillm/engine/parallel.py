@@ -29,13 +29,10 @@ Plan = NDArray[np.int32]
 
 
 class Groups:
-    """One rank."""
+    """One rank: what the model asks of its TP group."""
 
     def __init__(self, layout: Layout = Layout()) -> None:  # noqa: B008 - it is frozen
         self.layout = layout
-        self.has_followers = layout.tp_size * layout.pp_size > 1
-
-    # --- tensors ---
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the TP group, the same on each rank; x may be changed."""
@@ -49,47 +46,9 @@ class Groups:
         """x of TP rank 0, on all ranks of the TP group."""
         return x
 
-    def send_hidden(self, x: Tensor) -> None:
-        """To the next stage; x is not changed any more."""
-        raise NotImplementedError
-
-    def has_hidden(self) -> bool:
-        """Whether something of the previous stage is there."""
-        raise NotImplementedError
-
-    def receive_hidden(self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What `has_hidden` has found: [n_rows, width]."""
-        raise NotImplementedError
-
-    # --- plans and tokens ---
-
-    def send_plan(self, plan: Plan) -> None:
-        """From the leader to all others."""
-        raise NotImplementedError
-
-    def take_plan(self) -> Plan | None:
-        """The leader's next plan, if it is there."""
-        raise NotImplementedError
-
-    def send_tokens(self, tokens: list[int]) -> None:
-        """From the first rank of the last stage to the leader."""
-        raise NotImplementedError
-
-    def take_tokens(self) -> list[int] | None:
-        """The tokens of the oldest step whose tokens were not taken yet, if they are there."""
-        raise NotImplementedError
-
-    def send_moved(self, tickets: list[int]) -> None:
-        """To the leader: these transfers are done on this rank."""
-        raise NotImplementedError
-
-    def take_moved(self) -> list[int] | None:
-        """What one of the other ranks has sent, if anything is there."""
-        raise NotImplementedError
-
 
 class MpiGroups(Groups):
-    """Over the communicators of an instance."""
+    """One of several ranks: over the communicators of their instance."""
 
     def __init__(self, layout: Layout, comms: InstanceComms) -> None:
         super().__init__(layout)
@@ -101,6 +60,8 @@ class MpiGroups(Groups):
         self._sending: deque[tuple[MPI.Request, Any]] = deque()
         self._hidden: tuple[MPI.Request, NDArray[np.uint8]] | None = None
         self._status = MPI.Status()
+
+    # --- tensors ---
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._tp.size == 1 or not x.numel():
@@ -121,9 +82,11 @@ class MpiGroups(Groups):
         return torch.cat([part.view(x.dtype).view(len(x), width) for part, width in zip(parts, widths, strict=True)], dim=-1)
 
     def send_hidden(self, x: Tensor) -> None:
+        """To the next stage; x is not changed any more."""
         self._send(self._pp, self._pp.rank + 1, Tag.HIDDEN, _bytes(x))
 
     def has_hidden(self) -> bool:
+        """Whether something of the previous stage is there."""
         if self._hidden is None and (message := self._pp.Improbe(self._pp.rank - 1, Tag.HIDDEN, self._status)) is not None:
             buffer = np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
             # Not Mrecv: a large message needs its sender's help, and the sender may be in its next step.
@@ -131,28 +94,37 @@ class MpiGroups(Groups):
         return self._hidden is not None and self._hidden[0].Test()
 
     def receive_hidden(self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What `has_hidden` has found: [n_rows, width]."""
         assert self._hidden is not None
         buffer, self._hidden = self._hidden[1], None
         return torch.from_numpy(buffer).view(dtype).view(n_rows, width)
 
+    # --- plans and tokens ---
+
     def send_plan(self, plan: Plan) -> None:
+        """From the leader to all others."""
         for rank in range(1, self._instance.size):
             self._send(self._instance, rank, Tag.PLAN, plan)
 
     def take_plan(self) -> Plan | None:
+        """The leader's next plan, if it is there."""
         return self._take(0, Tag.PLAN)
 
     def send_tokens(self, tokens: list[int]) -> None:
+        """From the first rank of the last stage to the leader."""
         self._send(self._instance, 0, Tag.TOKENS, np.array(tokens, np.int32))
 
     def take_tokens(self) -> list[int] | None:
+        """The tokens of the oldest step whose tokens were not taken yet, if they are there."""
         tokens = self._take(self._sampler, Tag.TOKENS)
         return None if tokens is None else tokens.tolist()
 
     def send_moved(self, tickets: list[int]) -> None:
+        """To the leader: these transfers are done on this rank."""
         self._send(self._instance, 0, Tag.MOVED, np.array(tickets, np.int32))
 
     def take_moved(self) -> list[int] | None:
+        """What one of the other ranks has sent, if anything is there."""
         tickets = self._take(self._mpi.ANY_SOURCE, Tag.MOVED)
         return None if tickets is None else tickets.tolist()
 

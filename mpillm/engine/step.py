@@ -17,7 +17,7 @@ from mpillm.engine.device import Sampled
 from mpillm.engine.kv_cache import KVCache
 from mpillm.engine.model import Llama, Ops
 from mpillm.engine.model_config import ModelInfo
-from mpillm.engine.parallel import Groups
+from mpillm.engine.parallel import Groups, MpiGroups
 from mpillm.engine.sampler import SamplingParams, sample
 from mpillm.engine.scheduler import Sequence
 from mpillm.engine.shards import Built
@@ -114,6 +114,7 @@ class Worker:
         config, layout = info.config, groups.layout
         dtype = torch.float32 if info.dtype == "float32" else torch.bfloat16
         self.groups = groups
+        self.peers = groups if isinstance(groups, MpiGroups) else None  # where this is one of several ranks
         self.transfers: Transfers | None = None  # of a rank that hands over, or takes over
         self._config = config
         self._dtype = dtype
@@ -147,7 +148,8 @@ class Worker:
         layout = self.groups.layout
         x = self.forward(step, layer_stored)
         if not layout.is_last_stage:
-            self.groups.send_hidden(x)
+            assert self.peers is not None
+            self.peers.send_hidden(x)
             return None
         tokens = self._sample(self.model.logits(x), step) if step.wanted else torch.empty(0, dtype=torch.int64)
         return None if tokens is None or layout.tp_rank else Sampled(tokens)
@@ -155,11 +157,12 @@ class Worker:
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
         """What `model.logits` wants of the wanted rows, or the next stage of all; `layer_stored` as `Llama.forward` calls it."""
         attention = StepAttention(step.spans, self.cache, self._n_heads, self.model.rotations)
-        if self.groups.layout.is_first_stage:
-            x = self.model.embed(torch.tensor(step.tokens))
-        else:
-            x = self.groups.receive_hidden(len(step.tokens), self._config.hidden_size, self._dtype, torch.device("cpu"))
+        x = self.model.embed(torch.tensor(step.tokens)) if self.groups.layout.is_first_stage else self._receive_hidden(len(step.tokens))
         return self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
+
+    def _receive_hidden(self, n_rows: int) -> Tensor:
+        assert self.peers is not None
+        return self.peers.receive_hidden(n_rows, self._config.hidden_size, self._dtype, self.cache.keys.device)
 
     def _sample(self, logits: Tensor, step: Step) -> Tensor | None:
         """A token for each row of this rank's columns of the logits (may be changed), at least on the first rank of the TP group."""
@@ -189,8 +192,9 @@ class Follower:
     """A rank that does not lead: it runs the leader's steps, in their order, as soon as it has what they need."""
 
     def __init__(self, worker: Worker) -> None:
+        assert worker.peers is not None
         self._worker = worker
-        self._groups = worker.groups
+        self._peers = worker.peers
         self._tables: dict[int, list[int]] = {}
         self._step: Step | None = None
         self._sampled: deque[Sampled] = deque()  # tokens that the leader waits for
@@ -198,7 +202,7 @@ class Follower:
     def has_work(self) -> bool:
         if self._sampled and self._sampled[0].ready():
             return True
-        if self._step is None and (message := self._groups.take_plan()) is not None:
+        if self._step is None and (message := self._peers.take_plan()) is not None:
             self._step = unpack(message, self._tables)
         return self._step is not None and self._can_run()
 
@@ -209,13 +213,13 @@ class Follower:
             if (sampled := self._worker.run(step)) is not None:
                 self._sampled.append(sampled)
         while self._sampled and self._sampled[0].ready():
-            self._groups.send_tokens(self._sampled.popleft().take())
+            self._peers.send_tokens(self._sampled.popleft().take())
 
     def poll_kv(self) -> None:
         """Tell the leader which transfers are done on this rank."""
         if self._worker.transfers is not None and (done := self._worker.transfers.poll()):
-            self._groups.send_moved(done)
+            self._peers.send_moved(done)
 
     def _can_run(self) -> bool:
         assert self._step is not None
-        return self._groups.layout.is_first_stage or not self._step.spans or self._groups.has_hidden()
+        return self._peers.layout.is_first_stage or not self._step.spans or self._peers.has_hidden()

@@ -18,7 +18,9 @@ if not torch.cuda.is_available():
 from test_engine_torch import N_OUTPUT, Answers, Tokens, make_batch, make_core, oracle
 
 from mpillm.cores.torch_core import TorchCore
+from mpillm.devices import local_gpus
 from mpillm.engine import weights
+from mpillm.engine.gpu import GpuWorker, ladder
 from mpillm.engine.linear import Fp8Linear, Linear
 from mpillm.engine.quantize import quantize, quantize_rows
 from mpillm.engine.shards import build
@@ -40,12 +42,20 @@ def answer(core: TorchCore, batch: Any) -> Tokens:
     return answers.tokens()
 
 
+def random_prompts(lengths: list[int]) -> Tokens:
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, 512, n).tolist() for n in lengths]
+
+
+def test_the_driver_counts_as_pytorch_does() -> None:
+    uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
+    assert [gpu.uuid for gpu in local_gpus()] == uuids
+
+
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mixtral"])
 def test_tokens(preset: str, tmp_path: Path) -> None:
     save_preset(preset, tmp_path)
-    rng = np.random.default_rng(7)
-    lengths = [1, 2, 3, 31, 32, 33, *rng.integers(4, 90, 14).tolist()]
-    prompts = [rng.integers(0, 512, n).tolist() for n in lengths]
+    prompts = random_prompts([1, 2, 3, 31, 32, 33, *np.random.default_rng(7).integers(4, 90, 14).tolist()])
     expected = oracle(tmp_path, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
     for options in ({}, {"max_batch_size": 5, "max_num_tokens": 7}, SCARCE, {"tokens_per_block": 64, "max_batch_size": 100}):
         core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, **options)
@@ -65,6 +75,56 @@ def test_tokens(preset: str, tmp_path: Path) -> None:
     wanted = Answers().run(on_cpu).tokens()
     found = answer(make_core(tmp_path, gpu_bytes=8 << 30, device=0), make_batch(prompts, **sampled))
     assert sum(a == b for a, b in zip(wanted, found, strict=True)) >= 17  # a sum may end on the other side of a uniform number
+
+
+def test_a_mixture_is_a_graph_like_any_model() -> None:
+    """64 answers, alone in a step and together, are those of the CPU, and nothing of a step waits for the device."""
+    prompts = random_prompts(np.random.default_rng(8).integers(1, 90, 64).tolist())
+    on_cpu = make_core("tiny-mixtral", dtype="float32")
+    on_cpu.enqueue(make_batch(prompts))
+    wanted = Answers().run(on_cpu).tokens()
+    for options in ({}, {"max_batch_size": 3, "max_num_tokens": 50}):
+        core = make_core("tiny-mixtral", dtype="float32", gpu_bytes=8 << 30, device=0, **options)
+        worker: Any = core.worker
+        assert list(worker._graphs) == ladder(core.config.max_batch_size)
+        forward = worker.forward
+
+        def without_waiting(*arguments: Any, forward: Any = forward) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return forward(*arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        answer(core, make_batch(prompts[:2]))  # compiles kernels
+        worker.forward = without_waiting
+        # A router's choice is a near tie now and then, and sums on a GPU end differently in their last bits.
+        assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 61
+
+
+class Watched(GpuWorker):
+    """Notes the positions that lie in the buffers whenever kernels are launched, but for a capture: nothing runs then."""
+
+    highest: dict[int, int]
+
+    def _forward_decode(self, size: int) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing():
+            self.highest[size] = int(self._rows[2 * size : 3 * size].max())
+        return super()._forward_decode(size)
+
+
+def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more slots than positions: what the larger size left in the buffers was taken for positions, past the tables' end."""
+    monkeypatch.setattr(Watched, "highest", {}, raising=False)
+    monkeypatch.setattr("mpillm.engine.gpu.GpuWorker", Watched)
+    core = make_core("tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=200, max_seq_len=48)
+    assert list(Watched.highest) == ladder(200)[::-1]
+    assert max(Watched.highest.values()) < core.info.max_seq_len
+    prompts = random_prompts([1 + i % 23 for i in range(200)])
+    on_cpu = make_core("tiny-llama", dtype="float32", max_batch_size=200, max_seq_len=48)
+    on_cpu.enqueue(make_batch(prompts))
+    wanted = Answers().run(on_cpu).tokens()
+    assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 197
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,10 @@ if not (torch.cuda.is_available() or INTERPRETED):
 import plain_kernels as plain  # noqa: E402
 
 from mpillm.engine import kernels  # noqa: E402
+from mpillm.engine.expert_kernels import grouped_product  # noqa: E402
 from mpillm.engine.kv_cache import Held, KVCache  # noqa: E402
+from mpillm.engine.linear import GroupedLinear, Linear  # noqa: E402
+from mpillm.engine.ops import Choice  # noqa: E402
 from mpillm.engine.quantize import quantize_rows  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -146,3 +149,36 @@ def test_pieces_of_a_handoff(dtype: torch.dtype) -> None:
                 cache.write(here, layers, heads, some)
             for name in ("keys", "values"):
                 assert torch.equal(getattr(caches[0], name), getattr(caches[1], name).cpu())
+
+
+SIZES = [(0, 64, 48), (1, 64, 48), (3, 80, 33), (17, 130, 64), (140, 40, 17)]
+SIZES += [] if INTERPRETED else [(48, 512, 256), (150, 512, 256), (300, 512, 256), (3000, 512, 264)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_experts", "n_chosen", "experts"), [(8, 2, range(8)), (8, 2, range(4, 6)), (5, 3, range(2)), (2, 2, range(1))])
+def test_experts(n_experts: int, n_chosen: int, experts: range, dtype: torch.dtype) -> None:
+    """Any number of rows, with one expert that nobody of many chooses, and with all rows on one rank's or on none of them."""
+    torch.manual_seed(n_experts)
+    for n, width, inner in SIZES:
+        scores = torch.rand(n, n_experts, device=DEVICE).argsort(1).to(dtype) / 2  # no two alike in a row
+        for unpopular in (None, experts.start):
+            if unpopular is not None:
+                scores[:, unpopular] = -20
+            found, wanted = (m.route(scores, n_chosen, experts) for m in (kernels, plain))
+            assert torch.equal(found.ends.long(), wanted.ends.long())
+            by_size = (choice.weights.float().sort(1).values for choice in (found, wanted))
+            torch.testing.assert_close(*by_size, atol=limit(dtype), rtol=0)
+            x = torch.randn(n, width, device=DEVICE).to(dtype)
+            up, down = (torch.randn(len(experts), *shape, device=DEVICE).to(dtype) / 8 for shape in ((inner, width), (width, inner)))
+            out = kernels.combine(grouped_product(grouped_product(x, up, found), down, found), found.weights)
+            expected = plain.combine(by_expert(by_expert(x, up, wanted), down, wanted), wanted.weights)
+            assert out.shape == x.shape
+            assert torch.equal(out.any(1), expected.any(1))  # zeros where all chosen experts are other ranks'
+            assert not expected.any() or error(out, expected) < 2 * limit(dtype)
+
+
+def by_expert(x: torch.Tensor, weights: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """What `GroupedLinear` does on a CPU."""
+    linear = GroupedLinear([Linear(weight.cpu().float()) for weight in weights])
+    return linear(x.cpu().float(), Choice(*(part.cpu() for part in choice))).to(x)

@@ -181,8 +181,7 @@ def test_every_request_arrives_once_with_its_own_cache(comm: MPI.Intracomm, move
         for source in range(n_contexts):  # first come, first served
             accepted = [id_ for id_ in generation.accepted if id_ % n_contexts == source]
             assert accepted == sorted(accepted)
-    while not transport.idle:
-        transport.poll()
+    transport.flush(20)
 
 
 def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiMover) -> None:
@@ -228,8 +227,7 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
                 assert generation.accepted == []
                 generation.room = 1
         assert receiver.idle
-    while not transport.idle:
-        transport.poll()
+    transport.flush(20)
 
 
 @pytest.mark.parametrize("sender", [(1, 1), (2, 1), (1, 2)], ids=str)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpillm.engine.ops import add_norm, silu_mul
+from mpillm.engine.ops import add_norm, combine, route, silu_mul
 
-__all__ = ["add_norm", "context_attention", "context_tile", "decode_attention", "embed", "rotate_store", "silu_mul"]
+__all__ = ["add_norm", "combine", "context_attention", "context_tile", "decode_attention", "embed", "rotate_store", "route", "silu_mul"]
 
 
 def embed(weight: Tensor, tokens: Tensor, slots: Tensor, last: Tensor, first: int) -> Tensor:

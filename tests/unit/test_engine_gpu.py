@@ -18,7 +18,6 @@ from mpillm.engine import step
 from mpillm.engine.device import Sampled
 from mpillm.engine.engine import Engine, EngineLimits
 from mpillm.engine.gpu import GpuWorker, ladder
-from mpillm.engine.layout import Layout
 from mpillm.engine.model_config import check_model
 from mpillm.engine.parallel import Groups
 from mpillm.engine.sampler import SamplingParams
@@ -98,6 +97,11 @@ def test_tokens_fed_on_the_device_are_transformers(folder: Path, prompts: Tokens
     assert ("kv_cache_tokens" in options) == (engine.scheduler.preemptions > 3)
 
 
+def test_a_mixture(prompts: Tokens) -> None:
+    wanted = answer(make_engine(Path("tiny-mixtral"), Worker), prompts)
+    assert answer(make_engine(Path("tiny-mixtral")), prompts) == wanted
+
+
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: Tokens) -> Tokens:
     return oracle(folder, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
@@ -128,16 +132,12 @@ def test_a_follower_needs_the_message_alone(folder: Path, prompts: Tokens, expec
     worker: Any = engine.worker
     worker.tables = {}
 
-    class Sending(Groups):
-        has_followers = True
-
-        def __init__(self) -> None:
-            self.layout = Layout()
-
+    class Sending:
         def send_plan(self, plan: np.ndarray) -> None:
             worker.message = plan
 
-    engine._groups = Sending()
+    peers: Any = Sending()
+    engine._peers = peers
     assert answer(engine, prompts) == expected
     assert engine.scheduler.preemptions > 3
 

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from mpillm.engine import ops
 from mpillm.engine.kv_cache import BlockAllocator
 from mpillm.engine.layout import Layout, share
+from mpillm.engine.model import Mixture
 from mpillm.engine.model_config import ModelConfig, load_model_config
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.scheduler import Scheduler, Sequence
 from mpillm.engine.step import Step, pack, unpack
-from mpillm.engine.weights import Checkpoint, DummyWeights, save_preset
+from mpillm.engine.weights import Checkpoint, DummyWeights, Shards, save_preset
 
 SHAPES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (8, 3, 1), (2, 1, 2), (4, 2, 2), (4, 6, 4)]
 
@@ -77,6 +79,24 @@ def test_slices_of_a_file_are_those_of_the_whole(tmp_path: Path) -> None:
         assert torch.equal(source.get(name, slice(3, 70), slice(9, 200)), whole[3:70, 9:200])
         assert torch.equal(source.get(name, slice(None), slice(128, 256)), whole[:, 128:])
         assert torch.equal(source.get("model.norm.weight"), source.get("model.norm.weight", slice(0, 128)))
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 1, 4)], ids=str)
+def test_what_the_ranks_experts_contribute_adds_up(shape: tuple[int, int, int]) -> None:
+    """Also when a rank's experts are chosen by nobody, or there is no row."""
+    config = load_model_config("tiny-mixtral")
+    source = DummyWeights(config)
+
+    def contribution(layout: Layout, x: torch.Tensor) -> torch.Tensor:
+        shards = Shards(source, config, layout, torch.float32)
+        return Mixture(shards, "model.layers.0.block_sparse_moe", layout.experts(config), ops)(x)
+
+    for n in (0, 1, 40):
+        x = torch.randn(n, config.hidden_size)
+        parts = [contribution(layout, x) for layout in ranks(*shape)]
+        torch.testing.assert_close(sum(parts[1:], parts[0]), contribution(Layout(), x))
+        n_silent = sum(not part.any() for part in parts)
+        assert n_silent == 0 if n == 40 else n_silent == len(parts) if n == 0 else shape[2] < 4 or n_silent >= len(parts) // 2
 
 
 def make_sequence(i: int, n_prompt: int, sampling: SamplingParams | None = None, **options: int) -> Sequence:

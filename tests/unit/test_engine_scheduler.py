@@ -45,7 +45,6 @@ class FakeGroups(Groups):
 
     def __init__(self, n_stages: int, random: np.random.Generator) -> None:
         super().__init__(Layout(pp_size=n_stages))
-        self.has_followers = True
         self._random = random
         self._messages: deque[Any] = deque()
         self._tables: dict[int, list[int]] = {}
@@ -92,7 +91,7 @@ class FakeWorker:
     cache = None
 
     def __init__(self, groups: FakeGroups, n_ahead: int, random: np.random.Generator) -> None:
-        self.groups = groups
+        self.groups = self.peers = groups
         self.n_ahead = n_ahead
         self._random = random
 

@@ -1,0 +1,82 @@
+"""What the benchmarks that run on several ranks of an mpirun share: their start, a GPU for each rank, one deadline, and the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from disagg.errors import ConfigError
+from launch.environment import tell_exit_code
+from mpillm.command_line import Parser
+from mpillm.comms.world import launcher_rank, start_mpi
+from mpillm.config import collect
+from mpillm.devices import local_gpus, share_out
+from mpillm.errors import ExitCode
+from mpillm.fields import Field, seconds
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_FIELDS = (
+    Field("device", "what the ranks compute on", default="cuda", choices=("cpu", "cuda"), group="benchmark"),
+    Field("deadline", "when all is given up, seconds after the start", seconds, default=900.0, group="benchmark"),
+)
+
+
+def run_on_ranks(
+    argv: Sequence[str],
+    fields: Sequence[Field],
+    parser: Parser,
+    work: Callable[[Any, MPI.Intracomm, int | None], None],
+    n_ranks: int | None = None,
+) -> int:
+    """``work(options, world, GPU's index on this rank)`` on every rank (without an index on CPUs); the exit code.
+
+    An error on one rank ends all, as does the deadline: whatever they wait for, it may not come. ConfigError, on rank 0: a bad option, not
+    as many ranks as are needed, or as there are GPUs.
+    """
+    try:
+        config = collect(argv, (*_FIELDS, *fields), parser)
+        world = start_mpi()
+        watchdog = threading.Timer(config.deadline, _give_up, (world, config.deadline))
+        watchdog.daemon = True
+        watchdog.start()
+        if n_ranks not in (None, world.size):
+            raise ConfigError(f"{n_ranks} ranks are needed, mpirun -n {n_ranks}; there are {world.size}")
+        device = _own_gpu(world) if config.device == "cuda" else None
+    except ConfigError:  # the same on all
+        if launcher_rank() not in ("0", "?"):
+            return ExitCode.USAGE
+        tell_exit_code(ExitCode.USAGE)
+        raise
+    try:
+        work(config, world, device)
+    except ConfigError as error:
+        print(f"mpillm: {error}", file=sys.stderr, flush=True)
+        world.Abort(ExitCode.USAGE)
+    except Exception:  # noqa: BLE001 - the others may be waiting for this rank
+        traceback.print_exc()
+        world.Abort(1)
+    watchdog.cancel()
+    if world.rank == 0:
+        tell_exit_code(ExitCode.DONE)
+    return ExitCode.DONE
+
+
+def _own_gpu(world: MPI.Intracomm) -> int:
+    seen = world.allgather((os.uname().nodename, local_gpus()))
+    devices: dict[int, int] = {}
+    for node in {node for node, _ in seen}:
+        devices |= share_out([rank for rank, (name, _) in enumerate(seen) if name == node], [gpus for _, gpus in seen])
+    if len(devices) < world.size:
+        raise ConfigError(f"--device cuda: {world.size} ranks, {len(devices)} GPUs")
+    return devices[world.rank]
+
+
+def _give_up(world: MPI.Intracomm, deadline: float) -> None:
+    print(f"mpillm: rank {world.rank}: not done after --deadline {deadline:g} s", file=sys.stderr, flush=True)
+    world.Abort(1)
