@@ -215,6 +215,7 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ("a.txt", "", [], ["must be a file .py, .yaml or .yml"]),
         ("a.py", "import", [], ["a.py:1: ", "invalid syntax"]),
         ("a.py", "x = 1\n\ny = x / 0\n", [], ["a.py:3: ZeroDivisionError: division by zero"]),
+        ("a.py", "import sys\nsys.exit('no')\n", [], ["a.py:2: SystemExit: no"]),
         ("a.py", "from mpillm.user_config import Nothing\n", [], ["a.py:1: ImportError", "Nothing"]),
         ("a.py", "from mpillm.user_config import *\nAccuracyTarget.k_98\n", [], ["a.py:2: AttributeError", "k_98"]),
         ("a.py", "from mpillm.user_config import *\nConfigRegistry.register('Triton')\n", [], ["a.py:2: TypeError: register('Triton')"]),
