@@ -75,7 +75,7 @@ class Rank:
         self._roles: list[Role] = []
         self._route: Transport | None = None
         self._gpus: tuple[Gpu, ...] = ()  # of this node, if the core uses any
-        self._speaks_for_node = False  # the first rank there is
+        self._machine: dict[str, Any] | None = None  # this node, described by its first rank
         self._test_clock = (0.0, 0.0)  # time and CPU time at the test's start
         watch.connect(self._beat, self._stop_requested, self._last_resort)
 
@@ -156,14 +156,15 @@ class Rank:
             "cpu_cores": cpu / lasted,
             "messages": self._route.sent_messages if self._route else 0,
             "message_bytes": self._route.sent_bytes if self._route else 0,
-            "machine": describe_machine(self._gpus) if self._speaks_for_node else None,
+            "machine": self._machine,
         }
 
     def _set_up(self, setup: Setup) -> None:
         assert self._config is not None
         self._member.host, self._member.rank0 = MPI.Get_processor_name(), setup.rank0
         ranks = setup.plan.ranks
-        self._speaks_for_node = all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank])
+        if all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank]):
+            self._machine = describe_machine(self._gpus)  # now: packages may be replaced while the test runs
         try:
             open_rank_log(Path(setup.log_dir), self.rank)
         except OSError as error:

@@ -157,7 +157,7 @@ def endpoints(config: RunConfig) -> list[Server]:
     servers = []
     for index, port in enumerate(ports):
         words = [find_program("trtllm-serve", _INSTALL), "serve", model, "--host", "0.0.0.0", "--port", str(port)]
-        words += ["--backend", "tensorrt" if flags.get("trtllm_backend", "pytorch") in ("tensorrt", "trt", "cpp") else "pytorch"]
+        words += ["--backend", "tensorrt" if flags.get("trtllm_backend", "pytorch") == "cpp" else "pytorch"]
         words += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
         words += ["--extra_llm_api_options", str(extra)]
         env = {}

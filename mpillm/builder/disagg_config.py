@@ -77,10 +77,12 @@ def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
     """The configuration for workers on these hosts, in rank order, with URLs; ConfigError if the options need another number."""
     # Two control ranks more: `generate` makes one of its workers a control rank where it must to fit, and that must not happen here.
     made = disagg_config(_without_file(config), len(hosts) + 2)
-    if made.mode != "disaggregated" or made.n_workers != len(hosts):
+    if made.mode != "disaggregated":
         raise ConfigError(
-            f"mpirun -n {len(hosts)}: the options make instances of {made.n_workers} ranks; start as many, and name --mode disaggregated"
+            f"--mode {made.mode}: trtllm-serve's workers are disaggregated; name --mode disaggregated or --core_type trtllm_disagg"
         )
+    if made.n_workers != len(hosts):
+        raise ConfigError(f"mpirun -n {len(hosts)}: the options make instances of {made.n_workers} ranks together; start as many")
     first = 0
     port = config.worker_start_port
     sections: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -144,8 +145,15 @@ def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
         algorithm = algorithm if algorithm in _QUANTIZED else _algorithm(model.get("quantization_config"))
         dtype = model.get("dtype") or model.get("torch_dtype") if dtype in (None, "auto") else dtype
     if algorithm:
-        return algorithm.lower(), f"quantization ({algorithm})"
+        return _weight_number(algorithm), f"quantization ({algorithm})"
     return (_DTYPES.get(str(dtype), str(dtype)), "none") if dtype and model_path else ("", "none")
+
+
+def _weight_number(algorithm: str) -> str:
+    """The weights' type under a quantisation algorithm of TensorRT-LLM, FP8_PER_CHANNEL_PER_TOKEN or W4A16_AWQ for example."""
+    if found := re.match(r"W(\d+)A\d+", algorithm):
+        return f"int{found[1]}"
+    return algorithm.partition("_")[0].lower()
 
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

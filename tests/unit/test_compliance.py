@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from run_directories import log_entry, make_run, write
 
+from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.compliance import check_test06, prepare_audit
+from mpillm.config import parse_run
 from mpillm.loadgen.logs import LoggedAnswer, read_answers
 
 EOS = 2
@@ -116,3 +118,18 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: lis
     assert cli.main(["compliance", str(tmp_path / argv[0]), *argv[1:]]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "empty" / "TEST06").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--compliance_test", "TEST6"], "TEST06"),
+        (["--compliance_test", "TEST06", "--test_mode", "AccuracyOnly"], "is a performance run, not --test_mode AccuracyOnly"),
+        (["--compliance_test", "TEST06", "--audit_conf", __file__], "exclude each other"),
+        (["--audit_conf", "/none"], "--audit_conf /none: no such file"),
+    ],
+)
+def test_bad_options_of_run(options: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_run(["--core_type", "dummy", *options])
+    assert says in str(error.value)

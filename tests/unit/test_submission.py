@@ -154,11 +154,24 @@ def test_a_machine_without_gpus(maker: Maker) -> None:
             ("fp8", "quantization (fp8)"),
         ),
         ({"quantization": "int8"}, {"config.json": {"dtype": "bfloat16"}}, ("int8", "quantization (int8)")),
+        ({"engine_dir": "engine"}, {"engine": ("W8A16", "float16")}, ("int8", "quantization (W8A16)")),
+        (
+            {"engine_dir": "engine"},
+            {"engine": ("FP8_PER_CHANNEL_PER_TOKEN", "float16")},
+            ("fp8", "quantization (FP8_PER_CHANNEL_PER_TOKEN)"),
+        ),
+        ({"engine_dir": "engine"}, {"engine": (None, "float16")}, ("fp16", "none")),
     ],
 )
 def test_measurements(maker: Maker, config: dict[str, Any], files: dict[str, Any], expected: tuple[str, str]) -> None:
     model = maker.folder / "Llama-2-70b"
     model.mkdir()
+    if "engine" in files:
+        algorithm, dtype = files.pop("engine")
+        (maker.folder / "engine").mkdir()
+        pretrained = {"dtype": dtype, "quantization": {"quant_algo": algorithm}}
+        (maker.folder / "engine" / "config.json").write_text(json.dumps({"pretrained_config": pretrained}))
+        config = {"engine_dir": str(maker.folder / "engine")}
     for name, content in files.items():
         (model / name).write_text(json.dumps(content))
     maker.submit(*maker.runs(model_path=str(model), **config), code=4)
