@@ -155,7 +155,7 @@ def _run(path: str, text: str) -> list[Registered]:
         return ConfigRegistry.registered
     except SyntaxError as error:
         raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}") from None
-    except Exception as error:  # noqa: BLE001 - whatever a person's file raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a person's file raises
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         raise ConfigError(f"{path}:{frames[-1].lineno if frames else 1}: {type(error).__name__}: {error}") from None
     finally:

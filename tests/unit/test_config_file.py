@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
 from mpillm.command_line import Parser
@@ -215,6 +217,7 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ("a.txt", "", [], ["must be a file .py, .yaml or .yml"]),
         ("a.py", "import", [], ["a.py:1: ", "invalid syntax"]),
         ("a.py", "x = 1\n\ny = x / 0\n", [], ["a.py:3: ZeroDivisionError: division by zero"]),
+        ("a.py", "import sys\nsys.exit('no')\n", [], ["a.py:2: SystemExit: no"]),
         ("a.py", "from mpillm.user_config import Nothing\n", [], ["a.py:1: ImportError", "Nothing"]),
         ("a.py", "from mpillm.user_config import *\nAccuracyTarget.k_98\n", [], ["a.py:2: AttributeError", "k_98"]),
         ("a.py", "from mpillm.user_config import *\nConfigRegistry.register('Triton')\n", [], ["a.py:2: TypeError: register('Triton')"]),
@@ -271,3 +274,35 @@ def test_options_that_imply_others(tmp_path: Path, text: str, options: list[str]
     with pytest.raises(ConfigError) as error:
         config_of(written(tmp_path, "a.yaml", text), *options)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Options by the source that they make say something of --top_k (1 to 4) and --max_output_len."""
+    folder = tmp_path_factory.mktemp("sources")
+    generation = folder / "generation_config.json"
+    generation.write_text('{"generation_config": {"top_k": 2, "max_output_len": 22}}')
+    python = f"{REGISTERED}    top_k = 3\n    max_output_len = 33\n"
+    return {
+        "workload": ["--benchmarks", "llama2", "--model_scale", "tiny"],  # says max_output_len 16, and nothing of top_k
+        "generation": ["--llm_gen_config_path", str(generation)],
+        "python": ["--config_file", str(written(folder, "mine.py", python))],
+        "yaml": ["--config_file", str(written(folder, "mine.yaml", "top_k: 3\nmax_output_len: 33\n"))],
+        "command line": ["--top_k", "4", "--max-output-len=44"],
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(said=st.sets(st.sampled_from(["workload", "generation", "file", "command line"])), kind=st.sampled_from(["python", "yaml"]))
+def test_every_combination_of_sources(sources: dict[str, list[str]], said: set[str], kind: str) -> None:
+    argv = [word for source in said for word in sources[kind if source == "file" else source]]
+    config = parse_run(["--core_type", "dummy", *argv])
+    top_k = {"command line": 4, "file": 3, "generation": 2}
+    length = {"command line": 44, "file": 33, "generation": 22, "workload": 16}
+    assert config.top_k == next((value for source, value in top_k.items() if source in said), 0)
+    first = next((source for source in length if source in said), "default")
+    assert config.max_output_len == length.get(first, 128)
+    in_file = f"{sources[kind][1]}:{2 if kind == 'yaml' else 5}"
+    where = {"file": in_file, "generation": sources["generation"][1], "workload": "workload llama2-70b (tiny)"}
+    assert config.source("max_output_len") == where.get(first, first)
+    assert config.given("max_output_len") == (first not in ("default", "workload"))

@@ -306,7 +306,9 @@ def test_precedence(scene: dict[str, Any]) -> None:
         found = (Thing(said["constructor"]) if "constructor" in said else Thing()).flags
 
     layers = [said[source] for source in SOURCES[1:] if source in said]
-    expected = dict(collections.ChainMap(*layers)) if scene["merge"] and layers else (layers[0] if layers else None)
+    expected = None
+    if layers:
+        expected = dict(collections.ChainMap(*layers)) if scene["merge"] else layers[0]
     if scene["overlay"]:
         expected = {**(expected or {}), **scene["overlay"]}
     assert found == (said["constructor"] if "constructor" in said else expected if scene["in_context"] else None)
