@@ -28,6 +28,7 @@ import psutil
 from disagg.errors import ConfigError
 from launch.children import Children, tail
 from launch.environment import clean_environment
+from mpillm.builder.preconditions import NotHere
 from mpillm.errors import StageError
 
 STAMP = "mpillm-stamp.json"
@@ -138,14 +139,22 @@ def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bo
     """
     wanted = {op: ("--force" if force else op.why()) for op in _ordered(operations)}
     width = max((len(op.name) for op in wanted), default=0)
+    lacking: dict[Operation, str] = {}
     for op, why in wanted.items():
         if why:
-            op.check()
+            try:
+                op.check()
+            except NotHere as error:
+                if not dry_run:
+                    raise
+                lacking[op] = str(error)
             op.inputs()  # where flags are read
             _check_place(op)
     if dry_run:
         for op, why in wanted.items():
             say(f"# {op.name}: {op.output}" + (f" ({why})" if why else " is up to date"))
+            if op in lacking:
+                say(f"# can't run here: {lacking[op]}")
             for line in op.describe() if why else ():
                 say(line)
         return

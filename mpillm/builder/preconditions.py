@@ -21,6 +21,10 @@ TRTLLM_PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
 """TensorRT-LLM's repository without --trtllm_lib_path: where the reference harness clones it, and where NVIDIA's containers have it."""
 
 
+class NotHere(ConfigError):
+    """Something that a stage needs and this machine lacks. A dry run says so, and prints the commands all the same."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How an engine is cut: ranks of tensor and pipeline parallelism; expert parallelism lives inside the tensor parallel group."""
@@ -40,10 +44,10 @@ class Layout:
 def model_config(folder: Path, source: str = "--model_path") -> dict[str, Any]:
     """`config.json` of a model's folder, which must have weights, too."""
     if not folder.is_dir():
-        raise ConfigError(f"{source} {folder}: no such folder")
+        raise NotHere(f"{source} {folder}: no such folder")
     config = read_json(folder / "config.json", source)
     if not weights(folder):
-        raise ConfigError(f"{source} {folder}: no weights ({' or '.join(WEIGHTS)})")
+        raise NotHere(f"{source} {folder}: no weights ({' or '.join(WEIGHTS)})")
     return config
 
 
@@ -91,7 +95,7 @@ def check_gpus(needed: int, what: str) -> None:
     """There are as many GPUs as `what` needs, if it is known how many there are."""
     gpus = visible_gpus()
     if gpus is not None and len(gpus) < needed:
-        raise ConfigError(f"{what} needs {needed} GPU{'s' if needed > 1 else ''}; {len(gpus)} are visible here")
+        raise NotHere(f"{what} needs {needed} GPU{'s' if needed > 1 else ''}; {len(gpus)} are visible here")
 
 
 def check_space(target: Path, needed: int) -> None:
@@ -99,27 +103,29 @@ def check_space(target: Path, needed: int) -> None:
     folder = next(above for above in (target.absolute(), *target.absolute().parents) if above.is_dir())
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ConfigError(f"{target}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free on that disk")
+        raise NotHere(f"{target}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free on that disk")
 
 
-def find_script(lib_path: Path | None, candidates: Sequence[str], option: str) -> Path:
-    """A script of TensorRT-LLM's repository: the first of `candidates`, relative to it, that is there."""
+def find_script(lib_path: Path | None, candidates: Sequence[str], option: str, must: bool) -> Path:
+    """The first of `candidates`, relative to TensorRT-LLM's repository, that is there; where it would be, unless it `must` be."""
     places = (lib_path,) if lib_path else TRTLLM_PLACES
     for place in places:
         for candidate in candidates:
             if (place / candidate).is_file():
                 return place / candidate
+    if not must:
+        return places[0] / candidates[0]
     looked = " and ".join(str(place) for place in places)
-    raise ConfigError(f"{option}: no {candidates[0]} in {looked}; name the root of TensorRT-LLM's repository with {option}")
+    raise NotHere(f"{option}: no {candidates[0]} in {looked}; name the root of TensorRT-LLM's repository with {option}")
 
 
-def find_program(name: str, hint: str) -> str:
-    """A program beside this Python or in PATH."""
+def find_program(name: str, hint: str, must: bool = True) -> str:
+    """A program beside this Python or in PATH; its bare name if it is nowhere, unless it `must`."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     found = shutil.which(name, path=path)
-    if found is None:
-        raise ConfigError(f"there is no {name} beside {sys.executable} or in PATH; {hint}")
-    return found
+    if found is None and must:
+        raise NotHere(f"there is no {name} beside {sys.executable} or in PATH; {hint}")
+    return found or name
 
 
 def python_with_trtllm() -> str:

@@ -75,19 +75,19 @@ class TRTLLMLibraryLoader:
                 raise ConfigError(f"{place} {size}, but {found[0][0]} {found[0][1]}")
         return found[0][1] if found else 1
 
-    def script(self, candidates: Sequence[str], quantizer: bool = False) -> list[str]:
-        """The beginning of a command line that runs one of the library's scripts."""
+    def script(self, candidates: Sequence[str], must: bool, quantizer: bool = False) -> list[str]:
+        """The beginning of a command line that runs one of the library's scripts; `must`: it has to be there."""
         if quantizer and self.quantizer_lib_path:
-            found = find_script(Path(self.quantizer_lib_path), candidates, "--quantizer_lib_path_override")
+            found = find_script(Path(self.quantizer_lib_path), candidates, "--quantizer_lib_path_override", must)
         else:
-            found = find_script(Path(self.lib_path) if self.lib_path else None, candidates, "--trtllm_lib_path")
+            found = find_script(Path(self.lib_path) if self.lib_path else None, candidates, "--trtllm_lib_path", must)
         return [python_with_trtllm(), str(found)]
 
-    def build(self) -> list[str]:
+    def build(self, must: bool) -> list[str]:
         """The beginning of `trtllm-build`'s command line: from the library if its path is given, else as it is installed."""
         if self.lib_path:
-            return self.script(_BUILD_SCRIPT)
-        return [find_program("trtllm-build", "install TensorRT-LLM, or name its repository with --trtllm_lib_path")]
+            return self.script(_BUILD_SCRIPT, must)
+        return [find_program("trtllm-build", "install TensorRT-LLM, or name its repository with --trtllm_lib_path", must)]
 
 
 def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,8 +182,8 @@ class TRTLLMQuantizerOp(Operation):
         head = self._head()
         return {"model": identity(self.model), "tool": head, "script": identity(Path(head[-1])), "flags": self._arguments()}
 
-    def _head(self) -> list[str]:
-        return self.loader.script(_QUANTIZE_SCRIPT if self._quantizes else _CONVERT_SCRIPT, quantizer=True)
+    def _head(self, must: bool = False) -> list[str]:
+        return self.loader.script(_QUANTIZE_SCRIPT if self._quantizes else _CONVERT_SCRIPT, must, quantizer=True)
 
     def files(self) -> Sequence[str]:
         if self.export_hf:
@@ -198,6 +198,7 @@ class TRTLLMQuantizerOp(Operation):
         return (Command((*self._head(), f"--model_dir={self.model}", f"--output_dir={target}", *self._arguments())),)
 
     def check(self) -> None:
+        self._head(must=True)
         config = model_config(self.model)
         if not self.export_hf:
             check_divides(config, self.layout)
@@ -243,7 +244,7 @@ class TRTLLMBuilderOp(Operation):
         self.output = Path(engine_dir) if engine_dir else Path("build/engines") / self.checkpoint.output.name
 
     def inputs(self) -> dict[str, Any]:
-        head = self.loader.build()
+        head = self.loader.build(must=False)
         return {"tool": head, "script": identity(Path(head[-1])), "flags": BUILD.arguments(self.build_flags, _BUILD_SOURCE)}
 
     def files(self) -> Sequence[str]:
@@ -251,9 +252,10 @@ class TRTLLMBuilderOp(Operation):
 
     def commands(self, target: Path) -> Sequence[Command]:
         folders = (f"--checkpoint_dir={self.checkpoint.output}", f"--output_dir={target}")
-        return (Command((*self.loader.build(), *folders, *BUILD.arguments(self.build_flags, _BUILD_SOURCE))),)
+        return (Command((*self.loader.build(must=False), *folders, *BUILD.arguments(self.build_flags, _BUILD_SOURCE))),)
 
     def check(self) -> None:
+        self.loader.build(must=True)
         check_gpus(1, "trtllm-build")
         longest, prompt = self.build_flags.get("max_seq_len"), self.build_flags.get("max_input_len")
         if longest is not None and prompt is not None and prompt >= longest:

@@ -1,6 +1,7 @@
 """How a value is found: fields, what binds them to the parameters of classes, and the configuration that is in force.
 
-The names and the behaviour are those of nv-mitten's `nvmitten.configurator`, after its documentation and its users; the code is ours.
+The names and the behaviour are those of nv-mitten's `nvmitten.configurator`, after its documentation, its published source and its
+users; the code is ours.
 A parameter gets its value from the first of these that has one:
 
 1. the argument in the call itself;

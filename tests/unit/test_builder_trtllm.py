@@ -113,6 +113,26 @@ def test_the_quantizers_library_may_be_another(place: Path, capsys: pytest.Captu
     assert "fork/examples/quantization/quantize.py" in out and "TRTLLM/tensorrt_llm/commands/build.py" in out
 
 
+def test_a_dry_run_needs_no_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    options = ("generate-engines", "--core_type=triton_grpc", "--model_path=llama", "--llm_quantizer_outdir=ckpt", "--engine_dir=engine")
+    assert main([*options, "--dry_run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines if line.startswith("#")] == [
+        "# quantize",
+        "# can't run here",
+        "# build",
+        "# can't run here",
+    ]
+    assert "build/TRTLLM/examples/models/core/llama/convert_checkpoint.py --model_dir=llama --output_dir=ckpt" in lines[2]
+    assert lines[5].startswith("trtllm-build --checkpoint_dir=ckpt --output_dir=engine")
+    assert main([*options, "--trtllm_build_flags=max_num_token:1", "--dry_run"]) == 2
+    assert "trtllm-build has no option 'max_num_token'" in capsys.readouterr().err
+    assert main([*options]) == 2
+    assert "--trtllm_lib_path: no examples" in capsys.readouterr().err
+
+
 def test_a_dry_run_does_nothing_and_its_lines_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(place.rglob("*"))
     assert generate("--trtllm_checkpoint_flags=qformat:fp8", "--dry_run") == 0
@@ -174,6 +194,7 @@ def test_a_model_without_weights_and_one_without_config(place: Path, capsys: pyt
 
 def test_a_tool_that_is_not_installed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(place))
+    make_library(place / "build/TRTLLM")  # one of the places where it is looked for
     assert main(["generate-engines", "--harness_type=triton", "--model_path=llama"]) == 2
     assert "there is no trtllm-build beside" in capsys.readouterr().err
 
