@@ -187,6 +187,8 @@ class Director:
         if self._log_dir is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = Path(config.log_dir) if config.log_dir else Path("build/runs") / f"{stamp}-{run_name(config)}"
+            if (path / "config.json").exists() and not (path / "plan.json").exists():
+                raise ConfigError(f"--log_dir {path}: its config.json is a model's or an engine's, not a run's; name another folder")
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:

@@ -61,6 +61,7 @@ FILES = {
     "empty.jsonl": "",
     "long.jsonl": '{"prompt": "short"}\n{"prompt": "' + "long " * 20 + '"}\n',
     "file": "",
+    "config.json": "{}",
 }
 
 USAGE_ERRORS: dict[str, tuple[int, list[object], list[str]]] = {
@@ -82,6 +83,7 @@ USAGE_ERRORS: dict[str, tuple[int, list[object], list[str]]] = {
     "no user.conf": (2, ["--user_conf", "no.conf"], ["--user_conf no.conf", "no such file"]),
     "log_dir is a file": (2, ["--log_dir", "file"], ["file", "can't be written", "File exists"]),
     "log_dir in a file": (2, ["--log_dir", "file/run"], ["file/run", "can't be written", "Not a directory"]),
+    "log_dir is a model's": (2, ["--log_dir", "."], ["--log_dir .", "config.json", "not a run's"]),
     "no such core": (2, ["--core_type", "dumy"], ["dumy", "did you mean", "dummy"]),
 }  # fmt: skip
 
