@@ -28,6 +28,8 @@ VOCAB_SIZE = 32000  # the dummy core's
 CHUNKED = ["--enable_chunked_context", "true"]  # for prompts that are longer than a step
 DONE, USAGE, NOT_READY, TEST_FAILED, INSTANCE_LOST = 0, 2, 3, 4, 5  # the design's exit codes
 
+# Of a run around these tests, and of the make that runs them: another make would print where it enters and leaves.
+_OTHERS = ("MPILLM_EXIT_FILE", "MPILLM_TTY", "MAKELEVEL", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES")
 _MARKER = "MPILLM_TEST_RUN"
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _POLL_S = 0.02
@@ -109,7 +111,7 @@ class Command:
 
     def __post_init__(self) -> None:
         self.marker = uuid.uuid4().hex
-        env = {name: value for name, value in os.environ.items() if name not in ("MPILLM_EXIT_FILE", "MPILLM_TTY")}
+        env = {name: value for name, value in os.environ.items() if name not in _OTHERS}
         env |= {"PYTHONPATH": str(ROOT), _MARKER: self.marker} | self.env
         self._shm: set[str] = set()
         self._texts: dict[str, str] = {"out": "", "err": ""}
