@@ -310,7 +310,9 @@ def test_a_stopped_rank(both: Starter, rank: int, phase: str) -> None:
     check_failure(command.end(), INSTANCE_LOST, rank=rank, phase=phase, within=START_S + 3 + GRACE_S + 3)
 
 
-@pytest.mark.parametrize(("mpi", "rank"), [("openmpi", 2), ("openmpi", 0), ("mpich", 2)], indirect=["mpi"])
+@pytest.mark.parametrize(
+    ("mpi", "rank"), [pytest.param("openmpi", 2, marks=pytest.mark.slow), ("openmpi", 0), ("mpich", 2)], indirect=["mpi"]
+)
 def test_a_rank_that_stops_at_its_start(both: Starter, rank: int) -> None:
     """Before or in MPI_Init, where nobody can say anything but the launcher's environment."""
     command = start_and_signal(both, rank, "start", signal.SIGSTOP, "--join_deadline", 4, "--heartbeat_timeout", 3)
