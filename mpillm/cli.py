@@ -24,7 +24,7 @@ COMMANDS = {
     "compliance": ("mpillm.compliance:main", "check a run of compliance test TEST06"),
     "submission": ("mpillm.submission.command:main", "lay runs out as a submission to MLPerf Inference"),
     "fetch-model": ("mpillm.models:main", "fetch a small real model"),
-    "bench": ("mpillm.bench:main", "measure: bench routing, bench engine"),
+    "bench": ("mpillm.bench:main", "measure: bench routing, engine, load, dataset, agreement, handoff"),
 }
 
 
