@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from disagg.errors import ConfigError, nearest
 from mpillm.errors import ExitCode, StageError
@@ -50,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         if name not in COMMANDS:
             raise ConfigError(f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}")
         module, _, function = COMMANDS[name][0].partition(":")
-        return int(getattr(importlib.import_module(module), function)(list(argv[1:])))
+        with _stoppable():
+            return int(getattr(importlib.import_module(module), function)(list(argv[1:])))
     except ConfigError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE
@@ -61,3 +66,29 @@ def main(argv: Sequence[str]) -> int:
         # The reader (head, say) has gone. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """A signal that asks to stop ends a command as an exception does, so that it removes what it has begun. A second one kills.
+
+    Commands that end otherwise (ranks, servers) put handlers of their own in the place of these.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
+        yield
+        return
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, _stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            if signal.getsignal(number) is _stop:
+                signal.signal(number, handler)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)  # as a shell has it

