@@ -57,7 +57,8 @@ def load(path: str, given: Mapping[Field, Any]) -> Configuration:
     """
     entries = _entries(path)
     if not entries:
-        raise ConfigError(f"--config_file {path}: no configuration in it: no class has @ConfigRegistry.register(…)")
+        why = ": no class has @ConfigRegistry.register(…)" if Path(path).suffix == ".py" else ""
+        raise ConfigError(f"--config_file {path}: no configuration in it{why}")
     found = [entry for entry in entries if all(entry.agrees(field, value) for field, value in given.items())]
     if not found:
         wanted = ", ".join(f"{field.name} {_shown(value)}" for field, value in given.items())
@@ -85,7 +86,7 @@ def _differing(found: Sequence[Entry]) -> str:
 def _entries(path: str) -> tuple[Entry, ...]:
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config_file {path}: {getattr(error, 'strerror', None) or 'not a text in UTF-8'}") from None
     if file.suffix == ".py":
@@ -102,7 +103,9 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
     for written, (value, where) in items.items():
         key = written.replace("-", "_")
         field = fields.BY_NAME.get(_SHORT.get(key, key))
-        if field is None or field.name in _PICKED_BY_COMMAND:
+        if field is not None and field.name in _PICKED_BY_COMMAND:
+            raise ConfigError(f"{where}: {written} is an option of the command line alone")
+        if field is None:
             raise ConfigError(f"{where}: there is no option {written}{nearest(key, [*fields.BY_NAME, *_SHORT])}")
         checked = field.check(value, f"{where}: {written}")
         if field in values and values[field] != checked:
@@ -154,7 +157,7 @@ def _run(path: str, text: str) -> list[Registered]:
         exec(compile(text, path, "exec"), vars(module))
         return ConfigRegistry.registered
     except SyntaxError as error:
-        raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}") from None
+        raise ConfigError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a person's file raises
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         raise ConfigError(f"{path}:{frames[-1].lineno if frames else 1}: {type(error).__name__}: {error}") from None
@@ -166,7 +169,7 @@ def _run(path: str, text: str) -> list[Registered]:
 def _lines(file: str) -> dict[tuple[str, str], int]:
     """The line of every class, as (name, ""), and of every attribute that a class sets, as (class, attribute)."""
     lines: dict[tuple[str, str], int] = {}
-    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8-sig"))):
         if isinstance(node, ast.ClassDef):
             lines[node.name, ""] = node.lineno
             for statement in node.body:

@@ -25,6 +25,7 @@ from mpillm.tokenizer import Tokenizer
 BUILTIN_PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
 
 _KEYS = ("prompt", "input_tokens")
+_LONGEST = 1 << 40  # a synthetic prompt or answer, tokens: sums of these do not overflow
 _ENCODE_BATCH = 4096  # prompts that are tokenized together: bounds the memory of the tokenizer's results
 
 
@@ -89,7 +90,10 @@ def load_dataset(source: Path | Synthetic | LLMDataLoader | None, tokenizer: Tok
     """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     if isinstance(source, Synthetic):
-        return _synthetic(source, tokenizer, vocab_size, limits.max_seq_len)
+        try:
+            return _synthetic(source, tokenizer, vocab_size, limits.max_seq_len)
+        except (MemoryError, OverflowError, ValueError) as error:  # ValueError: more than an array can have
+            raise ConfigError(f"--dataset synthetic: {source.num_samples} samples (--num_samples) do not fit the memory") from error
     if isinstance(source, LLMDataLoader):
         return _preprocessed(source.load(), vocab_size, limits)
     file = BUILTIN_PROMPTS if source is None else source
@@ -257,7 +261,7 @@ def _synthetic(spec: Synthetic, tokenizer: Tokenizer, vocab_size: int, max_seq_l
     random = np.random.default_rng(spec.seed)
 
     def lengths(mean: float, stdev: float) -> NDArray[np.int64]:
-        return np.maximum(np.rint(random.normal(mean, stdev, spec.num_samples)), 1).astype(np.int64)
+        return np.clip(np.rint(random.normal(mean, stdev, spec.num_samples)), 1, _LONGEST).astype(np.int64)
 
     inputs, outputs = lengths(spec.input_mean, spec.input_stdev), lengths(spec.output_mean, spec.output_stdev)
     worst = int(np.argmax(inputs + outputs))

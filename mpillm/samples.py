@@ -34,7 +34,7 @@ def load_samples(config: RunConfig, models: Sequence[ModelLimits | None], run_di
     )
     if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
         ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
-        raise ConfigError(f"--end_ids {ids} ({source}): {config.model_path} knows {limits.vocab_size} tokens")
+        raise ConfigError(f"--end_ids {ids} ({source}): {config.model_path or 'the core'} knows {limits.vocab_size} tokens")
     return load_dataset(_source(config, run_directory), tokenizer, limits), tokenizer
 
 

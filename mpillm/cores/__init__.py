@@ -55,13 +55,15 @@ class BackendRegistry:
         if path is None:
             raise ConfigError(f"--core_type {name}: no such core{nearest(name, cls.names())}; there are: {', '.join(cls.names())}")
         module, _, attribute = path.partition(":")
+        if not attribute or not module or module.startswith("."):
+            raise ConfigError(f"--core_type {name}: expected the name of a core, or package.module:Class")
         try:
             core = getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] in ("mpillm", "disagg", "launch"):
                 raise
-            extra = "torch" if name == "torch" else name
-            raise ConfigError(f"--core_type {name} needs the package '{error.name}': pip install 'mpillm[{extra}]'") from error
+            extra = "" if ":" in name else f": pip install 'mpillm[{name}]'"
+            raise ConfigError(f"--core_type {name} needs the package '{error.name}'{extra}") from error
         except AttributeError as error:
             raise ConfigError(f"--core_type {name}: {error}") from error
         if not (isinstance(core, type) and issubclass(core, LLMCore)):

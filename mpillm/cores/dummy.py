@@ -69,7 +69,7 @@ class DummyOptions:
 
 
 class DummyLimits(NamedTuple):
-    """It reads any token and any length."""
+    """It reads any token and any length that its KV cache would hold."""
 
     vocab_size: int = 1 << 31
     max_seq_len: int = 1 << 31
@@ -114,7 +114,10 @@ class DummyCore(LLMCore):
     @classmethod
     def check(cls, config: CoreConfig) -> DummyLimits:
         DummyOptions.from_options(config.options)
-        return DummyLimits()
+        size, wanted = config.kv_cache_tokens, config.max_seq_len
+        if size is not None and wanted is not None and wanted > size:
+            raise ConfigError(f"--kv_cache_tokens {size}: does not hold one sequence of --max_seq_len {wanted} tokens")
+        return DummyLimits(max_seq_len=size) if size is not None else DummyLimits()
 
     # --- life ---
 

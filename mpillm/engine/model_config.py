@@ -384,8 +384,11 @@ def _lengths(config: CoreConfig, model: ModelConfig, dtype: str, gpu_room: int |
     elif gpu_room is not None and size * per_token > gpu_room:
         raise ConfigError(f"a KV cache of {size} tokens needs {shown(size * per_token)} on a GPU, and the model leaves {shown(gpu_room)}")
     tokens = size // block * block
+    given = "" if config.kv_cache_tokens is None else f"--kv_cache_tokens {size}: "
     if tokens == 0 or (wanted is not None and wanted > tokens):
-        raise ConfigError(f"a KV cache of {size} tokens (blocks of {block}) does not hold one sequence of {wanted or longest} tokens")
+        raise ConfigError(
+            f"{given}a KV cache of {size} tokens (blocks of {block}) does not hold one sequence of {wanted or longest} tokens"
+        )
     return tokens, min(longest, tokens)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field
-from mpillm.fields.parsers import boolean, not_negative, positive
+from mpillm.fields.parsers import boolean, duration, not_negative, positive
 
 test_mode = Field("test_mode", "LoadGen's mode", default="PerformanceOnly", choices=("PerformanceOnly", "AccuracyOnly"), group="test")
 user_conf = Field("user_conf", "a LoadGen user.conf, laid over mlperf.conf", group="test")
 audit_conf = Field("audit_conf", "a LoadGen audit.config, for compliance runs", group="test")
-min_duration = Field("min_duration", "seconds that the test lasts at least [default: 0, or user_conf's]", not_negative, group="test")
+min_duration = Field("min_duration", "seconds that the test lasts at least [default: 0, or user_conf's]", duration, group="test")
 min_query_count = Field(
     "min_query_count", "queries (Offline: samples) at least [default: each sample once, or user_conf's]", positive, group="test"
 )

@@ -87,11 +87,23 @@ def token_ids(text: str) -> tuple[int, ...]:
     return tuple(map(natural, text.split(",")))
 
 
-@expects("a number of seconds above 0")
+_MOST_SECONDS = 1e9  # 30 years: the clocks of LoadGen and of the system can count them
+
+
+@expects("a number of seconds above 0 and up to 1000000000")
 def seconds(text: str) -> float:
     """A duration above 0."""
     value = float(text)
-    if not 0 < value < float("inf"):
+    if not 0 < value <= _MOST_SECONDS:
+        raise ValueError(text)
+    return value
+
+
+@expects("a number of seconds from 0 to 1000000000")
+def duration(text: str) -> float:
+    """A duration, 0 included."""
+    value = float(text)
+    if not 0 <= value <= _MOST_SECONDS:
         raise ValueError(text)
     return value
 

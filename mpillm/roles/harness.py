@@ -146,9 +146,9 @@ class Harness(Role):
             rows["max_output"] = np.minimum(self._dataset.output_lengths[indices], self._sampling.max_output_len)
         rows["min_output"] = np.minimum(self._sampling.min_output_len, rows["max_output"])
         rows["temperature"] = self._sampling.temperature
-        rows["top_k"] = self._sampling.top_k
+        rows["top_k"] = min(self._sampling.top_k, 0xFFFFFFFF)  # more tokens than any model has
         rows["top_p"] = self._sampling.top_p
-        rows["seed"] = (indices + self._sampling.seed * 1_000_003) & 0xFFFFFFFF
+        rows["seed"] = (indices + (self._sampling.seed * 1_000_003 & 0xFFFFFFFF)) & 0xFFFFFFFF
         rows["generation"] = NO_INSTANCE
         if self._dataset.ignores_stop is not None:
             rows["ignore_stop"] = self._dataset.ignores_stop[indices]

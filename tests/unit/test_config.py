@@ -32,7 +32,7 @@ from mpillm.fields import (
     scenarios,
     seconds,
 )
-from mpillm.fields.parsers import accuracy, grpc_ports, port, stop_words, token_ids, urls
+from mpillm.fields.parsers import accuracy, duration, grpc_ports, port, stop_words, token_ids, urls
 
 ROOT = Path(__file__).parents[2]
 DUMMY = ["--core_type", "dummy"]
@@ -41,7 +41,8 @@ DUMMY = ["--core_type", "dummy"]
 TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     positive: ({"1": 1, "07": 7}, ["0", "-1", "1.5", "", "one"]),
     natural: ({"0": 0, "7": 7}, ["-1", "0.5", "", "none"]),
-    seconds: ({"1": 1.0, "0.5": 0.5, "1e3": 1000.0}, ["0", "-1", "inf", "nan", "", "1s"]),
+    seconds: ({"1": 1.0, "0.5": 0.5, "1e3": 1000.0}, ["0", "-1", "inf", "1e300", "nan", "", "1s"]),
+    duration: ({"0": 0.0, "600": 600.0}, ["-1", "inf", "1e300", "nan", "", "1s"]),
     not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x"]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: ({"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False}, ["2", "maybe"]),

@@ -186,7 +186,7 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         # Names
         ("a.py", f"{REGISTERED}    top_k = 1\n    tok_p = 1\n", [], ["a.py:5: there is no option tok_p", "did you mean 'top_p'?"]),
         ("a.yaml", "top_k: 1\ntok_p: 1\n", [], ["a.yaml:2: there is no option tok_p", "did you mean 'top_p'?"]),
-        ("a.yaml", "config_file: b.yaml\n", [], ["a.yaml:1: there is no option config_file"]),
+        ("a.yaml", "config_file: b.yaml\n", [], ["a.yaml:1: config_file is an option of the command line alone"]),
         ("a.py", f"{REGISTERED}    scenrio = Scenario.Server\n", [], ["a.py:4", "scenrio", "did you mean 'scenario'?"]),
         # Values
         ("a.py", f"{REGISTERED}    seed = -1\n", [], ["a.py:4: seed -1: expected a whole number of at least 0"]),
@@ -215,6 +215,8 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ("a.yaml", "trtllm_build_flags: {tensor_parallelism: x}\n", [], ["a.yaml:1: trtllm_build_flags tensor_parallelism x: expected"]),
         # Files
         ("a.txt", "", [], ["must be a file .py, .yaml or .yml"]),
+        ("a.py", "x = 1\0\n", [], ["a.py:1: ", "null bytes"]),
+        ("a.yaml", "[]\n", [], ["no configuration in it"]),
         ("a.py", "import", [], ["a.py:1: ", "invalid syntax"]),
         ("a.py", "x = 1\n\ny = x / 0\n", [], ["a.py:3: ZeroDivisionError: division by zero"]),
         ("a.py", "import sys\nsys.exit('no')\n", [], ["a.py:2: SystemExit: no"]),
@@ -247,6 +249,14 @@ def test_what_is_wrong_in_a_file(tmp_path: Path, name: str, text: str, options: 
     for word in words:
         assert word in str(error.value)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.py", f"{REGISTERED}    seed = 7\n"), ("a.yaml", "seed: 7\n")])
+def test_a_file_written_on_windows(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    config = config_of(path)
+    assert config.seed == 7 and config.source("seed").startswith(f"{path}:")
 
 
 @pytest.mark.parametrize("name", ["none.py", "none.yaml"])

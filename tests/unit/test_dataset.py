@@ -191,6 +191,9 @@ def test_synthetic_lengths_are_clipped_and_fixed_ones_exact() -> None:
         ({"output_stdev": float("inf")}, "--output_stdev inf"),
         ({"num_samples": 0}, "--num_samples 0: at least 1"),
         ({"seed": -1}, "--seed -1"),
+        ({"input_mean": 1e300}, "which does not fit max_seq_len 100"),
+        ({"num_samples": 10**14}, "100000000000000 samples .--num_samples. do not fit the memory"),
+        ({"num_samples": 10**30}, "samples .--num_samples. do not fit the memory"),
         ({"input_mean": 100}, "sample 0 has 100 input and 20 output tokens, which does not fit max_seq_len 100"),
     ],
 )

@@ -248,6 +248,13 @@ def test_bad_options(options: dict[str, object], words: list[str]) -> None:
     assert all(word in str(error.value) for word in words)
 
 
+def test_its_kv_cache_bounds_a_sequence() -> None:
+    limits = BackendRegistry.check(CoreConfig("dummy", kv_cache_tokens=64))
+    assert limits is not None and limits.max_seq_len == 64, "or a longer one would wait for room for ever"
+    with pytest.raises(ConfigError, match="--kv_cache_tokens 64: does not hold one sequence of --max_seq_len 65"):
+        BackendRegistry.check(CoreConfig("dummy", kv_cache_tokens=64, max_seq_len=65))
+
+
 def test_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackendRegistry, "_modules", dict(BackendRegistry._modules))
     BackendRegistry.register("mine", "mpillm.cores.dummy:DummyCore")
@@ -257,7 +264,10 @@ def test_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dumy", "did you mean 'dummy'"),
         ("mpillm.cores.dummy:Dummy", "has no attribute 'Dummy'"),
         ("mpillm.cores.dummy:DummyOptions", "not an LLMCore"),
-        ("no_such_module:Core", "no_such_module"),
+        ("no_such_module:Core", "needs the package 'no_such_module'$"),
+        (":", "expected the name of a core, or package.module:Class"),
+        ("json:", "expected the name of a core"),
+        (".dummy:DummyCore", "expected the name of a core"),
     ):
         with pytest.raises(ConfigError, match=words):
             BackendRegistry.get(name)

@@ -128,7 +128,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
             "expert_parallel_size 4 does not divide the 2 tensor",
         ),
         ({"max_seq_len": 8192}, "max_seq_len 8192: tiny-llama allows 1 to 4096"),
-        ({"kv_cache_tokens": 100, "max_seq_len": 200}, "does not hold one sequence of 200 tokens"),
+        ({"kv_cache_tokens": 100, "max_seq_len": 200}, "^--kv_cache_tokens 100: a KV cache .* does not hold one sequence of 200 tokens"),
         ({"kv_cache_tokens": 10}, "KV cache of 10 tokens"),
         ({"max_batch_size": 0}, "max_batch_size 0"),
         ({"max_num_tokens": 0}, "max_num_tokens 0"),

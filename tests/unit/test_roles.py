@@ -73,15 +73,17 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
 
 
 @pytest.mark.parametrize("ignores", [None, np.array([True, False, True])])
-def test_only_some_samples_have_stop_words(ignores: Any) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(8), Sampling(8, top_k=10**30, seed=10**30)])  # whole numbers have no end
+def test_only_some_samples_have_stop_words(ignores: Any, sampling: Sampling) -> None:
     sent: list[Batch] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(Batch.unpack(buffer)[0]))
     dataset = Dataset("three samples", np.arange(3, dtype=np.int32), np.arange(4), ignores_stop=ignores)
     issued = deque([Query(np.arange(4, dtype=np.uint64), np.array([2, 1, 1, 0]), 0.0)])
     test: Any = SimpleNamespace(issued=issued)
-    harness = Harness(route, 1, dataset, Sampling(8), lambda: test, None, hands_over=False)
+    harness = Harness(route, 1, dataset, sampling, lambda: test, None, hands_over=False)
     harness.ready()
     route.handlers[Tag.WINDOW](SimpleNamespace(buffer=np.array([10], np.int64).view(np.uint8)))
     assert harness.poll()
     assert sent[0].rows["ignore_stop"].tolist() == ([0] * 4 if ignores is None else [1, 0, 0, 1])
     assert sent[0].tokens.tolist() == [2, 1, 1, 0]
+    assert np.diff(np.sort(sent[0].rows["seed"])).tolist() == [1, 0, 1]
