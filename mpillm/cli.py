@@ -66,6 +66,11 @@ def main(argv: Sequence[str]) -> int:
         # The reader (head, say) has gone. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.DONE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"mpillm: {error.filename}: {error.strerror}", file=sys.stderr)
+        return ExitCode.USAGE
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from mpillm.command_line import Parser
 from mpillm.config import collect
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, read_answers, read_detail
+from mpillm.report.json_files import as_writable
 from mpillm.report.run_directory import RunDirectory
 
 # LoadGen lays these over every other setting. 100 samples of a performance run are logged, and the sample indices follow no permutation.
@@ -38,8 +39,12 @@ def prepare_audit(compliance_test: str | None, audit_conf: str | None, run_direc
     """The ``audit.config`` of a run, which it keeps; empty if it is no compliance run. OSError if it can't be written."""
     kept = run_directory / "audit.config"
     if audit_conf:
+        try:
+            text = Path(audit_conf).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"--audit_conf {audit_conf}: {error.strerror}") from error
         if Path(audit_conf).resolve() != kept.resolve():
-            shutil.copyfile(audit_conf, kept)
+            kept.write_bytes(text)
     elif compliance_test:
         kept.write_text("".join(f"*.*.{key} = {value}\n" for key, value in _TEST06.items()), encoding="utf-8")
     else:
@@ -110,9 +115,10 @@ def verify(run: RunDirectory, end_ids: Sequence[int]) -> Test06:
         raise ConfigError(f"{run.path / ACCURACY} is empty: LoadGen logged no answer")
     result = check_test06(answers, str(detail["effective_scenario"]), end_ids)
     folder = run.path / "TEST06"
-    (folder / "accuracy").mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(run.path / ACCURACY, folder / "accuracy" / ACCURACY)
-    (folder / "verify_accuracy.txt").write_text(result.text(), encoding="utf-8")
+    with as_writable(folder):
+        (folder / "accuracy").mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(run.path / ACCURACY, folder / "accuracy" / ACCURACY)
+        (folder / "verify_accuracy.txt").write_text(result.text(), encoding="utf-8")
     return result
 
 

@@ -28,6 +28,7 @@ from mpillm.report.console import Console, rank_list
 from mpillm.report.json_files import write_json
 from mpillm.report.outputs import Outputs
 from mpillm.report.result import failures_json, test_result
+from mpillm.report.run_directory import OF_AN_EARLIER_RUN, lock, unused
 from mpillm.roles.base import RouteMap
 from mpillm.roles.harness import Harness, Sampling
 from mpillm.samples import load_samples
@@ -176,7 +177,8 @@ class Director:
             write_json(path / "config.json", config.to_json())
             joined = [{"rank": rank, **{k: report[k] for k in ("host", "pid", "versions")}} for rank, report in sorted(reports.items())]
             write_json(path / "ranks.json", joined)
-            (path / "outputs.jsonl").unlink(missing_ok=True)
+            for name in OF_AN_EARLIER_RUN:
+                (path / name).unlink(missing_ok=True)
             if config.save_outputs or self._has_text:
                 self._outputs = Outputs(self._dataset, self._tokenizer, path / "outputs.jsonl" if config.save_outputs else None)
         except OSError as error:
@@ -186,11 +188,12 @@ class Director:
         """Made when it is first asked for."""
         if self._log_dir is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
-            path = Path(config.log_dir) if config.log_dir else Path("build/runs") / f"{stamp}-{run_name(config)}"
+            path = Path(config.log_dir) if config.log_dir else unused(Path("build/runs") / f"{stamp}-{run_name(config)}")
             if (path / "config.json").exists() and not (path / "plan.json").exists():
                 raise ConfigError(f"--log_dir {path}: its config.json is a model's or an engine's, not a run's; name another folder")
             try:
                 path.mkdir(parents=True, exist_ok=True)
+                lock(path)
             except OSError as error:
                 raise _unwritable(path, error) from error
             self._log_dir = path.absolute()

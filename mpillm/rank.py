@@ -187,6 +187,8 @@ class Rank:
         if isinstance(error, MPI.Exception):
             return Failure(f"MPI: {error}", self.rank, code=ExitCode.INSTANCE_LOST)
         if isinstance(error, OSError) and error.filename:
+            if isinstance(error, PermissionError) and self._watch.phase == "join":  # a file of the person's, on rank 0 of the whole run
+                return Failure(f"{error.filename}: {error.strerror}", self.rank or None, code=ExitCode.USAGE)
             return Failure(f"{error.filename}: {error.strerror}", self.rank)
         return Failure(f"{type(error).__name__}: {error}", self.rank, text)
 

@@ -29,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
         config = parse_run(argv)
     except ConfigError as error:
         usage_error = str(error)  # told when all ranks have joined, once
+    except OSError as error:
+        usage_error = f"{error.filename}: {error.strerror}"
     first = launcher_rank() in ("0", "?")
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # nobody can be told before MPI is there, and a handler could not run inside MPI_Init

@@ -16,7 +16,7 @@ from mpillm.config import collect
 from mpillm.configurator import Field
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
-from mpillm.report.json_files import read_json, write_json
+from mpillm.report.json_files import as_writable, read_json, write_json
 from mpillm.report.run_directory import RunDirectory
 from mpillm.tokenizer import Tokenizer, load_tokenizer
 
@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
     if scores.completions:
         scores = _with_mbxp(run, scores, options.mbxp)
     checks = check(task, scores.values, target)
-    _write(run, scores, checks)
+    with as_writable(run.path / "accuracy.txt"):
+        _write(run, scores, checks)
     _show(run, scores, checks)
     return ExitCode.DONE
 
@@ -111,7 +112,8 @@ def _tokenizer(run: RunDirectory, given: str | None) -> Tokenizer:
 def _with_mbxp(run: RunDirectory, scores: Scores, evaluated: str | None) -> Scores:
     """The code that is to be executed, written out; and its score, if somebody has done it."""
     if evaluated is None:
-        write_json(run.path / COMPLETIONS, scores.completions)
+        with as_writable(run.path / COMPLETIONS):
+            write_json(run.path / COMPLETIONS, scores.completions)
         note = f"mbxp: not scored: {run.path / COMPLETIONS} is yet to be executed (docs/submission.md), then give --mbxp"
         return Scores(scores.values, [*scores.notes, note])
     try:

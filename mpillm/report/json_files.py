@@ -31,6 +31,15 @@ def as_written(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} is not what a run writes: {type(error).__name__} {error}") from error
 
 
+@contextlib.contextmanager
+def as_writable(path: Path) -> Iterator[None]:
+    """What can't be written makes a ConfigError that names the file, or `path` where the system names none: on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename or path} can't be written: {error.strerror}") from error
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` whole or not at all; OSError if the disk is full."""
     temporary = path.with_name(path.name + ".part")

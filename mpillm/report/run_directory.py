@@ -1,7 +1,9 @@
-"""A run directory, read again: by the commands that work on what a run left."""
+"""A run directory: taken by a run, and read again by the commands that work on what a run left."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,30 @@ from disagg.errors import ConfigError
 from mpillm import workloads
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
 from mpillm.report.json_files import as_written, read_json
+
+# What would be taken for a run's if it ended without making its own.
+OF_AN_EARLIER_RUN = ("outputs.jsonl", "result.json", "machines.json", "accuracy.txt", "accuracy.json", "TEST06/verify_accuracy.txt")
+
+
+def unused(path: Path) -> Path:
+    """`path`, or the first of path-2, path-3, … that is not there: several runs may start in one second."""
+    n, found = 1, path
+    while found.exists():
+        n += 1
+        found = path.with_name(f"{path.name}-{n}")
+    return found
+
+
+def lock(folder: Path) -> None:
+    """Keep other runs out of a run directory until this process ends; ConfigError if one is there. File systems without locks keep none."""
+    descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would end the lock
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"--log_dir {folder}: another run is writing to it; name another folder") from None
+    except OSError:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -71,3 +71,11 @@ def test_in_another_thread(command: Callable[[Callable[[Sequence[str]], int]], N
     thread.start()
     thread.join()
     assert codes == [5]
+
+
+def test_a_file_that_the_system_refuses(
+    command: Callable[[Callable[[Sequence[str]], int]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(lambda _: len((tmp_path / "none" / "file").read_text()))
+    assert cli.main(["it"]) == 2
+    assert capsys.readouterr().err == f"mpillm: {tmp_path}/none/file: No such file or directory\n"

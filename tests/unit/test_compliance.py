@@ -86,6 +86,19 @@ def test_audit_config_of_ones_own(tmp_path: Path) -> None:
     assert prepare_audit(None, None, run) == "", "what an earlier run left there makes no compliance run"
 
 
+def test_an_audit_config_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^--audit_conf {tmp_path}: Is a directory"):
+        prepare_audit(None, str(tmp_path), tmp_path)
+
+
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", "TEST06", "Server", [log_entry(0, [5, EOS], [5])])
+    (run / "TEST06").mkdir()
+    (run / "TEST06" / "verify_accuracy.txt").symlink_to("/dev/full")
+    assert cli.main(["compliance", str(run)]) == 2
+    assert f"{run / 'TEST06'} can't be written: No space left on device" in capsys.readouterr().err
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", "TEST06", "Server", [log_entry(i, [5, 10 + i, EOS], [5]) for i in range(3)])
     assert cli.main(["compliance", str(run)]) == 0
