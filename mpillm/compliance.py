@@ -21,7 +21,7 @@ from mpillm.command_line import Parser
 from mpillm.config import collect
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, read_answers, read_detail
-from mpillm.report.json_files import as_writable
+from mpillm.report.json_files import as_writable, write_text
 from mpillm.report.run_directory import RunDirectory
 
 # LoadGen lays these over every other setting. 100 samples of a performance run are logged, and the sample indices follow no permutation.
@@ -118,7 +118,7 @@ def verify(run: RunDirectory, end_ids: Sequence[int]) -> Test06:
     with as_writable(folder):
         (folder / "accuracy").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(run.path / ACCURACY, folder / "accuracy" / ACCURACY)
-        (folder / "verify_accuracy.txt").write_text(result.text(), encoding="utf-8")
+        write_text(folder / "verify_accuracy.txt", result.text())
     return result
 
 

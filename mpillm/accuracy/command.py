@@ -16,7 +16,7 @@ from mpillm.config import collect
 from mpillm.configurator import Field
 from mpillm.errors import ExitCode
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
-from mpillm.report.json_files import as_writable, read_json, write_json
+from mpillm.report.json_files import as_writable, read_json, write_json, write_text
 from mpillm.report.run_directory import RunDirectory
 from mpillm.tokenizer import Tokenizer, load_tokenizer
 
@@ -126,7 +126,7 @@ def _with_mbxp(run: RunDirectory, scores: Scores, evaluated: str | None) -> Scor
 def _write(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
     """accuracy.txt has the form of the references' output; its hash is that of the whole log, as truncate_accuracy_log.py adds it."""
     sha256 = digest(run.path / ACCURACY)
-    (run.path / "accuracy.txt").write_text(f"\nResults\n\n{scores.values}\n\nhash={sha256}\n", encoding="utf-8")
+    write_text(run.path / "accuracy.txt", f"\nResults\n\n{scores.values}\n\nhash={sha256}\n")
     report: dict[str, Any] = {
         "benchmark": run.benchmark,
         "accuracy_target": run.config["accuracy_target"],

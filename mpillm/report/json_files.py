@@ -42,11 +42,15 @@ def as_writable(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` whole or not at all; OSError if the disk is full."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` whole or not at all; OSError if the disk is full."""
     temporary = path.with_name(path.name + ".part")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
