@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from disagg.errors import ConfigError
-from launch.supervisor import STOP_GRACE_S, adopt_orphans, die_with_parent, end_processes
+from launch.supervisor import STOP_GRACE_S, adopt_orphans, die_with_parent, end_processes, heard
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -48,8 +48,8 @@ class Child:
 class Children:
     """A context: children started in it have ended when it is left, whatever ends it.
 
-    Inside it, the first SIGINT, SIGTERM or SIGHUP raises `Stopped` in the main thread. On leaving, children that still run get SIGTERM and
-    `stop_grace_s` to end by themselves; a second signal cuts that short. Then they are killed, with everything below them.
+    Inside it, the first SIGINT, SIGTERM or SIGHUP (but under nohup) raises `Stopped` in the main thread. On leaving, children that still
+    run get SIGTERM and `stop_grace_s` to end by themselves; a second signal cuts that short. Then they are killed, with everything below them.
     """
 
     def __init__(self, stop_grace_s: float = STOP_GRACE_S) -> None:
@@ -62,7 +62,7 @@ class Children:
         adopt_orphans()
         self._before = {child.pid for child in psutil.Process().children()}
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
-            self._previous = {number: signal.signal(number, self._stop) for number in STOP_SIGNALS}
+            self._previous = {number: signal.signal(number, self._stop) for number in heard(STOP_SIGNALS)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

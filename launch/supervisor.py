@@ -51,7 +51,7 @@ class Supervisor:
         """
         adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
-        previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        previous = {number: signal.signal(number, self._note) for number in heard((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))}
         try:
             process = subprocess.Popen(
                 line,
@@ -123,6 +123,11 @@ def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def heard(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """These signals without a SIGHUP that nohup has this process ignore."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def adopt_orphans() -> None:

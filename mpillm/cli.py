@@ -82,10 +82,9 @@ def _stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
         return
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        numbers.append(signal.SIGHUP)
-    previous = {number: signal.signal(number, _stop) for number in numbers}
+    previous = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if previous[signal.SIGHUP] == signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
     finally:

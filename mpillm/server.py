@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, nearest
 from launch.children import Child, Children
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
@@ -68,7 +68,8 @@ def servers_of(config: RunConfig) -> list[Server]:
         return endpoints(config)
     if config.core_type == "trtllm_disagg":
         return disaggregated(config)
-    raise ConfigError(f"--core_type {config.core_type} needs no server: triton_grpc, trtllm_endpoint and trtllm_disagg do")
+    known = ("triton_grpc", "trtllm_endpoint", "trtllm_disagg")
+    raise ConfigError(f"--core_type {config.core_type} needs no server{nearest(config.core_type, known)}: {', '.join(known)} do")
 
 
 def _files(servers: Sequence[Server]) -> dict[Path, str]:

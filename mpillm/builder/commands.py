@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, nearest
 from mpillm.builder.operation import Operation, execute, log_of, read_stamp
 from mpillm.builder.torch_core import TorchBuilderOp, TorchQuantizerOp
 from mpillm.builder.triton import GenerateTritonConfigOp, engine_layout, triton_layout
@@ -43,7 +43,9 @@ def engine_stages(config: RunConfig) -> Operation:
         if config.core_type == "torch":
             quantizer = TorchQuantizerOp(deadline_s=deadline_s) if QuantizerConfig().qformat != "full_prec" else None
             return TorchBuilderOp(quantizer, deadline_s=deadline_s)
-    raise ConfigError(f"--core_type {config.core_type}: there is nothing to build for it")
+    known = ("torch", *ENGINE_CORES, *PYTORCH_CORES)
+    near = nearest(config.core_type, known)
+    raise ConfigError(f"--core_type {config.core_type}: there is nothing to build for it{near}, but for {', '.join(known)}")
 
 
 def generate_engines_main(argv: Sequence[str]) -> int:
@@ -105,6 +107,8 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
     """The model repositories of a test, one for each server."""
     engine_dir = config.engine_dir
     if not engine_dir:
+        if not config.model_path:
+            raise ConfigError("generate-triton-config needs --engine_dir, or the --model_path that generate-engines was given")
         with config.configuration().autoapply():
             engine_dir = str(TRTLLMBuilderOp().output)
     harness = config.build(TritonHarnessConfig)

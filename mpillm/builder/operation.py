@@ -139,6 +139,7 @@ def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bo
     """
     wanted = {op: ("--force" if force else op.why()) for op in _ordered(operations)}
     width = max((len(op.name) for op in wanted), default=0)
+    _check_apart(list(wanted))
     lacking: dict[Operation, str] = {}
     for op, why in wanted.items():
         if why:
@@ -242,6 +243,15 @@ def _sweep(output: Path) -> None:
         match = re.fullmatch(rf"{host}-(\d+)\.partial", leftover.name.removeprefix(f".{output.name}."))
         if match and not psutil.pid_exists(int(match[1])):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _check_apart(operations: Sequence[Operation]) -> None:
+    """No output is, or lies in, another's folder: making one would remove the other."""
+    for i, op in enumerate(operations):
+        for other in operations[:i]:
+            a, b = op.output.resolve(), other.output.resolve()
+            if (a.is_relative_to(b) or b.is_relative_to(a)) and not (a == b and op.digest() == other.digest()):
+                raise ConfigError(f"{op.name} would be made in {op.output}, {other.name} in {other.output}: give each a folder of its own")
 
 
 def _check_place(op: Operation) -> None:

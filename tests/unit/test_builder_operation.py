@@ -125,6 +125,14 @@ def test_dry_run_prints_and_does_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "out").read_text() == "it's"
 
 
+@pytest.mark.parametrize(("first", "second"), [("a", "a"), ("a", "b/../a"), ("a", "a/b"), ("a/b", "a")])
+def test_two_outputs_in_one_folder(tmp_path: Path, first: str, second: str) -> None:
+    below = Stage(tmp_path / first, "a", name="quantize")
+    with pytest.raises(ConfigError, match=r"^build would be made in .*, quantize in .*: give each a folder of its own"):
+        lines_of(Stage(tmp_path / second, "b", dependencies=[below], name="build"))
+    assert not leftovers(tmp_path)
+
+
 def test_somebody_elses_folder_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "thesis.txt").write_text("all of it")

@@ -169,7 +169,9 @@ WRONG = {
     "no such model": (("--model_path=nowhere",), "--model_path nowhere: no such folder"),
     "no such library": (("--trtllm_lib_path=nowhere",), "--trtllm_lib_path: no .* in nowhere"),
     "no room for an answer": (("--trtllm_build_flags=max_seq_len:10,max_input_len:10",), "leaves no token of max_seq_len 10"),
-    "no engine for this core": (("--core_type=dummy",), "--core_type dummy: there is nothing to build for it"),
+    "no engine for this core": (("--core_type=dummy",), "--core_type dummy: there is nothing to build for it, but for torch"),
+    "no such core": (("--core_type=torhc",), "torhc: there is nothing to build for it .did you mean 'torch'"),
+    "one folder for two": (("--llm_quantizer_outdir=x", "--engine_dir=x"), "made in x, quantize in x: give each a folder of its own"),
 }  # fmt: skip
 
 

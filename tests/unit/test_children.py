@@ -87,3 +87,15 @@ def test_a_killed_parent(tmp_path: Path) -> None:
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with Children() as children, pytest.raises(ConfigError, match="tool: can't start /nowhere/tool: No such file"):
         children.start("tool", ["/nowhere/tool"], os.environ, tmp_path / "log")
+
+
+def test_nohup(tmp_path: Path) -> None:
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Children(stop_grace_s=1) as children:
+            child = children.start("tool", SLEEPER, os.environ, tmp_path / "log")
+            wait_for(tmp_path / "log")
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert children.wait(child, 0.3) is None
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
