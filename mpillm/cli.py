@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -46,6 +47,8 @@ def usage() -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run a command; its exit code. Bad input is one message on stderr and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return ExitCode.DONE if argv else ExitCode.USAGE

@@ -46,10 +46,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` whole or not at all; OSError if the disk is full."""
+    """Write `text` whole or not at all; OSError if the disk is full.
+
+    What no UTF-8 is in a file's name (a lone surrogate, in Python) becomes an escape, which JSON reads back.
+    """
     temporary = path.with_name(path.name + ".part")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -12,7 +12,7 @@ def open_rank_log(directory: Path, rank: int) -> Path:
     """Send logging to ``ranks/rank_NNNN.log``, and stdout and stderr too unless this is rank 0; OSError if that can't be written."""
     path = directory / "ranks" / f"rank_{rank:04d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", buffering=1)
+    file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     print(f"rank {rank}, pid {os.getpid()}: {' '.join(sys.argv)}", file=file, flush=True)
     if rank != 0:
         sys.stdout.flush()

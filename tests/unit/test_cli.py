@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -79,3 +80,9 @@ def test_a_file_that_the_system_refuses(
     command(lambda _: len((tmp_path / "none" / "file").read_text()))
     assert cli.main(["it"]) == 2
     assert capsys.readouterr().err == f"mpillm: {tmp_path}/none/file: No such file or directory\n"
+
+
+def test_a_terminal_without_the_characters() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "mpillm", "--help"], env=env, capture_output=True, text=True, check=True)
+    assert "mpirun -n 5 run ?" in done.stdout and not done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.report.json_files import read_json, write_json
 from mpillm.report.run_directory import lock, unused
 
 TAKE = """
@@ -34,3 +36,10 @@ def test_runs_of_one_second(tmp_path: Path) -> None:
     assert unused(path) == tmp_path / "run-1.5-2"
     (tmp_path / "run-1.5-2").mkdir()
     assert unused(path) == tmp_path / "run-1.5-3"
+
+
+def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")  # Latin-1, as an old disk may have it
+    write_json(tmp_path / "config.json", {"log_dir": name, "title": "café"})
+    assert read_json(tmp_path / "config.json") == {"log_dir": name, "title": "café"}
+    assert "café" in (tmp_path / "config.json").read_text(encoding="utf-8")
