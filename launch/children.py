@@ -48,8 +48,9 @@ class Child:
 class Children:
     """A context: children started in it have ended when it is left, whatever ends it.
 
-    Inside it, the first SIGINT, SIGTERM or SIGHUP (but under nohup) raises `Stopped` in the main thread. On leaving, children that still
-    run get SIGTERM and `stop_grace_s` to end by themselves; a second signal cuts that short. Then they are killed, with everything below them.
+    Inside it, the first SIGINT, SIGTERM or SIGHUP (but under nohup) raises `Stopped` in the main thread. On leaving, children that
+    still run get SIGTERM and `stop_grace_s` to end by themselves; a second signal cuts that short. Then they are killed, with everything
+    below them.
     """
 
     def __init__(self, stop_grace_s: float = STOP_GRACE_S) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import os
@@ -31,6 +32,8 @@ COMMANDS = {
     "fetch-model": ("mpillm.models:main", "fetch a small real model"),
     "bench": ("mpillm.bench:main", "measure: bench routing, engine, load, dataset, agreement, handoff"),
 }
+
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of these the system does not say for which file
 
 
 def usage() -> str:
@@ -70,10 +73,14 @@ def main(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.DONE
     except OSError as error:
-        if error.filename is None:
+        if error.filename is not None:
+            print(f"mpillm: {error.filename}: {error.strerror}", file=sys.stderr)
+            return ExitCode.USAGE
+        if error.errno not in _STORAGE:
             raise
-        print(f"mpillm: {error.filename}: {error.strerror}", file=sys.stderr)
-        return ExitCode.USAGE
+        print(f"mpillm: a file, or what is printed, can't be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return ExitCode.STAGE_FAILED
 
 
 @contextlib.contextmanager

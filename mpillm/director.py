@@ -189,6 +189,10 @@ class Director:
         if self._log_dir is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = Path(config.log_dir) if config.log_dir else unused(Path("build/runs") / f"{stamp}-{run_name(config)}")
+            try:
+                str(path.absolute()).encode()
+            except UnicodeEncodeError:
+                raise ConfigError(f"--log_dir {str(path)!r}: no name in UTF-8, which LoadGen needs; name another folder") from None
             if (path / "config.json").exists() and not (path / "plan.json").exists():
                 raise ConfigError(f"--log_dir {path}: its config.json is a model's or an engine's, not a run's; name another folder")
             try:

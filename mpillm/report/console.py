@@ -36,7 +36,7 @@ class Console:
     def line(self, text: str = "") -> None:
         """Print a line, after the bar if one is being drawn."""
         self._clear_bar()
-        print(text, file=self._out, flush=True)
+        self._print(text)
 
     def phase(self, name: str, seconds: float, note: str = "") -> None:
         """A phase is done."""
@@ -57,10 +57,10 @@ class Console:
             text += self._lately(elapsed_s, done, tokens)
         if self._terminal:
             # A line of its own each time, and back up to it: Open MPI passes output on by whole lines.
-            print(f"{_UP if self._bar_shown else ''}{text}", file=self._out, flush=True)
+            self._print(f"{_UP if self._bar_shown else ''}{text}")
             self._bar_shown = True
         else:
-            print(text, file=self._out, flush=True)
+            self._print(text)
 
     def _lately(self, elapsed_s: float, done: int, tokens: int) -> str:
         """The throughput since the last bar that is no older than the window."""
@@ -107,8 +107,14 @@ class Console:
 
     def _clear_bar(self) -> None:
         if self._bar_shown:
-            print(_UP, end="", file=self._out, flush=True)
+            self._print(_UP, end="")
             self._bar_shown = False
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        try:
+            print(text, end=end, file=self._out, flush=True)
+        except OSError:  # the reader (head, say) has gone, or its disk is full: the run goes on, and its directory tells all
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
 
 
 def rank_list(ranks: Sequence[int]) -> str:

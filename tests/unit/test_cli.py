@@ -86,3 +86,9 @@ def test_a_terminal_without_the_characters() -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-m", "mpillm", "--help"], env=env, capture_output=True, text=True, check=True)
     assert "mpirun -n 5 run ?" in done.stdout and not done.stderr
+
+
+def test_a_full_disk_under_what_is_printed() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "mpillm", "plan", "--world_size", "4"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "mpillm: a file, or what is printed, can't be written: No space left on device\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,11 @@ def test_steady_state_progress(monkeypatch: pytest.MonkeyPatch, steady: bool) ->
     last = out.getvalue().splitlines()[-1]
     assert re.search(r"600/1000 samples  5\.0 samples/s  100\.0 tokens/s  120 s", last)
     assert last.endswith("  last 30 s: 10.0 samples/s  200.0 tokens/s") == steady
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux")
+def test_a_console_that_takes_no_more(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as out:
+        console = Console(out)
+        console.line("the run goes on")
+        console.summary([("status", "VALID")])
