@@ -32,7 +32,7 @@ from mpillm.report.run_directory import OF_AN_EARLIER_RUN, lock, unused
 from mpillm.roles.base import RouteMap
 from mpillm.roles.harness import Harness, Sampling
 from mpillm.samples import load_samples
-from mpillm.tokenizer import Tokenizer
+from mpillm.tokenizer import ByteTokenizer, Tokenizer
 
 
 class Director:
@@ -134,6 +134,10 @@ class Director:
         if any(core.enable_kv_cache_reuse for core in cores):
             self._console.line("  KV cache reuse is on: MLPerf forbids it, so this is no result to submit")
         self._console.line(f"  data set {self._dataset.name}: {len(self._dataset)} samples, {len(self._dataset.tokens)} tokens")
+        if self._has_text and self._dataset.texts and isinstance(self._tokenizer, ByteTokenizer):
+            self._console.line(
+                f"  no tokenizer.json in {config.model_path}: each byte of a prompt is a token, and the answers mean nothing"
+            )
         if config.workload is not None:
             self._console.line(f"  workload {config.workload.title}: LoadGen's {settings.describe()}")
             if config.workload.scaled:

@@ -395,13 +395,19 @@ def _lengths(config: CoreConfig, model: ModelConfig, dtype: str, gpu_room: int |
 def _end_ids(config: CoreConfig, raw: dict[str, Any], folder: Path | None) -> tuple[int, ...]:
     if config.end_ids is not None:
         return config.end_ids
-    value = None
-    if folder is not None and (folder / "generation_config.json").is_file():
-        value = read_json(folder / "generation_config.json").get("eos_token_id")
-    value = raw.get("eos_token_id") if value is None else value
+    value, file = None, "generation_config.json"
+    if folder is not None and (folder / file).is_file():
+        value = read_json(folder / file).get("eos_token_id")
+    if value is None:
+        value, file = raw.get("eos_token_id"), "config.json"
     if value is None:
         return ()
-    return tuple(int(x) for x in value) if isinstance(value, list) else (int(value),)
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int for token in ids):
+        raise ConfigError(
+            f"{folder / file if folder else file}: eos_token_id {json.dumps(value)}: a token id or an array of them is needed"
+        )
+    return tuple(ids)
 
 
 def _stop_words(config: CoreConfig, model: ModelConfig, folder: Path | None) -> tuple[tuple[int, ...], ...]:

@@ -162,6 +162,8 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ({"num_hidden_layers": 7}, "no tensor model.layers.6.input_layernorm.weight"),
         ({"intermediate_size": 300}, r"gate_proj.weight has shape \[256, 128\], config.json makes it \[300, 128\]"),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
+        ({"eos_token_id": "</s>"}, 'config.json: eos_token_id "</s>": a token id or an array of them is needed'),
+        ({"eos_token_id": [1, "x"]}, 'eos_token_id .1, "x".: a token id or an array'),
     ],
     ids=str,
 )
