@@ -52,12 +52,13 @@ def main(argv: Sequence[str]) -> int:
     worst = 0
     for test in tests:
         print(f"\n=== {test.name}\n{test.command}", flush=True)
+        earlier = _written(test)
         # An mpirun of ours ends its ranks itself when it is told to stop, and takes this long for it at most.
         with Children(stop_grace_s=STOP_GRACE_S + 2 * KILL_GRACE_S) as children:
             code = children.wait(children.start(test.name, test.command.argv, test.command.environment()), None) or 0
         code = 128 - code if code < 0 else code
         worst = max(worst, code)
-        lines.append((test.name, *_outcome(test, code)))
+        lines.append((test.name, *_outcome(test, code, earlier)))
     print("\n" + _table(lines))
     return worst
 
@@ -112,9 +113,19 @@ def _without_ours(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _outcome(test: Test, code: int) -> tuple[str, str, str]:
-    """Status, samples per second and exit code for the table, from the test's result.json."""
+def _written(test: Test) -> int | None:
+    """When the test's result.json was written; None if it is not there."""
+    try:
+        return (test.log_dir / "result.json").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _outcome(test: Test, code: int, earlier: int | None) -> tuple[str, str, str]:
+    """Status, samples per second and exit code for the table, from the test's result.json, unless it is that of an `earlier` run."""
     result: dict[str, Any] = {}
+    if _written(test) == earlier:
+        return "no result", "", str(code)
     try:
         result = json.loads((test.log_dir / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

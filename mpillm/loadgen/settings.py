@@ -144,7 +144,7 @@ def _without_a_workload(config: LoadGenConfig, n_samples: int) -> dict[str, floa
 def _user_lines(file: Path) -> str:
     """A user's user.conf, checked: LoadGen passes over a key that it does not know."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else error
         raise ConfigError(f"--user_conf {file}: {why}") from None

@@ -141,10 +141,11 @@ def test_tiny(name: str, tmp_path: Path) -> None:
 
 def test_user_conf_over_tiny_under_options(tmp_path: Path) -> None:
     conf = tmp_path / "user.conf"
-    conf.write_text("# mine\n*.Server.min_duration = 5000\n*.Server.target_qps = 3.5\nllama2-70b.*.min_query_count = 0x20")
+    text = "*.Server.min_duration = 5000\n*.Server.target_qps = 3.5\nllama2-70b.*.min_query_count = 0x20"
+    conf.write_text(text, encoding="utf-8-sig")  # as Windows' editor writes it: LoadGen would pass over the first key
     settings = loadgen(options("llama2-70b", "--model_scale", "tiny", "--user_conf", str(conf), "--server_target_qps", "9"), 48)
     assert (settings["min_duration_ms"], settings["min_query_count"], settings["target_qps"]) == (5000, 32, 9)
-    assert conf.read_text() in settings["user_conf"]
+    assert f"\n{text}\n" in settings["user_conf"]
 
 
 def test_without_a_workload(tmp_path: Path) -> None:
