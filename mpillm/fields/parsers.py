@@ -38,7 +38,9 @@ def flag_dict(text: str) -> dict[str, Any]:
         key, colon, value = pair.partition(":")
         if not colon or not key.strip():
             raise Reason(f"'{pair}' is not key:value")
-        result[key.strip()] = _literal(value.strip())
+        read = _literal(value.strip())
+        if result.setdefault(key.strip(), read) != read:
+            raise Reason(f"{key.strip()} stands there twice, with two values")
     return result
 
 
@@ -152,13 +154,15 @@ def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], 
     def parse(text: str) -> int | dict[str, int]:
         if ":" not in text:
             return positive(text)
-        sizes = {}
+        sizes: dict[str, int] = {}
         for pair in text.split(","):
             name, colon, size = pair.partition(":")
             if not colon:
                 raise Reason(f"'{pair}' is not workload:size")
             try:
-                sizes[workloads(name)[0]] = positive(size)
+                workload = workloads(name)[0]
+                if sizes.setdefault(workload, positive(size)) != positive(size):
+                    raise Reason(f"{workload} stands there twice, with two sizes")
             except Reason:
                 raise
             except ValueError:

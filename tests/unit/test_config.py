@@ -46,7 +46,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x"]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: ({"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False}, ["2", "maybe"]),
-    flag_dict: ({"a:1": {"a": 1}, "a:true,b:x:y,c:0.5": {"a": True, "b": "x:y", "c": 0.5}}, ["a", ":1", "a:1,b"]),
+    flag_dict: ({"a:1": {"a": 1}, "a:true,b:x:y,c:0.5": {"a": True, "b": "x:y", "c": 0.5}}, ["a", ":1", "a:1,b", "a:1,b:2,a:2"]),
     stop_words: (
         {"###": ["###"], "a, b": ["a, b"], '["\\n\\n", [13, 13], "x"]': ["\n\n", [13, 13], "x"]},
         ["", "[", '["a"', "[1]", "[[]]", '[""]', '[["a"]]', "[[1.5]]", "[[true]]"],
@@ -69,7 +69,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     accuracy: ({".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99}, ["0.9", "1", "99.99", "", "high", "nan"]),
     gpu_batch_size.from_string: (
         {"2048": 2048, "llama2-70b:8,moe:16": {"llama2-70b": 8, "mixtral-8x7b": 16}},
-        ["0", "", "a", "a:1", "moe:0", "moe:b", ":4", "moe:1,4"],
+        ["0", "", "a", "a:1", "moe:1,mixtral:2", "moe:0", "moe:b", ":4", "moe:1,4"],
     ),
     urls: ({"a:1,b:65535": ("a:1", "b:65535"), "[::1]:80": ("[::1]:80",)}, ["", "a", "a:", ":1", "a:0", "a:65536", "a:1,b", "a:1,"]),
     grpc_ports: (
