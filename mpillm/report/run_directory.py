@@ -10,7 +10,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
+from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 from mpillm.report.json_files import as_written, read_json
 
 # What would be taken for a run's if it ended without making its own.
@@ -56,6 +56,7 @@ class RunDirectory:
         result = read_json(path / "result.json")
         with as_written(path / "result.json"):
             failed = result["status"] == "FAILED"
+            last = "result_validity" if failed or result["test_mode"] == "PerformanceOnly" else "effective_test_mode"
         if failed:
             causes = "; ".join(failure["cause"] for failure in result.get("failures", ()))
             raise ConfigError(f"the run in {path} failed in phase '{result.get('phase')}': {causes}")
@@ -64,6 +65,8 @@ class RunDirectory:
         for name in (DETAIL, SUMMARY, ACCURACY):
             if not (path / name).is_file():
                 raise ConfigError(f"{path} has no {name}: LoadGen's logs are incomplete")
+        if last not in read_detail(path):
+            raise ConfigError(f"{path / DETAIL}: LoadGen's log is incomplete: it was cut before {last}")
         return RunDirectory(path, config, result)
 
     @property

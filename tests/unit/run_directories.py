@@ -92,6 +92,7 @@ def make_run(
         "effective_accuracy_log_sampling_target": 100 if kind == "TEST06" else 0,
         "qsl_reported_total_count": total,
         "effective_accuracy_sample_count": total,
+        **({"result_validity": "VALID"} if mode == "PerformanceOnly" else {}),
         **SEEDS,
         **(detail or {}),
     }

@@ -134,6 +134,13 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: lis
     assert not (tmp_path / "empty" / "TEST06").exists()
 
 
+def test_a_log_that_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    detail = make_run(tmp_path / "run", "TEST06") / "mlperf_log_detail.txt"
+    detail.write_text("".join(detail.read_text().splitlines(keepends=True)[:2]))
+    assert cli.main(["compliance", str(tmp_path / "run")]) == 2
+    assert f"{detail}: LoadGen's log is incomplete: it was cut before result_validity" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
