@@ -75,7 +75,7 @@ class RunConfig:
     def named(self, name: str) -> str:
         """The option with its value and, where that is not the command line, its source: for messages."""
         field = BY_NAME[name]
-        value = getattr(field.from_string, "to_text", str)(getattr(self, name))
+        value = field.text(getattr(self, name))
         level, where = self.origin(name)
         return f"--{name} {value}" if level is Level.COMMAND_LINE else f"{name} {value} ({where})"
 

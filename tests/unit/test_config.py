@@ -252,7 +252,7 @@ def test_a_run_is_one_test() -> None:
     for option, value in (("scenarios", "Offline,Server"), ("benchmarks", "llama2,moe")):
         with pytest.raises(ConfigError, match=f"--{option} .*: a run is one test of one workload; start it once for each"):
             parse_run([*DUMMY, f"--{option}={value}"])
-    with pytest.raises(ConfigError, match="--dry_run True: `python -m mpillm plan`"):
+    with pytest.raises(ConfigError, match="--dry_run true: `python -m mpillm plan`"):
         parse_run([*DUMMY, "--dry_run"])
 
 

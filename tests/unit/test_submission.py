@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 from run_directories import MACHINE, log_entry, make_run
 
 from mpillm import cli
+from mpillm.config import parse_run
 from mpillm.loadgen.logs import digest
-from mpillm.submission.layout import truncated
+from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.layout import command_of, truncated
 from mpillm.submission.rules import ROUNDS, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, place
+from mpillm.submission.runs import Run
 
 EOS = 2
 
@@ -311,3 +315,17 @@ def test_bad_input(maker: Maker) -> None:
     (maker.folder / "a-file").touch()
     out = maker.submit(performance, "--output", maker.folder / "a-file", code=2)
     assert f"the submission in {maker.folder / 'a-file'} can't be written" in out and "Not a directory" in out
+
+
+def test_the_command_gives_the_run_again(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags, whose sources are told one by one, and what stands in the environment, are part of it."""
+    monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "kvcache_free_gpu_mem_frac:0.7")
+    words = "--core_type dummy --core_options a:1,b:true --end_ids 1,2 --save_outputs --triton_grpc_ports h:1,2|i:3 --max_batch_size 4"
+    flags = "--trtllm_runtime_flags max_num_tokens:99,use_inflight_batching:false --trtllm_build_flags a:x"
+    config = parse_run([*words.split(), *flags.split(), "--stop_words", '["#", [1, 2]]'])
+    (maker.folder / "config.json").write_text(json.dumps(config.to_json()))
+    run = Run(RunDirectory(maker.folder, {}, {"world_size": 3}), "performance", "llama2-70b-99", "Offline")
+    monkeypatch.delenv("TRTLLM_RUNTIME_FLAGS")
+    head, _, options = command_of(run).partition(" run ")
+    assert head == "python -m mpillm mpirun -n 3"
+    assert parse_run(shlex.split(options)).values == config.values
