@@ -149,11 +149,8 @@ def endpoints(config: RunConfig) -> list[Server]:
     check_gpus(len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
     flags = {**config.trtllm_build_flags, **config.trtllm_runtime_flags}
     options = {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "ep_size": cut.ep_size if cut.ep_size > 1 else None}
-    options |= {
-        name: flags.get(name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width", "num_postprocess_workers")
-    }
-    for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
-        options[name] = getattr(config, name) or options[name]
+    options |= {name: flags.get(name) for name in ("max_batch_size", "max_num_tokens", "max_beam_width", "num_postprocess_workers")}
+    options["max_seq_len"] = config.max_seq_len or flags.get("max_seq_len")
     extra = Path("build/servers/extra_llm_api_options.yaml")
     text = yaml.safe_dump(llm_api_options(config.trtllm_runtime_flags, config.trtllm_checkpoint_flags), sort_keys=False)
     servers = []
@@ -164,7 +161,8 @@ def endpoints(config: RunConfig) -> list[Server]:
         words += ["--extra_llm_api_options", str(extra)]
         env = {}
         if gpus is not None and len(ports) > 1:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(index * cut.ranks, (index + 1) * cut.ranks)))
+            ours = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus))))).split(",")
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(ours[index * cut.ranks : (index + 1) * cut.ranks])
         health = f"http://localhost:{port}/health"
         servers.append(
             Server(

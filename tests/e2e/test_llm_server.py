@@ -204,3 +204,25 @@ def test_an_engine_of_several_ranks_is_started_by_mpirun(
     (place / "repo_0/model-9/config.pbtxt").write_text(text)
     assert main(["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", "--dry_run"]) == DONE
     assert capsys.readouterr().out.startswith("TRTLLM_ORCHESTRATOR=1 TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=1 ")
+
+
+@pytest.mark.parametrize(("visible", "shares"), [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"])])
+def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], visible: str | None, shares: list[str]
+) -> None:
+    from mpillm import serving
+    from mpillm.builder import preconditions
+    from mpillm.cli import main
+    from mpillm.devices import Gpu
+
+    gpus = tuple(Gpu(f"GPU-{i}", "NVIDIA H200", 141 << 30, 140 << 30) for i in range(4))
+    for module in (serving, preconditions):
+        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
+    monkeypatch.chdir(place)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert main(["run-llm-server", "--core_type=trtllm_endpoint", "--model_path=llama", "--tensor_parallelism=2", "--dry_run"]) == DONE
+    lines = [line for line in capsys.readouterr().out.splitlines() if "trtllm-serve" in line]
+    assert [line.partition(" ")[0] for line in lines] == [f"CUDA_VISIBLE_DEVICES={share}" for share in shares]
