@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from disagg import WorldPlan
+from disagg import ServerConfig, WorldPlan
+from mpillm import fields
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
 from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
@@ -98,6 +99,13 @@ def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, 
     )
 
 
+def routing_policy(config: RunConfig, server: ServerConfig) -> str:
+    """Which of a section's instances gets a request: as a person set it, else as the section's router says, if that is a policy of ours."""
+    in_file = server.router.get("type")
+    in_force = in_file in fields.traffic_distribution_policy.choices and not config.given("traffic_distribution_policy")
+    return str(in_file if in_force else config.traffic_distribution_policy)
+
+
 def _thread_share(node_ranks: int) -> int:
     """This rank's share of its node's cores; all that it is bound to, if its launcher has bound it to some."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -125,7 +133,8 @@ def make_roles(
         roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if "leader" in me.roles:
         assert route is not None
-        roles.append(Leader(route, ranks, plan, config.traffic_distribution_policy, config.stall_timeout))
+        entry, generation = (routing_policy(config, plan.instances[i].server) for i in (0, -1))
+        roles.append(Leader(route, ranks, plan, entry, generation, config.stall_timeout))
     if make_harness is not None:
         assert route is not None
         roles.append(make_harness(route, ranks))
