@@ -253,9 +253,14 @@ def _check_together(config: RunConfig) -> None:
         )
     if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
-    chunking = config.context_chunking_policy != fields.context_chunking_policy.default
-    if chunking and config.given("context_chunking_policy") and not config.enable_chunked_context and not config.disagg_config:
-        raise ConfigError(f"{config.named('context_chunking_policy')} has no effect without --enable_chunked_context true")
+    for needed, is_there, names in (
+        ("--enable_chunked_context true", config.enable_chunked_context or config.disagg_config, ("context_chunking_policy",)),
+        ("--dataset synthetic", config.dataset == "synthetic", ("num_samples", "input_mean", "input_stdev", "output_mean", "output_stdev")),
+        ("--benchmarks", config.benchmarks, ("model_scale",)),
+    ):
+        for name in names:
+            if not is_there and config.given(name) and getattr(config, name) != BY_NAME[name].default:
+                raise ConfigError(f"{config.named(name)} has no effect without {needed}")
     if config.server_target_qps == 0:
         raise ConfigError(f"{config.named('server_target_qps')}: expected more than 0")
     conflicting = (

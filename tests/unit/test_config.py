@@ -167,6 +167,9 @@ def test_a_missing_value() -> None:
     [
         (["--min_output_len", "9", "--max_output_len", "3"], ["--min_output_len 9", "--max_output_len 3"]),
         (["--dataset", "synthetic", "--dataset_path", "x"], ["--dataset_path", "exclude"]),
+        (["--context_chunking_policy", "equal_progress"], ["has no effect without --enable_chunked_context true"]),
+        (["--num_samples", "8"], ["--num_samples 8 has no effect without --dataset synthetic"]),
+        (["--model_scale", "tiny"], ["--model_scale tiny has no effect without --benchmarks"]),
         (["--server_target_qps", "0"], ["--server_target_qps 0", "more than 0"]),
         (["--num_ctx_servers", "2"], ["--num_ctx_servers", "no meaning with --mode aggregated"]),
         (["--gen_tp_size", "2"], ["--gen_tp_size", "no meaning with --mode aggregated"]),
