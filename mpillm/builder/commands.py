@@ -34,16 +34,17 @@ def engine_stages(config: RunConfig) -> Operation:
     """The last stage of what `generate-engines` makes for a test; the stages before it are its dependencies."""
     deadline_s = config.build_deadline
     with config.configuration().autoapply():
-        if config.core_type in ENGINE_CORES:
-            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
-        if config.core_type in PYTORCH_CORES:
-            if config.trtllm_runtime_flags.get("trtllm_backend", "pytorch") == "pytorch":
-                return TRTLLMQuantizerOp(export_hf=True, deadline_s=deadline_s)
-            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
         if config.core_type == "torch":
             quantizer = TorchQuantizerOp(deadline_s=deadline_s) if QuantizerConfig().qformat != "full_prec" else None
             return TorchBuilderOp(quantizer, deadline_s=deadline_s)
-    raise ConfigError(f"--core_type {config.core_type}: there is nothing to build for it")
+        if config.core_type not in ENGINE_CORES + PYTORCH_CORES:
+            raise ConfigError(f"--core_type {config.core_type}: there is nothing to build for it")
+        for name, flag in (("dtype", "dtype"), ("quantization", "qformat")):
+            if config.given(name) and getattr(config, name) != "auto":
+                raise ConfigError(f"{config.named(name)}: the torch core's alone; here it is --trtllm_checkpoint_flags={flag}:…")
+        if config.core_type in PYTORCH_CORES and config.trtllm_runtime_flags.get("trtllm_backend", "pytorch") == "pytorch":
+            return TRTLLMQuantizerOp(export_hf=True, deadline_s=deadline_s)
+        return TRTLLMBuilderOp(deadline_s=deadline_s)
 
 
 def generate_engines_main(argv: Sequence[str]) -> int:

@@ -65,6 +65,7 @@ class TorchQuantizerOp(Operation):
 @bind(fields.trtllm_build_flags, "build_flags")
 @bind(fields.engine_dir)
 @bind(fields.dtype)
+@bind(fields.quantization)
 class TorchBuilderOp(Operation):
     """From a checkpoint, or a preset, to the file of each rank of an instance."""
 
@@ -77,6 +78,7 @@ class TorchBuilderOp(Operation):
         build_flags: Mapping[str, Any] | None = None,
         engine_dir: str | None = None,
         dtype: str = "auto",
+        quantization: str = "auto",
         deadline_s: float | None = None,
     ) -> None:
         config = quantizer.config if quantizer else QuantizerConfig()
@@ -87,13 +89,17 @@ class TorchBuilderOp(Operation):
         self.checkpoint = quantizer.output if quantizer else self.source
         self.layout = TRTLLMLibraryLoader().layout
         self.dtype = dtype
+        self.quantization = quantization
+        if quantizer and quantization not in ("auto", quantizer.algorithm):
+            raise ConfigError(f"--quantization {quantization}, but --trtllm_checkpoint_flags: qformat {config.qformat}")
         self.limits = without_parallelism(build_flags or {})
         for flag in self.limits:
             if flag not in _LIMITS:
                 raise ConfigError(
                     f"--trtllm_build_flags: the torch core has no flag '{flag}'{nearest(flag, _LIMITS)}; it has {', '.join(_LIMITS)}"
                 )
-        self.output = Path(engine_dir) if engine_dir else Path("build/engines") / f"{self.source.name}-{config.qformat}-torch-{self.layout}"
+        weights_are = config.qformat if quantizer or quantization == "auto" else quantization
+        self.output = Path(engine_dir) if engine_dir else Path("build/engines") / f"{self.source.name}-{weights_are}-torch-{self.layout}"
 
     def inputs(self) -> dict[str, Any]:
         checkpoint = None if self.dependencies else identity(self.checkpoint)
@@ -101,6 +107,7 @@ class TorchBuilderOp(Operation):
             "checkpoint": checkpoint or str(self.checkpoint),
             "layout": str(self.layout),
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "limits": dict(self.limits),
         }
 
@@ -110,7 +117,7 @@ class TorchBuilderOp(Operation):
     def commands(self, target: Path) -> Sequence[Command]:
         cut = self.layout
         limits = [f"{name}:{value}" for name, value in self.limits.items()]
-        return (_stage("build", self.checkpoint, target, cut.tp_size, cut.pp_size, cut.ep_size, self.dtype, *limits),)
+        return (_stage("build", self.checkpoint, target, cut.tp_size, cut.pp_size, cut.ep_size, self.dtype, self.quantization, *limits),)
 
     def check(self) -> None:
         preset = PRESETS / f"{self.source}.json"
