@@ -15,8 +15,8 @@ from mpillm.command_line import Parser
 from mpillm.config import collect
 from mpillm.configurator import Field
 from mpillm.errors import ExitCode
+from mpillm.json_files import read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
-from mpillm.report.json_files import read_json, write_json
 from mpillm.report.run_directory import RunDirectory
 from mpillm.tokenizer import Tokenizer, load_tokenizer
 

@@ -10,10 +10,11 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 from mpillm import fields
 from mpillm.builder.operation import Command, Operation, identity
-from mpillm.builder.preconditions import check_divides, check_space, model_config, read_json, weights
+from mpillm.builder.preconditions import check_divides, check_space, model_config, weights
 from mpillm.builder.trtllm import QuantizerConfig, TRTLLMLibraryLoader, without_parallelism
 from mpillm.configurator import HelpInfo, autoconfigure, bind
 from mpillm.engine.model_config import PRESETS
+from mpillm.json_files import read_object
 
 # TensorRT-LLM's names of formats, and the torch core's.
 ALGORITHMS = {"int8_wo": "int8", "int8": "int8", "fp8": "fp8", "full_prec": "none"}
@@ -122,7 +123,7 @@ class TorchBuilderOp(Operation):
     def check(self) -> None:
         preset = PRESETS / f"{self.source}.json"
         is_preset = not self.source.exists() and preset.is_file()
-        check_divides(read_json(preset, "--model_path") if is_preset else model_config(self.source), self.layout)
+        check_divides(read_object(preset) if is_preset else model_config(self.source), self.layout)
         if not is_preset:
             check_space(self.output, sum(path.stat().st_size for path in weights(self.source)))
 

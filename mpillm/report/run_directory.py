@@ -8,8 +8,8 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm import workloads
+from mpillm.json_files import as_written, read_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY
-from mpillm.report.json_files import as_written, read_json
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 import mpillm
 from disagg.errors import ConfigError
 from mpillm.fields import BY_NAME
+from mpillm.json_files import read_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
-from mpillm.report.json_files import read_json
 from mpillm.submission.runs import Result, Run
 
 _KEPT = 4096  # bytes of an accuracy log that stay at each end

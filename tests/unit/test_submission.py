@@ -292,14 +292,14 @@ def test_bad_input(maker: Maker) -> None:
         says(name, broken.parent)
     garbled = make_run(maker.folder / "garbled")
     (garbled / "machines.json").write_text("{")
-    says("machines.json is no JSON", garbled)
+    says("machines.json:1: not valid JSON", garbled)
     for name, text in (("machines.json", "{}"), ("plan.json", "[]"), ("ranks.json", "[]"), ("result.json", "[]")):
         (other := make_run(maker.folder / f"other-{name}") / name).write_text(text)
         says(f"{name} is not what a run writes", other.parent, make_run(maker.folder / f"beside-{name}", "accuracy"))
 
     file = maker.folder / "given.json"
     for text, expected in (
-        ("{", "is no JSON"),
+        ("{", "not valid JSON"),
         ("[]", f"--system_description {file}: holds list, not an object"),
         ('{"coling": "air"}', f"--system_description {file}: no field 'coling' (did you mean 'cooling'?)"),
         ('{"cooling": ""}', "cooling is empty"),
@@ -308,7 +308,7 @@ def test_bad_input(maker: Maker) -> None:
     ):
         file.write_text(text)
         says(expected, performance, "--system_description", file)
-    says("No such file", performance, "--measurements", maker.folder / "none.json")
+    says("no such file", performance, "--measurements", maker.folder / "none.json")
     with (accuracy / "mlperf_log_accuracy.json").open("a") as log:
         log.write(" ")
     says("accuracy.txt does not belong to the mlperf_log_accuracy.json beside it", performance, accuracy)
