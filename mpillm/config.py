@@ -20,7 +20,7 @@ from mpillm.model_files import GenerationConfig
 T = TypeVar("T")
 
 # What `run` shows in --help.
-_RUN_GROUPS = ("workload", "topology", "model", "harness", "triton", "data", "generation", "test", "output", "deadlines")
+_RUN = fields.shown("workload", "topology", "model", "harness", "triton", "data", "generation", "test", "output", "deadlines")
 
 
 class RunConfig:
@@ -232,7 +232,7 @@ def _imply(found: dict[str, Found]) -> None:
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
-    config = parse(argv, run_parser(), [field for field in FIELDS if field.group in _RUN_GROUPS])
+    config = parse(argv, run_parser(), _RUN)
     _check_together(config)
     _check_compliance(config)
     return config
@@ -253,12 +253,13 @@ def _check_together(config: RunConfig) -> None:
         )
     if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
-    for needed, is_there, names in (
+    without_effect: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
         ("--enable_chunked_context true", config.enable_chunked_context or config.disagg_config, ("context_chunking_policy",)),
         ("--dataset synthetic", config.dataset == "synthetic", ("num_samples", "input_mean", "input_stdev", "output_mean", "output_stdev")),
         ("--benchmarks", config.benchmarks, ("model_scale",)),
-    ):
-        for name in names:
+    )
+    for needed, is_there, needing in without_effect:
+        for name in needing:
             if not is_there and config.given(name) and getattr(config, name) != BY_NAME[name].default:
                 raise ConfigError(f"{config.named(name)} has no effect without {needed}")
     if config.server_target_qps == 0:

@@ -15,7 +15,7 @@ from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
 from mpillm.devices import OwnGpu
-from mpillm.fields.flags import RUNTIME_FLAGS
+from mpillm.fields.flags import CHUNKING_POLICIES, RUNTIME_FLAGS, SCHEDULER_POLICIES
 from mpillm.harness_config import TrtllmHarnessConfig
 from mpillm.planning import Setup
 from mpillm.roles.base import Role, RouteMap
@@ -26,14 +26,7 @@ from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 
 _LIMITS = ("max_batch_size", "max_num_tokens")  # where nobody says, CoreConfig does
-# TensorRT-LLM's names in a YAML's scheduler_config, and ours, which are the harness's.
-_POLICIES = {
-    "MAX_UTILIZATION": "max_util",
-    "GUARANTEED_NO_EVICT": "no_evict",
-    "STATIC_BATCH": "static",
-    "FIRST_COME_FIRST_SERVED": "first_come_first_served",
-    "EQUAL_PROGRESS": "equal_progress",
-}
+_POLICIES = {theirs: ours for ours, theirs in (SCHEDULER_POLICIES | CHUNKING_POLICIES).items()}  # of a YAML's scheduler_config
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 

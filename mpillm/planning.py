@@ -14,15 +14,10 @@ from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
 from mpillm.configurator import Field
 from mpillm.devices import OwnGpu
-from mpillm.fields import FIELDS
+from mpillm.fields import MODEL_AND_LIMITS, shown
 
 # What plan shows in --help.
-_PLANNING = [
-    field
-    for field in FIELDS
-    if field.name in ("benchmarks", "config_file", "model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
-    or (field.group in ("topology", "plan") and field.name not in ("core_type", "core_options"))
-]
+_PLANNING = shown("topology", "plan", also=("benchmarks", "config_file", *MODEL_AND_LIMITS))
 
 # What a YAML says in the place of options: they may say the same.
 _CTX, _GEN, _EXECUTORS = SECTIONS

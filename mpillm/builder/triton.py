@@ -181,7 +181,6 @@ class GenerateTritonConfigOp(Operation):
             "gpt_model_type": "inflight_fused_batching" if flags.get("use_inflight_batching", True) else "V1",
             "gpt_model_path": str(self.engine_dir),
             "max_beam_width": str(build.get("max_beam_width", 1)),
-            "enable_kv_cache_reuse": "false",  # MLPerf forbids it
             **model_parameters(flags),
             "gpu_device_ids": ",".join(map(str, self.layout.gpus(self.models[index]))),
         }

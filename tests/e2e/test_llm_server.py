@@ -127,8 +127,8 @@ def test_endpoints(place: Path, one: Starter) -> None:
     command.process.terminate()
     command.end(20)
     (log,) = (place / "build/servers").glob("*/trtllm-serve_0.log")
-    words = "serve llama --host 0.0.0.0 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8 --extra_llm_api_options"
-    assert words.format(port) in log.read_text()
+    words = "serve llama --host 0.0.0.0 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8"
+    assert f"{words.format(port)} --num_postprocess_workers 2 --extra_llm_api_options" in log.read_text()
     yaml = (place / "build/servers/extra_llm_api_options.yaml").read_text()
     assert yaml in shown
     assert "free_gpu_memory_fraction: 0.7" in yaml and "capacity_scheduler_policy: MAX_UTILIZATION" in yaml
@@ -226,3 +226,19 @@ def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
     assert main(["run-llm-server", "--core_type=trtllm_endpoint", "--model_path=llama", "--tensor_parallelism=2", "--dry_run"]) == DONE
     lines = [line for line in capsys.readouterr().out.splitlines() if "trtllm-serve" in line]
     assert [line.partition(" ")[0] for line in lines] == [f"CUDA_VISIBLE_DEVICES={share}" for share in shares]
+
+
+def test_what_trtllm_serve_reads(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from mpillm.cli import main
+
+    monkeypatch.chdir(place)
+    options = ["run-llm-server", "--core_type=trtllm_endpoint", "--model_path=llama", "--engine_dir=engine", "--dry_run"]
+    assert main([*options, "--enable_kv_cache_reuse"]) == DONE
+    out = capsys.readouterr().out
+    assert "trtllm-serve serve llama --host" in out and "--backend pytorch" in out and "enable_block_reuse: true" in out
+    assert main([*options, "--trtllm_runtime_flags=trtllm_backend:cpp"]) == DONE
+    out = capsys.readouterr().out
+    assert "trtllm-serve serve engine --tokenizer llama --host" in out
+    assert "--backend tensorrt" in out and "enable_block_reuse: false" in out
+    assert main([*options, "--trtllm_runtime_flags=trtllm_backend:c++"]) == USAGE
+    assert "trtllm_backend c++: not one of pytorch, cpp" in capsys.readouterr().err
