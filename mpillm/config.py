@@ -20,7 +20,7 @@ from mpillm.model_files import GenerationConfig
 T = TypeVar("T")
 
 # What `run` shows in --help.
-_RUN = fields.shown("workload", "topology", "model", "harness", "triton", "data", "generation", "test", "output", "deadlines")
+RUN_FIELDS = fields.shown("workload", "topology", "model", "harness", "triton", "data", "generation", "test", "output", "deadlines")
 
 
 class RunConfig:
@@ -232,7 +232,7 @@ def _imply(found: dict[str, Found]) -> None:
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
-    config = parse(argv, run_parser(), _RUN)
+    config = parse(argv, run_parser(), RUN_FIELDS)
     _check_together(config)
     _check_compliance(config)
     return config
