@@ -191,7 +191,7 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         # Values
         ("a.py", f"{REGISTERED}    seed = -1\n", [], ["a.py:4: seed -1: expected a whole number of at least 0"]),
         ("a.py", f"{REGISTERED}    seed = 1.5\n", [], ["a.py:4: seed 1.5: expected a whole number"]),
-        ("a.py", f"{REGISTERED}    max_batch_size = True\n", [], ["a.py:4: max_batch_size True: expected a whole number"]),
+        ("a.py", f"{REGISTERED}    max_batch_size = True\n", [], ["a.py:4: max_batch_size true: expected a whole number"]),
         ("a.yaml", "top_p: 2\n", [], ["a.yaml:1: top_p 2: expected a number above 0 and up to 1"]),
         ("a.yaml", "scenario: Multi\n", [], ["a.yaml:1: scenario Multi: expected one or several of Offline"]),
         ("a.yaml", "mode: aggregate\n", [], ["a.yaml:1: mode aggregate: not one of", "did you mean 'aggregated'?"]),
