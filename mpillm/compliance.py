@@ -106,8 +106,6 @@ def verify(run: RunDirectory, end_ids: Sequence[int]) -> Test06:
     if not is_test06(detail):
         raise ConfigError(f"{run.path} is no TEST06 run: start one with --compliance_test TEST06")
     answers = read_answers(run.path / ACCURACY)
-    if not answers:
-        raise ConfigError(f"{run.path / ACCURACY} is empty: LoadGen logged no answer")
     result = check_test06(answers, str(detail["effective_scenario"]), end_ids)
     folder = run.path / "TEST06"
     (folder / "accuracy").mkdir(parents=True, exist_ok=True)

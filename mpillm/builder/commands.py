@@ -9,8 +9,8 @@ from pathlib import Path
 from disagg.errors import ConfigError
 from mpillm.builder.operation import Operation, execute, log_of, read_stamp
 from mpillm.builder.torch_core import TorchBuilderOp, TorchQuantizerOp
-from mpillm.builder.triton import GenerateTritonConfigOp, engine_layout, triton_layout
-from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp
+from mpillm.builder.triton import GenerateTritonConfigOp, triton_layout
+from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp, read_engine
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse_each
 from mpillm.errors import ExitCode
@@ -109,7 +109,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
         with config.configuration().autoapply():
             engine_dir = str(TRTLLMBuilderOp().output)
     harness = config.build(TritonHarnessConfig)
-    cut = engine_layout(engine_dir)
+    _, cut = read_engine(Path(engine_dir))
     counts = [getattr(config, name) if config.given(name) else None for name in ("triton_num_servers", "triton_num_models_per_server")]
     layout = triton_layout(config.scenario, cut.ranks, *counts)
     return [
