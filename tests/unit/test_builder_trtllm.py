@@ -94,6 +94,15 @@ def test_experts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--tp_size=4 --pp_size=1 --moe_tp_size=2 --moe_ep_size=2" in capsys.readouterr().out
     assert generate(*options, "--trtllm_checkpoint_flags=qformat:fp8") == 2
     assert "quantize.py knows no expert parallelism" in capsys.readouterr().err
+    assert generate(*options[:1], "--tensor_parallelism=2", "--moe_expert_parallelism=4") == 2
+    assert "--moe_expert_parallelism 4: --tensor_parallelism is 2, and expert parallel ranks live inside" in capsys.readouterr().err
+
+
+def test_kv_heads(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(place / "grouped", num_attention_heads=12, num_key_value_heads=6)
+    assert generate("--model_path=grouped", "--tensor_parallelism=4") == 2
+    assert "--tensor_parallelism 4: the model has 6 KV heads, which it does not divide" in capsys.readouterr().err
+    assert generate("--model_path=grouped", "--tensor_parallelism=12", "--dry_run") == 0  # each KV head twice
 
 
 def test_the_environment_is_laid_over_the_flags(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +173,7 @@ WRONG = {
     "text for a number": (("--trtllm_build_flags=max_num_tokens:many",), "max_num_tokens many: expected a whole number"),
     "no key:value": (("--trtllm_build_flags=max_num_tokens",), "'max_num_tokens' is not key:value"),
     "a type that the tool has as a flag": (("--quantization=fp8",), "--quantization fp8: the torch core's alone; .*_flags=qformat:"),
+    "two engines in one folder": (("--benchmarks=llama2,moe",), "engine would be two things at once for the tests named"),
     "two parallel sizes": (("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"), "is 4, but tensor_parallelism is 2"),
     "heads": (("--tensor_parallelism=3",), "--tensor_parallelism 3: the model has 8 attention heads, which it does not divide"),
     "layers": (("--pipeline_parallelism=5",), "--pipeline_parallelism 5: the model has 4 layers"),

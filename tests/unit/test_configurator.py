@@ -114,6 +114,26 @@ def test_dataclasses_inherit_bindings() -> None:
     assert "--second" in HelpInfo.build_help_string([Child])
 
 
+def test_a_subclass_without_the_parameter_has_no_use_for_the_binding() -> None:
+    @autoconfigure
+    class Fixed(LLMThing):
+        def __init__(self) -> None:
+            super().__init__(flags={"fixed": True})
+
+    with Configuration(CONFIG).autoapply():
+        assert Fixed().flags == {"fixed": True}
+
+
+def test_from_fields_holds_for_what_is_made_inside() -> None:
+    @bind(seed)
+    class Outer:
+        def __init__(self, seed: int = 0) -> None:
+            self.seed, self.inner = seed, LLMThing()
+
+    outer = Outer.from_fields(config=Configuration({**CONFIG, seed: 3}))  # type: ignore[attr-defined]
+    assert (outer.seed, outer.inner.flags) == (3, CONFIG[trtllm_runtime_flags])
+
+
 def test_a_binding_without_a_parameter() -> None:
     with pytest.raises(TypeError, match=r"Thing has no parameter valu \(did you mean 'value'\?\)"):
 
