@@ -93,7 +93,7 @@ class RunConfig:
         return built
 
     def digest(self) -> str:
-        """A hash of all values and of the files that they name: the same on ranks that were started alike."""
+        """A hash of all values and of the YAML that they name: the same on ranks that were started alike. Only rank 0 reads others."""
         state = hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode())
         if self.disagg_config and Path(self.disagg_config).is_file():
             state.update(Path(self.disagg_config).read_bytes())

@@ -26,11 +26,7 @@ from mpillm.fields import (
     triton,
 )
 from mpillm.fields.deadlines import DEADLINES as DEADLINES
-from mpillm.fields.parsers import boolean as boolean
-from mpillm.fields.parsers import flag_dict as flag_dict
-from mpillm.fields.parsers import fraction as fraction
 from mpillm.fields.parsers import integers as integers
-from mpillm.fields.parsers import natural as natural
 from mpillm.fields.parsers import not_negative as not_negative
 from mpillm.fields.parsers import positive as positive
 from mpillm.fields.parsers import seconds as seconds

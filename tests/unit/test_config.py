@@ -22,17 +22,24 @@ from mpillm.fields import (
     DEADLINES,
     FIELDS,
     benchmarks,
+    gpu_batch_size,
+    scenarios,
+)
+from mpillm.fields.parsers import (
+    accuracy,
     boolean,
     flag_dict,
     fraction,
-    gpu_batch_size,
+    grpc_ports,
     natural,
     not_negative,
+    port,
     positive,
-    scenarios,
     seconds,
+    stop_words,
+    token_ids,
+    urls,
 )
-from mpillm.fields.parsers import accuracy, grpc_ports, port, stop_words, token_ids, urls
 
 ROOT = Path(__file__).parents[2]
 DUMMY = ["--core_type", "dummy"]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
 from mpillm.configurator import AutoConfStrategy, Configuration, ConfigurationIndex, Field, HelpInfo, autoconfigure, bind, option_texts
-from mpillm.fields import flag_dict, positive, save_outputs, seed, trtllm_runtime_flags
+from mpillm.fields import save_outputs, seed, trtllm_runtime_flags
+from mpillm.fields.parsers import flag_dict, positive
 
 FLAGS = "n_tokens:1337,my_cool_field:foobar"
 
