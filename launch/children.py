@@ -17,9 +17,7 @@ from typing import Any
 import psutil
 
 from disagg.errors import ConfigError
-from launch.supervisor import STOP_GRACE_S, adopt_orphans, die_with_parent, end_processes, heard
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from launch.supervisor import STOP_GRACE_S, STOP_SIGNALS, adopt_orphans, die_with_parent, end_processes, heard
 
 _POLL_S = 0.1
 _TAIL_BYTES = 1 << 16

@@ -13,6 +13,9 @@ from types import FrameType
 
 import psutil
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What a person, a terminal that closes, or a batch system sends to have this end."""
+
 STOP_GRACE_S = 10.0
 """How long the ranks have to end by themselves, after Ctrl-C or after rank 0 told its exit code."""
 
@@ -51,7 +54,7 @@ class Supervisor:
         """
         adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
-        previous = {number: signal.signal(number, self._note) for number in heard((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))}
+        previous = {number: signal.signal(number, self._note) for number in heard(STOP_SIGNALS)}
         try:
             process = subprocess.Popen(
                 line,

@@ -20,7 +20,7 @@ from mpillm.model_files import GenerationConfig
 T = TypeVar("T")
 
 # What `run` shows in --help.
-_RUN_GROUPS = ("workload", "topology", "model", "harness", "triton", "data", "generation", "test", "output", "deadlines")
+RUN_FIELDS = fields.shown("workload", "topology", "model", "harness", "triton", "data", "generation", "test", "output", "deadlines")
 
 
 class RunConfig:
@@ -75,7 +75,7 @@ class RunConfig:
     def named(self, name: str) -> str:
         """The option with its value and, where that is not the command line, its source: for messages."""
         field = BY_NAME[name]
-        value = getattr(field.from_string, "to_text", str)(getattr(self, name))
+        value = field.text(getattr(self, name))
         level, where = self.origin(name)
         return f"--{name} {value}" if level is Level.COMMAND_LINE else f"{name} {value} ({where})"
 
@@ -93,7 +93,7 @@ class RunConfig:
         return built
 
     def digest(self) -> str:
-        """A hash of all values and of the files that they name: the same on ranks that were started alike."""
+        """A hash of all values and of the YAML that they name: the same on ranks that were started alike. Only rank 0 reads others."""
         state = hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode())
         if self.disagg_config and Path(self.disagg_config).is_file():
             state.update(Path(self.disagg_config).read_bytes())
@@ -232,7 +232,7 @@ def _imply(found: dict[str, Found]) -> None:
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
-    config = parse(argv, run_parser(), [field for field in FIELDS if field.group in _RUN_GROUPS])
+    config = parse(argv, run_parser(), RUN_FIELDS)
     _check_together(config)
     _check_compliance(config)
     return config
@@ -253,9 +253,15 @@ def _check_together(config: RunConfig) -> None:
         )
     if config.dataset == "synthetic" and config.given("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
-    chunking = config.context_chunking_policy != fields.context_chunking_policy.default
-    if chunking and config.given("context_chunking_policy") and not config.enable_chunked_context and not config.disagg_config:
-        raise ConfigError(f"{config.named('context_chunking_policy')} has no effect without --enable_chunked_context true")
+    without_effect: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+        ("--enable_chunked_context true", config.enable_chunked_context or config.disagg_config, ("context_chunking_policy",)),
+        ("--dataset synthetic", config.dataset == "synthetic", ("num_samples", "input_mean", "input_stdev", "output_mean", "output_stdev")),
+        ("--benchmarks", config.benchmarks, ("model_scale",)),
+    )
+    for needed, is_there, needing in without_effect:
+        for name in needing:
+            if not is_there and config.given(name) and getattr(config, name) != BY_NAME[name].default:
+                raise ConfigError(f"{config.named(name)} has no effect without {needed}")
     if config.server_target_qps == 0:
         raise ConfigError(f"{config.named('server_target_qps')}: expected more than 0")
     conflicting = (

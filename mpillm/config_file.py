@@ -149,7 +149,7 @@ def _run(path: str, text: str) -> list[Registered]:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    before, ConfigRegistry.registered = ConfigRegistry.registered, []
+    ConfigRegistry.registered = []
     folder = str(Path(path).absolute().parent)  # a file may import its neighbours
     sys.path.insert(0, folder)
     sys.modules[name] = module
@@ -163,7 +163,6 @@ def _run(path: str, text: str) -> list[Registered]:
         raise ConfigError(f"{path}:{frames[-1].lineno if frames else 1}: {type(error).__name__}: {error}") from None
     finally:
         sys.path.remove(folder)
-        ConfigRegistry.registered = before
 
 
 def _lines(file: str) -> dict[tuple[str, str], int]:

@@ -37,7 +37,7 @@ class _Memory(ctypes.Structure):
 def local_gpus() -> tuple[Gpu, ...]:
     """NVIDIA's GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible, in its order, as the driver's management library knows them.
 
-    None if the PyTorch that is installed was built without CUDA.
+    Empty if the PyTorch that is installed was built without CUDA.
     """
     return (visible_gpus() or ()) if _torch_has_cuda() else ()
 

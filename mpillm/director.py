@@ -20,12 +20,12 @@ from mpillm.dataset import Dataset
 from mpillm.devices import assign
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.factory import core_configs
+from mpillm.json_files import write_json
 from mpillm.loadgen.logs import unsatisfied, verdict
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.planning import Setup, disagg_config
 from mpillm.report.console import Console, rank_list
-from mpillm.report.json_files import write_json
 from mpillm.report.outputs import Outputs
 from mpillm.report.result import failures_json, test_result
 from mpillm.report.run_directory import OF_AN_EARLIER_RUN, lock, unused

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from disagg import WorldPlan
+from disagg import ServerConfig, WorldPlan
+from mpillm import fields
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
 from mpillm.comms.world import Communicators, handoff_ranks, route_ranks
 from mpillm.config import RunConfig
 from mpillm.cores import BackendRegistry, CoreConfig, LLMCore
 from mpillm.devices import OwnGpu
-from mpillm.fields.flags import RUNTIME_FLAGS
+from mpillm.fields.flags import CHUNKING_POLICIES, RUNTIME_FLAGS, SCHEDULER_POLICIES
 from mpillm.harness_config import TrtllmHarnessConfig
 from mpillm.planning import Setup
 from mpillm.roles.base import Role, RouteMap
@@ -25,14 +26,7 @@ from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 
 _LIMITS = ("max_batch_size", "max_num_tokens")  # where nobody says, CoreConfig does
-# TensorRT-LLM's names in a YAML's scheduler_config, and ours, which are the harness's.
-_POLICIES = {
-    "MAX_UTILIZATION": "max_util",
-    "GUARANTEED_NO_EVICT": "no_evict",
-    "STATIC_BATCH": "static",
-    "FIRST_COME_FIRST_SERVED": "first_come_first_served",
-    "EQUAL_PROGRESS": "equal_progress",
-}
+_POLICIES = {theirs: ours for ours, theirs in (SCHEDULER_POLICIES | CHUNKING_POLICIES).items()}  # of a YAML's scheduler_config
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
@@ -98,6 +92,13 @@ def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, 
     )
 
 
+def routing_policy(config: RunConfig, server: ServerConfig) -> str:
+    """Which of a section's instances gets a request: as a person set it, else as the section's router says, if that is a policy of ours."""
+    in_file = server.router.get("type")
+    in_force = in_file in fields.traffic_distribution_policy.choices and not config.given("traffic_distribution_policy")
+    return str(in_file if in_force else config.traffic_distribution_policy)
+
+
 def _thread_share(node_ranks: int) -> int:
     """This rank's share of its node's cores; all that it is bound to, if its launcher has bound it to some."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -125,7 +126,8 @@ def make_roles(
         roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if "leader" in me.roles:
         assert route is not None
-        roles.append(Leader(route, ranks, plan, config.traffic_distribution_policy, config.stall_timeout))
+        entry, generation = (routing_policy(config, plan.instances[i].server) for i in (0, -1))
+        roles.append(Leader(route, ranks, plan, entry, generation, config.stall_timeout))
     if make_harness is not None:
         assert route is not None
         roles.append(make_harness(route, ranks))

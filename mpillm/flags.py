@@ -73,7 +73,7 @@ def _take_out(found: dict[str, Found], flags_name: str, options: Mapping[str, Fi
         mine, origin = found[option.name], flags.key_origins().get(name)
         where = "" if origin is None else f"{origin.where}: {flags_name} {name}"
         if origin is not None and origin.level is mine.origin.level and option.check(flags.value[name], where) != mine.value:
-            raise ConfigError(f"{where} is {flags.value[name]}, but {option.name} is {mine.value} ({mine.source})")
+            raise ConfigError(f"{where} is {flags.value[name]}, but {option.name} is {mine.value} ({mine.origin.where})")
     _share(found, flags_name, options)
     flags = found[flags_name]
     values = {name: value for name, value in flags.value.items() if name not in options}

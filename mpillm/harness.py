@@ -14,12 +14,12 @@ import disagg
 from disagg.generator import control_ranks
 from launch.children import Children
 from launch.supervisor import KILL_GRACE_S, STOP_GRACE_S
+from mpillm import fields
 from mpillm.builder.operation import Command
 from mpillm.command_line import Parser
-from mpillm.config import RunConfig, parse_each
+from mpillm.config import RUN_FIELDS, RunConfig, parse_each
 from mpillm.devices import visible_gpus
 from mpillm.errors import ExitCode
-from mpillm.fields import FIELDS
 
 _OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")  # options that are said anew for each test
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm run-harness --benchmarks=llama2,moe --scenarios=Offline,Server --harness_type=triton\n"
         "  python -m mpillm run-harness --core_type dummy --scenarios=Offline,Server --server_target_qps 100 --world_size 4",
     )
-    configs = parse_each(argv, parser, FIELDS)
+    configs = parse_each(argv, parser, [*RUN_FIELDS, fields.world_size, fields.dry_run])
     tests = [test_of(config, argv, len(configs) > 1) for config in configs]
     if configs[0].dry_run:
         for test in tests:

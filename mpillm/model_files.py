@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from disagg.errors import ConfigError
 from mpillm import fields
 from mpillm.configurator import Field
+from mpillm.json_files import read_json
 
 T = TypeVar("T", bound="Slice")
 
@@ -45,7 +46,7 @@ class Slice:
     @classmethod
     def from_file(cls: type[T], path: str | Path) -> T:
         """ConfigError naming the file if it can't be read."""
-        return cls.from_json(read_json(path), str(path))
+        return cls.from_json(read_json(Path(path)), str(path))
 
 
 _KIND_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -54,18 +55,6 @@ _KIND_NAMES[tuple[int, ...]] = "a whole number, or an array of them"
 
 def _is(value: Any, kind: Any) -> bool:
     return type(value) is kind or (kind is float and type(value) is int)
-
-
-def read_json(path: str | Path) -> Any:
-    """The JSON in a file; ConfigError naming the file, and the line of a mistake."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text in UTF-8") from None
 
 
 @dataclass(frozen=True)
@@ -107,8 +96,7 @@ class GenerationConfig(Slice):
 
     def values(self) -> dict[Field, Any]:
         """What it says, by field."""
-        ends = {fields.end_ids: self.eos_token_id} if self.eos_token_id else {}
-        return ends | {
+        return {
             fields.max_output_len: self.max_output_len,
             fields.min_output_len: self.min_output_len,
             fields.beam_width: self.runtime_beam_width,

@@ -9,19 +9,29 @@ from dataclasses import dataclass
 import disagg
 from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
+from disagg.schema import SECTIONS
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
 from mpillm.configurator import Field
 from mpillm.devices import OwnGpu
-from mpillm.fields import FIELDS
+from mpillm.fields import MODEL_AND_LIMITS, shown
 
 # What plan shows in --help.
-_PLANNING = [
-    field
-    for field in FIELDS
-    if field.name in ("benchmarks", "config_file", "model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
-    or (field.group in ("topology", "plan") and field.name not in ("core_type", "core_options"))
-]
+_PLANNING = shown("topology", "plan", also=("benchmarks", "config_file", *MODEL_AND_LIMITS))
+
+# What a YAML says in the place of options: they may say the same.
+_CTX, _GEN, _EXECUTORS = SECTIONS
+_TOPOLOGY = {
+    "num_ctx_servers": ((_CTX,), "num_instances"),
+    "ctx_tp_size": ((_CTX,), "tensor_parallel_size"),
+    "ctx_pp_size": ((_CTX,), "pipeline_parallel_size"),
+    "num_gen_servers": ((_GEN,), "num_instances"),
+    "gen_tp_size": ((_GEN,), "tensor_parallel_size"),
+    "gen_pp_size": ((_GEN,), "pipeline_parallel_size"),
+    "tensor_parallelism": ((_EXECUTORS,), "tensor_parallel_size"),
+    "pipeline_parallelism": ((_EXECUTORS,), "pipeline_parallel_size"),
+    "moe_expert_parallelism": (SECTIONS, "moe_expert_parallel_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,13 @@ def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
     if config.disagg_config:
         loaded = disagg.load(config.disagg_config)
         if config.given("mode") and loaded.mode != config.mode:
-            raise ConfigError(f"--mode {config.mode}, but {config.disagg_config} is {loaded.mode}")
+            raise ConfigError(f"{config.named('mode')}, but {config.disagg_config} is {loaded.mode}")
+        for name, (sections, key) in _TOPOLOGY.items():
+            if not config.given(name):
+                continue
+            for section, server in loaded.sections:
+                if section in sections and getattr(server, key) != getattr(config, name):
+                    raise ConfigError(f"{config.named(name)}, but {section}.{key} of {config.disagg_config} is {getattr(server, key)}")
         return loaded
     return disagg.generate(
         config.mode,

@@ -22,10 +22,22 @@ from launch.children import Child, Children
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
 from mpillm.errors import ExitCode
-from mpillm.fields import FIELDS
+from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
 from mpillm.serving import Server, disaggregated, endpoints, triton
 
-_GROUPS = ("workload", "stages", "topology", "model", "checkpoint", "build", "harness", "server", "triton")
+_OF_TRITON = (
+    "triton_model_repo",
+    "triton_num_servers",
+    "triton_server_urls",
+    "triton_grpc_ports",
+    "triton_skip_server_spawn",
+    "tritonserver",
+)
+_OF_TRTLLM = (
+    *("disagg_config", "trtllm_server_urls", "llm_quantizer_outdir", "engine_dir", "trtllm_checkpoint_flags", "trtllm_build_flags"),
+    *("trtllm_runtime_flags", "enable_kv_cache_reuse", *SIZES, *MODEL_AND_LIMITS),
+)
+_SHOWN = shown("workload", also=("dry_run", "core_type", *_OF_TRITON, *_OF_TRTLLM, "log_dir", "load_deadline", "stall_timeout"))
 _POLL_S = 0.5
 _ANSWER_S = 5.0  # for one health check
 
@@ -40,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm run-llm-server --core_type=trtllm_endpoint --model_path DIR --tensor_parallelism 2\n"
         "  python -m mpillm run-llm-server --core_type=trtllm_disagg --trtllm_disagg_config_path=disagg.yaml",
     )
-    config = parse(argv, parser, [field for field in FIELDS if field.group in _GROUPS or field.name in ("log_dir", "load_deadline")])
+    config = parse(argv, parser, _SHOWN)
     servers = servers_of(config)
     if config.dry_run:
         for path, text in _files(servers).items():

@@ -22,7 +22,8 @@ from mpillm.builder.trtllm import TRTLLMLibraryLoader
 from mpillm.comms.world import launcher_rank
 from mpillm.config import RunConfig
 from mpillm.devices import visible_gpus
-from mpillm.harness_config import TritonHarnessConfig
+from mpillm.fields.flags import CHUNKING_POLICIES, SCHEDULER_POLICIES
+from mpillm.harness_config import TritonHarnessConfig, TrtllmEndpointConfig
 
 LAUNCH_TYPE = "MLPERF_DISAGG_LAUNCH_TYPE"
 _TRITONSERVER = "/opt/tritonserver/bin/tritonserver"  # in NVIDIA's containers
@@ -132,7 +133,9 @@ def _triton_command(program: str, repo: Path, models: list[str], world: int, por
 
 def endpoints(config: RunConfig) -> list[Server]:
     """A `trtllm-serve` for each URL on this host, each with its share of the GPUs."""
-    model = _model(config)
+    harness = config.build(TrtllmEndpointConfig)
+    backend = {"cpp": "tensorrt", "pytorch": "pytorch"}[harness.backend_type]
+    model = _model(config, backend)
     cut = TRTLLMLibraryLoader(
         tp_size=config.tensor_parallelism,
         pp_size=config.pipeline_parallelism,
@@ -147,24 +150,21 @@ def endpoints(config: RunConfig) -> list[Server]:
     else:
         ports = [_FIRST_ENDPOINT_PORT + index for index in range(max(1, len(gpus or ()) // cut.ranks))]
     check_gpus(len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
-    flags = {**config.trtllm_build_flags, **config.trtllm_runtime_flags}
+    flags = {**harness.build_flags, **harness.runtime_flags}
     options = {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "ep_size": cut.ep_size if cut.ep_size > 1 else None}
-    options |= {
-        name: flags.get(name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_beam_width", "num_postprocess_workers")
-    }
-    for name in ("max_batch_size", "max_num_tokens", "max_seq_len"):
-        options[name] = getattr(config, name) or options[name]
+    options |= {name: flags.get(name) for name in ("max_batch_size", "max_num_tokens", "max_beam_width", "num_postprocess_workers")}
+    options["max_seq_len"] = config.max_seq_len or flags.get("max_seq_len")
     extra = Path("build/servers/extra_llm_api_options.yaml")
-    text = yaml.safe_dump(llm_api_options(config.trtllm_runtime_flags, config.trtllm_checkpoint_flags), sort_keys=False)
+    text = yaml.safe_dump(llm_api_options(config), sort_keys=False)
     servers = []
     for index, port in enumerate(ports):
-        words = [find_program("trtllm-serve", _INSTALL), "serve", model, "--host", "0.0.0.0", "--port", str(port)]
-        words += ["--backend", "tensorrt" if flags.get("trtllm_backend", "pytorch") == "cpp" else "pytorch"]
+        words = [find_program("trtllm-serve", _INSTALL), "serve", *model, "--host", "0.0.0.0", "--port", str(port), "--backend", backend]
         words += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
         words += ["--extra_llm_api_options", str(extra)]
         env = {}
         if gpus is not None and len(ports) > 1:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(index * cut.ranks, (index + 1) * cut.ranks)))
+            ours = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus))))).split(",")
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(ours[index * cut.ranks : (index + 1) * cut.ranks])
         health = f"http://localhost:{port}/health"
         servers.append(
             Server(
@@ -174,42 +174,34 @@ def endpoints(config: RunConfig) -> list[Server]:
     return servers
 
 
-def _model(config: RunConfig) -> str:
-    """The quantised checkpoint if there is one, else the model as it was published."""
+def _model(config: RunConfig, backend: str) -> list[str]:
+    """What trtllm-serve reads: the engine, whose tokenizer is the model's; else the quantised checkpoint, or the model as published."""
+    if backend == "tensorrt" and config.engine_dir:
+        return [str(config.engine_dir), *(["--tokenizer", str(config.model_path)] if config.model_path else [])]
     if config.llm_quantizer_outdir and Path(config.llm_quantizer_outdir).is_dir():
-        return str(config.llm_quantizer_outdir)
+        return [str(config.llm_quantizer_outdir)]
     if not config.model_path:
         raise ConfigError(
             f"--core_type {config.core_type} needs --model_path, or the --llm_quantizer_outdir that generate-engines has made"
         )
-    return str(config.model_path)
+    return [str(config.model_path)]
 
 
-_SCHEDULER = {"max_util": "MAX_UTILIZATION", "no_evict": "GUARANTEED_NO_EVICT", "static": "STATIC_BATCH"}
-
-
-def llm_api_options(runtime_flags: Mapping[str, Any], checkpoint_flags: Mapping[str, Any]) -> dict[str, Any]:
+def llm_api_options(config: RunConfig) -> dict[str, Any]:
     """TensorRT-LLM's LLM arguments, as a YAML holds them, from the harness's flags."""
-    scheduler: dict[str, Any] = {}
-    if policy := runtime_flags.get("batch_scheduler_policy"):
-        if policy not in _SCHEDULER:
-            raise ConfigError(
-                f"--trtllm_runtime_flags: batch_scheduler_policy {policy}: not one of {', '.join(_SCHEDULER)}{nearest(policy, _SCHEDULER)}"
-            )
-        scheduler["capacity_scheduler_policy"] = _SCHEDULER[policy]
-    if policy := runtime_flags.get("context_chunking_policy"):
-        scheduler["context_chunking_policy"] = str(policy).upper()
-    cache: dict[str, Any] = {"enable_block_reuse": bool(runtime_flags.get("enable_kv_cache_reuse", False))}  # MLPerf forbids reuse
-    if (fraction := runtime_flags.get("kvcache_free_gpu_mem_frac")) is not None:
-        cache["free_gpu_memory_fraction"] = fraction
-    if dtype := checkpoint_flags.get("kv_cache_dtype"):
+    flags = config.trtllm_runtime_flags  # with the defaults of those that are options, and checked
+    cache: dict[str, Any] = {"free_gpu_memory_fraction": flags["kvcache_free_gpu_mem_frac"]}
+    cache["enable_block_reuse"] = bool(flags.get("enable_kv_cache_reuse", config.enable_kv_cache_reuse))
+    if dtype := config.trtllm_checkpoint_flags.get("kv_cache_dtype"):
         cache["dtype"] = dtype
-    options: dict[str, Any] = {"kv_cache_config": cache}
-    if scheduler:
-        options["scheduler_config"] = scheduler
-    if "enable_chunked_context" in runtime_flags:
-        options["enable_chunked_prefill"] = runtime_flags["enable_chunked_context"]
-    return options
+    return {
+        "kv_cache_config": cache,
+        "scheduler_config": {
+            "capacity_scheduler_policy": SCHEDULER_POLICIES[flags["batch_scheduler_policy"]],
+            "context_chunking_policy": CHUNKING_POLICIES[flags["context_chunking_policy"]],
+        },
+        "enable_chunked_prefill": flags["enable_chunked_context"],
+    }
 
 
 # --- disaggregated serving ---

@@ -15,8 +15,8 @@ from mpillm.command_line import Parser
 from mpillm.config import collect
 from mpillm.configurator import Field
 from mpillm.errors import ExitCode
+from mpillm.json_files import as_writable, read_json, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
-from mpillm.report.json_files import as_writable, read_json, write_json, write_text
 from mpillm.report.run_directory import RunDirectory
 from mpillm.tokenizer import Tokenizer, load_tokenizer
 
@@ -79,8 +79,6 @@ def task_of(run: RunDirectory) -> Task:
 def _answers(run: RunDirectory) -> list[LoggedAnswer]:
     answers = read_answers(run.path / ACCURACY)
     expected = accuracy_samples(read_detail(run.path))
-    if not answers:
-        raise ConfigError(f"{run.path / ACCURACY} is empty: LoadGen logged no answer")
     if len(answers) != expected:
         raise ConfigError(f"{run.path / ACCURACY} has answers to {len(answers)} samples; the data set has {expected}")
     return answers

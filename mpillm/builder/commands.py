@@ -9,15 +9,14 @@ from pathlib import Path
 from disagg.errors import ConfigError, nearest
 from mpillm.builder.operation import Operation, execute, log_of, read_stamp
 from mpillm.builder.torch_core import TorchBuilderOp, TorchQuantizerOp
-from mpillm.builder.triton import GenerateTritonConfigOp, engine_layout, triton_layout
-from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp
+from mpillm.builder.triton import GenerateTritonConfigOp, triton_layout
+from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp, read_engine
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse_each
-from mpillm.configurator import Field
 from mpillm.errors import ExitCode
-from mpillm.fields import FIELDS
+from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
 from mpillm.fields.general import harness_type
-from mpillm.harness_config import TritonHarnessConfig
+from mpillm.harness_config import TritonHarnessConfig, TrtllmHlApiConfig
 
 ENGINE_CORES = ("trtllm_executor", "triton_grpc")
 """Cores that run an engine of `trtllm-build`."""
@@ -25,27 +24,29 @@ ENGINE_CORES = ("trtllm_executor", "triton_grpc")
 PYTORCH_CORES = ("trtllm_hlapi", "trtllm_endpoint", "trtllm_disagg")
 """Cores that read a Hugging Face folder, for TensorRT-LLM's PyTorch backend; or an engine, after the runtime flag trtllm_backend."""
 
-
-def _shown(*groups: str) -> list[Field]:
-    return [field for field in FIELDS if field.group in groups]
+_COMMON = ("core_type", *SIZES, *MODEL_AND_LIMITS, "trtllm_runtime_flags")
+_ENGINE = shown("workload", "stages", "checkpoint", "build", also=(*_COMMON, "dtype", "quantization", "build_deadline"))
+_OF_TRITON = ("triton_num_servers", "triton_num_models_per_server", "triton_model_repo")
+_TRITON = shown("workload", "stages", "build", also=(*_COMMON, "llm_gen_config_path", "enable_kv_cache_reuse", *_OF_TRITON))
 
 
 def engine_stages(config: RunConfig) -> Operation:
     """The last stage of what `generate-engines` makes for a test; the stages before it are its dependencies."""
     deadline_s = config.build_deadline
     with config.configuration().autoapply():
-        if config.core_type in ENGINE_CORES:
-            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
-        if config.core_type in PYTORCH_CORES:
-            if config.trtllm_runtime_flags.get("trtllm_backend", "pytorch") == "pytorch":
-                return TRTLLMQuantizerOp(export_hf=True, deadline_s=deadline_s)
-            return TRTLLMBuilderOp(TRTLLMQuantizerOp(deadline_s=deadline_s), deadline_s=deadline_s)
         if config.core_type == "torch":
             quantizer = TorchQuantizerOp(deadline_s=deadline_s) if QuantizerConfig().qformat != "full_prec" else None
             return TorchBuilderOp(quantizer, deadline_s=deadline_s)
-    known = ("torch", *ENGINE_CORES, *PYTORCH_CORES)
-    near = nearest(config.core_type, known)
-    raise ConfigError(f"--core_type {config.core_type}: there is nothing to build for it{near}, but for {', '.join(known)}")
+        if config.core_type not in ENGINE_CORES + PYTORCH_CORES:
+            known = ("torch", *ENGINE_CORES, *PYTORCH_CORES)
+            near = nearest(config.core_type, known)
+            raise ConfigError(f"--core_type {config.core_type}: there is nothing to build for it{near}, but for {', '.join(known)}")
+        for name, flag in (("dtype", "dtype"), ("quantization", "qformat")):
+            if config.given(name) and getattr(config, name) != "auto":
+                raise ConfigError(f"{config.named(name)}: the torch core's alone; here it is --trtllm_checkpoint_flags={flag}:…")
+        if config.core_type in PYTORCH_CORES and config.build(TrtllmHlApiConfig).backend_type == "pytorch":
+            return TRTLLMQuantizerOp(export_hf=True, deadline_s=deadline_s)
+        return TRTLLMBuilderOp(deadline_s=deadline_s)
 
 
 def generate_engines_main(argv: Sequence[str]) -> int:
@@ -58,7 +59,7 @@ def generate_engines_main(argv: Sequence[str]) -> int:
         "  python -m mpillm generate-engines --benchmarks=llama2-70b --harness_type=triton --model_path DIR --trtllm_lib_path build/TRTLLM"
         " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
     )
-    configs = parse_each(argv, parser, _shown("workload", "stages", "topology", "model", "checkpoint", "build", "deadlines"))
+    configs = parse_each(argv, parser, _ENGINE)
     stages = [engine_stages(config) for config in configs]
     execute(_distinct(stages), force=configs[0].force, dry_run=configs[0].dry_run)
     if not configs[0].dry_run:
@@ -84,7 +85,7 @@ def generate_triton_config_main(argv: Sequence[str]) -> int:
         description="Write a Triton model repository for each server, for an engine that is there.",
         epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --engine_dir=build/engines/llama2",
     )
-    configs = parse_each(argv, parser, _shown("workload", "stages", "topology", "build", "harness", "triton"), {harness_type: "triton"})
+    configs = parse_each(argv, parser, _TRITON, {harness_type: "triton"})
     if len(configs) > 1:
         raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
     stages = triton_stages(configs[0])
@@ -112,7 +113,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
         with config.configuration().autoapply():
             engine_dir = str(TRTLLMBuilderOp().output)
     harness = config.build(TritonHarnessConfig)
-    cut = engine_layout(engine_dir)
+    _, cut = read_engine(Path(engine_dir))
     counts = [getattr(config, name) if config.given(name) else None for name in ("triton_num_servers", "triton_num_models_per_server")]
     layout = triton_layout(config.scenario, cut.ranks, *counts)
     return [
@@ -125,7 +126,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
             scenario=config.scenario,
             streaming=harness.streaming,
             build_flags=harness.build_flags,
-            runtime_flags=harness.runtime_flags,
+            runtime_flags={"enable_kv_cache_reuse": config.enable_kv_cache_reuse, **harness.runtime_flags},
         )
         for server in range(layout.n_servers)
     ]

@@ -22,10 +22,12 @@ from launch.environment import launched_size
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
 from mpillm.errors import ExitCode
-from mpillm.fields import FIELDS, Field
+from mpillm.fields import MODEL_AND_LIMITS, Field, shown
 from mpillm.planning import disagg_config
+from mpillm.serving import llm_api_options
 
-_GROUPS = ("workload", "stages", "plan", "topology", "model", "server")
+_OF_TRTLLM = ("server_port", "worker_start_port", "trtllm_checkpoint_flags", "trtllm_runtime_flags", "enable_kv_cache_reuse")
+_SHOWN = shown("workload", "topology", also=("dry_run", "world_size", *MODEL_AND_LIMITS, *_OF_TRTLLM))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         "  mpirun -n 4 python -m mpillm generate-disagg-config --benchmarks=llama2-70b --core_type=trtllm_disagg"
         " --trtllm_disagg_config_path=disagg.yaml",
     )
-    config = parse(argv, parser, [*(field for field in FIELDS if field.group in _GROUPS), output])
+    config = parse(argv, parser, [*_SHOWN, output])
     path = config.output or config.disagg_config
     if launched_size(os.environ) is not None:
         made = _of_this_world(config)
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         # The YAML that is named is the one to write, not one to read.
         made = disagg_config(_without_file(config), config.world_size)
         made = dataclasses.replace(made, port=config.server_port)
-    text = disagg.dump(made)
+    text = disagg.dump(_with_flags(config, made))
     if config.dry_run or not path:
         print(text, end="")
         return ExitCode.DONE
@@ -93,6 +95,18 @@ def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
         port += server.num_instances
     made = dataclasses.replace(made, hostname=hosts[0], port=config.server_port, **sections)
     return disagg.parse(disagg.dump(made), "generated configuration")  # checked as a file is: no address twice
+
+
+def _with_flags(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
+    """For TensorRT-LLM, whose servers know of the harness's flags what the file says; `run` gives our own cores theirs."""
+    if config.core_type != "trtllm_disagg":
+        return made
+    options = llm_api_options(config)
+    cache = options.pop("kv_cache_config")
+    sections: dict[str, Any] = {
+        name: dataclasses.replace(server, kv_cache_config=cache, extra={**server.extra, **options}) for name, server in made.sections
+    }
+    return disagg.parse(disagg.dump(dataclasses.replace(made, **sections)), "generated configuration")
 
 
 def _without_file(config: RunConfig) -> RunConfig:

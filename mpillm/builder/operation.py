@@ -111,13 +111,9 @@ class Operation(ABC):
         state = {"operation": self.name, "inputs": self.inputs(), "dependencies": [d.digest() for d in self.dependencies]}
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
-    def stamp(self) -> dict[str, Any] | None:
-        """The stamp of the output that is there, if it is one of ours."""
-        return read_stamp(self.output)
-
     def why(self) -> str:
         """Why it has to be made; empty if the output is there, complete, and made from the same inputs."""
-        stamp = self.stamp()
+        stamp = read_stamp(self.output)
         if stamp is None:
             return "not there"
         if missing := self.missing(self.output):
@@ -258,7 +254,7 @@ def _check_place(op: Operation) -> None:
     """The output may be made where it is to be: nothing of a person's is there, and there is a right to write."""
     output = op.output
     try:
-        if output.exists() and (not output.is_dir() or (any(output.iterdir()) and op.stamp() is None)):
+        if output.exists() and (not output.is_dir() or (any(output.iterdir()) and read_stamp(output) is None)):
             raise ConfigError(f"{op.name}: {output} is there and was not made by mpillm; move it away or choose another folder")
         above = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.devices import visible_gpus
+from mpillm.json_files import read_object
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -45,7 +45,7 @@ def model_config(folder: Path, source: str = "--model_path") -> dict[str, Any]:
     """`config.json` of a model's folder, which must have weights, too."""
     if not folder.is_dir():
         raise NotHere(f"{source} {folder}: no such folder")
-    config = read_json(folder / "config.json", source)
+    config = config_of(folder, source)
     if not weights(folder):
         raise NotHere(f"{source} {folder}: no weights ({' or '.join(WEIGHTS)})")
     return config
@@ -56,17 +56,11 @@ def weights(folder: Path) -> list[Path]:
     return [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
 
 
-def read_json(path: Path, source: str) -> dict[str, Any]:
-    """A JSON object from a file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{source} {path.parent}: there is no {path.name} in it") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: can't be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    return content
+def config_of(folder: Path, source: str) -> dict[str, Any]:
+    """`config.json` of a folder of weights or an engine; ConfigError, which begins with `source`, if there is none."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{source} {folder}: there is no config.json in it")
+    return read_object(folder / "config.json")
 
 
 def check_divides(config: dict[str, Any], layout: Layout) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 from mpillm import fields
 from mpillm.builder.operation import Command, Operation, identity
-from mpillm.builder.preconditions import check_divides, check_space, model_config, read_json, weights
+from mpillm.builder.preconditions import check_divides, check_space, model_config, weights
 from mpillm.builder.trtllm import QuantizerConfig, TRTLLMLibraryLoader, without_parallelism
 from mpillm.configurator import HelpInfo, autoconfigure, bind
 from mpillm.engine.model_config import PRESETS
+from mpillm.json_files import read_object
 
 # TensorRT-LLM's names of formats, and the torch core's.
 ALGORITHMS = {"int8_wo": "int8", "int8": "int8", "fp8": "fp8", "full_prec": "none"}
@@ -65,6 +66,7 @@ class TorchQuantizerOp(Operation):
 @bind(fields.trtllm_build_flags, "build_flags")
 @bind(fields.engine_dir)
 @bind(fields.dtype)
+@bind(fields.quantization)
 class TorchBuilderOp(Operation):
     """From a checkpoint, or a preset, to the file of each rank of an instance."""
 
@@ -77,6 +79,7 @@ class TorchBuilderOp(Operation):
         build_flags: Mapping[str, Any] | None = None,
         engine_dir: str | None = None,
         dtype: str = "auto",
+        quantization: str = "auto",
         deadline_s: float | None = None,
     ) -> None:
         config = quantizer.config if quantizer else QuantizerConfig()
@@ -87,13 +90,17 @@ class TorchBuilderOp(Operation):
         self.checkpoint = quantizer.output if quantizer else self.source
         self.layout = TRTLLMLibraryLoader().layout
         self.dtype = dtype
+        self.quantization = quantization
+        if quantizer and quantization not in ("auto", quantizer.algorithm):
+            raise ConfigError(f"--quantization {quantization}, but --trtllm_checkpoint_flags: qformat {config.qformat}")
         self.limits = without_parallelism(build_flags or {})
         for flag in self.limits:
             if flag not in _LIMITS:
                 raise ConfigError(
                     f"--trtllm_build_flags: the torch core has no flag '{flag}'{nearest(flag, _LIMITS)}; it has {', '.join(_LIMITS)}"
                 )
-        self.output = Path(engine_dir) if engine_dir else Path("build/engines") / f"{self.source.name}-{config.qformat}-torch-{self.layout}"
+        weights_are = config.qformat if quantizer or quantization == "auto" else quantization
+        self.output = Path(engine_dir) if engine_dir else Path("build/engines") / f"{self.source.name}-{weights_are}-torch-{self.layout}"
 
     def inputs(self) -> dict[str, Any]:
         checkpoint = None if self.dependencies else identity(self.checkpoint)
@@ -101,6 +108,7 @@ class TorchBuilderOp(Operation):
             "checkpoint": checkpoint or str(self.checkpoint),
             "layout": str(self.layout),
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "limits": dict(self.limits),
         }
 
@@ -110,12 +118,12 @@ class TorchBuilderOp(Operation):
     def commands(self, target: Path) -> Sequence[Command]:
         cut = self.layout
         limits = [f"{name}:{value}" for name, value in self.limits.items()]
-        return (_stage("build", self.checkpoint, target, cut.tp_size, cut.pp_size, cut.ep_size, self.dtype, *limits),)
+        return (_stage("build", self.checkpoint, target, cut.tp_size, cut.pp_size, cut.ep_size, self.dtype, self.quantization, *limits),)
 
     def check(self) -> None:
         preset = PRESETS / f"{self.source}.json"
         is_preset = not self.source.exists() and preset.is_file()
-        check_divides(read_json(preset, "--model_path") if is_preset else model_config(self.source), self.layout)
+        check_divides(read_object(preset) if is_preset else model_config(self.source), self.layout)
         if not is_preset:
             check_space(self.output, sum(path.stat().st_size for path in weights(self.source)))
 

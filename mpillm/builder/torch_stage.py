@@ -1,7 +1,7 @@
 """One stage of the torch core in a process of its own, so that it can be stopped, and its memory goes with it.
 
 ``python -m mpillm.builder.torch_stage quantize MODEL TARGET ALGORITHM``
-``python -m mpillm.builder.torch_stage build CHECKPOINT TARGET TP PP EP DTYPE [LIMIT:VALUE …]``
+``python -m mpillm.builder.torch_stage build CHECKPOINT TARGET TP PP EP DTYPE QUANTIZATION [LIMIT:VALUE …]``
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def main(argv: Sequence[str]) -> int:
         else:
             from mpillm.engine.shards import build
 
-            tp_size, pp_size, ep_size, dtype, *limits = rest
+            tp_size, pp_size, ep_size, dtype, quantization, *limits = rest
             sizes = (int(tp_size), int(pp_size), int(ep_size))
-            build(source, Path(target), *sizes, dtype, build_config=flag_dict(",".join(limits)), progress=say)
+            build(source, Path(target), *sizes, dtype, quantization, build_config=flag_dict(",".join(limits)), progress=say)
     except ConfigError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE

@@ -11,7 +11,7 @@ from disagg.errors import ConfigError, nearest
 from launch.children import Children
 from mpillm.builder.operation import Command, Operation, identity
 from mpillm.builder.pbtxt import Name, dump
-from mpillm.builder.preconditions import Layout, check_gpus
+from mpillm.builder.preconditions import check_gpus
 from mpillm.builder.trtllm import read_engine
 from mpillm.devices import visible_gpus
 
@@ -181,7 +181,6 @@ class GenerateTritonConfigOp(Operation):
             "gpt_model_type": "inflight_fused_batching" if flags.get("use_inflight_batching", True) else "V1",
             "gpt_model_path": str(self.engine_dir),
             "max_beam_width": str(build.get("max_beam_width", 1)),
-            "enable_kv_cache_reuse": "false",  # MLPerf forbids it
             **model_parameters(flags),
             "gpu_device_ids": ",".join(map(str, self.layout.gpus(self.models[index]))),
         }
@@ -216,21 +215,9 @@ class GenerateTritonConfigOp(Operation):
     def describe(self) -> list[str]:
         return [f"# writes {self.output / name}" for name in self.files()]
 
-    def check(self) -> None:
-        _, cut = read_engine(self.engine_dir)
-        if cut.ranks != self.layout.gpus_per_model:
-            raise ConfigError(
-                f"--engine_dir {self.engine_dir}: built for {cut.ranks} GPUs ({cut}), and the options say {self.layout.gpus_per_model}"
-            )
-
     def make(self, target: Path, children: Children, log: Path) -> None:
         for index, name in enumerate(self.names):
             (target / name / MODEL_VERSION).mkdir(parents=True)
             (target / name / "config.pbtxt").write_text(dump(self.config(index)), encoding="utf-8")
             with log.open("a", encoding="utf-8") as file:
                 file.write(f"{name}: engine {self.engine_dir}, GPUs {self.layout.gpus(self.models[index])}\n")
-
-
-def engine_layout(engine_dir: str) -> Layout:
-    """How the engine is cut, by its own word."""
-    return read_engine(Path(engine_dir))[1]

@@ -16,11 +16,11 @@ from mpillm.builder.preconditions import (
     check_divides,
     check_gpus,
     check_space,
+    config_of,
     find_program,
     find_script,
     model_config,
     python_with_trtllm,
-    read_json,
     weights,
 )
 from mpillm.configurator import HelpInfo, autoconfigure, bind
@@ -277,7 +277,7 @@ def read_engine(folder: Path, option: str = "--engine_dir") -> tuple[dict[str, A
     """The build configuration of an engine that is there, and how it is cut; ConfigError if it is not whole."""
     if not folder.is_dir():
         raise ConfigError(f"{option} {folder}: no such folder; generate-engines makes it")
-    config = read_json(folder / "config.json", option)
+    config = config_of(folder, option)
     mapping = config.get("pretrained_config", {}).get("mapping", {})
     layout = Layout(mapping.get("tp_size", 1), mapping.get("pp_size", 1), max(1, mapping.get("moe_ep_size", 1)))
     for name in engine_files(layout):

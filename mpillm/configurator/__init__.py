@@ -65,11 +65,6 @@ class Found(NamedTuple):
     origin: Origin
     keys: Mapping[str, Origin] = {}
 
-    @property
-    def source(self) -> str:
-        """Where it came from, as a person is told."""
-        return self.origin.where
-
     def over(self, below: Found | None, strategy: AutoConfStrategy) -> Found:
         """This value laid over the one below it."""
         if below is None or strategy is AutoConfStrategy.Replace or not isinstance(self.value, dict) or not isinstance(below.value, dict):

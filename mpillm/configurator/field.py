@@ -56,11 +56,11 @@ class Field:
     @property
     def shown_default(self) -> str:
         """The default as the command line would have it; empty if there is none."""
-        if self.default is None or self.default == {}:
-            return ""
-        if isinstance(self.default, bool):
-            return str(self.default).lower()
-        return str(getattr(self.from_string, "to_text", str)(self.default))
+        return "" if self.default is None or self.default == {} else self.text(self.default)
+
+    def text(self, value: Any) -> str:
+        """What `parse` reads as `value`."""
+        return str(value).lower() if isinstance(value, bool) else str(getattr(self.from_string, "to_text", str)(value))
 
     def parse(self, text: str, source: str) -> Any:
         """The value of `text`; ConfigError naming `source`, the text, and what is allowed."""
@@ -86,5 +86,4 @@ class Field:
             value = value.value
         if value is None or (isinstance(value, dict) and getattr(self.from_string, "reads_dict", False)):
             return value
-        to_text = getattr(self.from_string, "to_text", str)
-        return self.parse(value if isinstance(value, str) else to_text(value), source)
+        return self.parse(value if isinstance(value, str) else self.text(value), source)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from disagg.errors import ConfigError
 from mpillm.engine.memory import shown
 from mpillm.engine.quantization import RECORD
+from mpillm.json_files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,20 +45,6 @@ class Entry(NamedTuple):
         for size in self.shape:
             n *= size
         return n
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: not a JSON object")
-    return value
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
@@ -92,7 +79,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.is_file():
         return [folder / SINGLE]
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ConfigError(f"{index}: no weight_map")
     return sorted({folder / str(name) for name in weight_map.values()})
@@ -138,7 +125,7 @@ def digests(folder: Path) -> list[str]:
                 stream.seek(at)
                 state.update(stream.read(_SAMPLE_BYTES))
     record = folder / RECORD
-    return [state.hexdigest(), *(read_json(record).get("source_digests", []) if record.is_file() else [])]
+    return [state.hexdigest(), *(read_object(record).get("source_digests", []) if record.is_file() else [])]
 
 
 def check_room(folder: Path, n_bytes: int) -> None:
@@ -174,10 +161,6 @@ def write_safetensors(file: Path, entries: Mapping[str, Entry], tensors: Iterabl
         os.fsync(stream.fileno())
     if missing:
         raise ValueError(f"{file}: nothing was given for {', '.join(sorted(missing))}")
-
-
-def write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_companions(source: Path, target: Path) -> None:

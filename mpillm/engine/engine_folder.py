@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import mpillm
 from disagg.errors import ConfigError
-from mpillm.engine.checkpoint_folder import Entry, digests, read_header, read_json, weight_files
+from mpillm.engine.checkpoint_folder import Entry, digests, read_header, weight_files
 from mpillm.engine.layout import FUSED, Layout
 from mpillm.engine.quantization import DTYPES, is_linear, scale_name
+from mpillm.json_files import read_object
 
 if TYPE_CHECKING:
     from mpillm.cores.base import CoreConfig
@@ -102,7 +103,7 @@ def engine_json(
 def read_engine(folder: Path) -> EngineFolder:
     """ConfigError if `folder` holds no engine of ours."""
     file = folder / "config.json"
-    raw = read_json(file)
+    raw = read_object(file)
     if raw.get("format") != FORMAT:
         raise ConfigError(f"{file}: not an engine of format {FORMAT} (python -m mpillm generate-engines makes one)")
     try:

@@ -76,29 +76,6 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
 
 
 @triton.jit
-def _quantize_rows(out, scales, x, width, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(value))
-    scale = tl.where(largest == 0, 1.0, largest / LARGEST)
-    tl.store(scales + row, scale)
-    # The quotient may be larger than the type's largest number by its last bit.
-    scaled = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
-    tl.store(out + row * width + column, scaled.to(out.dtype.element_ty), mask=column < width)
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [n, width] as float8_e4m3fn, and the scale of each row, float32 [n, 1]: see `quantize.quantize_rows`."""
-    n, width = x.shape
-    out = torch.empty(n, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(n, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(width)
-    _quantize_rows[(n,)](out, scales, x, width, LARGEST=448.0, BLOCK=block, num_warps=min(16, max(1, block // 512)))
-    return out, scales
-
-
-@triton.jit
 def _silu_mul(out, gate_up, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpillm.engine.ops import Choice
-from mpillm.engine.quantize import dequantize_rows, quantize_rows
+from mpillm.engine.quantize import dequantize_rows
 
 _TYPICAL_ROWS = 64  # what the packed layout is chosen for; it serves every number of rows
 _FEW_ROWS = 32
@@ -55,16 +55,21 @@ class Int8Linear(Linear):
 
 
 class Fp8Linear(Linear):
-    """float8_e4m3fn weights with a scale for each output, for tensor cores: rows of x are rounded to fp8 as they come, each by a scale."""
+    """float8_e4m3fn weights with a scale for each output, on a GPU; rows of x, unless they are few, are rounded to fp8, each by a scale."""
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
         """float8_e4m3fn [out, in], both multiples of 16 (see `check_fp8`); float32 [out, 1]."""
         self.out_features, self.in_features = weight.shape
         self._weight = weight
         self._scales = scales.view(1, -1)
+        self._arrived = torch.zeros(self.out_features // 16, dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, row_scales = _rounded(x)
+        from mpillm.engine import fp8_kernels
+
+        if len(x) <= fp8_kernels.MOST_ROWS:
+            return fp8_kernels.product(x, self._weight, self._scales, self._arrived)
+        rows, row_scales = fp8_kernels.quantize_rows(x)
         # With scales for rows the result is bfloat16 always.
         return torch._scaled_mm(
             rows, self._weight.t(), scale_a=row_scales, scale_b=self._scales, out_dtype=torch.bfloat16, use_fast_accum=True
@@ -120,11 +125,3 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 def _packs() -> bool:
     """Whether this machine's CPU has AVX-512, and PyTorch oneDNN."""
     return bool(torch.backends.mkldnn.is_available()) and torch.backends.cpu.get_cpu_capability() == "AVX512"  # type: ignore[no-untyped-call]
-
-
-def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    if x.device.type == "cpu":
-        return quantize_rows(x, "fp8")
-    from mpillm.engine import kernels
-
-    return kernels.quantize_rows(x)

@@ -14,11 +14,12 @@ from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import CoreConfig
-from mpillm.engine.checkpoint_folder import read_header, read_json, weight_files
+from mpillm.engine.checkpoint_folder import read_header, weight_files
 from mpillm.engine.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.layout import Layout
 from mpillm.engine.memory import check_fit, gpu_room, shown
 from mpillm.engine.quantization import ALGORITHMS, DTYPES, held, is_linear, parse_quantization, scale_name
+from mpillm.json_files import read_object
 from mpillm.tokenizer import load_tokenizer
 
 PRESETS = Path(__file__).parent / "presets"
@@ -145,7 +146,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
     if config.options:
         raise ConfigError(f"--core_options {', '.join(config.options)}: the torch core has no such options")
     source, folder = _locate(config.model_path)
-    raw = read_json(source)
+    raw = read_object(source)
     architecture = _architecture(raw, source)
     model = _parse(raw, source)
     _check_layout(config, model)
@@ -187,14 +188,14 @@ def model_info(config: CoreConfig) -> ModelInfo:
 def load_model_config(model_path: str) -> ModelConfig:
     """The model in a folder or of a preset; ConfigError if there is none or we cannot run it."""
     source, _ = _locate(model_path)
-    raw = read_json(source)
+    raw = read_object(source)
     _architecture(raw, source)
     return _parse(raw, source)
 
 
 def preset_json(name: str) -> dict[str, Any]:
     """The `config.json` of a preset."""
-    return read_json(PRESETS / f"{name}.json")
+    return read_object(PRESETS / f"{name}.json")
 
 
 def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
@@ -397,7 +398,7 @@ def _end_ids(config: CoreConfig, raw: dict[str, Any], folder: Path | None) -> tu
         return config.end_ids
     value, file = None, "generation_config.json"
     if folder is not None and (folder / file).is_file():
-        value = read_json(folder / file).get("eos_token_id")
+        value = read_object(folder / file).get("eos_token_id")
     if value is None:
         value, file = raw.get("eos_token_id"), "config.json"
     if value is None:

@@ -24,12 +24,11 @@ from mpillm.engine.checkpoint_folder import (
     digests,
     new_folder,
     read_header,
-    read_json,
-    write_json,
     write_safetensors,
 )
 from mpillm.engine.model_config import ModelConfig, checkpoint_files, load_model_config
 from mpillm.engine.quantization import ALGORITHMS, DTYPES, RECORD, check_algorithm, is_linear, quantization_config, scale_name
+from mpillm.json_files import read_object, write_json
 
 _TORCH_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}  # of the type; int8's -128 stays unused
@@ -93,7 +92,7 @@ def quantize(
         if files != [source / SINGLE]:
             weight_map = {name: file.name for file, planned in entries.items() for name in planned}
             write_json(work / INDEX, {"metadata": {"total_size": n_bytes}, "weight_map": weight_map})
-        config = read_json(source / "config.json")
+        config = read_object(source / "config.json")
         if algo != "none":
             config["quantization_config"] = quantization_config(algo, model.n_experts)
         write_json(work / "config.json", config)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
-from mpillm.engine.checkpoint_folder import Entry, check_room, digests, new_folder, read_json, write_json, write_safetensors
+from mpillm.engine.checkpoint_folder import Entry, check_room, digests, new_folder, write_safetensors
 from mpillm.engine.engine_folder import EngineFolder, engine_json, entries, file_name, layouts, preset_digest
 from mpillm.engine.layout import Layout
 from mpillm.engine.model_config import PRESETS, model_info
 from mpillm.engine.quantization import is_linear, scale_name
 from mpillm.engine.weights import Checkpoint, DummyWeights, Shards, Weights
+from mpillm.json_files import read_object, write_json
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -59,7 +60,7 @@ def build(
         "checkpoint": str(checkpoint) if info.folder is None else str(info.folder.absolute()),
         "digests": [preset_digest(str(checkpoint))] if info.folder is None else digests(info.folder),
     }
-    config = engine_json(read_json(file), info.layout, info.dtype, info.quantization, origin, dict(build_config or {}))
+    config = engine_json(read_object(file), info.layout, info.dtype, info.quantization, origin, dict(build_config or {}))
     with new_folder(target, overwrite) as work, torch.inference_mode():
         check_room(work, sum(entry.n_bytes for made in planned.values() for entry in made.values()))
         for layout, made in planned.items():

@@ -27,6 +27,10 @@ RUNTIME_FLAGS: dict[str, Field] = {
 }
 TENSORRT_ONLY = ("enable_batch_size_tuning", "enable_max_num_tokens_tuning", "dynamic_batch_moving_average_window")
 
+# The harness's names of policies, and TensorRT-LLM's.
+SCHEDULER_POLICIES = {"max_util": "MAX_UTILIZATION", "no_evict": "GUARANTEED_NO_EVICT", "static": "STATIC_BATCH"}
+CHUNKING_POLICIES = {name: name.upper() for name in model.context_chunking_policy.choices}
+
 # What the reference's files also say among the flags, and is an option.
 RUNTIME_OPTIONS: dict[str, Field] = {
     "num_ctx_servers": topology.num_ctx_servers,

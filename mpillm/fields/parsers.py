@@ -30,7 +30,7 @@ def _paired(value: Any) -> str:
     return ",".join(f"{key}:{item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 
-@expects("key:value,key:value", reads_dict=True)
+@expects("key:value,key:value", _paired, reads_dict=True)
 def flag_dict(text: str) -> dict[str, Any]:
     """``key1:value1,key2:value2`` with values read as bool, int, float or else text; ValueError at the first bad pair."""
     result: dict[str, Any] = {}

@@ -6,18 +6,20 @@ from mpillm.configurator import Field
 from mpillm.fields.parsers import boolean, grpc_ports, positive, urls
 
 triton_server_urls = Field("triton_server_urls", "gRPC addresses of Triton servers, host:port,host:port", urls, group="triton")
-triton_num_clients_per_server = Field("triton_num_clients_per_server", "gRPC clients for each server", positive, default=1, group="triton")
+triton_num_clients_per_server = Field(
+    "triton_num_clients_per_server", "gRPC clients for each server, of the core triton_grpc", positive, default=1, group="triton"
+)
 triton_num_models_per_server = Field("triton_num_models_per_server", "models that each server loads", positive, default=1, group="triton")
 triton_num_frontends_per_model = Field(
     "triton_num_frontends_per_model",
-    "frontend processes for each model: 1 for Offline; 2, 4 or 8 for Server",
+    "frontend processes for each model, of the core triton_grpc: 1 for Offline; 2, 4 or 8 for Server",
     positive,
     default=1,
     group="triton",
 )
 triton_num_clients_per_frontend = Field(
     "triton_num_clients_per_frontend",
-    "gRPC clients of each frontend: 1 for Offline; 2, 4 or 8 for Server",
+    "gRPC clients of each frontend, of the core triton_grpc: 1 for Offline; 2, 4 or 8 for Server",
     positive,
     default=1,
     group="triton",

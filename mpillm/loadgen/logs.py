@@ -47,7 +47,7 @@ def read_detail(directory: Path) -> dict[str, Any]:
 
 def read_answers(path: Path) -> list[LoggedAnswer]:
     """The entries of an accuracy log whose answers are int32 tokens, in its order; of an index logged twice the first, as in MLCommons'
-    accuracy scripts. ConfigError: the file can't be read, was cut, or holds something else.
+    accuracy scripts. ConfigError: the file can't be read, was cut, is empty, or holds something else.
     """
     try:
         entries = json.loads(path.read_bytes())
@@ -67,6 +67,8 @@ def read_answers(path: Path) -> list[LoggedAnswer]:
             answers.setdefault(answer.index, answer)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is no accuracy log of int32 tokens: {type(error).__name__}: {error}") from error
+    if not answers:
+        raise ConfigError(f"{path} is empty: LoadGen logged no answer")
     return list(answers.values())
 
 

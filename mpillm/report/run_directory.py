@@ -10,8 +10,8 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm import workloads
+from mpillm.json_files import as_written, read_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
-from mpillm.report.json_files import as_written, read_json
 
 # What would be taken for a run's if it ended without making its own.
 OF_AN_EARLIER_RUN = ("outputs.jsonl", "result.json", "machines.json", "accuracy.txt", "accuracy.json", "TEST06/verify_accuracy.txt")

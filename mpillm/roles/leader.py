@@ -24,7 +24,10 @@ _ALONE = ResponseFlag.FIRST | ResponseFlag.FINAL
 class Leader(Role):
     """Knows of every accepted request which instances owe it."""
 
-    def __init__(self, route: Transport, ranks: RouteMap, plan: WorldPlan, policy: str, stall_timeout_s: float) -> None:
+    def __init__(
+        self, route: Transport, ranks: RouteMap, plan: WorldPlan, entry_policy: str, generation_policy: str, stall_timeout_s: float
+    ) -> None:
+        """The policies choose among the instances where a request starts, and among those that go on with it."""
         self._route = route
         self._plan = plan
         self._stall_timeout_s = stall_timeout_s
@@ -32,8 +35,8 @@ class Leader(Role):
         self._rank_of = {i.index: ranks[i.leader] for i in plan.instances}
         self._instance_at = {rank: instance for instance, rank in self._rank_of.items()}
         contexts = [i.index for i in plan.instances if i.role == "ctx"]
-        self._entry = InstancePool(contexts or [i.index for i in plan.instances], policy)  # where a request starts
-        self._generation = InstancePool([i.index for i in plan.instances if i.role == "gen"], policy) if contexts else None
+        self._entry = InstancePool(contexts or [i.index for i in plan.instances], entry_policy)  # where a request starts
+        self._generation = InstancePool([i.index for i in plan.instances if i.role == "gen"], generation_policy) if contexts else None
         self._granted: set[int] = set()
         self._waiting: deque[Batch] = deque()
         self._window = 0

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-POLICIES = ("load_balancing", "round_robin")
-
 
 class InstancePool:
     """The instances of one role as the leader sees them: what each can still hold and what it owes.
@@ -17,7 +15,7 @@ class InstancePool:
     """
 
     def __init__(self, instances: list[int], policy: str) -> None:
-        """`instances`: their numbers in the plan."""
+        """`instances`: their numbers in the plan; `policy`: of --traffic_distribution_policy."""
         self.instances = np.array(instances, np.int64)
         n = len(instances)
         self.free_requests = np.zeros(n, np.int64)

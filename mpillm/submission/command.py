@@ -13,7 +13,7 @@ from mpillm.config import RunConfig, collect
 from mpillm.configurator import Field
 from mpillm.errors import ExitCode
 from mpillm.fields.parsers import boolean
-from mpillm.report.json_files import read_json
+from mpillm.json_files import read_json
 from mpillm.submission.layout import Submission, check_accuracy_file
 from mpillm.submission.rules import MEASUREMENTS, missing_scenarios
 from mpillm.submission.runs import KINDS, Result, Run, group, read_run

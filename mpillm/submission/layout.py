@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from typing import Any
 
 import mpillm
 from disagg.errors import ConfigError
+from mpillm.fields import BY_NAME
+from mpillm.json_files import read_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
-from mpillm.report.json_files import read_json
 from mpillm.submission.runs import Result, Run
 
 _KEPT = 4096  # bytes of an accuracy log that stay at each end
@@ -99,20 +101,21 @@ def check_accuracy_file(run: Run) -> None:
 
 
 def command_of(run: Run) -> str:
-    """The command that gives this run again: its options that did not have their default."""
-    entries = read_json(run.path / "config.json")
+    """The command that gives this run again: what a person said on its command line or in its environment, as options."""
     words = [f"python -m mpillm mpirun -n {run.directory.result['world_size']} run"]
-    for name, entry in entries.items():
-        if entry["source"] == "command line" and name != "log_dir":
-            value = entry["value"]
-            if isinstance(value, dict):
-                value = ",".join(f"{key}:{item}" for key, item in value.items())
-            elif isinstance(value, list) and not all(isinstance(item, (str, int)) for item in value):
-                value = json.dumps(value)
-            elif isinstance(value, list):
-                value = ",".join(map(str, value))
-            words.append(f"--{name} '{value}'" if re.search(r"[^\w./:,=-]", str(value)) else f"--{name} {value}")
+    for name, entry in read_json(run.path / "config.json").items():
+        value, source = entry["value"], entry["source"]
+        if isinstance(source, dict):  # each flag's own
+            value = {key: value[key] for key, where in source.items() if _said(where)}
+        elif not _said(source):
+            continue
+        if name != "log_dir" and value not in (None, {}):
+            words.append(f"--{name} {shlex.quote(BY_NAME[name].text(value))}")
     return " ".join(words)
+
+
+def _said(source: str) -> bool:
+    return source == "command line" or source.startswith("environment variable ")
 
 
 def _readme(result: Result) -> str:

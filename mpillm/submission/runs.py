@@ -10,8 +10,8 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.compliance import is_test06
+from mpillm.json_files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
-from mpillm.report.json_files import as_written, read_json
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.rules import Round, place, round_of
 

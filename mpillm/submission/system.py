@@ -10,7 +10,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm.engine.model_config import PRESETS
-from mpillm.report.json_files import read_json
+from mpillm.json_files import read_json
 from mpillm.submission.rules import MEASUREMENTS, STATUSES, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, SYSTEM_TYPES
 from mpillm.submission.runs import Run
 

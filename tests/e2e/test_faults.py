@@ -88,7 +88,11 @@ USAGE_ERRORS: dict[str, tuple[int, list[object], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", USAGE_ERRORS)
+# What is wrong in a file or a plan is told in the same way as the others; which of it is found, tests/unit says.
+ALIKE = ("world size, disaggregated", "world size, counts", "unknown section", "misspelt section", "urls", "truncated data", "empty data")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in USAGE_ERRORS])
 def test_bad_input(one: Starter, name: str) -> None:
     for file, text in FILES.items():
         (one.folder / file).write_text(text)
@@ -98,7 +102,7 @@ def test_bad_input(one: Starter, name: str) -> None:
 
 
 @pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
-@pytest.mark.parametrize("name", ["world size", "misspelt option", "empty prompt"])
+@pytest.mark.parametrize("name", ["world size", "misspelt option"])
 def test_bad_input_with_mpich(both: Starter, name: str) -> None:
     test_bad_input(both, name)
 
@@ -145,13 +149,15 @@ def llama_folder(folder: Path, kept: float) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kept", [0.7, 0.001, 0.0])
+# Where it is cut, test_engine_model_config varies.
+@pytest.mark.parametrize("kept", [0.7, *(pytest.param(kept, marks=pytest.mark.slow) for kept in (0.001, 0.0))])
 def test_a_truncated_model(one: Starter, tmp_path: Path, kept: float) -> None:
     folder = llama_folder(tmp_path / "model", kept)
     ended = one.run(3, "--model_path", folder, core="torch")
     check_failure(ended, USAGE, "model.safetensors", within=START_S + 10)
 
 
+@pytest.mark.slow  # and the next one: test_engine_model_config has them, and test_a_truncated_model how they are told
 def test_a_model_without_weights(one: Starter, tmp_path: Path) -> None:
     folder = llama_folder(tmp_path / "model", 1.0)
     (folder / "model.safetensors").unlink()
@@ -159,6 +165,7 @@ def test_a_model_without_weights(one: Starter, tmp_path: Path) -> None:
     check_failure(ended, USAGE, str(folder), within=START_S + 10)
 
 
+@pytest.mark.slow
 def test_a_truncated_model_config(one: Starter, tmp_path: Path) -> None:
     folder = llama_folder(tmp_path / "model", 1.0)
     (folder / "config.json").write_text((folder / "config.json").read_text()[:100])
@@ -171,16 +178,14 @@ def test_a_missing_model(one: Starter) -> None:
     check_failure(ended, USAGE, "no/such/model", within=START_S + 10)
 
 
-def test_tensor_parallelism_that_does_not_divide_the_heads(one: Starter) -> None:
-    ended = one.run(4, "--model_path", "tiny-llama", "--tensor_parallelism", 3, core="torch")
-    check_failure(ended, USAGE, "3", "heads", within=START_S + 10)
-
-
 # --- a core that raises, answers twice, or never ---
 
 
 @pytest.mark.parametrize(
-    ("phase", "code"), [("join", NOT_READY), ("load", NOT_READY), ("health", NOT_READY), ("warmup", NOT_READY), ("test", TEST_FAILED)]
+    ("mpi", "phase", "code"),
+    [("openmpi", phase, NOT_READY) for phase in ("join", "load", "health", "warmup")]
+    + [("openmpi", "test", TEST_FAILED), ("mpich", "load", NOT_READY), ("mpich", "test", TEST_FAILED)],
+    indirect=["mpi"],
 )
 def test_a_core_that_raises(both: Starter, phase: str, code: int) -> None:
     ended = both.run(4, *GRACE, "--core_options", f"fault:raise,fault_phase:{phase},fault_rank:3,fault_at:7")

@@ -127,8 +127,8 @@ def test_endpoints(place: Path, one: Starter) -> None:
     command.process.terminate()
     command.end(20)
     (log,) = (place / "build/servers").glob("*/trtllm-serve_0.log")
-    words = "serve llama --host 0.0.0.0 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8 --extra_llm_api_options"
-    assert words.format(port) in log.read_text()
+    words = "serve llama --host 0.0.0.0 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8"
+    assert f"{words.format(port)} --num_postprocess_workers 2 --extra_llm_api_options" in log.read_text()
     yaml = (place / "build/servers/extra_llm_api_options.yaml").read_text()
     assert yaml in shown
     assert "free_gpu_memory_fraction: 0.7" in yaml and "capacity_scheduler_policy: MAX_UTILIZATION" in yaml
@@ -204,3 +204,41 @@ def test_an_engine_of_several_ranks_is_started_by_mpirun(
     (place / "repo_0/model-9/config.pbtxt").write_text(text)
     assert main(["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", "--dry_run"]) == DONE
     assert capsys.readouterr().out.startswith("TRTLLM_ORCHESTRATOR=1 TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=1 ")
+
+
+@pytest.mark.parametrize(("visible", "shares"), [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"])])
+def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], visible: str | None, shares: list[str]
+) -> None:
+    from mpillm import serving
+    from mpillm.builder import preconditions
+    from mpillm.cli import main
+    from mpillm.devices import Gpu
+
+    gpus = tuple(Gpu(f"GPU-{i}", "NVIDIA H200", 141 << 30, 140 << 30) for i in range(4))
+    for module in (serving, preconditions):
+        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
+    monkeypatch.chdir(place)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert main(["run-llm-server", "--core_type=trtllm_endpoint", "--model_path=llama", "--tensor_parallelism=2", "--dry_run"]) == DONE
+    lines = [line for line in capsys.readouterr().out.splitlines() if "trtllm-serve" in line]
+    assert [line.partition(" ")[0] for line in lines] == [f"CUDA_VISIBLE_DEVICES={share}" for share in shares]
+
+
+def test_what_trtllm_serve_reads(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from mpillm.cli import main
+
+    monkeypatch.chdir(place)
+    options = ["run-llm-server", "--core_type=trtllm_endpoint", "--model_path=llama", "--engine_dir=engine", "--dry_run"]
+    assert main([*options, "--enable_kv_cache_reuse"]) == DONE
+    out = capsys.readouterr().out
+    assert "trtllm-serve serve llama --host" in out and "--backend pytorch" in out and "enable_block_reuse: true" in out
+    assert main([*options, "--trtllm_runtime_flags=trtllm_backend:cpp"]) == DONE
+    out = capsys.readouterr().out
+    assert "trtllm-serve serve engine --tokenizer llama --host" in out
+    assert "--backend tensorrt" in out and "enable_block_reuse: false" in out
+    assert main([*options, "--trtllm_runtime_flags=trtllm_backend:c++"]) == USAGE
+    assert "trtllm_backend c++: not one of pytorch, cpp" in capsys.readouterr().err

@@ -66,11 +66,11 @@ def oracle(model: Any, prompts: list[list[int]], n_new: int) -> list[list[int]]:
     return answers
 
 
-def preset_answers(preset: str, folder: Path, n_prompts: int, n_new: int) -> Answers:
+def preset_answers(preset: str, folder: Path, n_prompts: int, n_new: int, longest: int = 50) -> Answers:
     save_preset(preset, folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     random = np.random.default_rng(7)
-    prompts = [random.integers(3, model.config.vocab_size, 1 + 11 * i % 50).tolist() for i in range(n_prompts)]
+    prompts = [random.integers(3, model.config.vocab_size, 1 + 11 * i % longest).tolist() for i in range(n_prompts)]
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in prompts))
     return dataset, oracle(model, prompts, n_new)
@@ -92,14 +92,11 @@ def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
         ("tiny-llama", 1, 2, 1, "scarce"),
         ("tiny-llama", 1, 3, 1, "scarce"),
         ("tiny-llama", 2, 2, 1, "scarce"),
-        ("tiny-mixtral", 2, 1, 1, "scarce"),
         ("tiny-mixtral", 2, 1, 2, "default"),
         ("tiny-mixtral", 4, 1, 2, "scarce"),
     ],
 )
 def test_layouts(one: Starter, presets: dict[str, Answers], model: str, tp: int, pp: int, ep: int, variant: str) -> None:
-    if variant != "default" and (model, ep) == ("tiny-mixtral", 1):
-        pytest.skip("the scheduler is the same; the time is better spent elsewhere")
     instance = check(one, model, tp * pp, presets[model], *layout(tp, pp, ep), *VARIANTS[variant])
     assert variant == "default" or instance["preemptions"] > 0, "the cache was not small enough to evict anything"
 
@@ -152,7 +149,6 @@ def test_bfloat16_starts_like_float32(one: Starter, presets: dict[str, Answers])
     ("model", "ranks", "options", "message"),
     [
         ("tiny-llama", 3, ["--tensor_parallelism", 3], "tensor_parallel_size 3 does not divide the 8 attention heads of tiny-llama"),
-        ("tiny-llama", 7, ["--pipeline_parallelism", 7], "pipeline_parallel_size 7 is more than the 6 layers of tiny-llama"),
         ("tiny-llama", 2, layout(2, 1, 2), "moe_expert_parallel_size 2: tiny-llama has no experts"),
     ],
     ids=str,
@@ -162,7 +158,7 @@ def test_a_layout_that_does_not_divide_the_model(one: Starter, model: str, ranks
     assert message in ended.message
 
 
-@pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 2), (1, 2, 1), (2, 2, 3)])
+@pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 2), (1, 2, 1), pytest.param(2, 2, 3, marks=pytest.mark.slow)])
 def test_a_killed_rank_of_an_instance(one: Starter, tp: int, pp: int, rank: int) -> None:
     """Those that wait for it inside a collective are ended as well."""
     options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 100, "--grace", 3, *layout(tp, pp)]
@@ -193,12 +189,13 @@ EVERY_LAYOUT = {
 }
 
 
-def smollm2_answers(model: Path, folder: Path) -> Answers:
+def smollm2_answers(model: Path, folder: Path, n_prompts: int = 64) -> Answers:
+    """Of the first prompts of the data set that comes with mpillm."""
     from mpillm.dataset import BUILTIN_PROMPTS
     from mpillm.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    lines = BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()[:64]
+    lines = BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()[:n_prompts]
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

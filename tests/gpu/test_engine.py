@@ -20,9 +20,10 @@ from test_engine_torch import N_OUTPUT, Answers, Tokens, make_batch, make_core, 
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import local_gpus
 from mpillm.engine import weights
+from mpillm.engine.fp8_kernels import WIDENED_ROWS
 from mpillm.engine.gpu import GpuWorker, ladder
 from mpillm.engine.linear import Fp8Linear, Linear
-from mpillm.engine.quantize import quantize, quantize_rows
+from mpillm.engine.quantize import dequantize_rows, quantize, quantize_rows
 from mpillm.engine.shards import build
 from mpillm.engine.weights import save_preset
 
@@ -127,23 +128,39 @@ def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 197
 
 
+class PlainFp8Linear(Linear):
+    """What `Fp8Linear` computes, in float32: rows of x rounded where it rounds them, weights multiplied out."""
+
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        self.out_features, self.in_features = numbers.shape
+        self._floats = dequantize_rows(numbers, scales, torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.bfloat16().float() if len(x) <= WIDENED_ROWS else dequantize_rows(*quantize_rows(x, "fp8"), torch.float32)
+        return (seen @ self._floats.T).to(x.dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_products(dtype: torch.dtype) -> None:
-    """Those of the CPU, which does the same with the same bits, through a graph as well; all widths of Llama 8B."""
+    """Through a graph as well, the same bits each time; all widths of Llama 8B, and some that no tile fits."""
     torch.manual_seed(0)
-    for n_out, n_in in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (48, 16)):
-        numbers, scales = quantize_rows(torch.randn(n_out, n_in), "fp8")
-        on_cpu, on_gpu = Fp8Linear(numbers, scales), Fp8Linear(numbers.cuda(), scales.cuda())
-        for n in (1, 3, 64, 200):
-            x = torch.randn(n, n_in).to(dtype)
-            wanted, x = on_cpu(x).float(), x.cuda()
-            found = on_gpu(x)
-            assert found.dtype == dtype and float((found.cpu().float() - wanted).norm() / wanted.norm()) < 1e-2
+    for n_out, n_in in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (48, 16), (80, 4112)):
+        numbers, scales = quantize_rows(torch.randn(n_out, n_in, device="cuda") * torch.rand(n_out, 1, device="cuda"), "fp8")
+        plain, product = PlainFp8Linear(numbers, scales), Fp8Linear(numbers, scales)
+        for n in (1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 200):
+            x = (torch.randn(n, n_in) * torch.logspace(-3, 3, n)[:, None]).to("cuda", dtype)
+            found, wanted = product(x), plain(x).float()
+            errors = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
+            # Tensor cores sum products of fp8 numbers with fewer bits than float32 has.
+            limit = 1e-2 if n > WIDENED_ROWS else 5e-3 if dtype == torch.bfloat16 else 1e-4
+            assert found.dtype == dtype and found.shape == (n, n_out) and float(errors.max()) < limit, (n_out, n_in, n, errors)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                captured = on_gpu(x)
-            graph.replay()
-            assert torch.equal(captured, found)
+                captured = product(x)
+            for _ in range(5):
+                captured.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(captured, found)
 
 
 @pytest.mark.parametrize("source", ["at load", "checkpoint", "engine"])
@@ -153,7 +170,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> No
     save_preset("tiny-llama", folder)
     prompts = [np.random.default_rng(i).integers(0, 512, 1 + 7 * i).tolist() for i in range(20)]
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "make_linear", lambda w, scales, dtype: Linear(w) if scales is None else Fp8Linear(w, scales))
+        patch.setattr(weights, "make_linear", lambda w, scales, dtype: Linear(w) if scales is None else PlainFp8Linear(w, scales))
         on_cpu = make_core(folder, quantization="fp8")
         on_cpu.enqueue(make_batch(prompts))
         wanted = Answers().run(on_cpu).tokens()
@@ -169,4 +186,4 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> No
     same = sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True))
     parted = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), N_OUTPUT) for a, b in zip(found, wanted, strict=True)]
     print(f"fp8 {source}: {same} of 20 first tokens as on the CPU, parted after {np.mean(parted):.1f} of {N_OUTPUT} tokens on average")
-    assert same >= 16
+    assert same >= 18

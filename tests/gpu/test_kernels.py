@@ -16,7 +16,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
 
 import plain_kernels as plain  # noqa: E402
 
-from mpillm.engine import kernels  # noqa: E402
+from mpillm.engine import fp8_kernels, kernels  # noqa: E402
 from mpillm.engine.expert_kernels import grouped_product  # noqa: E402
 from mpillm.engine.kv_cache import Held, KVCache  # noqa: E402
 from mpillm.engine.linear import GroupedLinear, Linear  # noqa: E402
@@ -59,13 +59,29 @@ def test_rows_in_fp8(dtype: torch.dtype) -> None:
     for n, width in ((1, 64), (3, 576), (70, 4096), (5, 14336)):
         x = (torch.randn(n, width, device=DEVICE) * torch.logspace(-4, 4, n, device=DEVICE)[:, None]).to(dtype)
         x[n // 2] = 0
-        (rows, scales), (rows_too, scales_too) = kernels.quantize_rows(x), quantize_rows(x, "fp8")
+        (rows, scales), (rows_too, scales_too) = fp8_kernels.quantize_rows(x), quantize_rows(x, "fp8")
         assert rows.dtype == torch.float8_e4m3fn and scales.shape == (n, 1)
         torch.testing.assert_close(scales, scales_too, atol=0, rtol=1e-6)
         differing = rows.float() != rows_too.float()
         # Triton's interpreter loses the carry where a number is rounded up to a power of two.
         assert differing.float().mean() < (0.04 if INTERPRETED else 1e-3)
         assert not differing[n // 2].any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="has assembly")
+def test_every_fp8_number() -> None:
+    """Is itself when it is multiplied by one, subnormal numbers too, by a split sum as well."""
+    codes = torch.arange(256, device=DEVICE).to(torch.uint8)
+    codes = codes[codes & 0x7F != 0x7F]  # what is no number
+    weight = codes.repeat(16, 32).view(torch.float8_e4m3fn)
+    arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for start in range(0, 254, 8):
+        x = torch.zeros(8, weight.shape[1], device=DEVICE)
+        n = min(8, 254 - start)
+        x[torch.arange(n), 254 * 13 + start + torch.arange(n)] = 1
+        found = fp8_kernels.product(x, weight, torch.ones(16, device=DEVICE), arrived)
+        assert torch.equal(found[:n, 3], codes[start : start + n].view(torch.float8_e4m3fn).float())
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -245,7 +245,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.json").write_text("[]")
     says("config.json is not what a run writes", run)
     (run / "config.json").unlink()
-    says("config.json: No such file", run)
+    says("config.json: no such file", run)
     assert not (run / "accuracy.txt").exists()
 
 

@@ -61,6 +61,21 @@ def test_the_file_that_is_named_is_written_and_not_read(
     assert [p.name for p in path.parent.iterdir()] == ["disagg.yaml"]
 
 
+def test_tensorrt_llms_servers_are_told_the_harness_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    flags = "--trtllm_runtime_flags=kvcache_free_gpu_mem_frac:0.6,batch_scheduler_policy:no_evict,enable_chunked_context:true"
+    options = ["generate-disagg-config", "--world_size=5", flags]
+    assert main([*options, "--core_type=trtllm_disagg", "--trtllm_checkpoint_flags=kv_cache_dtype:fp8"]) == 0
+    for _, server in disagg.parse(capsys.readouterr().out).sections:
+        assert server.kv_cache_config == {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.6, "dtype": "fp8"}
+        assert server.extra["enable_chunked_prefill"] is True
+        policies = {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT", "context_chunking_policy": "FIRST_COME_FIRST_SERVED"}
+        assert server.extra["scheduler_config"] == policies
+    assert main([*options, "--mode=disaggregated", "--core_type=dummy"]) == 0
+    assert all(not server.kv_cache_config for _, server in disagg.parse(capsys.readouterr().out).sections)
+
+
 def test_a_file_that_can_not_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["generate-disagg-config", "--mode=disaggregated", "--world_size=5", f"--output={tmp_path}/file/x.yaml"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -106,6 +107,23 @@ def test_a_failed_tool_leaves_what_was_there(tmp_path: Path) -> None:
     lines_of(Stage(out, "good"))
     with pytest.raises(StageError, match=r"stage: .* failed with exit code 1; its log(.*\n)*.*ZeroDivisionError"):
         lines_of(Stage(out, "bad", WRITES + "; 1 / 0"))
+    assert (out / "out").read_text() == "good"
+    assert leftovers(tmp_path) == ["made", "made.log"]
+
+
+def test_what_was_there_comes_back_if_the_new_output_can_not_take_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "made"
+    lines_of(Stage(out, "good"))
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == "made" and path != out:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(StageError, match="Input/output error"):
+        lines_of(Stage(out, "better"))
     assert (out / "out").read_text() == "good"
     assert leftovers(tmp_path) == ["made", "made.log"]
 

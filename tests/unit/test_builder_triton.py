@@ -84,10 +84,12 @@ def test_what_triton_reads(place: Path) -> None:
 
 def test_offline_is_not_decoupled_and_the_environment_counts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "batch_scheduler_policy:no_evict,use_inflight_batching:false")
-    assert generate("--scenarios=offline", "--harness_type=triton", "--trtllm_runtime_flags=batch_scheduler_policy:max_util") == 0
+    options = ("--trtllm_runtime_flags=batch_scheduler_policy:max_util", "--enable_kv_cache_reuse")
+    assert generate("--scenarios=offline", "--harness_type=triton", *options) == 0
     config = read(Path("build/triton_model_repo_0/llama2-70b-offline-0/config.pbtxt").read_text())
     assert not config.model_transaction_policy.decoupled and config.max_batch_size == 64  # the engine's
     assert parameters(config)["batch_scheduler_policy"] == "guaranteed_no_evict" and parameters(config)["gpt_model_type"] == "V1"
+    assert parameters(config)["enable_kv_cache_reuse"] == "true"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from trtllm_stand_in import make_library, make_model
 
 from disagg.errors import ConfigError
 from mpillm import builder, fields
-from mpillm.builder import preconditions
+from mpillm.builder import preconditions, torch_stage
 from mpillm.builder.flags import BUILD, CONVERT, QUANTIZE
+from mpillm.builder.torch_core import TorchBuilderOp, TorchQuantizerOp
 from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMLibraryLoader
 from mpillm.cli import main
 from mpillm.configurator import Configuration
@@ -93,6 +94,15 @@ def test_experts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--tp_size=4 --pp_size=1 --moe_tp_size=2 --moe_ep_size=2" in capsys.readouterr().out
     assert generate(*options, "--trtllm_checkpoint_flags=qformat:fp8") == 2
     assert "quantize.py knows no expert parallelism" in capsys.readouterr().err
+    assert generate(*options[:1], "--tensor_parallelism=2", "--moe_expert_parallelism=4") == 2
+    assert "--moe_expert_parallelism 4: --tensor_parallelism is 2, and expert parallel ranks live inside" in capsys.readouterr().err
+
+
+def test_kv_heads(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(place / "grouped", num_attention_heads=12, num_key_value_heads=6)
+    assert generate("--model_path=grouped", "--tensor_parallelism=4") == 2
+    assert "--tensor_parallelism 4: the model has 6 KV heads, which it does not divide" in capsys.readouterr().err
+    assert generate("--model_path=grouped", "--tensor_parallelism=12", "--dry_run") == 0  # each KV head twice
 
 
 def test_the_environment_is_laid_over_the_flags(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +172,8 @@ WRONG = {
     "a value that the tool lacks": (("--trtllm_checkpoint_flags=qformat:fp9",), r"qformat fp9: not one of .* \(did you mean 'fp8'\?\)"),
     "text for a number": (("--trtllm_build_flags=max_num_tokens:many",), "max_num_tokens many: expected a whole number"),
     "no key:value": (("--trtllm_build_flags=max_num_tokens",), "'max_num_tokens' is not key:value"),
+    "a type that the tool has as a flag": (("--quantization=fp8",), "--quantization fp8: the torch core's alone; .*_flags=qformat:"),
+    "two engines in one folder": (("--benchmarks=llama2,moe",), "engine would be two things at once for the tests named"),
     "two parallel sizes": (("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"), "is 4, but tensor_parallelism is 2"),
     "heads": (("--tensor_parallelism=3",), "--tensor_parallelism 3: the model has 8 attention heads, which it does not divide"),
     "layers": (("--pipeline_parallelism=5",), "--pipeline_parallelism 5: the model has 4 layers"),
@@ -260,6 +272,21 @@ def test_flags_in_the_tools_words() -> None:
         "--smoothquant=0.5",
     ]
     assert BUILD.arguments({"context_fmha": False, "gemm_plugin": "disable"}, "x") == ["--context_fmha=disable", "--gemm_plugin=disable"]
+
+
+def test_engines_of_the_torch_core_are_quantised_as_a_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = {fields.model_path: "tiny-llama", fields.quantization: "int8", fields.dtype: "float32"}
+    with Configuration(values, options={}, environ={}).autoapply():
+        op = TorchBuilderOp()
+        assert op.output.name == "tiny-llama-int8-torch-tp1-pp1"
+        (command,) = op.commands(Path("engine"))
+        assert torch_stage.main(command.argv[3:]) == 0
+        built = json.loads(Path("engine/config.json").read_text())["pretrained_config"]
+        assert (built["dtype"], built["quantization"]["quant_algo"]) == ("float32", "W8A16")
+        assert op.digest() != TorchBuilderOp(quantization="auto").digest()
+        with pytest.raises(ConfigError, match="--quantization int8, but --trtllm_checkpoint_flags: qformat fp8"):
+            TorchBuilderOp(TorchQuantizerOp(QuantizerConfig(flags={"qformat": "fp8"})))
 
 
 def test_sizes_in_either_words() -> None:

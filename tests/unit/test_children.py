@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def test_a_signal_stops_the_wait(tmp_path: Path) -> None:
     assert stopped.value.code == 128 + signal.SIGTERM
     assert child.process.poll() == -signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_signal_cuts_the_grace_time_short(tmp_path: Path) -> None:
+    with pytest.raises(Stopped), Children(stop_grace_s=60) as children:
+        child = children.start("tool", STUBBORN, os.environ, tmp_path / "log")
+        wait_for(tmp_path / "log")
+        again = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        again.start()
+        began = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+        children.wait(child, 20)
+    again.join()
+    assert time.monotonic() - began < 30
+    assert child.process.poll() == -signal.SIGKILL
 
 
 def test_a_killed_parent(tmp_path: Path) -> None:

@@ -22,17 +22,25 @@ from mpillm.fields import (
     DEADLINES,
     FIELDS,
     benchmarks,
+    gpu_batch_size,
+    scenarios,
+)
+from mpillm.fields.parsers import (
+    accuracy,
     boolean,
+    duration,
     flag_dict,
     fraction,
-    gpu_batch_size,
+    grpc_ports,
     natural,
     not_negative,
+    port,
     positive,
-    scenarios,
     seconds,
+    stop_words,
+    token_ids,
+    urls,
 )
-from mpillm.fields.parsers import accuracy, duration, grpc_ports, port, stop_words, token_ids, urls
 
 ROOT = Path(__file__).parents[2]
 DUMMY = ["--core_type", "dummy"]
@@ -168,6 +176,9 @@ def test_a_missing_value() -> None:
     [
         (["--min_output_len", "9", "--max_output_len", "3"], ["--min_output_len 9", "--max_output_len 3"]),
         (["--dataset", "synthetic", "--dataset_path", "x"], ["--dataset_path", "exclude"]),
+        (["--context_chunking_policy", "equal_progress"], ["has no effect without --enable_chunked_context true"]),
+        (["--num_samples", "8"], ["--num_samples 8 has no effect without --dataset synthetic"]),
+        (["--model_scale", "tiny"], ["--model_scale tiny has no effect without --benchmarks"]),
         (["--server_target_qps", "0"], ["--server_target_qps 0", "more than 0"]),
         (["--num_ctx_servers", "2"], ["--num_ctx_servers", "no meaning with --mode aggregated"]),
         (["--gen_tp_size", "2"], ["--gen_tp_size", "no meaning with --mode aggregated"]),
@@ -253,7 +264,7 @@ def test_a_run_is_one_test() -> None:
     for option, value in (("scenarios", "Offline,Server"), ("benchmarks", "llama2,moe")):
         with pytest.raises(ConfigError, match=f"--{option} .*: a run is one test of one workload; start it once for each"):
             parse_run([*DUMMY, f"--{option}={value}"])
-    with pytest.raises(ConfigError, match="--dry_run True: `python -m mpillm plan`"):
+    with pytest.raises(ConfigError, match="--dry_run true: `python -m mpillm plan`"):
         parse_run([*DUMMY, "--dry_run"])
 
 

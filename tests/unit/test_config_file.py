@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
+from mpillm import user_config, workloads
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse, parse_run
-from mpillm.fields import FIELDS
+from mpillm.fields import FIELDS, general
 from mpillm.harness_config import TritonHarnessConfig
 
 # The skeleton of triton-harness-readme.md, as it stands there but for the model's name, under the import and the base that it needs.
@@ -191,7 +192,7 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         # Values
         ("a.py", f"{REGISTERED}    seed = -1\n", [], ["a.py:4: seed -1: expected a whole number of at least 0"]),
         ("a.py", f"{REGISTERED}    seed = 1.5\n", [], ["a.py:4: seed 1.5: expected a whole number"]),
-        ("a.py", f"{REGISTERED}    max_batch_size = True\n", [], ["a.py:4: max_batch_size True: expected a whole number"]),
+        ("a.py", f"{REGISTERED}    max_batch_size = True\n", [], ["a.py:4: max_batch_size true: expected a whole number"]),
         ("a.yaml", "top_p: 2\n", [], ["a.yaml:1: top_p 2: expected a number above 0 and up to 1"]),
         ("a.yaml", "scenario: Multi\n", [], ["a.yaml:1: scenario Multi: expected one or several of Offline"]),
         ("a.yaml", "mode: aggregate\n", [], ["a.yaml:1: mode aggregate: not one of", "did you mean 'aggregated'?"]),
@@ -316,3 +317,14 @@ def test_every_combination_of_sources(sources: dict[str, list[str]], said: set[s
     where = {"file": in_file, "generation": sources["generation"][1], "workload": "workload llama2-70b (tiny)"}
     assert config.source("max_output_len") == where.get(first, first)
     assert config.given("max_output_len") == (first not in ("default", "workload"))
+
+
+def test_the_names_that_a_file_imports_are_those_of_the_options() -> None:
+    for names, known in (
+        (user_config.Benchmark, workloads.WORKLOADS),
+        (user_config.Benchmark, general.WORKLOADS),
+        (user_config.Scenario, general.SCENARIOS),
+        (user_config.HarnessType, general.harness_type.choices),
+        (user_config.PowerSetting, general.power_setting.choices),
+    ):
+        assert [member.value for member in names] == list(known)

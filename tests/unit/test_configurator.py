@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
 from mpillm.configurator import AutoConfStrategy, Configuration, ConfigurationIndex, Field, HelpInfo, autoconfigure, bind, option_texts
-from mpillm.fields import flag_dict, positive, save_outputs, seed, trtllm_runtime_flags
+from mpillm.fields import save_outputs, seed, trtllm_runtime_flags
+from mpillm.fields.parsers import flag_dict, positive
 
 FLAGS = "n_tokens:1337,my_cool_field:foobar"
 
@@ -112,6 +113,26 @@ def test_dataclasses_inherit_bindings() -> None:
         assert Child(one="y").one == "y"
     assert set(HelpInfo.fields([Child])) == {first, second}
     assert "--second" in HelpInfo.build_help_string([Child])
+
+
+def test_a_subclass_without_the_parameter_has_no_use_for_the_binding() -> None:
+    @autoconfigure
+    class Fixed(LLMThing):
+        def __init__(self) -> None:
+            super().__init__(flags={"fixed": True})
+
+    with Configuration(CONFIG).autoapply():
+        assert Fixed().flags == {"fixed": True}
+
+
+def test_from_fields_holds_for_what_is_made_inside() -> None:
+    @bind(seed)
+    class Outer:
+        def __init__(self, seed: int = 0) -> None:
+            self.seed, self.inner = seed, LLMThing()
+
+    outer = Outer.from_fields(config=Configuration({**CONFIG, seed: 3}))  # type: ignore[attr-defined]
+    assert (outer.seed, outer.inner.flags) == (3, CONFIG[trtllm_runtime_flags])
 
 
 def test_a_binding_without_a_parameter() -> None:

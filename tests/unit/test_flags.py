@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import disagg
 from disagg.errors import ConfigError
 from mpillm.config import RunConfig, parse_run
 from mpillm.configurator import DEFAULT, Found, Level, Origin
-from mpillm.factory import core_configs
+from mpillm.factory import core_configs, routing_policy
 from mpillm.fields import FIELDS
 from mpillm.flags import unify
 from mpillm.harness_config import TrtllmHarnessConfig
+from mpillm.planning import disagg_config
 
 DUMMY = ["--core_type", "dummy"]
 TORCH = ["--core_type", "torch", "--model_path", "tiny-llama"]
@@ -90,6 +92,33 @@ def test_a_core_gets_what_a_person_set_then_the_yaml_then_the_default(monkeypatc
     assert (both.max_batch_size, both.max_num_tokens) == (8, 77)
     assert options.trtllm_runtime_flags["max_batch_size"] == 8
     assert options.source("max_num_tokens") == "environment variable TRTLLM_RUNTIME_FLAGS: trtllm_runtime_flags"
+
+
+def test_options_may_say_what_a_yaml_says_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "disagg.yaml"
+    size = "num_instances: 2, tensor_parallel_size: 4, moe_expert_parallel_size: 2"
+    file.write_text(f"context_servers: {{{size}}}\ngeneration_servers: {{{size}}}\n")
+    argv = [*DUMMY, "--disagg_config", str(file)]
+    same = ["--num_ctx_servers", "2", "--gen_tp_size", "4", "--moe_expert_parallelism", "2", "--mode", "disaggregated"]
+    assert disagg_config(parse_run([*argv, *same]), 18).n_workers == 16
+    for words, message in {
+        "--ctx_tp_size 2": f"--ctx_tp_size 2, but context_servers.tensor_parallel_size of {file} is 4",
+        "--num_gen_servers 1": f"--num_gen_servers 1, but generation_servers.num_instances of {file} is 2",
+        "--moe_expert_parallelism 4": f"--moe_expert_parallelism 4, but context_servers.moe_expert_parallel_size of {file} is 2",
+        "--mode aggregated": f"--mode aggregated, but {file} is disaggregated",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            disagg_config(parse_run([*argv, *words.split()]), 18)
+        assert str(error.value) == message
+
+
+def test_the_routers_of_a_yaml_are_the_policies_unless_a_person_set_one() -> None:
+    text = "context_servers: {router: {type: round_robin}}\ngeneration_servers: {router: {type: kv_cache_aware}}\n"
+    servers = [server for _, server in disagg.parse(text).sections]
+    assert [routing_policy(parse_run(DUMMY), server) for server in servers] == ["round_robin", "load_balancing"]
+    for policy in ("load_balancing", "round_robin"):
+        config = parse_run([*DUMMY, "--traffic_distribution_policy", policy])
+        assert [routing_policy(config, server) for server in servers] == [policy, policy]
 
 
 def test_gpu_batch_size_is_the_batch_size_of_its_workload() -> None:

@@ -81,7 +81,7 @@ def test_a_run_generates_as_its_generation_config_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, ["No such file"]),
+        (None, ["no such file"]),
         ("{", [":1: not valid JSON"]),
         ("[]", ["[]; must be an object"]),
         ('{"generation_config": 3}', ["3; must be an object"]),

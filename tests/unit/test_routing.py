@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpillm.roles.routing import POLICIES, InstancePool
+from mpillm.fields import traffic_distribution_policy
+from mpillm.roles.routing import InstancePool
+
+POLICIES = traffic_distribution_policy.choices
 
 
 def pool(policy: str, requests: list[int], tokens: list[int] | None = None) -> InstancePool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.report.json_files import read_json, write_json
+from mpillm.json_files import read_json, write_json
 from mpillm.report.run_directory import lock, unused
 
 TAKE = """

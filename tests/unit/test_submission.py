@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 from run_directories import MACHINE, log_entry, make_run
 
 from mpillm import cli
+from mpillm.config import parse_run
 from mpillm.loadgen.logs import digest
-from mpillm.submission.layout import truncated
+from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.layout import command_of, truncated
 from mpillm.submission.rules import ROUNDS, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, place
+from mpillm.submission.runs import Run
 
 EOS = 2
 
@@ -288,14 +292,14 @@ def test_bad_input(maker: Maker) -> None:
         says(name, broken.parent)
     garbled = make_run(maker.folder / "garbled")
     (garbled / "machines.json").write_text("{")
-    says("machines.json is no JSON", garbled)
+    says("machines.json:1: not valid JSON", garbled)
     for name, text in (("machines.json", "{}"), ("plan.json", "[]"), ("ranks.json", "[]"), ("result.json", "[]")):
         (other := make_run(maker.folder / f"other-{name}") / name).write_text(text)
         says(f"{name} is not what a run writes", other.parent, make_run(maker.folder / f"beside-{name}", "accuracy"))
 
     file = maker.folder / "given.json"
     for text, expected in (
-        ("{", "is no JSON"),
+        ("{", "not valid JSON"),
         ("[]", f"--system_description {file}: holds list, not an object"),
         ('{"coling": "air"}', f"--system_description {file}: no field 'coling' (did you mean 'cooling'?)"),
         ('{"cooling": ""}', "cooling is empty"),
@@ -304,10 +308,24 @@ def test_bad_input(maker: Maker) -> None:
     ):
         file.write_text(text)
         says(expected, performance, "--system_description", file)
-    says("No such file", performance, "--measurements", maker.folder / "none.json")
+    says("no such file", performance, "--measurements", maker.folder / "none.json")
     with (accuracy / "mlperf_log_accuracy.json").open("a") as log:
         log.write(" ")
     says("accuracy.txt does not belong to the mlperf_log_accuracy.json beside it", performance, accuracy)
     (maker.folder / "a-file").touch()
     out = maker.submit(performance, "--output", maker.folder / "a-file", code=2)
     assert f"the submission in {maker.folder / 'a-file'} can't be written" in out and "Not a directory" in out
+
+
+def test_the_command_gives_the_run_again(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags, whose sources are told one by one, and what stands in the environment, are part of it."""
+    monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "kvcache_free_gpu_mem_frac:0.7")
+    words = "--core_type dummy --core_options a:1,b:true --end_ids 1,2 --save_outputs --triton_grpc_ports h:1,2|i:3 --max_batch_size 4"
+    flags = "--trtllm_runtime_flags max_num_tokens:99,use_inflight_batching:false --trtllm_build_flags a:x"
+    config = parse_run([*words.split(), *flags.split(), "--stop_words", '["#", [1, 2]]'])
+    (maker.folder / "config.json").write_text(json.dumps(config.to_json()))
+    run = Run(RunDirectory(maker.folder, {}, {"world_size": 3}), "performance", "llama2-70b-99", "Offline")
+    monkeypatch.delenv("TRTLLM_RUNTIME_FLAGS")
+    head, _, options = command_of(run).partition(" run ")
+    assert head == "python -m mpillm mpirun -n 3"
+    assert parse_run(shlex.split(options)).values == config.values

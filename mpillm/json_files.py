@@ -1,4 +1,4 @@
-"""JSON files of a run directory: read with errors that name them, written whole."""
+"""JSON files: read with errors that name them, written whole."""
 
 from __future__ import annotations
 
@@ -13,13 +13,27 @@ from disagg.errors import ConfigError
 
 
 def read_json(path: Path) -> Any:
-    """ConfigError: the file can't be read or is no JSON."""
+    """ConfigError naming the file, and the line of a mistake, if it can't be read or is no JSON."""
     try:
         return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text in UTF-8") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid JSON: nested too deep") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """As `read_json`, and it must be an object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return value
 
 
 @contextlib.contextmanager
