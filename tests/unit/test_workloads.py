@@ -45,7 +45,7 @@ def loadgen(config: RunConfig, n_samples: int) -> dict[str, Any]:
         "    print(json.dumps(settings.to_json() | more | {'user_conf': settings.user_conf}))\n"
         "except ConfigError as error:\n    print(json.dumps({'error': str(error)}))\n"
     )
-    argv = [word for name, found in config.found.items() if found.source == "command line" for word in as_option(name, found.value)]
+    argv = [word for name, found in config.found.items() if found.origin.where == "command line" for word in as_option(name, found.value)]
     done = subprocess.run([sys.executable, "-c", script, json.dumps(argv), str(n_samples)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
