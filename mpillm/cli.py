@@ -52,16 +52,10 @@ def main(argv: Sequence[str]) -> int:
     """Run a command; its exit code. Bad input is one message on stderr and exit code 2."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
-        return ExitCode.DONE if argv else ExitCode.USAGE
-    name = argv[0].replace("_", "-")
     try:
-        if name not in COMMANDS:
-            raise ConfigError(f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}")
-        module, _, function = COMMANDS[name][0].partition(":")
-        with _stoppable():
-            return int(getattr(importlib.import_module(module), function)(list(argv[1:])))
+        code = _run(argv)
+        sys.stdout.flush()  # what can't be written is said here, and not by Python at its exit
+        return code
     except ConfigError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE
@@ -81,6 +75,18 @@ def main(argv: Sequence[str]) -> int:
         print(f"mpillm: a file, or what is printed, can't be written: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.STAGE_FAILED
+
+
+def _run(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return ExitCode.DONE if argv else ExitCode.USAGE
+    name = argv[0].replace("_", "-")
+    if name not in COMMANDS:
+        raise ConfigError(f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}")
+    module, _, function = COMMANDS[name][0].partition(":")
+    with _stoppable():
+        return int(getattr(importlib.import_module(module), function)(list(argv[1:])))
 
 
 @contextlib.contextmanager

@@ -88,7 +88,24 @@ def test_a_terminal_without_the_characters() -> None:
     assert "mpirun -n 5 run ?" in done.stdout and not done.stderr
 
 
-def test_a_full_disk_under_what_is_printed() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["plan", "--world_size", "4"], ["--help"]])
+def test_a_full_disk_under_what_is_printed(arguments: list[str], unbuffered: str) -> None:
+    """Also where Python would find out at its exit only."""
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-m", "mpillm", "plan", "--world_size", "4"], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run([sys.executable, "-m", "mpillm", *arguments], env=env, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "mpillm: a file, or what is printed, can't be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone(unbuffered: str) -> None:
+    """Such as head."""
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpillm", "plan", "--world_size", "4"], env=env, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

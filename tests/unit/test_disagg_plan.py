@@ -231,6 +231,9 @@ def check_consistent(world: WorldPlan, made: DisaggConfig, nodes: list[str], n_c
             devices[node] += 1
 
 
+AT_ONCE_S = 3.0  # of CPU time: 0.1 to 0.6 measured; what grows with the square of the ranks takes longer anywhere
+
+
 @pytest.mark.parametrize(
     ("made", "nodes", "splits"),
     [
@@ -246,7 +249,7 @@ def test_8192_ranks_are_planned_at_once(made: DisaggConfig, nodes: str, splits: 
     hosts = [f"n{per_node(rank)}" for rank in range(world_size)]
     start = time.process_time()
     world = plan(made, world_size, hosts)
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < AT_ONCE_S
     assert world.tp_splits == splits
 
 
@@ -255,7 +258,7 @@ def test_many_kinds_of_nodes_are_still_planned_at_once() -> None:
     made = config(context_servers=section(1023, 4), generation_servers=section(1364, 3))
     start = time.process_time()
     world = plan(made, 8186, hosts)
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < AT_ONCE_S
     check_consistent(world, made, hosts, 2)
 
 
