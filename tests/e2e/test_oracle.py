@@ -59,8 +59,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return preset_answers("tiny-llama", tmp_path_factory.mktemp("tiny-llama"), N_PROMPTS, NEW_TOKENS, longest=150)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("mode", "ranks"), [("aggregated", 3), ("disaggregated", 5)])
+CASES = [
+    # Batches and chunks of an engine on its own are tests/unit/test_engine_torch.py's, too.
+    pytest.param(
+        mode, ranks, variant, marks=pytest.mark.slow if variant == "small batch" or (ranks, variant) == (3, "small chunks") else ()
+    )
+    for mode, ranks in (("aggregated", 3), ("disaggregated", 5))
+    for variant in VARIANTS
+]
+
+
+@pytest.mark.parametrize(("mode", "ranks", "variant"), CASES)
 def test_tiny_llama(one: Starter, tiny: Answers, mode: str, ranks: int, variant: str) -> None:
     dataset, expected = tiny
     # A generation instance is sent no more tokens than its cache holds: it evicts when they take more blocks than that. And two context
@@ -90,7 +99,7 @@ def smollm2_few(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Answ
     return smollm2_answers(smollm2, tmp_path_factory.mktemp("six"), 6)
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("aggregated", 2), ("disaggregated", 3)])
+@pytest.mark.parametrize(("mode", "ranks"), [pytest.param("aggregated", 2, marks=pytest.mark.slow), ("disaggregated", 3)])
 def test_smollm2(one: Starter, smollm2: Path, smollm2_few: Answers, mode: str, ranks: int) -> None:
     """A few prompts of the real model; all 64 in `make test-slow`."""
     check(one, ranks, mode, smollm2, *smollm2_few)
