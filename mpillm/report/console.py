@@ -45,10 +45,10 @@ class Console:
     def progress(self, done: int, total: int, tokens: int, elapsed_s: float, steady: bool = False) -> None:
         """Draw the bar, if it is time to: samples done and known of, output tokens, seconds of the test; `steady`: and lately."""
         now = time.monotonic()
-        if now - self._drawn < self._interval_s or elapsed_s <= 0:
+        if now - self._drawn < self._interval_s or elapsed_s <= 0 or total == 0:
             return
         self._drawn = now
-        filled = int(_BAR_WIDTH * done / total) if total else 0
+        filled = int(_BAR_WIDTH * done / total)
         text = (
             f"  test    [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total} samples"
             f"  {done / elapsed_s:.1f} samples/s  {tokens / elapsed_s:.1f} tokens/s  {elapsed_s:.0f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from pathlib import Path
 
@@ -26,6 +27,16 @@ def test_steady_state_progress(monkeypatch: pytest.MonkeyPatch, steady: bool) ->
     last = out.getvalue().splitlines()[-1]
     assert re.search(r"600/1000 samples  5\.0 samples/s  100\.0 tokens/s  120 s", last)
     assert last.endswith("  last 30 s: 10.0 samples/s  200.0 tokens/s") == steady
+
+
+def test_no_bar_before_the_first_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    bar = Console(out)
+    monkeypatch.setattr(console.time, "monotonic", lambda: math.inf)
+    bar.progress(0, 0, 0, 0.01)
+    assert not out.getvalue()
+    bar.progress(0, 64, 0, 0.01)
+    assert "0/64 samples" in out.getvalue()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux")
