@@ -229,7 +229,12 @@ def test_a_core_that_answers_twice(one: Starter) -> None:
 
 @pytest.mark.parametrize(
     ("mpi", "mode", "rank"),
-    [("openmpi", "aggregated", 3), ("openmpi", "disaggregated", 2), ("openmpi", "disaggregated", 3), ("mpich", "aggregated", 2)],
+    [
+        ("openmpi", "aggregated", 3),
+        pytest.param("openmpi", "disaggregated", 2, marks=pytest.mark.slow),
+        ("openmpi", "disaggregated", 3),
+        ("mpich", "aggregated", 2),
+    ],
     indirect=["mpi"],
 )
 def test_a_core_that_never_answers(both: Starter, mode: str, rank: int) -> None:
@@ -249,12 +254,12 @@ def test_a_slow_core_is_no_failure(one: Starter) -> None:
 @pytest.mark.parametrize(
     ("mpi", "phase", "code"),
     [
-        ("openmpi", "join", NOT_READY),
+        pytest.param("openmpi", "join", NOT_READY, marks=pytest.mark.slow),
         ("openmpi", "load", NOT_READY),
-        ("openmpi", "health", NOT_READY),
+        pytest.param("openmpi", "health", NOT_READY, marks=pytest.mark.slow),
         ("openmpi", "warmup", NOT_READY),
         ("openmpi", "test", TEST_FAILED),
-        ("mpich", "load", NOT_READY),
+        pytest.param("mpich", "load", NOT_READY, marks=pytest.mark.slow),
         ("mpich", "test", TEST_FAILED),
     ],
     indirect=["mpi"],
@@ -306,7 +311,7 @@ def start_and_signal(starter: Starter, rank: int, phase: str, number: int, *opti
 
 @pytest.mark.parametrize(
     ("mpi", "rank", "phase"),
-    [("openmpi", 3, "test"), ("openmpi", 1, "test"), ("mpich", 3, "test")],
+    [pytest.param("openmpi", 3, "test", marks=pytest.mark.slow), ("openmpi", 1, "test"), ("mpich", 3, "test")],
     indirect=["mpi"],
 )
 def test_a_stopped_rank(both: Starter, rank: int, phase: str) -> None:

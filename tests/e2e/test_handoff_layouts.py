@@ -80,7 +80,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return preset_answers("tiny-llama", tmp_path_factory.mktemp("tiny-llama"), 12, 12)
 
 
-@pytest.mark.parametrize(("context", "generation"), [("tp2", "pp2"), ("pp2", "tp2pp2"), ("tp1", "tp4")])
+@pytest.mark.parametrize(("context", "generation"), [("tp2", "pp2"), ("pp2", "tp2pp2"), pytest.param("tp1", "tp4", marks=pytest.mark.slow)])
 def test_layouts(one: Starter, tiny: Answers, context: str, generation: str) -> None:
     """In small steps, and with blocks of different sizes at the two ends."""
     file = sections(one.folder / "run.yaml", LAYOUTS[context], LAYOUTS[generation], kv_cache_config={"tokens_per_block": 16})

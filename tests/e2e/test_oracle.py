@@ -95,8 +95,8 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2_few(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Six prompts and transformers' answers."""
-    return smollm2_answers(smollm2, tmp_path_factory.mktemp("six"), 6)
+    """Three prompts and transformers' answers."""
+    return smollm2_answers(smollm2, tmp_path_factory.mktemp("three"), 3)
 
 
 @pytest.mark.parametrize(("mode", "ranks"), [pytest.param("aggregated", 2, marks=pytest.mark.slow), ("disaggregated", 3)])

@@ -87,7 +87,6 @@ def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
     ("model", "tp", "pp", "ep", "variant"),
     [
         ("tiny-llama", 2, 1, 1, "default"),
-        ("tiny-llama", 4, 1, 1, "scarce"),
         ("tiny-llama", 1, 3, 1, "scarce"),
         ("tiny-llama", 2, 2, 1, "scarce"),
         ("tiny-mixtral", 2, 1, 2, "default"),

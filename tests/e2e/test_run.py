@@ -62,12 +62,14 @@ def test_every_sample_once_with_its_tokens(both: Starter, samples: Samples, rank
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode", "core_options"),
+    ("mpi", "ranks", "mode", "core_options"),
     [
-        (5, "aggregated", "ttft_ms:4,tpot_ms:3"),
-        (5, "disaggregated", "ttft_ms:4,tpot_ms:3,kv_bytes_per_token:100"),
-        (3, "disaggregated", ""),
+        ("openmpi", 5, "aggregated", "ttft_ms:4,tpot_ms:3"),
+        ("openmpi", 5, "disaggregated", "ttft_ms:4,tpot_ms:3,kv_bytes_per_token:100"),
+        ("openmpi", 3, "disaggregated", ""),
+        ("mpich", 5, "disaggregated", "ttft_ms:4,tpot_ms:3,kv_bytes_per_token:100"),
     ],
+    indirect=["mpi"],
 )
 def test_server(both: Starter, samples: Samples, ranks: int, mode: str, core_options: str) -> None:
     options = ["--mode", mode, "--scenarios", "Server", "--server_target_qps", 300, "--min_query_count", 600, "--max_output_len", 6]
@@ -112,7 +114,7 @@ def test_a_handoff_between_instances_of_several_ranks(both: Starter, samples: Sa
     assert context["samples"] == sum(instance["samples"] for instance in generations) == len(samples.prompts)
 
 
-@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+@pytest.mark.parametrize(("mpi", "mode"), [("openmpi", "disaggregated"), ("mpich", "aggregated")], indirect=["mpi"])
 def test_single_stream(both: Starter, samples: Samples, mode: str) -> None:
     options = ["--mode", mode, "--scenarios", "SingleStream", "--dataset_path", samples.path, "--max_output_len", 5, "--save_outputs"]
     ended = both.run(4, *options, "--core_options", "ttft_ms:1,tpot_ms:0.1", "--min_query_count", 300)

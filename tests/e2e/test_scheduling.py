@@ -74,7 +74,7 @@ def see(instance: dict[str, Any], policy: str, reuse: bool) -> None:
     ("tp", "pp", "policy", "chunking", "reuse"),
     [
         (2, 1, "max_util", "evenly", True),
-        (1, 2, "max_util", "in order", True),
+        pytest.param(1, 2, "max_util", "in order", True, marks=pytest.mark.slow),
         (1, 2, "static", "unchunked", True),
     ],
 )
