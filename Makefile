@@ -27,7 +27,7 @@ PIPELINE := generate_engines generate_triton_config generate_disagg_config run_l
 
 help:
 	@echo "make run        install, fetch $(MODEL), and run a disaggregated test on $(RANKS) ranks (RUN_ARGS='--save_outputs …')"
-	@echo "make test       lint, type checks and all tests, with Open MPI and MPICH"
+	@echo "make test       lint, type checks and tests, with Open MPI and MPICH"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
 	@echo "make lint       ruff and mypy only"

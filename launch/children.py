@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 
 from disagg.errors import ConfigError
-from launch.supervisor import STOP_GRACE_S, STOP_SIGNALS, adopt_orphans, die_with_parent, end_processes, heard
+from launch.signals import stop_signals
+from launch.supervisor import STOP_GRACE_S, adopt_orphans, die_with_parent, end_processes
 
 _POLL_S = 0.1
 _TAIL_BYTES = 1 << 16
@@ -61,7 +62,7 @@ class Children:
         adopt_orphans()
         self._before = {child.pid for child in psutil.Process().children()}
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
-            self._previous = {number: signal.signal(number, self._stop) for number in heard(STOP_SIGNALS)}
+            self._previous = {number: signal.signal(number, self._stop) for number in stop_signals()}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -13,8 +13,7 @@ from types import FrameType
 
 import psutil
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What a person, a terminal that closes, or a batch system sends to have this end."""
+from launch.signals import stop_signals
 
 STOP_GRACE_S = 10.0
 """How long the ranks have to end by themselves, after Ctrl-C or after rank 0 told its exit code."""
@@ -54,7 +53,7 @@ class Supervisor:
         """
         adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
-        previous = {number: signal.signal(number, self._note) for number in heard(STOP_SIGNALS)}
+        previous = {number: signal.signal(number, self._note) for number in stop_signals()}
         try:
             process = subprocess.Popen(
                 line,
@@ -126,11 +125,6 @@ def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def heard(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """These signals without a SIGHUP that nohup has this process ignore."""
-    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 def adopt_orphans() -> None:

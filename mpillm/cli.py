@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from disagg.errors import ConfigError, nearest
+from launch.signals import stop_signals
 from mpillm.errors import ExitCode, StageError
 
 # name: (module:function of a list of arguments to an exit code, what it does)
@@ -98,9 +99,7 @@ def _stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
         return
-    previous = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    if previous[signal.SIGHUP] == signal.SIG_IGN:  # nohup
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    previous = {number: signal.signal(number, _stop) for number in stop_signals()}
     try:
         yield
     finally:
