@@ -141,9 +141,8 @@ def test_small_credits(one: Starter, samples: Samples, mode: str, policy: str) -
     ended = one.run(6, *options, "--core_options", timed, "--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs")
     check_outputs(ended, samples, 4)
     shares = [instance["samples"] for instance in ended.result["per_instance"]]
+    # Not that shares are even: who has a credit when its turn comes depends on the machine (tests/unit/test_routing.py has the policies).
     assert min(shares) > 0
-    if mode == "aggregated" and policy == "round_robin":
-        assert max(shares) - min(shares) <= 0.3 * len(samples.prompts)
 
 
 def test_answer_lengths_by_distribution(one: Starter, samples: Samples) -> None:
