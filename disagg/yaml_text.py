@@ -9,7 +9,7 @@ from typing import Any
 from .errors import ConfigError
 
 # What PyYAML lets through for input such as `2024-99-99`, `!!int ""` or a number of 5,000 digits.
-_CONSTRUCTOR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
+CONSTRUCTOR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
 
 
 def read(text: str, source: str) -> Mapping[Any, Any]:
@@ -18,6 +18,28 @@ def read(text: str, source: str) -> Mapping[Any, Any]:
     Raises ConfigError, which begins with `source`, for anything else: a syntax error (with line and column), a duplicate key,
     an empty text, several documents, a top level that is no mapping.
     """
+    import yaml
+
+    try:
+        data = yaml.load(text, strict_loader())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{source}{at}: not valid YAML: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply") from error
+    except CONSTRUCTOR_ERRORS as error:
+        raise ConfigError(f"{source}: a value does not fit its YAML type: {error}") from error
+    if not isinstance(data, dict):
+        found = "empty" if data is None else shown(data)
+        raise ConfigError(f"{source}: {found}; must be a mapping with context_servers and generation_servers, or executors")
+    return data
+
+
+def strict_loader() -> Any:
+    """PyYAML's safe loader, to which a key that is there twice is a `ConstructorError`."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -32,22 +54,7 @@ def read(text: str, source: str) -> Mapping[Any, Any]:
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping
 
-    try:
-        data = yaml.load(text, Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{source}{at}: not valid YAML: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{source}: nested too deeply") from error
-    except _CONSTRUCTOR_ERRORS as error:
-        raise ConfigError(f"{source}: a value does not fit its YAML type: {error}") from error
-    if not isinstance(data, dict):
-        found = "empty" if data is None else shown(data)
-        raise ConfigError(f"{source}: {found}; must be a mapping with context_servers and generation_servers, or executors")
-    return data
+    return Loader
 
 
 def write(data: Mapping[str, Any]) -> str:

@@ -68,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.DONE
     except OSError as error:
+        if sys.flags.dev_mode:  # python -X dev: it may be a mistake of ours
+            raise
         if error.filename is not None:
             print(f"mpillm: {error.filename}: {error.strerror}", file=sys.stderr)
             return ExitCode.USAGE

@@ -79,6 +79,18 @@ class RunConfig:
         level, where = self.origin(name)
         return f"--{name} {value}" if level is Level.COMMAND_LINE else f"{name} {value} ({where})"
 
+    def with_sources(self, message: str) -> str:
+        """`message` about a value, and where the options that it names, or whose text it has, were set if no command line did."""
+        places = []
+        for name, (value, (level, where), _) in self.found.items():
+            if level in (Level.DEFAULT, Level.COMMAND_LINE) or where in message or name not in BY_NAME or not value:
+                continue
+            field = BY_NAME[name]
+            is_text = field.from_string is None and not field.choices
+            if re.search(rf"--{name}\b|\b{name} {re.escape(field.text(value))}\b", message) or (is_text and value in message):
+                places.append(f"\n{name} is set by {where}")
+        return message + "".join(places)
+
     def configuration(self) -> Configuration:
         """The values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
         values = {BY_NAME[name]: found.value for name, found in self.found.items() if found.value is not None and name in BY_NAME}
@@ -191,6 +203,8 @@ def _resolve(options: Mapping[str, str], known: Sequence[Field], defaults: Mappi
 
     if (path := said(fields.config_file).value) is not None:
         given = {key: said(key).value for key in config_file.KEYS if said(key).origin.level > Level.CONTEXT}
+        if said(fields.use_triton).value:
+            given.setdefault(fields.harness_type, "triton")
         file = config_file.load(path, given)
         own.update(file)
         own.origins = file.origins
@@ -200,7 +214,7 @@ def _resolve(options: Mapping[str, str], known: Sequence[Field], defaults: Mappi
         workload.update(known_workload.defaults(scenarios[0]))
         workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
     if (path := said(fields.llm_gen_config_path).value) is not None:
-        generation.update(GenerationConfig.from_file(path).values())
+        generation.update(GenerationConfig.from_file(path).values(path))
         generation.origins = Origin(Level.CONTEXT, path)
     found = _complete(own, known)
     _imply(found)
@@ -262,8 +276,6 @@ def _check_together(config: RunConfig) -> None:
         for name in needing:
             if not is_there and config.given(name) and getattr(config, name) != BY_NAME[name].default:
                 raise ConfigError(f"{config.named(name)} has no effect without {needed}")
-    if config.server_target_qps == 0:
-        raise ConfigError(f"{config.named('server_target_qps')}: expected more than 0")
     conflicting = (
         ("aggregated", ("num_ctx_servers", "ctx_tp_size", "ctx_pp_size", "num_gen_servers", "gen_tp_size", "gen_pp_size")),
         ("disaggregated", ("tensor_parallelism", "pipeline_parallelism")),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
+from disagg.yaml_text import CONSTRUCTOR_ERRORS, strict_loader
 from mpillm import fields
 from mpillm.configurator import Configuration, Field, Level, Origin
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting, Registered
@@ -188,11 +189,11 @@ def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
 
     try:
         root = yaml.compose(text, yaml.SafeLoader)
-        data = yaml.safe_load(text)
+        data = yaml.load(text, strict_loader())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, *CONSTRUCTOR_ERRORS) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     nodes = root.value if isinstance(root, yaml.SequenceNode) else [root]
     for number, (node, values) in enumerate(zip(nodes, data if isinstance(data, list) else [data], strict=True), 1):
@@ -214,8 +215,6 @@ def _key_lines(node: Any, path: str) -> dict[str, int]:
         if key.tag == "tag:yaml.org,2002:merge":
             for source in value.value if value.id == "sequence" else [value]:
                 merged = _key_lines(source, path) | merged
-        elif str(key.value) in own:
-            raise ConfigError(f"{path}:{line}: {key.value} stands there twice")
         else:
             own[str(key.value)] = line
     return merged | own

@@ -80,6 +80,7 @@ class Limits:
     max_prompt_len: int | None = None  # one step's tokens, where a prompt can't be computed in several
     end_ids: tuple[int, ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
+    any_stop_words: bool = True  # False: none are wanted, whatever the data set has
 
 
 def load_dataset(source: Path | Synthetic | LLMDataLoader | None, tokenizer: Tokenizer, limits: Limits = Limits()) -> Dataset:
@@ -149,7 +150,9 @@ def _preprocessed(samples: Samples, vocab_size: int, limits: Limits) -> Dataset:
             sample = int(np.searchsorted(offsets, place, "right")) - 1
             raise ConfigError(f"{file}: sample {sample} has token {tokens[place]}; the model's are 0 to {vocab_size - 1}")
     _check_lengths(samples.lengths, limits, lambda sample: f"{file}: sample {sample}")
-    ignores_stop = None if samples.stop_words is None else _ignores_stop(samples.stop_words, limits, file)
+    ignores_stop = None
+    if samples.stop_words is not None and limits.any_stop_words:
+        ignores_stop = _ignores_stop(samples.stop_words, limits, file)
     return Dataset(file.name, tokens, offsets, ignores_stop=ignores_stop)
 
 

@@ -19,7 +19,7 @@ from mpillm.cores import BackendRegistry
 from mpillm.dataset import Dataset
 from mpillm.devices import assign
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.factory import core_configs
+from mpillm.factory import core_configs, routing_notes
 from mpillm.json_files import write_json
 from mpillm.loadgen.logs import unsatisfied, verdict
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
@@ -131,6 +131,8 @@ class Director:
         self._console.line()
         self._console.line(disagg.table(plan))
         self._console.line(f"  run directory {path_shown(self._log_dir)}")
+        for note in routing_notes(config, yaml):
+            self._console.line(f"  {note}")
         if any(core.enable_kv_cache_reuse for core in cores):
             self._console.line("  KV cache reuse is on: MLPerf forbids it, so this is no result to submit")
         self._console.line(f"  data set {self._dataset.name}: {len(self._dataset)} samples, {len(self._dataset.tokens)} tokens")

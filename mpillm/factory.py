@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from disagg import ServerConfig, WorldPlan
+from disagg import DisaggConfig, ServerConfig, WorldPlan
 from mpillm import fields
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
@@ -97,6 +97,16 @@ def routing_policy(config: RunConfig, server: ServerConfig) -> str:
     in_file = server.router.get("type")
     in_force = in_file in fields.traffic_distribution_policy.choices and not config.given("traffic_distribution_policy")
     return str(in_file if in_force else config.traffic_distribution_policy)
+
+
+def routing_notes(config: RunConfig, yaml: DisaggConfig) -> list[str]:
+    """A line for each section of the file whose router is none of our policies."""
+    routers = [(name, server.router.get("type"), routing_policy(config, server)) for name, server in yaml.sections]
+    return [
+        f"{name}: there is no router {asked} here; requests go by {policy}"
+        for name, asked, policy in routers
+        if asked not in (None, *fields.traffic_distribution_policy.choices)
+    ]
 
 
 def _thread_share(node_ranks: int) -> int:

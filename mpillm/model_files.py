@@ -28,7 +28,7 @@ class Slice:
         values: dict[str, Any] = {}
         hints = get_type_hints(cls)
         for known in dataclasses.fields(cls):
-            if data.get(known.name) is None:
+            if data.get(known.name) is None or known.name.startswith("_"):
                 continue
             kind, value, at = hints[known.name], data[known.name], f"{where}: {known.name}"
             if isinstance(kind, type) and issubclass(kind, Slice):
@@ -61,20 +61,20 @@ def _is(value: Any, kind: Any) -> bool:
 class GenerationConfig(Slice):
     """How a model's answers end and are sampled: the harness's JSON, or a Hugging Face generation_config.json.
 
-    The other defaults are those of NVIDIA's harness (llmlib/config.py of its MLPerf Inference v5.1 submission).
+    The other defaults are those of NVIDIA's harness (llmlib/config.py of its MLPerf Inference v5.1 submission). Its `bos_token_id` and
+    `name`, which no backend there reads, are passed over.
     """
 
     eos_token_id: tuple[int, ...] = ()  # none: the model's own
-    bos_token_id: int = 1
     max_output_len: int = 1024
     min_output_len: int = 1
-    name: str = "llama"
     runtime_beam_width: int = 1
     streaming: bool = True
     temperature: float = 1.0
     top_k: int = 1
     top_p: float = 0.001
-    use_stop_tokens: bool = False
+    use_stop_tokens: bool = False  # whether the data set's stop words end answers
+    _unsaid: tuple[str, ...] = ()  # of what Hugging Face's file need not say, what this one leaves to others
 
     # Hugging Face's names of the same.
     _HUGGING_FACE: ClassVar[dict[str, str]] = {
@@ -89,22 +89,30 @@ class GenerationConfig(Slice):
         if isinstance(data, dict) and "generation_config" in data:
             data = data["generation_config"]
         elif isinstance(data, dict):
-            data = {cls._HUGGING_FACE.get(key, key): value for key, value in data.items()}
-            if not data.get("do_sample"):  # transformers then leaves these three alone
+            data = {cls._HUGGING_FACE.get(key, key): value for key, value in data.items() if value is not None}
+            if data.get("do_sample"):
+                data = {"temperature": 1.0, "top_k": 50, "top_p": 1.0} | data  # transformers' defaults
+            else:  # it is greedy, whatever these three are
                 data |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+            unsaid = tuple(name for name in (*cls._HUGGING_FACE.values(), "use_stop_tokens") if name not in data)
+            return dataclasses.replace(super().from_json(data, where), _unsaid=unsaid)
         return super().from_json(data, where)
 
-    def values(self) -> dict[Field, Any]:
-        """What it says, by field."""
-        return {
-            fields.max_output_len: self.max_output_len,
-            fields.min_output_len: self.min_output_len,
-            fields.beam_width: self.runtime_beam_width,
-            fields.temperature: self.temperature,
-            fields.top_k: self.top_k,
-            fields.top_p: self.top_p,
-            **({fields.end_ids: self.eos_token_id} if self.eos_token_id else {}),
+    def values(self, where: str) -> dict[Field, Any]:
+        """What it says, by field; ConfigError, which begins with `where`, for a value that is none of the field's."""
+        said: dict[str, tuple[Field, Any]] = {
+            "max_output_len": (fields.max_output_len, self.max_output_len),
+            "min_output_len": (fields.min_output_len, self.min_output_len),
+            "runtime_beam_width": (fields.beam_width, self.runtime_beam_width),
+            "temperature": (fields.temperature, self.temperature),
+            "top_k": (fields.top_k, self.top_k),
+            "top_p": (fields.top_p, self.top_p),
         }
+        if self.eos_token_id:
+            said["eos_token_id"] = (fields.end_ids, self.eos_token_id)
+        if not self.use_stop_tokens:
+            said["use_stop_tokens"] = (fields.BY_NAME["stop_words"], None)
+        return {field: field.check(value, f"{where}: {name}") for name, (field, value) in said.items() if name not in self._unsaid}
 
 
 # The slices of a TensorRT-LLM engine's config.json, with the defaults of TensorRT-LLM's BuildConfig as NVIDIA's harness has them.

@@ -93,7 +93,8 @@ class Rank:
         except Interrupted as interrupted:
             self._failed(Failure(f"interrupted by {interrupted.signal_name}", self.rank or None, interrupted=True))
         except ConfigError as error:
-            self._failed(Failure(str(error), self.rank or None, code=ExitCode.USAGE))  # on rank 0 it is about the whole run
+            message = self._config.with_sources(str(error)) if self._config else str(error)
+            self._failed(Failure(message, self.rank or None, code=ExitCode.USAGE))  # on rank 0 it is about the whole run
         except RunError as error:
             self._failed(*error.failures)
         except Exception as error:  # noqa: BLE001 - whatever it is, it goes to rank 0 and ends the run

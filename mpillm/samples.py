@@ -31,6 +31,7 @@ def load_samples(config: RunConfig, models: Sequence[ModelLimits | None], run_di
         min((model.max_prompt_len for model in known if model.max_prompt_len is not None), default=None),
         config.end_ids or (),
         tuple(tuple(word) for word in config.stop_words or () if not isinstance(word, str)),
+        bool(config.stop_words) or not config.given("stop_words"),
     )
     if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
         ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")

@@ -172,6 +172,8 @@ def bind(field: Field, arg_name: str | None = None) -> Callable[[T], T]:
 
     def decorate(cls: T) -> T:
         own = dict(vars(cls).get("_bound_fields", {}))
+        if field in own:
+            raise TypeError(f"{cls.__name__}: {field.name} is bound to {own[field]} already")
         cls._bound_fields = {field: arg_name or field.name, **own}  # type: ignore[attr-defined]
         cls.from_fields = classmethod(_from_fields)  # type: ignore[attr-defined]
         return cls
@@ -243,7 +245,10 @@ class ConfigurationIndex:
             raise ConfigError(f"{module_path} has no dictionary EXPORTS of configurations")
         for key, values in exports.items():
             path = process_key(key) if process_key else key if isinstance(key, (list, tuple)) else (key,)
-            checked = {field: field.check(value, f"{module_path}: {field.name}") for field, value in values.items()}
+            checked = {
+                field: field.check(value, f"{module_path}: {field.name}") if isinstance(value, str) or field.from_string else value
+                for field, value in values.items()
+            }
             self.register((*prefix, *path), Configuration(checked, origins=Origin(Level.CONTEXT, module_path)))
 
 
@@ -271,8 +276,8 @@ class HelpInfo:
         return list(found)
 
     @classmethod
-    def build_help_string(cls, classes: Iterable[type]) -> str:
-        """The options of classes, by group, as --help shows them."""
+    def build_help_string(cls, classes: type | Iterable[type]) -> str:
+        """The options of a class, or of several, by group, as --help shows them."""
         parser = Parser(prog="mpillm", add_help=False)
-        add_fields(parser, cls.fields(classes))
+        add_fields(parser, cls.fields([classes] if isinstance(classes, type) else classes))
         return parser.format_help()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
+from disagg.yaml_text import plain
 
 
 class AutoConfStrategy(enum.Enum):
@@ -43,6 +45,12 @@ class Field:
     aliases: tuple[str, ...] = ()  # other names
     overlay_environ: str | None = None  # an environment variable that is laid over the value, key by key
 
+    def __copy__(self) -> Field:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Field:
+        return self
+
     @property
     def is_option(self) -> bool:
         """Whether the command line may set it."""
@@ -73,6 +81,8 @@ class Field:
             if text.lower() not in ("true", "false", "1", "0"):
                 raise ConfigError(f"{source} {text}: expected true or false")
             return text.lower() in ("true", "1")
+        if self.from_string is None and not text.strip():
+            raise ConfigError(f"{source} '{text}': expected a text that is not empty")
         try:
             return self.from_string(text) if self.from_string else text
         except ValueError as error:
@@ -81,9 +91,17 @@ class Field:
             raise ConfigError(f"{source} {text}: expected {expected}{why}") from None
 
     def check(self, value: Any, source: str) -> Any:
-        """A value from a file, as `parse` would give it from text; ConfigError naming `source`."""
+        """A value from a file, as `parse` would give it from text; ConfigError naming `source`. None is one if there is no default."""
         if isinstance(value, enum.Enum):
             value = value.value
-        if value is None or (isinstance(value, dict) and getattr(self.from_string, "reads_dict", False)):
+        if value is None and self.default is not None:
+            raise ConfigError(f"{source} null: leave it out for its default" + (f", {self.shown_default}" if self.shown_default else ""))
+        if value is None:
             return value
+        if isinstance(value, dict) and getattr(self.from_string, "reads_dict", False):
+            return plain(value, source)
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if self.from_string is None and not self.choices and not isinstance(value, str):
+            raise ConfigError(f"{source} {value}: expected a text; put it in quotes")
         return self.parse(value if isinstance(value, str) else self.text(value), source)

@@ -6,6 +6,7 @@ It measures everything around a model, and it is how the faults of a backend are
 from __future__ import annotations
 
 import heapq
+import math
 import os
 import time
 from collections import deque
@@ -58,9 +59,11 @@ class DummyOptions:
                 )
             kind: Callable[[object], object] = _KINDS[str(known[key].type)]
             try:
-                values[key] = kind(value)
-            except (TypeError, ValueError):
-                raise ConfigError(f"--core_options {key}:{value}: not a number") from None
+                values[key] = read = kind(value)
+                if isinstance(read, (int, float)) and not (-1 if key == "fault_rank" else 0) <= read < math.inf:
+                    raise ValueError
+            except (OverflowError, TypeError, ValueError):
+                raise ConfigError(f"--core_options {key}:{value}: not a number of at least 0") from None
         made = DummyOptions(**values)  # type: ignore[arg-type]
         for name, value, allowed in (("fault", made.fault, _FAULTS), ("fault_phase", made.fault_phase, _PHASES)):
             if value not in allowed:

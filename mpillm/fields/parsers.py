@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import json
+import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +13,10 @@ from disagg.errors import nearest
 from mpillm.configurator import Reason
 
 F = TypeVar("F", bound=Callable[[str], Any])
+N = TypeVar("N", int, float)
+
+_LARGEST = 2**31 - 1  # token ids, lengths and counts travel as 32-bit integers
+_MOST_SECONDS = 1e9  # 30 years: the clocks of LoadGen and of the system can count them
 
 
 def expects(what: str, to_text: Callable[[Any], str] = str, *, reads_dict: bool = False) -> Callable[[F], F]:
@@ -22,8 +29,24 @@ def expects(what: str, to_text: Callable[[Any], str] = str, *, reads_dict: bool 
     return mark
 
 
+def _whole(text: str) -> int:
+    """As `int`, but for what only Python reads as a number: 1_000, digits of other scripts."""
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    """As `float`, and with the same exceptions; finite."""
+    if "_" in text or not text.isascii() or not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
+
+
 def _listed(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    if not isinstance(value, (list, tuple)):
+        return str(value)
+    return ",".join(str(item.value if isinstance(item, enum.Enum) else item) for item in value)
 
 
 def _paired(value: Any) -> str:
@@ -34,9 +57,9 @@ def _paired(value: Any) -> str:
 def flag_dict(text: str) -> dict[str, Any]:
     """``key1:value1,key2:value2`` with values read as bool, int, float or else text; ValueError at the first bad pair."""
     result: dict[str, Any] = {}
-    for pair in filter(None, text.split(",")):
+    for pair in text.split(",") if text.strip() else ():
         key, colon, value = pair.partition(":")
-        if not colon or not key.strip():
+        if not (colon and key.strip() and value.strip()):
             raise Reason(f"'{pair}' is not key:value")
         read = _literal(value.strip())
         if result.setdefault(key.strip(), read) != read:
@@ -48,7 +71,7 @@ def _literal(text: str) -> bool | int | float | str | None:
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    for kind in (int, float):
+    for kind in (_whole, _number):
         try:
             return kind(text)
         except ValueError:
@@ -65,16 +88,16 @@ def boolean(text: str) -> bool:
     return value
 
 
-@expects("a whole number of at least 1")
+@expects(f"a whole number of at least 1 and at most {_LARGEST}")
 def positive(text: str) -> int:
     """An int of at least 1."""
-    return _at_least(int(text), 1)
+    return _between(_whole(text), 1, _LARGEST)
 
 
-@expects("a whole number of at least 0")
+@expects(f"a whole number of at least 0 and at most {_LARGEST}")
 def natural(text: str) -> int:
     """An int of at least 0."""
-    return _at_least(int(text), 0)
+    return _between(_whole(text), 0, _LARGEST)
 
 
 @expects("whole numbers of at least 1, with commas between them", _listed)
@@ -89,58 +112,55 @@ def token_ids(text: str) -> tuple[int, ...]:
     return tuple(map(natural, text.split(",")))
 
 
-_MOST_SECONDS = 1e9  # 30 years: the clocks of LoadGen and of the system can count them
-
-
 @expects("a number of seconds above 0 and up to 1000000000")
 def seconds(text: str) -> float:
     """A duration above 0."""
-    value = float(text)
-    if not 0 < value <= _MOST_SECONDS:
-        raise ValueError(text)
-    return value
+    return _above(_number(text), 0, _MOST_SECONDS)
 
 
 @expects("a number of seconds from 0 to 1000000000")
 def duration(text: str) -> float:
     """A duration, 0 included."""
-    value = float(text)
-    if not 0 <= value <= _MOST_SECONDS:
-        raise ValueError(text)
-    return value
+    return _between(_number(text), 0, _MOST_SECONDS)
+
+
+@expects("a number above 0 and up to 1000000000")
+def rate(text: str) -> float:
+    """Queries per second."""
+    return _above(_number(text), 0, 1e9)
 
 
 @expects("a number of at least 0")
 def not_negative(text: str) -> float:
     """A number of at least 0."""
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError(text)
-    return value
+    return _between(_number(text), 0, math.inf)
 
 
 @expects("a number above 0 and up to 1")
 def fraction(text: str) -> float:
     """A number above 0 and up to 1."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise ValueError(text)
-    return value
+    return _above(_number(text), 0, 1)
 
 
-@expects('a word, or a JSON array of words and arrays of token ids, as ["###", [13, 13]]', json.dumps)
+def _words(value: Any) -> str:
+    return json.dumps(value if isinstance(value, (list, tuple)) else [value], default=str)
+
+
+@expects('a word, or a JSON array of words and arrays of token ids, as ["###", [13, 13]]', _words)
 def stop_words(text: str) -> list[str | list[int]]:
     """One word, or a JSON array of words and of arrays of token ids."""
     words = json.loads(text) if text.startswith("[") else [text]
-    if not all(word and (isinstance(word, str) or (isinstance(word, list) and all(type(t) is int for t in word))) for word in words):
-        raise ValueError(text)
+    for word in words:
+        ids = isinstance(word, list) and all(type(token) is int and 0 <= token <= _LARGEST for token in word)
+        if not word or not (ids or isinstance(word, str)):
+            raise ValueError(text)
     return list(words)
 
 
 @expects("0.99 or 0.999")
 def accuracy(text: str) -> float:
     """The part of the reference accuracy that an answer must reach: 0.99 or 0.999, or as 99 and 99.9."""
-    value = float(text)
+    value = _number(text)
     value = round(value / 100, 6) if value > 1 else value
     if value not in (0.99, 0.999):
         raise ValueError(text)
@@ -174,13 +194,16 @@ def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], 
 
 @expects("host:port,host:port", _listed)
 def urls(text: str) -> tuple[str, ...]:
-    """Servers as ``host:port,host:port``."""
-    for url in text.split(","):
-        host, colon, number = url.rpartition(":")
-        if not colon or not host.strip():
+    """Servers as ``host:port,host:port``, each once."""
+    found = [url.strip() for url in text.split(",")]
+    for url in found:
+        host, _, number = url.rpartition(":")
+        if not re.fullmatch(r"[^\s/]+", host):
             raise Reason(f"'{url}' is not host:port")
         port(number)
-    return tuple(url.strip() for url in text.split(","))
+        if found.count(url) > 1:
+            raise Reason(f"'{url}' stands there twice")
+    return tuple(found)
 
 
 def _hosts(value: Any) -> str:
@@ -206,7 +229,7 @@ def grpc_ports(text: str) -> dict[str, tuple[int, ...]]:
 @expects("a port, 1 to 65535")
 def port(text: str) -> int:
     """A TCP port."""
-    number = int(text) if text.strip().isdecimal() else 0
+    number = int(text) if re.fullmatch(r"\s*[0-9]{1,5}\s*", text) else 0
     if not 0 < number < 65536:
         raise Reason(f"'{text}' is not a port, 1 to 65535")
     return number
@@ -229,7 +252,13 @@ def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
-def _at_least(value: int, least: int) -> int:
-    if value < least:
-        raise ValueError(f"less than {least}")
+def _between(value: N, least: float, most: float) -> N:
+    if not least <= value <= most:
+        raise ValueError(value)
+    return value
+
+
+def _above(value: float, limit: float, most: float) -> float:
+    if not limit < value <= most:
+        raise ValueError(value)
     return value

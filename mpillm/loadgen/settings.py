@@ -25,6 +25,10 @@ _KEYS = (
     *("min_duration", "max_duration", "min_query_count", "max_query_count", "print_timestamps"),
     *("performance_sample_count_override", "accuracy_sample_count_override"),
 )
+# All other keys are whole numbers: of 1.5, and of 6e5 too, LoadGen would take what is before the sign that it does not know.
+_FRACTIONAL = ("target_qps", "target_latency", "target_latency_percentile")
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,17}|0[xX][0-9a-fA-F]{1,15}")  # of 010 it would make 8
+_DECIMAL = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
 _LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no remark behind the number: LoadGen refuses it
 _TARGETS = {"Server": "server_target_qps", "Offline": "offline_expected_qps"}
 _NO_LIMIT_MS = 10**9
@@ -155,10 +159,6 @@ def _user_lines(file: Path) -> str:
         match = _LINE.fullmatch(line.strip())
         if match is None:
             raise ConfigError(f"{where}: {line.strip()!r} is not 'model.scenario.key = number'")
-        try:
-            float(int(match["value"], 0) if re.fullmatch(r"[+-]?0[xX]?[0-9a-fA-F]+", match["value"]) else match["value"])
-        except ValueError:
-            raise ConfigError(f"{where}: {match['value']} is not a number") from None
         _, _, rest = match["key"].partition(".")
         scenario, _, key = match["key"].rpartition(".")
         scenario = scenario.rpartition(".")[2]
@@ -166,6 +166,9 @@ def _user_lines(file: Path) -> str:
             raise ConfigError(f"{where}: {scenario or match['key']} is no scenario{nearest(scenario, _SCENARIOS)}: {', '.join(_SCENARIOS)}")
         if key not in _KEYS:
             raise ConfigError(f"{where}: LoadGen takes no {key} from a user.conf{nearest(key, _KEYS)}")
+        whole = key not in _FRACTIONAL or (key, scenario) == ("target_latency", "Server")
+        if not _WHOLE.fullmatch(match["value"]) and (whole or not _DECIMAL.fullmatch(match["value"])):
+            raise ConfigError(f"{where}: {match['value']} is not {'a whole' if whole else 'a'} number of at least 0, which {key} takes")
     return text if text.endswith("\n") or not text else text + "\n"
 
 

@@ -20,6 +20,10 @@ from mpillm.report.histogram import Histogram
 from mpillm.roles.base import Role
 
 _MAX_BATCH = 1024  # requests of one message
+_NO_MEMORY = (
+    "its queries do not fit the memory: it lists them all beforehand, as many as --min_query_count says, or the expected rate"
+    " (--offline_expected_qps, --server_target_qps) in --min_duration"
+)
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,8 @@ class Harness(Role):
             return self._window > 0
         if phase != "test" or self._test is None:
             return True
-        if self._test.error is not None:
-            raise RunError(Failure(f"LoadGen: {self._test.error}"))
+        if (error := self._test.error) is not None:
+            raise RunError(Failure(f"LoadGen: {_NO_MEMORY if isinstance(error, MemoryError) else error}"))
         return self._test.finished
 
     @property
@@ -146,7 +150,7 @@ class Harness(Role):
             rows["max_output"] = np.minimum(self._dataset.output_lengths[indices], self._sampling.max_output_len)
         rows["min_output"] = np.minimum(self._sampling.min_output_len, rows["max_output"])
         rows["temperature"] = self._sampling.temperature
-        rows["top_k"] = min(self._sampling.top_k, 0xFFFFFFFF)  # more tokens than any model has
+        rows["top_k"] = self._sampling.top_k
         rows["top_p"] = self._sampling.top_p
         rows["seed"] = (indices + (self._sampling.seed * 1_000_003 & 0xFFFFFFFF)) & 0xFFFFFFFF
         rows["generation"] = NO_INSTANCE

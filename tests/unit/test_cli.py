@@ -82,6 +82,15 @@ def test_a_file_that_the_system_refuses(
     assert capsys.readouterr().err == f"mpillm: {tmp_path}/none/file: No such file or directory\n"
 
 
+def test_a_mistake_of_ours_keeps_its_traceback_in_development_mode() -> None:
+    program = (
+        "import sys, types\nfrom mpillm import cli\nmodule = sys.modules['a_command'] = types.ModuleType('a_command')\n"
+        "module.main = lambda _: open('none/file')\ncli.COMMANDS['it'] = ('a_command:main', '')\ncli.main(['it'])\n"
+    )
+    done = subprocess.run([sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "none/file" in done.stderr
+
+
 def test_a_terminal_without_the_characters() -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-m", "mpillm", "--help"], env=env, capture_output=True, text=True, check=True)

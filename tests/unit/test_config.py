@@ -36,6 +36,7 @@ from mpillm.fields.parsers import (
     not_negative,
     port,
     positive,
+    rate,
     seconds,
     stop_words,
     token_ids,
@@ -47,17 +48,26 @@ DUMMY = ["--core_type", "dummy"]
 
 # By the function that reads a value: good texts with their values, and bad texts.
 TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
-    positive: ({"1": 1, "07": 7}, ["0", "-1", "1.5", "", "one"]),
-    natural: ({"0": 0, "7": 7}, ["-1", "0.5", "", "none"]),
-    seconds: ({"1": 1.0, "0.5": 0.5, "1e3": 1000.0}, ["0", "-1", "inf", "1e300", "nan", "", "1s"]),
+    positive: ({"1": 1, "07": 7}, ["0", "-1", "1.5", "", "one", "1_000", "\u0661", "2147483648", "9" * 5000]),
+    natural: ({"0": 0, "7": 7}, ["-1", "0.5", "", "none", "1_0", "\u0663", "2147483648"]),
+    seconds: ({"1": 1.0, "0.5": 0.5, "1e3": 1000.0}, ["0", "-1", "inf", "1e300", "nan", "", "1s", "1_0"]),
     duration: ({"0": 0.0, "600": 600.0}, ["-1", "inf", "1e300", "nan", "", "1s"]),
-    not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x"]),
+    rate: ({"0.5": 0.5, "1e9": 1e9}, ["0", "-1", "inf", "nan", "", "1_0", "1e10", "\u0663"]),
+    not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x", "1_0.5"]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: ({"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False}, ["2", "maybe"]),
-    flag_dict: ({"a:1": {"a": 1}, "a:true,b:x:y,c:0.5": {"a": True, "b": "x:y", "c": 0.5}}, ["a", ":1", "a:1,b", "a:1,b:2,a:2"]),
+    flag_dict: (
+        {
+            "": {},
+            "a:1": {"a": 1},
+            "a:true,b:x:y,c:0.5": {"a": True, "b": "x:y", "c": 0.5},
+            "a:nan,b:1_000,c:1e999": {"a": "nan", "b": "1_000", "c": "1e999"},
+        },
+        ["a", ":1", "a:", "a:1,b", "a:1,", "a:1,,b:2", ",", "a:1,b:2,a:2"],
+    ),
     stop_words: (
         {"###": ["###"], "a, b": ["a, b"], '["\\n\\n", [13, 13], "x"]': ["\n\n", [13, 13], "x"]},
-        ["", "[", '["a"', "[1]", "[[]]", '[""]', '[["a"]]', "[[1.5]]", "[[true]]"],
+        ["", "[", '["a"', "[1]", "[[]]", '[""]', '[["a"]]', "[[1.5]]", "[[true]]", "[[-1]]", "[[2147483648]]"],
     ),
     benchmarks.from_string: (
         {
@@ -73,13 +83,16 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         ["", "Multistream", "Offline,,Server"],
     ),
     token_ids: ({"2": (2,), "0,128009": (0, 128009)}, ["", "2,", "-1", "</s>", "1.5"]),
-    port: ({"1": 1, "65535": 65535}, ["", "0", "65536", "-1", "http"]),
+    port: ({"1": 1, "65535": 65535}, ["", "0", "65536", "-1", "http", "8_0", "\u0668\u0660"]),
     accuracy: ({".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99}, ["0.9", "1", "99.99", "", "high", "nan"]),
     gpu_batch_size.from_string: (
         {"2048": 2048, "llama2-70b:8,moe:16": {"llama2-70b": 8, "mixtral-8x7b": 16}},
         ["0", "", "a", "a:1", "moe:1,mixtral:2", "moe:0", "moe:b", ":4", "moe:1,4"],
     ),
-    urls: ({"a:1,b:65535": ("a:1", "b:65535"), "[::1]:80": ("[::1]:80",)}, ["", "a", "a:", ":1", "a:0", "a:65536", "a:1,b", "a:1,"]),
+    urls: (
+        {"a:1,b:65535": ("a:1", "b:65535"), "[::1]:80": ("[::1]:80",)},
+        ["", "a", "a:", ":1", "a:0", "a:65536", "a:1,b", "a:1,", "a:1,a:1", "http://a:1", "a b:1"],
+    ),
     grpc_ports: (
         {
             "foo:8001|bar:8003": {"foo": (8001,), "bar": (8003,)},
@@ -102,6 +115,9 @@ def test_every_option(field: Any) -> None:
         return
     if field.from_string is None:
         assert field.parse("any text", "--x") == "any text"
+        for empty in ("", " "):
+            with pytest.raises(ConfigError, match=f"--{field.name} '{empty}': expected a text that is not empty"):
+                field.parse(empty, f"--{field.name}")
         return
     good, bad = TEXTS[field.from_string]
     for text, value in good.items():
@@ -179,7 +195,6 @@ def test_a_missing_value() -> None:
         (["--context_chunking_policy", "equal_progress"], ["has no effect without --enable_chunked_context true"]),
         (["--num_samples", "8"], ["--num_samples 8 has no effect without --dataset synthetic"]),
         (["--model_scale", "tiny"], ["--model_scale tiny has no effect without --benchmarks"]),
-        (["--server_target_qps", "0"], ["--server_target_qps 0", "more than 0"]),
         (["--num_ctx_servers", "2"], ["--num_ctx_servers", "no meaning with --mode aggregated"]),
         (["--gen_tp_size", "2"], ["--gen_tp_size", "no meaning with --mode aggregated"]),
         (["--mode", "disaggregated", "--tensor_parallelism", "2"], ["--tensor_parallelism", "no meaning with --mode disaggregated"]),

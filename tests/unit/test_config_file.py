@@ -166,6 +166,15 @@ def test_which_of_several_is_meant(tmp_path: Path, options: list[str], seed: int
     assert config.seed == seed
 
 
+def test_values_of_every_kind_of_python(tmp_path: Path) -> None:
+    text = (
+        f"from pathlib import Path\n{REGISTERED}    scenarios = [Scenario.Offline, Scenario.Server]\n    log_dir = Path('x')\n"
+        "    end_ids = (2, 3)\n    dataset_path = None\n"
+    )
+    config = config_of(written(tmp_path, "mine.py", text))
+    assert (config.scenarios, config.log_dir, config.end_ids, config.dataset_path) == (("Offline", "Server"), "x", (2, 3), None)
+
+
 def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
     written(tmp_path, "mpillm_test_neighbour.py", "class Shared:\n    seed = 5\n    core_type = 'dummy'\n")
     path = written(
@@ -200,6 +209,20 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ("a.yaml", "trtllm_runtime_flags: [1]\n", [], ["a.yaml:1: trtllm_runtime_flags [1]: expected key:value"]),
         ("a.yaml", "triton_grpc_ports: {a: [0]}\n", [], ["a.yaml:1: triton_grpc_ports a:0: expected host_0", "'0' is not a port"]),
         ("a.yaml", "gpu_batch_size: {llama: 1}\n", [], ["a.yaml:1: gpu_batch_size llama", "there is no llama (did you mean 'llama2'?)"]),
+        # Values of another kind
+        ("a.yaml", "top_k: 1\nseed: ~\n", [], ["a.yaml:2: seed null: leave it out for its default, 0"]),
+        ("a.yaml", "scenarios:\n", [], ["a.yaml:1: scenarios null: leave it out for its default, Offline"]),
+        ("a.yaml", "log_dir: [a, b]\n", [], ["a.yaml:1: log_dir ['a', 'b']: expected a text"]),
+        ("a.yaml", "model_path: no\n", [], ["a.yaml:1: model_path False: expected a text; put it in quotes"]),
+        ("a.yaml", "model_path: ' '\n", [], ["a.yaml:1: model_path ' ': expected a text that is not empty"]),
+        ("a.yaml", "stop_words: {a: 1}\n", [], ["a.yaml:1: stop_words", "expected a word, or a JSON array"]),
+        ("a.yaml", "stop_words: 5\n", [], ["a.yaml:1: stop_words", "expected a word, or a JSON array"]),
+        ("a.yaml", "core_options: {1: 2}\n", [], ["a.yaml:1: core_options: the key 1 (an integer); must be a string"]),
+        ("a.yaml", "core_options: {a: 2020-01-01}\n", [], ["a.yaml:1: core_options: a: datetime.date(2020, 1, 1)", "must be null, true"]),
+        ("a.yaml", "core_options: {a: .nan}\n", [], ["a.yaml:1: core_options: a: nan", "a finite number"]),
+        ("a.yaml", "core_options: &a {b: *a}\n", [], ["a.yaml:1: core_options: nested too deeply"]),
+        ("a.py", f"{REGISTERED}    core_options = {{'a': object()}}\n", [], ["a.py:4: core_options: a: <object", "must be null, true"]),
+        ("a.py", f"{REGISTERED}    max_output_len = None\n", [], ["a.py:4: max_output_len null: leave it out for its default, 128"]),
         # Flags
         (
             "a.yaml",
@@ -228,7 +251,9 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ("a.py", f"{REGISTERED}    def seed(self): ...\n", [], ["a.py", "seed: a configuration has values, no methods"]),
         ("a.py", f"{REGISTERED}    harness_type = 'custom'\n", [], ["a.py:4: harness_type is set here, and by ConfigRegistry.register"]),
         ("a.yaml", "seed: [\n", [], ["a.yaml:2: not valid YAML"]),
-        ("a.yaml", "seed: 1\nseed: 2\n", [], ["a.yaml:2: seed stands there twice"]),
+        ("a.yaml", "seed: 1\nseed: 2\n", [], ["a.yaml:2: not valid YAML: the key 'seed' is there twice"]),
+        ("a.yaml", "core_options: {a: 1, a: 2}\n", [], ["a.yaml:1: not valid YAML: the key 'a' is there twice"]),
+        ("a.yaml", "seed: !!int ''\n", [], ["a.yaml: not valid YAML"]),
         ("a.yaml", "scenario: Server\nscenarios: Offline\n", [], ["a.yaml:2: scenarios is Offline, but ", "a.yaml:1 says Server"]),
         ("a.yaml", "- seed\n", [], ["a.yaml:1: must be a mapping of options"]),
         ("a.yaml", "", [], ["a.yaml:1: must be a mapping of options"]),
@@ -285,6 +310,12 @@ def test_options_that_imply_others(tmp_path: Path, text: str, options: list[str]
     with pytest.raises(ConfigError) as error:
         config_of(written(tmp_path, "a.yaml", text), *options)
     assert all(word in str(error.value) for word in words)
+
+
+def test_use_triton_chooses_as_the_harness_type_does(tmp_path: Path) -> None:
+    text = "- {core_type: triton_grpc, harness_type: triton, seed: 1}\n- {harness_type: custom, seed: 2}\n"
+    path = written(tmp_path, "a.yaml", text)
+    assert [config_of(path, *options).seed for options in (["--use_triton"], ["--harness_type=triton"], [])] == [1, 1, 2]
 
 
 @pytest.fixture(scope="module")

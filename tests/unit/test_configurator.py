@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import threading
 from collections.abc import Iterator
@@ -144,6 +145,21 @@ def test_a_binding_without_a_parameter() -> None:
             def __init__(self, value: int = 0) -> None: ...
 
 
+def test_a_field_is_bound_once() -> None:
+    field = Field("f")
+    with pytest.raises(TypeError, match="Thing: f is bound to one already"):
+
+        @bind(field, "two")
+        @bind(field, "one")
+        class Thing:
+            def __init__(self, one: int = 0, two: int = 0) -> None: ...
+
+
+def test_a_field_is_one_object_whatever_is_copied() -> None:
+    assert copy.copy(seed) is seed
+    assert copy.deepcopy({seed: [1]}) == {seed: [1]}
+
+
 def test_bind_without_autoconfigure_has_from_fields() -> None:
     first, second = Field("first"), Field("second", from_string=int)
 
@@ -242,7 +258,7 @@ def test_help_of_dependencies() -> None:
 
     HelpInfo.add_configurator_dependencies(User, {Used})
     assert HelpInfo.fields([User, Used]) == [mine, theirs]
-    text = HelpInfo.build_help_string([User])
+    text = HelpInfo.build_help_string(User)
     assert text.index("build:") < text.index("--mine") < text.index("harness:") < text.index("--theirs")
 
 
@@ -253,6 +269,9 @@ def test_configuration_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     (tmp_path / "mpillm_test_wrong.py").write_text("from mpillm import fields\nEXPORTS = {'default': {fields.seed: -1}}\n")
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mpillm_test_any.py").write_text(
+        "from mpillm.configurator import Field\nany_kind = Field('any_kind')\nEXPORTS = {'default': {any_kind: [1, 2]}}\n"
+    )
     index = ConfigurationIndex()
     prefix = ["my_system", "llama2-70b"]
     index.load_module("mpillm_test_exports", prefix=prefix)
@@ -262,6 +281,8 @@ def test_configuration_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert index.get([*prefix, "MaxP"]) == {seed: 16}
     assert index.get(["a", "b"], prefix) == {}
     assert index.get(["MaxP"]) is None
+    index.load_module("mpillm_test_any")
+    assert list((index.get(["default"]) or {}).values()) == [[1, 2]], "a field that reads no text takes any value"
     index.register(["x"], Configuration({seed: 1}))
     assert index.get(["x"]) == {seed: 1}
     with pytest.raises(ConfigError, match="mpillm_test_wrong: seed -1: expected a whole number"):

@@ -240,6 +240,9 @@ def test_faults_are_of_one_rank() -> None:
         ({"fault_phase": "lode"}, ["fault_phase:lode", "did you mean 'load'?"]),
         ({"ttft_ms": "soon"}, ["ttft_ms:soon"]),
         ({"fault_at": "x"}, ["fault_at:x"]),
+        ({"ttft_ms": "nan"}, ["--core_options ttft_ms:nan: not a number of at least 0"]),
+        ({"tpot_ms": -5}, ["--core_options tpot_ms:-5: not a number of at least 0"]),
+        ({"fault_rank": -2}, ["--core_options fault_rank:-2: not a number"]),
     ],
 )
 def test_bad_options(options: dict[str, object], words: list[str]) -> None:

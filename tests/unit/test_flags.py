@@ -13,7 +13,7 @@ import disagg
 from disagg.errors import ConfigError
 from mpillm.config import RunConfig, parse_run
 from mpillm.configurator import DEFAULT, Found, Level, Origin
-from mpillm.factory import core_configs, routing_policy
+from mpillm.factory import core_configs, routing_notes, routing_policy
 from mpillm.fields import FIELDS
 from mpillm.flags import unify
 from mpillm.harness_config import TrtllmHarnessConfig
@@ -116,6 +116,9 @@ def test_the_routers_of_a_yaml_are_the_policies_unless_a_person_set_one() -> Non
     text = "context_servers: {router: {type: round_robin}}\ngeneration_servers: {router: {type: kv_cache_aware}}\n"
     servers = [server for _, server in disagg.parse(text).sections]
     assert [routing_policy(parse_run(DUMMY), server) for server in servers] == ["round_robin", "load_balancing"]
+    assert routing_notes(parse_run(DUMMY), disagg.parse(text)) == [
+        "generation_servers: there is no router kv_cache_aware here; requests go by load_balancing"
+    ]
     for policy in ("load_balancing", "round_robin"):
         config = parse_run([*DUMMY, "--traffic_distribution_policy", policy])
         assert [routing_policy(config, server) for server in servers] == [policy, policy]

@@ -13,6 +13,7 @@ from mpillm.comms.tags import Tag
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.dummy import DummyCore
 from mpillm.dataset import Dataset
+from mpillm.errors import RunError
 from mpillm.loadgen.sut import Query
 from mpillm.messages import RESPONSE, Batch, ResponseFlag
 from mpillm.roles.harness import Harness, Sampling
@@ -72,8 +73,18 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
     assert (harness.totals.samples, harness.in_flight) == (1, 0)
 
 
+def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
+    test: Any = SimpleNamespace(error=MemoryError("std::bad_alloc"), start=lambda: None)
+    dataset = Dataset("one token", np.array([5], np.int32), np.array([0, 1]))
+    harness = Harness(SimpleNamespace(handlers={}), 1, dataset, Sampling(8), lambda: test, None, hands_over=False)  # type: ignore[arg-type]
+    harness.ready()
+    harness.test()
+    with pytest.raises(RunError, match=r"LoadGen: its queries do not fit the memory: .* --min_query_count .*--offline_expected_qps"):
+        harness.done("test")
+
+
 @pytest.mark.parametrize("ignores", [None, np.array([True, False, True])])
-@pytest.mark.parametrize("sampling", [Sampling(8), Sampling(8, top_k=10**30, seed=10**30)])  # whole numbers have no end
+@pytest.mark.parametrize("sampling", [Sampling(8), Sampling(8, top_k=2**31 - 1, seed=2**31 - 1)])  # the largest that options take
 def test_only_some_samples_have_stop_words(ignores: Any, sampling: Sampling) -> None:
     sent: list[Batch] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(Batch.unpack(buffer)[0]))

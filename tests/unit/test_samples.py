@@ -78,6 +78,37 @@ def test_the_narrowest_model_counts(tmp_path: Path) -> None:
             assert message in str(error.value) and "input_ids_padded.npy" in str(error.value)
 
 
+def test_stop_words_of_a_data_set(tmp_path: Path) -> None:
+    """They must be the run's, unless the run wants none: `use_stop_tokens` of a generation config, or no stop words by a person."""
+    arrays(tmp_path)
+    np.save(tmp_path / "stop_ids_padded.npy", np.array([[13, 13], [2, 2], [13, 13]], np.int32))
+    data = (*DUMMY, "--dataset_path", tmp_path, "--end_ids", 2)
+    with pytest.raises(ConfigError, match=r"sample 0 has stop word \[13, 13\]; those of this run \(--stop_words\) are: none"):
+        load(tmp_path, *data)
+    ignores_stop = load(tmp_path, *data, "--stop_words", "[[13, 13]]").ignores_stop
+    assert ignores_stop is not None and ignores_stop.tolist() == [False, True, False]
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"generation_config": {"use_stop_tokens": false}}')
+    for none in (("--stop_words", "[]"), ("--llm_gen_config_path", generation)):
+        assert load(tmp_path, *data, *none).ignores_stop is None
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "value"),
+    [("dataset_path: nowhere.jsonl", "dataset_path", "nowhere.jsonl"), ("max_output_len: 5000", "max_output_len", "5000")],
+)
+def test_what_does_not_fit_names_the_file_that_set_it(tmp_path: Path, text: str, option: str, value: str) -> None:
+    yaml = tmp_path / "mine.yaml"
+    yaml.write_text(f"core_type: dummy\n{text}\n")
+    config = parse_run(["--config_file", str(yaml)])
+    with pytest.raises(ConfigError) as error:
+        load_samples(config, (Model(),), lambda: tmp_path)
+    assert value in str(error.value)
+    assert config.with_sources(str(error.value)) == f"{error.value}\n{option} is set by {yaml}:2"
+    config = parse_run(["--core_type", "dummy", *f"--{text}".replace(":", "").split()])
+    assert config.with_sources(str(error.value)) == str(error.value), "the command line is before the person's eyes"
+
+
 def test_end_tokens_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--end_ids 2,512 \(command line\): tiny-mixtral knows 512 tokens"):
         load(tmp_path, *TINY, "--end_ids", "2,512")

@@ -17,6 +17,7 @@ from mpillm.cores.base import CoreConfig
 from mpillm.dataset import Limits, load_dataset
 from mpillm.engine.model_config import model_info
 from mpillm.fields.general import WORKLOADS
+from mpillm.loadgen.settings import LoadGenConfig, load_settings
 from mpillm.tokenizer import ByteTokenizer
 from mpillm.workloads.tiny import write_dataset
 
@@ -164,7 +165,16 @@ def test_without_a_workload(tmp_path: Path) -> None:
         ("*.Sever.target_qps = 1", "user.conf:2: Sever is no scenario (did you mean 'Server'?)"),
         ("target_qps = 1", "user.conf:2: target_qps is no scenario"),
         ("*.Server.target_qps=1", "user.conf:2: '*.Server.target_qps=1' is not 'model.scenario.key = number'"),
-        ("*.Server.target_qps = fast", "user.conf:2: fast is not a number"),
+        ("*.Server.target_qps = fast", "user.conf:2: fast is not a number of at least 0, which target_qps takes"),
+        ("*.Server.target_qps = nan", "user.conf:2: nan is not a number"),
+        ("*.Server.target_qps = -1.5", "user.conf:2: -1.5 is not a number"),
+        ("*.Server.target_qps = 1_000.5", "user.conf:2: 1_000.5 is not a number"),
+        ("*.Server.min_query_count = -5", "user.conf:2: -5 is not a whole number of at least 0, which min_query_count takes"),
+        ("*.Server.min_query_count = 24_576", "user.conf:2: 24_576 is not a whole number"),
+        ("*.Server.min_query_count = 010", "user.conf:2: 010 is not a whole number"),
+        ("*.Server.min_query_count = 99999999999999999999", "user.conf:2: 99999999999999999999 is not a whole number"),
+        ("*.*.min_duration = 6e5", "user.conf:2: 6e5 is not a whole number"),
+        ("*.Server.target_latency = 1.5", "user.conf:2: 1.5 is not a whole number"),
         ("*.Server.target_qps = 1 # not more", "user.conf:2: '*.Server.target_qps = 1 # not more' is not"),
         ("*.Server.target_qps =", "user.conf:2: '*.Server.target_qps =' is not"),
     ],
@@ -172,12 +182,19 @@ def test_without_a_workload(tmp_path: Path) -> None:
 def test_bad_user_conf(line: str, message: str, tmp_path: Path) -> None:
     conf = tmp_path / "user.conf"
     conf.write_text(f"*.Server.min_duration = 1\n{line}\n")
-    assert message in loadgen(options("llama2-70b", "--user_conf", str(conf)), 24576)["error"]
+    assert message in refused(str(conf))
+
+
+def refused(user_conf: str) -> str:
+    """What is said of a user.conf, before LoadGen reads anything: so it may be in this process."""
+    with pytest.raises(ConfigError) as error:
+        load_settings(LoadGenConfig.from_run(options("llama2-70b", "--user_conf", user_conf)), 24576)
+    return str(error.value)
 
 
 def test_unreadable_user_conf(tmp_path: Path) -> None:
-    assert "nowhere.conf: no such file" in loadgen(options("llama2-70b", "--user_conf", "nowhere.conf"), 24576)["error"]
-    assert "Is a directory" in loadgen(options("llama2-70b", "--user_conf", str(tmp_path)), 24576)["error"]
+    assert "nowhere.conf: no such file" in refused("nowhere.conf")
+    assert "Is a directory" in refused(str(tmp_path))
 
 
 def test_every_default_is_a_field() -> None:
