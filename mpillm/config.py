@@ -72,6 +72,10 @@ class RunConfig:
         """Whether a person set it."""
         return self.origin(name).level >= Level.CONTEXT
 
+    def is_said(self, name: str) -> bool:
+        """Whether a person set it, or the workload does."""
+        return self.origin(name).level > Level.DEFAULT
+
     def named(self, name: str) -> str:
         """The option with its value and, where that is not the command line, its source: for messages."""
         field = BY_NAME[name]
@@ -213,8 +217,12 @@ def _resolve(options: Mapping[str, str], known: Sequence[Field], defaults: Mappi
         known_workload = workloads.get(benchmarks[0], said(fields.model_scale).value)
         workload.update(known_workload.defaults(scenarios[0]))
         workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
-    if (path := said(fields.llm_gen_config_path).value) is not None:
-        generation.update(GenerationConfig.from_file(path).values(path))
+    path, origin, _ = said(fields.llm_gen_config_path)
+    if path is not None:
+        try:
+            generation.update(GenerationConfig.from_file(path).values(path))
+        except ConfigError as error:
+            raise ConfigError(f"{error} (--llm_gen_config_path, {origin.where})") from None
         generation.origins = Origin(Level.CONTEXT, path)
     found = _complete(own, known)
     _imply(found)

@@ -57,6 +57,15 @@ def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
                 if section in sections and getattr(server, key) != getattr(config, name):
                     raise ConfigError(f"{config.named(name)}, but {section}.{key} of {config.disagg_config} is {getattr(server, key)}")
         return loaded
+    try:
+        return _generated(config, world_size)
+    except ConfigError as error:
+        mine = {_CTX, _GEN} if config.mode == "disaggregated" else {_EXECUTORS}
+        said = [config.named(name) for name, (sections, _) in _TOPOLOGY.items() if mine & {*sections} and config.is_said(name)]
+        raise ConfigError("\n".join([str(error), *said])) from None
+
+
+def _generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
     return disagg.generate(
         config.mode,
         world_size,

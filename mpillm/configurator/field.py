@@ -102,6 +102,10 @@ class Field:
             return plain(value, source)
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
+        try:
+            text = value if isinstance(value, str) else self.text(value)
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list that holds itself
+            raise ConfigError(f"{source}: {error}") from None
         if self.from_string is None and not self.choices and not isinstance(value, str):
-            raise ConfigError(f"{source} {value}: expected a text; put it in quotes")
-        return self.parse(value if isinstance(value, str) else self.text(value), source)
+            raise ConfigError(f"{source} {text}: expected a text; put it in quotes")
+        return self.parse(text, source)

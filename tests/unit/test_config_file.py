@@ -213,7 +213,7 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ("a.yaml", "top_k: 1\nseed: ~\n", [], ["a.yaml:2: seed null: leave it out for its default, 0"]),
         ("a.yaml", "scenarios:\n", [], ["a.yaml:1: scenarios null: leave it out for its default, Offline"]),
         ("a.yaml", "log_dir: [a, b]\n", [], ["a.yaml:1: log_dir ['a', 'b']: expected a text"]),
-        ("a.yaml", "model_path: no\n", [], ["a.yaml:1: model_path False: expected a text; put it in quotes"]),
+        ("a.yaml", "model_path: no\n", [], ["a.yaml:1: model_path false: expected a text; put it in quotes"]),
         ("a.yaml", "model_path: ' '\n", [], ["a.yaml:1: model_path ' ': expected a text that is not empty"]),
         ("a.yaml", "stop_words: {a: 1}\n", [], ["a.yaml:1: stop_words", "expected a word, or a JSON array"]),
         ("a.yaml", "stop_words: 5\n", [], ["a.yaml:1: stop_words", "expected a word, or a JSON array"]),
@@ -222,6 +222,9 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ("a.yaml", "core_options: {a: .nan}\n", [], ["a.yaml:1: core_options: a: nan", "a finite number"]),
         ("a.yaml", "core_options: &a {b: *a}\n", [], ["a.yaml:1: core_options: nested too deeply"]),
         ("a.py", f"{REGISTERED}    core_options = {{'a': object()}}\n", [], ["a.py:4: core_options: a: <object", "must be null, true"]),
+        ("a.py", f"{REGISTERED}    seed = 10**5000\n", [], ["a.py:4: seed: Exceeds the limit"]),
+        ("a.yaml", "stop_words: &a [*a]\n", [], ["a.yaml:1: stop_words: Circular reference"]),
+        ("a.yaml", "llm_gen_config_path: none.json\n", [], ["none.json: no such file (--llm_gen_config_path, ", "a.yaml:1)"]),
         ("a.py", f"{REGISTERED}    max_output_len = None\n", [], ["a.py:4: max_output_len null: leave it out for its default, 128"]),
         # Flags
         (

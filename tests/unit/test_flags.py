@@ -112,6 +112,19 @@ def test_options_may_say_what_a_yaml_says_and_nothing_else(tmp_path: Path) -> No
         assert str(error.value) == message
 
 
+def test_sizes_that_do_not_fit_the_ranks_name_their_source(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("core_type: dummy\ntensor_parallelism: 3\n")
+    for words, sources in {
+        "--core_type dummy --mode disaggregated --num_gen_servers 4 --ctx_tp_size 9": ["--ctx_tp_size 9", "--num_gen_servers 4"],
+        "--config_file mine.yaml": ["tensor_parallelism 3 (mine.yaml:2)"],
+        "--benchmarks llama2": ["tensor_parallelism 2 (workload llama2-70b)"],
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            disagg_config(parse_run(words.replace("mine.yaml", str(file)).split()), 2)
+        assert str(error.value).replace(str(file), "mine.yaml").splitlines()[1:] == sources
+
+
 def test_the_routers_of_a_yaml_are_the_policies_unless_a_person_set_one() -> None:
     text = "context_servers: {router: {type: round_robin}}\ngeneration_servers: {router: {type: kv_cache_aware}}\n"
     servers = [server for _, server in disagg.parse(text).sections]
