@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -100,11 +101,20 @@ class RunConfig:
         values = {BY_NAME[name]: found.value for name, found in self.found.items() if found.value is not None and name in BY_NAME}
         return Configuration(values, options={}, environ={})
 
+    @contextlib.contextmanager
+    def autoapply(self) -> Iterator[None]:
+        """`configuration` is in force until the block ends, and a ConfigError there says where what it names was set."""
+        try:
+            with self.configuration().autoapply():
+                yield
+        except ConfigError as error:
+            raise type(error)(self.with_sources(str(error))) from error
+
     def build(self, cls: type[T]) -> T:
         """The instance of an `@autoconfigure`d class that these values make; the same one each time."""
         if cls in self._built:
             return cast(T, self._built[cls])
-        with self.configuration().autoapply():
+        with self.autoapply():
             built = self._built[cls] = cls()
         return built
 

@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm run-llm-server --core_type=trtllm_disagg --trtllm_disagg_config_path=disagg.yaml",
     )
     config = parse(argv, parser, _SHOWN)
-    servers = servers_of(config)
+    with config.autoapply():
+        servers = servers_of(config)
     if config.dry_run:
         for path, text in _files(servers).items():
             print(f"mkdir -p {path.parent} && cat > {path} <<'END'\n{text}END")

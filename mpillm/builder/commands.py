@@ -33,7 +33,7 @@ _TRITON = shown("workload", "stages", "build", also=(*_COMMON, "llm_gen_config_p
 def engine_stages(config: RunConfig) -> Operation:
     """The last stage of what `generate-engines` makes for a test; the stages before it are its dependencies."""
     deadline_s = config.build_deadline
-    with config.configuration().autoapply():
+    with config.autoapply():
         if config.core_type == "torch":
             quantizer = TorchQuantizerOp(deadline_s=deadline_s) if QuantizerConfig().qformat != "full_prec" else None
             return TorchBuilderOp(quantizer, deadline_s=deadline_s)
@@ -61,7 +61,8 @@ def generate_engines_main(argv: Sequence[str]) -> int:
     )
     configs = parse_each(argv, parser, _ENGINE)
     stages = [engine_stages(config) for config in configs]
-    execute(_distinct(stages), force=configs[0].force, dry_run=configs[0].dry_run)
+    with configs[0].autoapply():
+        execute(_distinct(stages), force=configs[0].force, dry_run=configs[0].dry_run)
     if not configs[0].dry_run:
         for stage in dict.fromkeys(str(stage.output) for stage in stages):
             print(stage)
@@ -110,7 +111,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
     if not engine_dir:
         if not config.model_path:
             raise ConfigError("generate-triton-config needs --engine_dir, or the --model_path that generate-engines was given")
-        with config.configuration().autoapply():
+        with config.autoapply():
             engine_dir = str(TRTLLMBuilderOp().output)
     harness = config.build(TritonHarnessConfig)
     _, cut = read_engine(Path(engine_dir))

@@ -197,6 +197,14 @@ def test_bad_input_is_told_before_anything_is_made(place: Path, capsys: pytest.C
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.parametrize(("text", "message"), [("model_path: nowhere", "no such folder"), ("core_type: torhc", "nothing to build for it")])
+def test_bad_input_of_a_file_names_it(place: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+    Path("mine.yaml").write_text(f"llm_quantizer_outdir: ckpt\n{text}\n")
+    assert main(["generate-engines", "--config_file=mine.yaml"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and f"{text.partition(':')[0]} is set by mine.yaml:2" in err
+
+
 def test_a_model_without_weights_and_one_without_config(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "llama/model.safetensors").unlink()
     assert generate() == 2

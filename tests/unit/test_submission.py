@@ -271,7 +271,7 @@ def test_bad_input(maker: Maker) -> None:
     says("is given twice", performance, performance)
     says("--division clsed: not one of closed, open (did you mean 'closed'?)", performance, "--division", "clsed")
     says("it names a folder", performance, "--submitter", "../us")
-    says("--submitter is missing", performance, "--submitter", "")
+    says("--submitter '': expected a text that is not empty", performance, "--submitter", "")
     says("unknown option --devision (did you mean '--division'?)", performance, "--devision", "open")
     says(
         "failed in phase 'test': x",
