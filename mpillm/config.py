@@ -73,10 +73,6 @@ class RunConfig:
         """Whether a person set it."""
         return self.origin(name).level >= Level.CONTEXT
 
-    def is_said(self, name: str) -> bool:
-        """Whether a person set it, or the workload does."""
-        return self.origin(name).level > Level.DEFAULT
-
     def named(self, name: str) -> str:
         """The option with its value and, where that is not the command line, its source: for messages."""
         field = BY_NAME[name]

@@ -12,7 +12,7 @@ from disagg.errors import ConfigError
 from disagg.schema import SECTIONS
 from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
-from mpillm.configurator import Field
+from mpillm.configurator import Field, Level
 from mpillm.devices import OwnGpu
 from mpillm.fields import MODEL_AND_LIMITS, shown
 
@@ -61,8 +61,8 @@ def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
         return _generated(config, world_size)
     except ConfigError as error:
         mine = {_CTX, _GEN} if config.mode == "disaggregated" else {_EXECUTORS}
-        said = [config.named(name) for name, (sections, _) in _TOPOLOGY.items() if mine & {*sections} and config.is_said(name)]
-        raise ConfigError("\n".join([str(error), *said])) from None
+        said = [name for name, (sections, _) in _TOPOLOGY.items() if mine & {*sections} and config.origin(name).level > Level.DEFAULT]
+        raise ConfigError("\n".join([str(error), *map(config.named, said)])) from None
 
 
 def _generated(config: RunConfig, world_size: int | None) -> DisaggConfig:

@@ -23,10 +23,12 @@ def test_every_scenario_named(one: Starter, tmp_path: Path) -> None:
 
 
 def test_the_worst_exit_code_and_the_tests_after_it(one: Starter, tmp_path: Path) -> None:
-    """Server has no rate: that test fails, the other is run all the same. What an earlier run left in its folder is not its result."""
+    """Server has too few samples: it fails, the other is run all the same. What an earlier run left in its folder is not its result."""
+    conf = "*.*.min_duration = 0\n*.Offline.min_query_count = 1\n*.Server.performance_sample_count_override = 99999\n"
+    (tmp_path / "user.conf").write_text(conf)
     (tmp_path / "runs" / "Server").mkdir(parents=True)
     (tmp_path / "runs" / "Server" / "result.json").write_text('{"status": "VALID"}')
-    ended = one.mpillm("run-harness", *DUMMY, "--scenarios=Server,Offline", "--server_target_qps=0", "--world_size=2", "--log_dir=runs")
+    ended = one.mpillm("run-harness", *DUMMY, "--scenarios=Server,Offline", "--user_conf=user.conf", "--world_size=2", "--log_dir=runs")
     server, offline = ended.must(USAGE).out.splitlines()[-2:]
     assert server.split()[-1] == str(USAGE) and "no result" in server
     assert offline.startswith("Offline")

@@ -157,6 +157,11 @@ def test_hyphens_underscores_and_equals_signs(argv: list[str]) -> None:
     assert not config.given("seed")
 
 
+def test_of_an_option_that_is_given_twice_the_last_counts() -> None:
+    assert parse_run([*DUMMY, "--seed", "1", "--seed=2"]).seed == 2
+    assert parse_run([*DUMMY, "--models=llama2", "--benchmarks", "moe"]).benchmarks == ("mixtral-8x7b",), "by whichever of its names"
+
+
 def test_values_keep_their_hyphens() -> None:
     config = parse_run([*DUMMY, "--log-dir=my-runs/a--b", "--model_path", "smol-lm"])
     assert (config.log_dir, config.model_path) == ("my-runs/a--b", "smol-lm")
