@@ -85,7 +85,7 @@ class Field:
             raise ConfigError(f"{source} '{text}': expected a text that is not empty")
         try:
             return self.from_string(text) if self.from_string else text
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             expected = getattr(self.from_string, "expects", f"what {getattr(self.from_string, '__name__', self.name)} reads")
             why = f" ({error})" if isinstance(error, Reason) else ""
             raise ConfigError(f"{source} {text}: expected {expected}{why}") from None
