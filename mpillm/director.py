@@ -188,7 +188,7 @@ class Director:
             if config.save_outputs or self._has_text:
                 self._outputs = Outputs(self._dataset, self._tokenizer, path / "outputs.jsonl" if config.save_outputs else None)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise _unwritable(config, path, error) from error
 
     def _run_directory(self, config: RunConfig) -> Path:
         """Made when it is first asked for."""
@@ -205,7 +205,7 @@ class Director:
                 path.mkdir(parents=True, exist_ok=True)
                 lock(path)
             except OSError as error:
-                raise _unwritable(path, error) from error
+                raise _unwritable(config, path, error) from error
             self._log_dir = path.absolute()
         return self._log_dir
 
@@ -310,8 +310,9 @@ def path_shown(path: Path | None) -> str:
     return os.path.relpath(path) if path and path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _unwritable(path: Path, error: OSError) -> RunError:
-    return RunError(Failure(f"the run directory {path} can't be written: {error.strerror}", code=_storage_code(error)))
+def _unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:
+    message = config.with_sources(f"the run directory {path} can't be written: {error.strerror}")
+    return RunError(Failure(message, code=_storage_code(error)))
 
 
 def _storage_code(error: OSError) -> ExitCode | None:
