@@ -128,10 +128,11 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
                     f"{where} was built for {build.max_beam_width} beams: {self.gen_config_path} wants {gen.runtime_beam_width}"
                 )
             room = build.max_seq_len - build.max_input_len
-            if gen.max_output_len > room:
+            wanted = gen.values(str(self.gen_config_path)).get(fields.max_output_len, 0)  # Hugging Face's need not say it
+            if wanted > room:
                 raise ConfigError(
                     f"{where} was built for answers of {room} tokens (max_seq_len {build.max_seq_len} less max_input_len"
-                    f" {build.max_input_len}): {self.gen_config_path} wants {gen.max_output_len}"
+                    f" {build.max_input_len}): {self.gen_config_path} wants {wanted}"
                 )
 
 

@@ -207,6 +207,16 @@ def test_a_wrong_engine(tmp_path: Path, text: str | None, words: list[str]) -> N
     assert all(word in str(error.value) for word in [str(tmp_path), *words])
 
 
+def test_an_engine_for_short_answers_and_a_generation_config_that_says_no_length(tmp_path: Path) -> None:
+    folder, path = engine(tmp_path, max_seq_len=1100), tmp_path / "generation_config.json"
+    values = {"engine_dir": str(folder), "tensor_parallelism": 2, "pipeline_parallelism": 2, "llm_gen_config_path": str(path)}
+    path.write_text('{"eos_token_id": 2}')
+    assert built(TrtllmExecutorConfig, **values).gen_config.eos_token_id == (2,)
+    path.write_text('{"eos_token_id": 2, "max_new_tokens": 100}')
+    with pytest.raises(ConfigError, match=r"was built for answers of 76 tokens .* wants 100"):
+        built(TrtllmExecutorConfig, **values)
+
+
 def test_no_engine() -> None:
     with pytest.raises(ConfigError, match="--engine_dir: which engine"):
         built(TrtllmExecutorConfig)
