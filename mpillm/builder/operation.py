@@ -30,6 +30,7 @@ from launch.children import Children, tail
 from launch.environment import clean_environment
 from mpillm.builder.preconditions import NotHere
 from mpillm.errors import StageError
+from mpillm.folders import replace_folder
 
 STAMP = "mpillm-stamp.json"
 
@@ -202,12 +203,8 @@ def _make(op: Operation) -> None:
                 if missing := op.missing(made):
                     raise StageError(f"{op.name}: ended without {', '.join(missing)}; its log, {log}, ends:\n{tail(log, 15)}")
                 (made / STAMP).write_text(json.dumps(_stamp(op, made), indent=2) + "\n", encoding="utf-8")
-                with contextlib.suppress(FileNotFoundError):
-                    op.output.rename(before)
-                made.rename(op.output)
+                replace_folder(made, op.output, before)
         finally:  # every child has ended
-            if before.exists() and not op.output.exists():
-                before.rename(op.output)
             shutil.rmtree(work, ignore_errors=True)
 
 
