@@ -19,7 +19,7 @@ KINDS = ("performance", "accuracy", "TEST06")
 # What the runs of one result must have in common: they are said to be of one system under test.
 _SAME = ("core_type", "mode", "model_path", "model_scale", "dtype", "quantization", "engine_dir")
 # Options that a workload decides, which the closed division leaves alone.
-_OF_THE_WORKLOAD = ("max_output_len", "min_output_len", "end_ids", "stop_words")
+_OF_THE_WORKLOAD = ("max_output_len", "min_output_len", "stop_words")
 # What of a node is described.
 _OF_MACHINE = ("cpu", "memory_bytes", "storage", "network", "gpus", "gpu_driver", "operating_system", "kernel", "software")
 
@@ -114,6 +114,8 @@ class Run:
             wanted = list(defaults[name]) if isinstance(defaults[name], tuple) else defaults[name]  # as JSON has it
             if (given := config.get(name, wanted)) != wanted:
                 found.append(f"--{name} was {given}, the benchmark's is {wanted}")
+        if more := set(config.get("end_ids") or ()).difference(workload.end_ids):
+            found.append(f"--end_ids had {sorted(more)}, which end no answer of the benchmark")
         asked = self.detail.get("effective_samples_per_query", workload.n_samples)
         if self.kind == "performance" and self.directory.scenario == "Offline" and asked < workload.n_samples:
             found.append(f"samples_per_query was {asked}, less than the {workload.n_samples} that are asked for")

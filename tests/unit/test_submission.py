@@ -228,13 +228,14 @@ def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
     """LoadGen calls a run VALID that was shortened, has limits of its own, or answers less; the checker and the rules don't."""
     shortened = {"effective_min_duration_ms": 10_000, "effective_samples_per_query": 64}
     shortened |= {"effective_performance_sample_count": 48, "effective_accuracy_sample_count": 48}
-    options = {"max_output_len": 16, "end_ids": [2], "stop_words": None, "temperature": 0.5, "top_k": 0, "load_format": "dummy"}
+    options = {"max_output_len": 16, "end_ids": [2, 13], "stop_words": None, "temperature": 0.5, "top_k": 0, "load_format": "dummy"}
     runs = maker.runs(detail=shortened, dataset="synthetic", **options)
     (runs[0] / "user.conf").write_text("# x.y = 1\n*.Offline.target_qps = 3\nllama2-70b.Server.ttft_latency = 9000\n")
     out = maker.submit(runs[0], runs[1], *measured(maker), code=4)
     said = [line.partition(f"Offline: {runs[0]}: ")[2] for line in out.splitlines() if f"{runs[0]}: " in line]
     other = [
         "--max_output_len was 16, the benchmark's is 1024",
+        "--end_ids had [13], which end no answer of the benchmark",
         "samples_per_query was 64, less than the 24576 that are asked for",
         "answers were sampled (--temperature 0.5), the benchmark's are greedy",
         "the weights were random (--load_format dummy)",
