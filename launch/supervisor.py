@@ -89,7 +89,7 @@ class Supervisor:
         start_by: float | None = time.monotonic() + self._start_deadline_s
         while not _ended_within(process, 0.25):
             if stop_at is None and self._signals:
-                say("stopping; press Ctrl-C again to end the ranks at once")
+                say(f"{signal.Signals(self._signals[0]).name}: stopping; press Ctrl-C again to end the ranks at once")
                 process.send_signal(self._ask)
                 stop_at = time.monotonic() + self._grace_s
             elif stop_at is None and finished():

@@ -96,4 +96,5 @@ def _never_started(seconds: float, rank: str) -> None:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    raise Interrupted(signal.Signals(number).name)
+    passed_on = ", by which mpillm mpirun passes on what it got" if number == signal.SIGUSR2 else ""
+    raise Interrupted(signal.Signals(number).name + passed_on)

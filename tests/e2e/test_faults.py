@@ -19,7 +19,7 @@ import pytest
 from support import DONE, INSTANCE_LOST, NOT_READY, ROOT, TEST_FAILED, USAGE, Command, Ended, Samples, Starter, make_samples, wait_until
 
 HERE = Path(__file__).parent
-START_S = 25.0  # to start and to end: far more than it takes, because other tests may have the cores
+START_S = 45.0  # to start and to end: far more than it takes, because other tests may have the cores
 GRACE_S = 1.5
 GRACE: list[object] = ["--grace", GRACE_S]
 # A test that lasts until something happens to it.
@@ -335,7 +335,7 @@ def test_a_rank_that_stops_at_its_start(both: Starter, rank: int) -> None:
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
 def test_a_stopped_rank_0(both: Starter) -> None:
     command = start_and_signal(both, 0, "test", signal.SIGSTOP, "--heartbeat_timeout", 3)
-    ended = command.end(25)
+    ended = command.end()
     ended.must(INSTANCE_LOST)
     assert re.search(r"\brank 0\b", ended.err), repr(ended)
     assert ended.seconds < START_S + 3 + 4 * GRACE_S + 3, repr(ended)

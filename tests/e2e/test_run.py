@@ -64,10 +64,10 @@ def test_every_sample_once_with_its_tokens(both: Starter, samples: Samples, rank
 @pytest.mark.parametrize(
     ("mpi", "ranks", "mode", "core_options"),
     [
-        ("openmpi", 5, "aggregated", "ttft_ms:4,tpot_ms:3"),
-        ("openmpi", 5, "disaggregated", "ttft_ms:4,tpot_ms:3,kv_bytes_per_token:100"),
+        ("openmpi", 5, "aggregated", "ttft_ms:4,tpot_ms:30"),
+        ("openmpi", 5, "disaggregated", "ttft_ms:4,tpot_ms:30,kv_bytes_per_token:100"),
         ("openmpi", 3, "disaggregated", ""),
-        ("mpich", 5, "disaggregated", "ttft_ms:4,tpot_ms:3,kv_bytes_per_token:100"),
+        ("mpich", 5, "disaggregated", "ttft_ms:4,tpot_ms:30,kv_bytes_per_token:100"),
     ],
     indirect=["mpi"],
 )
@@ -83,14 +83,14 @@ def test_server(both: Starter, samples: Samples, ranks: int, mode: str, core_opt
     first, total = loadgen["result_first_token_mean_latency_ns"], loadgen["result_mean_latency_ns"]
     assert first < total
     if core_options:
-        # The first token takes 4 ms, and the five others 3 ms each; half of that, because a busy machine looks at the first token late.
+        # The first token takes 4 ms, and the five others 30 ms each; half of that, because a busy machine looks at the first token late.
         ttft, tpot = ended.result["ttft_ms"], ended.result["tpot_ms"]
         assert 3.99 < ttft["p50"] <= ttft["p90"] <= ttft["p99"]
-        assert 1.5 < tpot["p50"] <= tpot["p90"] <= tpot["p99"]
+        assert 15 < tpot["p50"] <= tpot["p90"] <= tpot["p99"]
         # LoadGen's own view of both: they were reported separately, and with their token counts.
         assert first > 3.99e6
-        assert total - first > 0.5 * 5 * 3e6
-        assert 1.5e6 < loadgen["result_time_to_output_token_mean"] < 1.01 * (total - first) / 5
+        assert total - first > 0.5 * 5 * 30e6
+        assert 15e6 < loadgen["result_time_to_output_token_mean"] < 1.01 * (total - first) / 5
 
 
 def test_answers_that_overtake_the_context_instance(both: Starter, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_min_duration(one: Starter, samples: Samples) -> None:
     options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 1.5, "--min_query_count", 10, "--max_output_len", 2]
     ended = one.run(3, *options, "--dataset_path", samples.path)
     ended.must(DONE)
-    assert 1.3 < ended.result["test_s"] < 6
+    assert 1.3 < ended.result["test_s"] < 30
     assert ended.loadgen()["effective_min_duration_ms"] == 1500
 
 

@@ -107,7 +107,7 @@ def test_a_deadline_names_the_missing_rank(comm: MPI.Intracomm) -> None:
         start = time.monotonic()
         with pytest.raises(RunError) as error:
             rank.phase("load")
-        assert 0.8 < time.monotonic() - start < 5
+        assert 0.8 < time.monotonic() - start < 15
         (failure,) = error.value.failures
         assert failure.rank == missing
         assert "phase 'load' was not done after its deadline of 1 s" in failure.cause

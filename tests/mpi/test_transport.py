@@ -71,7 +71,7 @@ def test_nothing_waits_for_a_busy_receiver(comm: MPI.Intracomm) -> None:
         start = time.monotonic()
         for i in range(20):
             transport.send(1, Tag.WORK, bytes_of(i, LARGE))
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 15
         comm.send("sent", 1, 99)  # rank 1 begins to look only now
         transport.flush(20)
     if comm.rank == 1:
@@ -97,7 +97,7 @@ def test_a_late_large_message_does_not_hold_up_the_receiver(comm: MPI.Intracomm,
         for _ in range(100):
             start = time.monotonic()
             transport.dispatch()
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 10
         looked.touch()
         until(lambda: len(got) == 2, transport.dispatch)
         assert [value_of(received) for received in got] == [7, 8]

@@ -48,7 +48,7 @@ def core(role: str = "executor", max_batch_size: int = 64, **options: Any) -> Du
     return made
 
 
-def responses(made: DummyCore, n_final: int, seconds: float = 5.0) -> list[tuple[int, int, list[int]]]:
+def responses(made: DummyCore, n_final: int, seconds: float = 60.0) -> list[tuple[int, int, list[int]]]:
     """(id, flags, tokens) of all rows until so many are final."""
     got: list[tuple[int, int, list[int]]] = []
     end = time.monotonic() + seconds
@@ -106,7 +106,7 @@ def test_the_clock() -> None:
     made.enqueue(requests([[1]], max_output=4))
     times = {}
     while len(times) < 2:
-        assert time.perf_counter() < start + 5
+        assert time.perf_counter() < start + 60
         if made.has_work() and (batch := made.poll_responses()) is not None:
             times[int(batch.rows["flags"][0])] = time.perf_counter() - start
     assert 0.02 <= times[FIRST] < times[FINAL]
@@ -154,7 +154,7 @@ def test_handoff(options: dict[str, float], early: bool) -> None:
     context.enqueue(batch)
     firsts: dict[int, int] = {}
     started: list[int] = []
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while len(firsts) < 5:
         assert time.monotonic() < end
         new = context.started()
