@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from disagg.errors import ConfigError
+
 EXIT_FILE = "MPILLM_EXIT_FILE"
 """Path of the file in which rank 0 leaves its exit code for the launcher; beside it it leaves `_STARTED` before that."""
 
@@ -87,9 +89,19 @@ def rank_environment(env: Mapping[str, str], exit_file: Path, tty: bool) -> dict
 
 
 def tell_started(env: Mapping[str, str] = os.environ) -> None:
-    """Tell the launcher, if one wants to know, that rank 0 runs: from here on it keeps the deadlines. On other ranks nothing."""
-    if EXIT_FILE in env and next((env[name] for name in (*_OPEN_MPI_RANK, "PMI_RANK") if name in env), None) == "0":
+    """Tell the launcher, if one wants to know, that rank 0 runs: from here on it keeps the deadlines. On other ranks nothing.
+
+    ConfigError: rank 0 is on another host, which does not see the launcher's working directory.
+    """
+    if EXIT_FILE not in env or next((env[name] for name in (*_OPEN_MPI_RANK, "PMI_RANK") if name in env), None) != "0":
+        return
+    try:
         Path(env[EXIT_FILE]).with_name(_STARTED).touch()
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}: rank 0 is on a host that does not see this folder of `mpillm mpirun`;"
+            " start it in a folder that all hosts share"
+        ) from error
 
 
 def told_started(exit_file: Path) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from disagg.errors import ConfigError
 from launch.environment import (
     EXIT_FILE,
     TTY,
@@ -110,6 +111,8 @@ def test_rank_0_tells_that_it_runs(tmp_path: Path) -> None:
         assert not told_started(file)
     tell_started({EXIT_FILE: str(file), "PMI_RANK": "0"})
     assert told_started(file) and told_exit_code(file) is None
+    with pytest.raises(ConfigError, match="rank 0 is on a host that does not see this folder"):
+        tell_started({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code"), "PMI_RANK": "0"})
 
 
 def test_without_a_launcher_nothing_is_told() -> None:
