@@ -10,6 +10,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.compliance import is_test06
+from mpillm.engine.model_config import PRESETS
 from mpillm.json_files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.run_directory import RunDirectory
@@ -111,9 +112,8 @@ class Run:
         defaults = {field.name: value for field, value in workload.defaults(self.directory.scenario).items()}
         found = []
         for name in _OF_THE_WORKLOAD:
-            wanted = list(defaults[name]) if isinstance(defaults[name], tuple) else defaults[name]  # as JSON has it
-            if (given := config.get(name, wanted)) != wanted:
-                found.append(f"--{name} was {given}, the benchmark's is {wanted}")
+            if (given := config.get(name, defaults[name])) != defaults[name]:
+                found.append(f"--{name} was {given}, the benchmark's is {defaults[name]}")
         if more := set(config.get("end_ids") or ()).difference(workload.end_ids):
             found.append(f"--end_ids had {sorted(more)}, which end no answer of the benchmark")
         asked = self.detail.get("effective_samples_per_query", workload.n_samples)
@@ -121,8 +121,10 @@ class Run:
             found.append(f"samples_per_query was {asked}, less than the {workload.n_samples} that are asked for")
         if config.get("temperature") and config.get("top_k") != 1:
             found.append(f"answers were sampled (--temperature {config['temperature']}), the benchmark's are greedy")
-        if config.get("load_format") == "dummy" and not workload.scaled:
-            found.append("the weights were random (--load_format dummy)")
+        model = Path(str(config.get("model_path")))
+        is_preset = (PRESETS / f"{model}.json").is_file() and not model.is_dir()
+        if not workload.scaled and (is_preset or config.get("load_format") == "dummy"):
+            found.append("the weights were random: a preset's, or --load_format dummy")
         if config.get("dataset") == "synthetic":
             found.append("the data set was random tokens (--dataset synthetic)")
         return found

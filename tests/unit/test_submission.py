@@ -238,7 +238,7 @@ def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
         "--end_ids had [13], which end no answer of the benchmark",
         "samples_per_query was 64, less than the 24576 that are asked for",
         "answers were sampled (--temperature 0.5), the benchmark's are greedy",
-        "the weights were random (--load_format dummy)",
+        "the weights were random: a preset's, or --load_format dummy",
         "the data set was random tokens (--dataset synthetic)",
     ]
     less = [
