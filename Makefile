@@ -17,6 +17,8 @@ STAMP := .venv/installed
 # Twice quiet: errors only.
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
 UNTESTED := --ignore=tests/mpi
+# Half of the tests' time is waiting: for deadlines, for processes to start and to end. Two files at a time, the long ones first.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 
 .DEFAULT_GOAL := help
@@ -49,7 +51,7 @@ $(PIPELINE): $(if $(OMPI_COMM_WORLD_RANK)$(PMI_RANK)$(SLURM_PROCID),,$(STAMP))
 test: lint test-unit test-mpi
 
 test-unit: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) -m "not slow and not cross" $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not slow and not cross" $(PYTEST_ARGS) tests
 
 test-mpi: $(STAMP)
 	@set -e; for python in "$(CURDIR)/$(PY)" "$$MPILLM_MPICH_PYTHON"; do for n in $(TEST_RANKS); do \

@@ -256,9 +256,11 @@ def test_a_launcher_inside_a_rank_starts_a_world_of_its_own(python: str, start: 
 
 
 def test_mpirun_of_another_mpi_is_refused(start: Start) -> None:
+    if not PYTHONS["mpich"]:
+        pytest.skip("MPILLM_MPICH_PYTHON is not set: no environment with MPICH")
     other = Path(PYTHONS["mpich"]).parents[1] / "lib" / "libmpi.so.12"
-    if not PYTHONS["mpich"] or not other.exists():
-        pytest.skip("MPILLM_MPICH_PYTHON is not set")
+    if not other.exists():
+        pytest.skip("the MPICH of MPILLM_MPICH_PYTHON is not a wheel")
     status, output = start(sys.executable, "tell0", PATH="/nowhere", MPI4PY_LIBMPI=str(other)).end()
     assert status == 1
     assert "ConfigError: mpi4py of" in output

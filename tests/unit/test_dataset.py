@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +132,6 @@ def test_a_prompt_without_tokens(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="jsonl:1: the tokenizer makes no token"):
         load_dataset(write(tmp_path, {"prompt": "x"}), Silent())
-
-
-def test_large_files_load_fast(tmp_path: Path) -> None:
-    """The official Llama-2-70B data set has 24,576 samples of about 300 tokens: 2 s here, and no machine is ten times slower."""
-    tokens = np.random.default_rng(0).integers(0, 32000, (24_576, 300)).tolist()
-    file = write(tmp_path, *({"input_tokens": row} for row in tokens))
-    started = time.perf_counter()
-    dataset = load_dataset(file, BYTES, Limits(vocab_size=32000, max_seq_len=1024))
-    assert time.perf_counter() - started < 20
-    assert len(dataset) == 24_576
-    assert dataset.sample(12_345).tolist() == tokens[12_345]
 
 
 # Synthetic
