@@ -249,13 +249,12 @@ def disaggregated(config: RunConfig) -> list[Server]:
     """
     if not config.disagg_config:
         raise ConfigError("--core_type trtllm_disagg needs --trtllm_disagg_config_path; generate-disagg-config writes that file")
-    size = launched_size(os.environ)
-    made = _yaml(config, size)
-    if made.mode != "disaggregated":
-        raise ConfigError(f"{config.disagg_config}: {made.mode}; trtllm-serve needs context_servers and generation_servers")
-    kind = os.environ.get(LAUNCH_TYPE)
+    kind, size = os.environ.get(LAUNCH_TYPE), launched_size(os.environ)
     if kind not in (None, "worker", "leader"):
         raise ConfigError(f"environment variable {LAUNCH_TYPE} {kind}: not worker or leader{nearest(kind, ('worker', 'leader'))}")
+    made = _yaml(config, size if kind == "worker" else None)
+    if made.mode != "disaggregated":
+        raise ConfigError(f"{config.disagg_config}: {made.mode}; trtllm-serve needs context_servers and generation_servers")
     serve = _program(config, "trtllm-serve", _INSTALL)
     if kind == "worker" and size is not None:
         return [_worker_rank(config, made, serve, size)]

@@ -218,6 +218,11 @@ def test_a_dry_run_needs_nothing_of_the_stages_before(
     for line in expected:
         assert f"{line}\n" in out or (line.startswith("trtllm-serve") and line in out)
     assert not list(tmp_path.iterdir())
+    if name == "trtllm_disagg":  # under an mpirun of its own
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+        monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", "leader")
+        assert main(["run-llm-server", *options, "--dry_run"]) == DONE
+        assert capsys.readouterr().out.splitlines()[-1] == "trtllm-serve disaggregated -c d.yaml -t 1800 -r 300"
 
 
 def find_nothing(program: str) -> str:
