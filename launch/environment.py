@@ -1,4 +1,4 @@
-"""The environment that a started process gets, and the two things a launcher and its ranks tell each other through it."""
+"""The environment that a started process gets, and what a launcher and its ranks tell each other through it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from disagg.errors import ConfigError
+
 EXIT_FILE = "MPILLM_EXIT_FILE"
-"""Path of the file in which rank 0 leaves its exit code for the launcher."""
+"""Path of the file in which rank 0 leaves its exit code for the launcher; beside it it leaves `_STARTED` before that."""
+
+_STARTED = "started"
 
 TTY = "MPILLM_TTY"
 """Set to 1 when the launcher's standard output is a terminal: rank 0 may redraw a line."""
@@ -82,6 +86,27 @@ def rank_environment(env: Mapping[str, str], exit_file: Path, tty: bool) -> dict
     if tty:
         ranks[TTY] = "1"
     return ranks
+
+
+def tell_started(env: Mapping[str, str] = os.environ) -> None:
+    """Tell the launcher, if one wants to know, that rank 0 runs: from here on it keeps the deadlines. On other ranks nothing.
+
+    ConfigError: rank 0 is on another host, which does not see the launcher's working directory.
+    """
+    if EXIT_FILE not in env or next((env[name] for name in (*_OPEN_MPI_RANK, "PMI_RANK") if name in env), None) != "0":
+        return
+    try:
+        Path(env[EXIT_FILE]).with_name(_STARTED).touch()
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}: rank 0 is on a host that does not see this folder of `mpillm mpirun`;"
+            " start it in a folder that all hosts share"
+        ) from error
+
+
+def told_started(exit_file: Path) -> bool:
+    """Whether rank 0 has."""
+    return exit_file.with_name(_STARTED).exists()
 
 
 def tell_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:

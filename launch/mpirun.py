@@ -4,6 +4,7 @@ What it adds to a plain `mpirun`:
 
 - Root, more ranks than cores, and binding are handled (`command_line` says how).
 - A lost rank doesn't end the others before rank 0 has named it.
+- An mpirun that does not get rank 0 started is ended after a deadline.
 - The exit code is the one that rank 0 told (`launch.environment.tell_exit_code`), whatever `mpirun` makes of a killed rank.
 - Ctrl-C asks the ranks to stop, once; what hasn't ended after a grace time is killed; nothing is left running on this node.
 """
@@ -26,24 +27,29 @@ from typing import Literal
 import psutil
 
 from disagg.errors import ConfigError, nearest
-from launch.environment import EXIT_FILE, TTY, clean_environment, rank_environment, told_exit_code
-from launch.supervisor import STOP_GRACE_S, Supervisor, say
+from launch.environment import EXIT_FILE, TTY, clean_environment, rank_environment, told_exit_code, told_started
+from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
 
 Kind = Literal["openmpi", "mpich"]
 
 COMMANDS = ("run", "bench")
 """The mpillm commands that run on every rank of a world."""
 
+NOT_READY = 3
+"""Exit code for a run whose rank 0 was never started."""
+
 INSTANCE_LOST = 5
 """Exit code for a run that lost a rank, and for one that ended without telling a code."""
 
 USAGE = """\
-usage: python -m mpillm mpirun -n N [--dry_run] [mpirun options] [--] COMMAND [options of COMMAND]
+usage: python -m mpillm mpirun -n N [--dry_run] [--start_deadline S] [mpirun options] [--] COMMAND [options of COMMAND]
 
 Prints and starts the mpirun line for the MPI that mpi4py is bound to (Open MPI or MPICH).
 
   -n N        number of ranks (also -np, --np, -c)
   --dry_run   print the line, start nothing
+  --start_deadline S
+              seconds that mpirun has to start rank 0 [default: {start:g}]
   COMMAND     {commands}
 
 Other options before COMMAND go to mpirun as they are: --hostfile FILE, --host LIST, -x NAME, --map-by POLICY,
@@ -87,6 +93,7 @@ class Arguments:
     dry_run: bool
     options: list[str]
     command: list[str]
+    start_deadline_s: float = START_DEADLINE_S
 
 
 def parse_arguments(argv: Sequence[str], commands: Sequence[str] = COMMANDS) -> Arguments:
@@ -97,6 +104,7 @@ def parse_arguments(argv: Sequence[str], commands: Sequence[str] = COMMANDS) -> 
     """
     ranks: int | None = None
     dry_run = False
+    start_deadline_s = START_DEADLINE_S
     options: list[str] = []
     values: list[str] = []
     takes_values = False
@@ -112,6 +120,8 @@ def parse_arguments(argv: Sequence[str], commands: Sequence[str] = COMMANDS) -> 
                 ranks = _number_of_ranks(word, words)
             elif name.replace("-", "_") == "dry_run":
                 dry_run = True
+            elif name.partition("=")[0].replace("-", "_") == "start_deadline":
+                start_deadline_s = _seconds(word, words)
             else:
                 options.append(word)
                 takes_values = "=" not in word
@@ -128,7 +138,7 @@ def parse_arguments(argv: Sequence[str], commands: Sequence[str] = COMMANDS) -> 
         raise ConfigError(f"mpirun: '{words[0]}' is not an mpillm command{nearest(words[0], commands)}; it runs: {', '.join(commands)}")
     if ranks is None:
         raise ConfigError(f"mpirun: -n is needed: the number of ranks, as in 'mpirun -n 5 {words[0]} …'")
-    return Arguments(ranks, dry_run, options, words)
+    return Arguments(ranks, dry_run, options, words, start_deadline_s)
 
 
 def _number_of_ranks(option: str, words: list[str]) -> int:
@@ -136,6 +146,14 @@ def _number_of_ranks(option: str, words: list[str]) -> int:
     if not re.fullmatch(r"[0-9]{1,7}", value) or int(value) < 1:
         raise ConfigError(f"mpirun: {option} '{value}' is not a number of ranks: a whole number from 1 is needed")
     return int(value)
+
+
+def _seconds(option: str, words: list[str]) -> float:
+    name, equals, value = option.partition("=")
+    value = value if equals else words.pop(0) if words else ""
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", value) or float(value) == 0:
+        raise ConfigError(f"mpirun: {name} '{value}' is not a duration: a number of seconds above 0 is needed")
+    return float(value)
 
 
 def has_option(options: Sequence[str], names: frozenset[str] | set[str]) -> bool:
@@ -308,7 +326,7 @@ def main(
     """
     head = argv[: next((i for i, word in enumerate(argv) if word in commands or word == "--"), len(argv))]
     if "-h" in head or "--help" in head:
-        print(USAGE.format(commands=", ".join(commands)))
+        print(USAGE.format(commands=", ".join(commands), start=START_DEADLINE_S))
         return 0
     arguments = parse_arguments(argv, commands)
     mpi = detect()
@@ -330,9 +348,11 @@ def main(
     with tempfile.TemporaryDirectory(prefix=".mpillm-", dir=Path.cwd() if several_hosts else None) as folder:
         exit_file = Path(folder) / "exit_code"
         env = rank_environment(os.environ, exit_file, tty=sys.stdout.isatty())
-        supervisor = Supervisor(openmpi=mpi.kind == "openmpi", stop_grace_s=stop_grace_s)
-        status, interrupted = supervisor.run(line, env, lambda: told_exit_code(exit_file) is not None)
+        supervisor = Supervisor(openmpi=mpi.kind == "openmpi", stop_grace_s=stop_grace_s, start_deadline_s=arguments.start_deadline_s)
+        status, interrupted = supervisor.run(line, env, lambda: told_started(exit_file), lambda: told_exit_code(exit_file) is not None)
         told = told_exit_code(exit_file)
+        if told is None and supervisor.never_started:
+            told = NOT_READY
     code = exit_code(told, status, interrupted)
     if told is None and interrupted is None and code == INSTANCE_LOST:
         say(f"rank 0 is gone without an exit code: it was killed or crashed (mpirun ended with {status})")

@@ -22,6 +22,10 @@ KILL_GRACE_S = 3.0
 """How long `mpirun` has to end its ranks before they are killed one by one."""
 
 
+START_DEADLINE_S = 300.0
+"""How long `mpirun` has to start rank 0, which keeps the deadlines of all that follows."""
+
+
 class Supervisor:
     """Runs one `mpirun` and sees to it that it ends, with everything that it started on this node.
 
@@ -32,13 +36,16 @@ class Supervisor:
     2. after `stop_grace_s`, Open MPI's `mpirun` is told to end its ranks;
     3. after `KILL_GRACE_S`, and at once with hydra, every process below `mpirun` is killed.
 
-    The same grace time runs from the moment rank 0 has told its exit code, for ranks that hang in their end. This process
+    The same grace time runs from the moment rank 0 has told its exit code, for ranks that hang in their end. An `mpirun` that does not get
+    rank 0 started (a host that can't be reached, an ssh that asks for a password) is ended after a deadline. This process
     is made the reaper of orphans (Linux), so ranks that outlive a killed `mpirun` are found and killed, too; and `mpirun`
     gets a signal when this process dies.
     """
 
-    def __init__(self, *, openmpi: bool, stop_grace_s: float = STOP_GRACE_S) -> None:
+    def __init__(self, *, openmpi: bool, stop_grace_s: float = STOP_GRACE_S, start_deadline_s: float = START_DEADLINE_S) -> None:
         """`openmpi`: the `mpirun` is Open MPI's; hydra's otherwise."""
+        self.never_started = False
+        self._start_deadline_s = start_deadline_s
         self._openmpi = openmpi
         self._grace_s = stop_grace_s
         self._signals: list[int] = []
@@ -46,10 +53,12 @@ class Supervisor:
         # hydra's proxies kill their ranks when mpirun is gone; Open MPI's mpirun has to be alive to end them.
         self._at_our_death = signal.SIGTERM if openmpi else signal.SIGKILL
 
-    def run(self, line: Sequence[str], env: Mapping[str, str], finished: Callable[[], bool]) -> tuple[int, int | None]:
+    def run(
+        self, line: Sequence[str], env: Mapping[str, str], started: Callable[[], bool], finished: Callable[[], bool]
+    ) -> tuple[int, int | None]:
         """Start `line` and wait. Returns its status (negative: ended by a signal) and the signal that interrupted it, if any.
 
-        `finished` says whether rank 0 has told that the run is over.
+        `started` and `finished` say whether rank 0 has told that it runs, and that the run is over. `never_started`: it did not in time.
         """
         adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
@@ -63,7 +72,7 @@ class Supervisor:
                 preexec_fn=lambda: die_with_parent(self._at_our_death),
             )
             try:
-                self._wait(process, finished)
+                self._wait(process, started, finished)
             finally:
                 end_processes(process, before)
         finally:
@@ -74,9 +83,10 @@ class Supervisor:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _wait(self, process: subprocess.Popen[bytes], finished: Callable[[], bool]) -> None:
+    def _wait(self, process: subprocess.Popen[bytes], started: Callable[[], bool], finished: Callable[[], bool]) -> None:
         """Wait for `process`, and return early when only killing is left to do."""
         stop_at: float | None = None
+        start_by: float | None = time.monotonic() + self._start_deadline_s
         while not _ended_within(process, 0.25):
             if stop_at is None and self._signals:
                 say(f"{signal.Signals(self._signals[0]).name}: stopping; press Ctrl-C again to end the ranks at once")
@@ -84,6 +94,12 @@ class Supervisor:
                 stop_at = time.monotonic() + self._grace_s
             elif stop_at is None and finished():
                 stop_at = time.monotonic() + self._grace_s
+            elif start_by is not None and started():
+                start_by = None
+            elif stop_at is None and start_by is not None and time.monotonic() > start_by:
+                say(f"mpirun has not started rank 0 within {self._start_deadline_s:g} s (--start_deadline): can its host be reached?")
+                self.never_started = True
+                stop_at = time.monotonic()
             if len(self._signals) > 1 or (stop_at is not None and time.monotonic() > stop_at):
                 say("ending the ranks that are still there")
                 if self._openmpi:

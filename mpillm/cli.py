@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from disagg.errors import ConfigError, nearest
+from launch.environment import tell_started
 from launch.signals import stop_signals
 from mpillm.errors import ExitCode, StageError
 
@@ -87,6 +88,7 @@ def _run(argv: Sequence[str]) -> int:
     name = argv[0].replace("_", "-")
     if name not in COMMANDS:
         raise ConfigError(f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}")
+    tell_started()
     module, _, function = COMMANDS[name][0].partition(":")
     with _stoppable():
         return int(getattr(importlib.import_module(module), function)(list(argv[1:])))

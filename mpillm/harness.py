@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     for test in tests:
         print(f"\n=== {test.name}\n{test.command}", flush=True)
         earlier = _written(test)
+        # No deadline here: the mpirun has one for its start, and rank 0 those of each phase, and of a test without an answer.
         # An mpirun of ours ends its ranks itself when it is told to stop, and takes this long for it at most.
         with Children(stop_grace_s=STOP_GRACE_S + 2 * KILL_GRACE_S) as children:
             code = children.wait(children.start(test.name, test.command.argv, test.command.environment()), None) or 0

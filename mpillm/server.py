@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import psutil
@@ -39,6 +39,7 @@ _OF_TRTLLM = (
 )
 _SHOWN = shown("workload", also=("dry_run", "core_type", *_OF_TRITON, *_OF_TRTLLM, "log_dir", "load_deadline", "stall_timeout"))
 _POLL_S = 0.5
+_LOOK_S = 10.0  # between health checks of servers that were ready
 _ANSWER_S = 5.0  # for one health check
 
 
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename}: can't be written: {error.strerror}") from error
-    return serve(servers, folder, config.load_deadline)
+    return serve(servers, folder, config.load_deadline, config.stall_timeout)
 
 
 def servers_of(config: RunConfig) -> list[Server]:
@@ -115,8 +116,8 @@ def _holder(port: int) -> str:
         return ""
 
 
-def serve(servers: Sequence[Server], folder: Path, deadline_s: float) -> int:
-    """Start the servers, wait until all are ready, and then until one ends. Logs go to `folder`."""
+def serve(servers: Sequence[Server], folder: Path, deadline_s: float, stall_s: float) -> int:
+    """Start the servers, wait until all are ready, and then until one ends, or is silent for `stall_s`. Logs go to `folder`."""
     with Children() as children:
         for server in servers:
             log = folder / f"{server.name.replace(' ', '_')}.log"
@@ -124,23 +125,36 @@ def serve(servers: Sequence[Server], folder: Path, deadline_s: float) -> int:
             children.start(server.name, server.command.argv, server.command.environment(server.keeps_job), log)
             print(f"  {server.name}: log {log}", flush=True)
         began = time.monotonic()
-        waiting = {server.health: server for server in servers if server.health}
+        names = {url: server.name for server in servers for url in server.health}
+        waiting = list(names)
         while waiting:
             if child := children.ended():
                 return _lost(child, "before it was ready", ExitCode.NOT_READY)
-            waiting = {url: server for url, server in waiting.items() if not _answers(url)}
+            waiting = [url for url in waiting if not _answers(url)]
             if waiting and time.monotonic() - began > deadline_s:
-                late = ", ".join(server.name for server in waiting.values())
-                tails = "\n".join(child.tail() for child in children.running() if child.name in late)
-                print(f"mpillm: not ready within {deadline_s:g} s (--load_deadline): {late}; the log ends:\n{tails}", file=sys.stderr)
+                _silent(children, {names[url] for url in waiting}, f"not ready within {deadline_s:g} s (--load_deadline)")
                 return ExitCode.NOT_READY
             time.sleep(_POLL_S if waiting else 0)
         urls = [url for server in servers for url in server.urls]
         if urls:
             print(f"  ready after {time.monotonic() - began:.1f} s: {','.join(urls)}", flush=True)
+        heard = dict.fromkeys(names, time.monotonic())
+        next_look = time.monotonic() + _LOOK_S
         while (ended := children.ended()) is None:
             time.sleep(_POLL_S)
+            if time.monotonic() < next_look:
+                continue
+            heard |= {url: time.monotonic() for url in heard if _answers(url)}
+            next_look = time.monotonic() + _LOOK_S
+            if silent := {names[url] for url, last in heard.items() if time.monotonic() - last > stall_s}:
+                _silent(children, silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
+                return ExitCode.INSTANCE_LOST
         return _lost(ended, "after it was ready" if urls else "", ExitCode.INSTANCE_LOST)
+
+
+def _silent(children: Children, names: Collection[str], what: str) -> None:
+    tails = "\n".join(child.tail() for child in children.running() if child.name in names)
+    print(f"mpillm: {what}: {', '.join(sorted(names))}; the log ends:\n{tails}", file=sys.stderr)
 
 
 def _lost(child: Child, when: str, code: ExitCode) -> int:

@@ -9,15 +9,16 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 import disagg
 from disagg.errors import ConfigError, nearest
 from launch.environment import launched_size
+from mpillm.builder.commands import triton_stages
 from mpillm.builder.operation import Command
-from mpillm.builder.preconditions import check_gpus, find_program
+from mpillm.builder.preconditions import NotHere, check_gpus, find_program
 from mpillm.builder.trtllm import TRTLLMLibraryLoader
 from mpillm.comms.world import launcher_rank
 from mpillm.config import RunConfig
@@ -39,7 +40,7 @@ class Server:
     command: Command
     keeps_job: bool  # it is a rank of the mpirun that started this process, and needs what that set
     ports: dict[str, int]
-    health: str | None  # a URL that answers 200 when the server is ready; None: nothing to ask
+    health: tuple[str, ...]  # URLs that answer 200 when the server is ready; none: there is nothing to ask
     urls: tuple[str, ...] = ()  # where it is reached
     files: Mapping[Path, str] = field(default_factory=dict)  # what it reads, to be written before it is started
 
@@ -49,7 +50,37 @@ def this_host(host: str) -> bool:
     return host in ("localhost", "127.0.0.1", "0.0.0.0", socket.gethostname(), socket.getfqdn(), os.environ.get("HOSTNAME"))
 
 
+def _lacking(config: RunConfig, error: NotHere) -> None:
+    """What is needed is not here: an error, but for a dry run, which says so and goes on."""
+    if not config.dry_run:
+        raise error
+    print(f"# can't run here: {error}")
+
+
+def _program(config: RunConfig, name: str, hint: str) -> str:
+    try:
+        return find_program(name, hint)
+    except NotHere as error:
+        _lacking(config, error)
+        return name
+
+
+def _check_gpus(config: RunConfig, needed: int, what: str) -> None:
+    try:
+        check_gpus(needed, what)
+    except NotHere as error:
+        _lacking(config, error)
+
+
 # --- Triton ---
+
+
+class _Repository(NamedTuple):
+    """A server's model repository, its models, and how many GPUs, or ranks, the largest of them takes."""
+
+    folder: Path
+    models: list[str]
+    ranks: int
 
 
 def triton(config: RunConfig) -> list[Server]:
@@ -59,33 +90,40 @@ def triton(config: RunConfig) -> list[Server]:
     repos = _repositories(config)
     program = config.tritonserver or shutil.which("tritonserver") or (_TRITONSERVER if Path(_TRITONSERVER).is_file() else "")
     if not program or not shutil.which(program):
-        raise ConfigError(f"--tritonserver {program or '(not given)'}: no such program, in PATH or as {_TRITONSERVER}")
+        _lacking(config, NotHere(f"--tritonserver {program or '(not given)'}: no such program, in PATH or as {_TRITONSERVER}"))
+        program = program or "tritonserver"
     grpc = _grpc_ports(config, len(repos))
     others = (port for port in range(8000, 65536) if port not in grpc)
     servers = []
     for index, repo in enumerate(repos):
-        models = sorted(path.parent.name for path in repo.glob("*/config.pbtxt"))
-        world = max(_gpus_of(repo / model / "config.pbtxt") for model in models)
         if grpc[index] == 8001 + 3 * index:  # Triton's own neighbours: 8000, 8001, 8002
             ports = {"HTTP": 8000 + 3 * index, "gRPC": 8001 + 3 * index, "metrics": 8002 + 3 * index}
         else:
             ports = {"HTTP": next(others), "gRPC": grpc[index], "metrics": next(others)}
-        command = _triton_command(str(Path(program)), repo, models, world, ports, index)
-        url = f"localhost:{ports['gRPC']}"
-        servers.append(Server(f"tritonserver {index}", command, False, ports, f"http://localhost:{ports['HTTP']}/v2/health/ready", (url,)))
+        command = _triton_command(config, str(Path(program)), repo, ports, index)
+        health, url = f"http://localhost:{ports['HTTP']}/v2/health/ready", f"localhost:{ports['gRPC']}"
+        servers.append(Server(f"tritonserver {index}", command, False, ports, (health,), (url,)))
     return servers
 
 
-def _repositories(config: RunConfig) -> list[Path]:
-    repos: list[Path] = []
-    while (repo := Path(f"{config.triton_model_repo}_{len(repos)}")).is_dir():
-        if not list(repo.glob("*/config.pbtxt")):
-            raise ConfigError(f"--triton_model_repo: {repo} has no model in it (a folder with a config.pbtxt)")
-        repos.append(repo)
+def _repositories(config: RunConfig) -> list[_Repository]:
+    """Those that are there; in a dry run that finds none, those that generate-triton-config would write."""
+    repos: list[_Repository] = []
+    while (folder := Path(f"{config.triton_model_repo}_{len(repos)}")).is_dir():
+        files = sorted(folder.glob("*/config.pbtxt"))
+        if not files:
+            raise ConfigError(f"--triton_model_repo: {folder} has no model in it (a folder with a config.pbtxt)")
+        repos.append(_Repository(folder, [file.parent.name for file in files], max(map(_gpus_of, files))))
     if not repos:
-        raise ConfigError(f"--triton_model_repo {config.triton_model_repo}: there is no {repo}; generate-triton-config makes it")
+        problem = f"--triton_model_repo {config.triton_model_repo}: there is no {folder}; generate-triton-config makes it"
+        _lacking(config, NotHere(problem))
+        stages = triton_stages(config)
+        print(f"# assumed: {', '.join(str(stage.output) for stage in stages)}, as generate-triton-config writes them")
+        return [_Repository(stage.output, stage.names, stage.layout.gpus_per_model) for stage in stages]
     if config.given("triton_num_servers") and config.triton_num_servers != len(repos):
-        raise ConfigError(f"--triton_num_servers {config.triton_num_servers}, but there are {len(repos)} model repositories, {repos[0]} …")
+        raise ConfigError(
+            f"--triton_num_servers {config.triton_num_servers}, but there are {len(repos)} model repositories, {repos[0].folder} …"
+        )
     return repos
 
 
@@ -109,21 +147,21 @@ def _grpc_ports(config: RunConfig, n: int) -> list[int]:
     return given
 
 
-def _triton_command(program: str, repo: Path, models: list[str], world: int, ports: Mapping[str, int], server: int) -> Command:
+def _triton_command(config: RunConfig, program: str, repo: _Repository, ports: Mapping[str, int], server: int) -> Command:
     def rank_line(rank: int) -> list[str]:
-        line = [program, f"--model-repository={repo}", f"--grpc-port={ports['gRPC']}", f"--http-port={ports['HTTP']}"]
+        line = [program, f"--model-repository={repo.folder}", f"--grpc-port={ports['gRPC']}", f"--http-port={ports['HTTP']}"]
         line.append(f"--metrics-port={ports['metrics']}")
         if rank > 0:  # these ranks only compute
-            line += ["--model-control-mode=explicit", *(f"--load-model={model}" for model in models)]
+            line += ["--model-control-mode=explicit", *(f"--load-model={model}" for model in repo.models)]
         return [*line, "--disable-auto-complete-config", f"--backend-config=python,shm-region-prefix-name=prefix{server}_{rank}_"]
 
-    if world == 1:
+    if repo.ranks == 1:
         return Command(tuple(rank_line(0)))
-    if len(models) > 1:
+    if len(repo.models) > 1:
         # TensorRT-LLM's backend then starts the ranks of each model by itself.
         return Command(tuple(rank_line(0)), {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"})
-    words = [find_program("mpirun", "it starts the ranks of an engine"), *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    for rank in range(world):
+    words = [_program(config, "mpirun", "it starts the ranks of an engine"), *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    for rank in range(repo.ranks):
         words += [*([":"] if rank else []), "-n", "1", *rank_line(rank)]
     return Command(tuple(words))
 
@@ -149,28 +187,25 @@ def endpoints(config: RunConfig) -> list[Server]:
             raise ConfigError(f"--trtllm_server_urls {','.join(config.trtllm_server_urls)}: none is on this host ({socket.gethostname()})")
     else:
         ports = [_FIRST_ENDPOINT_PORT + index for index in range(max(1, len(gpus or ()) // cut.ranks))]
-    check_gpus(len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
+    _check_gpus(config, len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
     flags = {**harness.build_flags, **harness.runtime_flags}
     options = {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "ep_size": cut.ep_size if cut.ep_size > 1 else None}
     options |= {name: flags.get(name) for name in ("max_batch_size", "max_num_tokens", "max_beam_width", "num_postprocess_workers")}
     options["max_seq_len"] = config.max_seq_len or flags.get("max_seq_len")
     extra = Path("build/servers/extra_llm_api_options.yaml")
     text = yaml.safe_dump(llm_api_options(config), sort_keys=False)
+    program = _program(config, "trtllm-serve", _INSTALL)
     servers = []
     for index, port in enumerate(ports):
-        words = [find_program("trtllm-serve", _INSTALL), "serve", *model, "--host", "0.0.0.0", "--port", str(port), "--backend", backend]
+        words = [program, "serve", *model, "--host", "0.0.0.0", "--port", str(port), "--backend", backend]
         words += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
         words += ["--extra_llm_api_options", str(extra)]
         env = {}
         if gpus is not None and len(ports) > 1:
             ours = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus))))).split(",")
             env["CUDA_VISIBLE_DEVICES"] = ",".join(ours[index * cut.ranks : (index + 1) * cut.ranks])
-        health = f"http://localhost:{port}/health"
-        servers.append(
-            Server(
-                f"trtllm-serve {index}", Command(tuple(words), env), False, {"HTTP": port}, health, (f"localhost:{port}",), {extra: text}
-            )
-        )
+        command, url = Command(tuple(words), env), f"localhost:{port}"
+        servers.append(Server(f"trtllm-serve {index}", command, False, {"HTTP": port}, (_health(url),), (url,), {extra: text}))
     return servers
 
 
@@ -214,14 +249,13 @@ def disaggregated(config: RunConfig) -> list[Server]:
     """
     if not config.disagg_config:
         raise ConfigError("--core_type trtllm_disagg needs --trtllm_disagg_config_path; generate-disagg-config writes that file")
-    made = disagg.load(config.disagg_config)
-    if made.mode != "disaggregated":
-        raise ConfigError(f"{config.disagg_config}: {made.mode}; trtllm-serve needs context_servers and generation_servers")
-    kind = os.environ.get(LAUNCH_TYPE)
+    kind, size = os.environ.get(LAUNCH_TYPE), launched_size(os.environ)
     if kind not in (None, "worker", "leader"):
         raise ConfigError(f"environment variable {LAUNCH_TYPE} {kind}: not worker or leader{nearest(kind, ('worker', 'leader'))}")
-    serve = find_program("trtllm-serve", _INSTALL)
-    size = launched_size(os.environ)
+    made = _yaml(config, size if kind == "worker" else None)
+    if made.mode != "disaggregated":
+        raise ConfigError(f"{config.disagg_config}: {made.mode}; trtllm-serve needs context_servers and generation_servers")
+    serve = _program(config, "trtllm-serve", _INSTALL)
     if kind == "worker" and size is not None:
         return [_worker_rank(config, made, serve, size)]
     if kind is None and size is not None:
@@ -233,8 +267,25 @@ def disaggregated(config: RunConfig) -> list[Server]:
         seconds = str(int(config.load_deadline))
         words = (serve, "disaggregated", "-c", str(config.disagg_config), "-t", seconds, "-r", str(int(config.stall_timeout)))
         url = f"{made.hostname}:{made.port}"
-        servers.append(Server("disaggregated leader", Command(words), False, {"HTTP": made.port}, f"http://{url}/health", (url,)))
+        servers.append(Server("disaggregated leader", Command(words), False, {"HTTP": made.port}, (_health(url),), (url,)))
     return servers
+
+
+def _yaml(config: RunConfig, size: int | None) -> disagg.DisaggConfig:
+    """The YAML that is named; in a dry run that finds none, what generate-disagg-config would write for workers on this host."""
+    if Path(config.disagg_config).exists():
+        return disagg.load(config.disagg_config)
+    problem = f"--trtllm_disagg_config_path {config.disagg_config}: no such file; generate-disagg-config writes it"
+    _lacking(config, NotHere(problem))
+    from mpillm.builder.disagg_config import on_this_host  # which needs `llm_api_options`
+
+    made = on_this_host(config, size)
+    print(f"# assumed: {config.disagg_config}, as generate-disagg-config writes it for {made.n_workers} workers on this host")
+    return made
+
+
+def _health(url: str) -> str:
+    return f"http://{url}/health"
 
 
 def _worker_words(config: RunConfig, serve: str) -> tuple[str, ...]:
@@ -257,16 +308,15 @@ def _worker_rank(config: RunConfig, made: disagg.DisaggConfig, serve: str, size:
     if size != made.n_workers:
         raise ConfigError(f"{config.disagg_config} has {made.n_workers} workers, and this mpirun has {size} ranks; they must be as many")
     rank = int(launcher_rank())
-    mine = [url for first, url in _urls(made, config.disagg_config) if first == rank]
+    mine = tuple(url for first, url in _urls(made, config.disagg_config) if first == rank)
     ports = {f"HTTP {url}": int(url.rpartition(":")[2]) for url in mine}
-    return Server(f"worker {rank}", Command(_worker_words(config, serve)), True, ports, None)
+    return Server(f"worker {rank}", Command(_worker_words(config, serve)), True, ports, tuple(map(_health, mine)), mine)
 
 
 def _workers(config: RunConfig, made: disagg.DisaggConfig, serve: str) -> Server:
     from launch.mpirun import command_line, detect, usable_cores
 
     line = command_line(detect(), made.n_workers, _worker_words(config, serve), root=os.geteuid() == 0, cores=usable_cores(), survive=False)
-    ports = {
-        f"HTTP {url}": int(url.rpartition(":")[2]) for _, url in _urls(made, config.disagg_config) if this_host(url.rpartition(":")[0])
-    }
-    return Server("workers", Command(tuple(line)), False, ports, None)
+    urls = tuple(url for _, url in _urls(made, config.disagg_config))
+    ports = {f"HTTP {url}": int(url.rpartition(":")[2]) for url in urls if this_host(url.rpartition(":")[0])}
+    return Server("workers", Command(tuple(line)), False, ports, tuple(map(_health, urls)))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from disagg.errors import ConfigError
 from mpillm.accuracy import matching, rouge
 
 Row = Mapping[str, str]
@@ -76,6 +77,8 @@ def llama3(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
         score["rougeL"] for score in rouge.scores(["rougeL"], [texts[i] for i in summaries], [targets[i] for i in summaries])
     ]
     for i, row in enumerate(rows):
+        if row["metric"] != "rouge" and row["metric"] not in _MATCHES:
+            raise ConfigError(f"the data set has a sample with metric '{row['metric']}': not one of rouge, {', '.join(_MATCHES)}")
         if row["metric"] != "rouge":
             found["exact_match"].append(_MATCHES[row["metric"]](texts[i], targets[i]))
     values = {name: sum(scores) / len(scores) for name, scores in found.items() if scores}

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from disagg.errors import ConfigError, nearest
 from mpillm.builder.operation import Operation, execute, log_of, read_stamp
+from mpillm.builder.preconditions import NotHere
 from mpillm.builder.torch_core import TorchBuilderOp, TorchQuantizerOp
 from mpillm.builder.triton import GenerateTritonConfigOp, triton_layout
-from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp, read_engine
+from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMLibraryLoader, TRTLLMQuantizerOp, read_engine
 from mpillm.command_line import Parser
-from mpillm.config import RunConfig, parse_each
+from mpillm.config import RunConfig, parse, parse_each
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
 from mpillm.fields.general import harness_type
@@ -86,13 +87,11 @@ def generate_triton_config_main(argv: Sequence[str]) -> int:
         description="Write a Triton model repository for each server, for an engine that is there.",
         epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --engine_dir=build/engines/llama2",
     )
-    configs = parse_each(argv, parser, _TRITON, {harness_type: "triton"})
-    if len(configs) > 1:
-        raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
-    stages = triton_stages(configs[0])
-    execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)
-    if not configs[0].dry_run:
-        _remove_repositories(configs[0].triton_model_repo, len(stages))
+    config = parse(argv, parser, _TRITON, {harness_type: "triton"})
+    stages = triton_stages(config)
+    execute(stages, force=config.force, dry_run=config.dry_run)
+    if not config.dry_run:
+        _remove_repositories(config.triton_model_repo, len(stages))
     return ExitCode.DONE
 
 
@@ -106,7 +105,9 @@ def _remove_repositories(repo: str, first: int) -> None:
 
 
 def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
-    """The model repositories of a test, one for each server."""
+    """The model repositories of a test, one for each server. A dry run needs no engine: it says what it assumes of it."""
+    if len(config.scenarios) > 1 or len(config.benchmarks or ()) > 1:
+        raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
     engine_dir = config.engine_dir
     if not engine_dir:
         if not config.model_path:
@@ -114,12 +115,20 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
         with config.autoapply():
             engine_dir = str(TRTLLMBuilderOp().output)
     harness = config.build(TritonHarnessConfig)
-    _, cut = read_engine(Path(engine_dir))
+    try:
+        build, cut = read_engine(Path(engine_dir))
+    except NotHere:
+        if not config.dry_run:
+            raise
+        with config.configuration().autoapply():
+            build, cut = harness.build_flags, TRTLLMLibraryLoader().layout
+        print(f"# assumed: {engine_dir}, an engine of {cut}, as the options say")
     counts = [getattr(config, name) if config.given(name) else None for name in ("triton_num_servers", "triton_num_models_per_server")]
     layout = triton_layout(config.scenario, cut.ranks, *counts)
     return [
         GenerateTritonConfigOp(
             engine_dir=engine_dir,
+            engine=build,
             repo=harness.model_repo,
             server=server,
             layout=layout,

@@ -75,6 +75,11 @@ def _of_this_world(config: RunConfig) -> DisaggConfig | None:
     return for_workers(config, hosts)
 
 
+def on_this_host(config: RunConfig, n_workers: int | None) -> DisaggConfig:
+    """The configuration for workers on this host; None: as many as the options make instances for."""
+    return for_workers(config, ["localhost"] * (n_workers or disagg_config(_without_file(config), None).n_workers))
+
+
 def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
     """The configuration for workers on these hosts, in rank order, with URLs; ConfigError if the options need another number."""
     # Two control ranks more: `generate` makes one of its workers a control rank where it must to fit, and that must not happen here.

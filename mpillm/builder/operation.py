@@ -30,6 +30,7 @@ from launch.children import Children, tail
 from launch.environment import clean_environment
 from mpillm.builder.preconditions import NotHere
 from mpillm.errors import StageError
+from mpillm.folders import replace_folder
 
 STAMP = "mpillm-stamp.json"
 
@@ -116,15 +117,15 @@ class Operation(ABC):
         stamp = read_stamp(self.output)
         if stamp is None:
             return "not there"
+        if stamp["digest"] != self.digest():  # first: another layout has other files, too
+            return _difference(stamp["inputs"], self.inputs()) or "what it is made from has changed"
         if missing := self.missing(self.output):
             return f"{missing[0]} is missing"
         if not self.hand_edited:
             for name, size in stamp["files"].items():
                 if not _has(self.output / name) or (self.output / name).stat().st_size != size:
                     return f"{name} is not as it was made"
-        if stamp["digest"] == self.digest():
-            return ""
-        return _difference(stamp["inputs"], self.inputs()) or "what it is made from has changed"
+        return ""
 
 
 def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bool = False, say: Callable[[str], object] = print) -> None:
@@ -202,12 +203,8 @@ def _make(op: Operation) -> None:
                 if missing := op.missing(made):
                     raise StageError(f"{op.name}: ended without {', '.join(missing)}; its log, {log}, ends:\n{tail(log, 15)}")
                 (made / STAMP).write_text(json.dumps(_stamp(op, made), indent=2) + "\n", encoding="utf-8")
-                with contextlib.suppress(FileNotFoundError):
-                    op.output.rename(before)
-                made.rename(op.output)
+                replace_folder(made, op.output, before)
         finally:  # every child has ended
-            if before.exists() and not op.output.exists():
-                before.rename(op.output)
             shutil.rmtree(work, ignore_errors=True)
 
 
@@ -278,8 +275,9 @@ def identity(path: Path) -> Any:
     if stamp := read_stamp(path):
         return stamp["digest"]
     if path.is_dir():
-        # what git, an editor or a download tool keeps there is in folders that begin with a dot
-        return {str(p.relative_to(path)): identity(p) for p in sorted(path.iterdir()) if p.is_file() and not p.name.startswith(".")}
+        # what git, an editor or a download tool keeps there begins with a dot; a log is that of a stage whose output lies in there
+        files = (p for p in sorted(path.iterdir()) if p.is_file() and not p.name.startswith(".") and p.suffix != ".log")
+        return {str(p.relative_to(path)): identity(p) for p in files}
     if not path.exists():
         return None
     stat = path.stat()

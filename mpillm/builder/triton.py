@@ -98,7 +98,7 @@ def triton_layout(scenario: str, gpus_per_model: int, n_servers: int | None, mod
     """The numbers given, or those that follow from the GPUs of this node: Offline one server for all models, else one server for each.
 
     A gRPC channel carries about a hundred streams at once, and only Offline has none. Where the GPUs are not known a server has one model.
-    ConfigError when they do not fit the GPUs.
+    ConfigError when the models can't be spread evenly.
     """
     gpus = visible_gpus()
     models = max(1, len(gpus) // gpus_per_model) if gpus else None
@@ -113,10 +113,7 @@ def triton_layout(scenario: str, gpus_per_model: int, n_servers: int | None, mod
             )
     elif n_servers is None:
         n_servers = 1 if models is None else max(1, models // models_per_server)
-    layout = TritonLayout(n_servers, models_per_server, gpus_per_model)
-    what = f"--triton_num_servers {n_servers} with {models_per_server} models each, {gpus_per_model} GPUs a model,"
-    check_gpus(n_servers * models_per_server * gpus_per_model, what)
-    return layout
+    return TritonLayout(n_servers, models_per_server, gpus_per_model)
 
 
 def model_name(benchmark: str, scenario: str, index: int) -> str:
@@ -151,6 +148,7 @@ class GenerateTritonConfigOp(Operation):
         self,
         *,
         engine_dir: str,
+        engine: Mapping[str, Any],
         repo: str,
         server: int,
         layout: TritonLayout,
@@ -160,7 +158,9 @@ class GenerateTritonConfigOp(Operation):
         build_flags: Mapping[str, Any],
         runtime_flags: Mapping[str, Any],
     ) -> None:
+        """`engine`: its build configuration."""
         self.engine_dir = Path(engine_dir).absolute()  # tritonserver may be started elsewhere
+        self.engine = engine
         self.output = Path(f"{repo}_{server}")
         self.layout = layout
         self.models = [server * layout.models_per_server + k for k in range(layout.models_per_server)]
@@ -171,8 +171,7 @@ class GenerateTritonConfigOp(Operation):
 
     def config(self, index: int) -> dict[str, Any]:
         """`config.pbtxt` of the repository's model `index`."""
-        build, _ = read_engine(self.engine_dir)
-        flags = self.runtime_flags
+        build, flags = self.engine, self.runtime_flags
         batch = flags.get("max_batch_size") or self.build_flags.get("max_batch_size") or build.get("max_batch_size", 1)
         if (largest := build.get("max_batch_size")) is not None and batch > largest:
             raise ConfigError(f"max_batch_size {batch}: the engine in {self.engine_dir} was built for {largest}")
@@ -208,6 +207,12 @@ class GenerateTritonConfigOp(Operation):
 
     def files(self) -> Sequence[str]:
         return [f"{name}/config.pbtxt" for name in self.names]
+
+    def check(self) -> None:
+        read_engine(self.engine_dir)
+        n = self.layout
+        what = f"--triton_num_servers {n.n_servers} with {n.models_per_server} models each, {n.gpus_per_model} GPUs a model,"
+        check_gpus(n.n_servers * n.models_per_server * n.gpus_per_model, what)
 
     def commands(self, target: Path) -> Sequence[Command]:
         return ()

@@ -13,6 +13,7 @@ from mpillm.builder.flags import BUILD, CONVERT, PARALLELISM, QUANTIZE
 from mpillm.builder.operation import Command, Operation, identity
 from mpillm.builder.preconditions import (
     Layout,
+    NotHere,
     check_divides,
     check_gpus,
     check_space,
@@ -276,7 +277,7 @@ def engine_files(layout: Layout) -> tuple[str, ...]:
 def read_engine(folder: Path, option: str = "--engine_dir") -> tuple[dict[str, Any], Layout]:
     """The build configuration of an engine that is there, and how it is cut; ConfigError if it is not whole."""
     if not folder.is_dir():
-        raise ConfigError(f"{option} {folder}: no such folder; generate-engines makes it")
+        raise NotHere(f"{option} {folder}: no such folder; generate-engines makes it")
     config = config_of(folder, option)
     mapping = config.get("pretrained_config", {}).get("mapping", {})
     layout = Layout(mapping.get("tp_size", 1), mapping.get("pp_size", 1), max(1, mapping.get("moe_ep_size", 1)))

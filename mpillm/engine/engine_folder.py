@@ -102,6 +102,8 @@ def engine_json(
 
 def read_engine(folder: Path) -> EngineFolder:
     """ConfigError if `folder` holds no engine of ours."""
+    if not folder.is_dir():
+        raise ConfigError(f"--engine_dir {folder}: no such folder (python -m mpillm generate-engines makes an engine)")
     file = folder / "config.json"
     raw = read_object(file)
     if raw.get("format") != FORMAT:

@@ -14,7 +14,11 @@ vars().update(
     }
 )
 stall_timeout = Field(
-    "stall_timeout", "an instance that owes answers may be silent for this many seconds", seconds, default=300.0, group="deadlines"
+    "stall_timeout",
+    "an instance that owes answers, or a server that was started, may be silent for this many seconds",
+    seconds,
+    default=300.0,
+    group="deadlines",
 )
 heartbeat_timeout = Field(
     "heartbeat_timeout", "a rank whose heartbeat is missing for this many seconds is lost", seconds, default=30.0, group="deadlines"

@@ -13,6 +13,9 @@ from mpillm import workloads
 from mpillm.json_files import as_written, read_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 
+# What everything that works on a run reads of these files.
+_OF_RESULT = ("test_mode", "scenario", "world_size")
+_OF_CONFIG = ("benchmarks", "accuracy_target", "model_scale", "core_type")
 # What would be taken for a run's if it ended without making its own.
 OF_AN_EARLIER_RUN = ("outputs.jsonl", "result.json", "machines.json", "accuracy.txt", "accuracy.json", "TEST06/verify_accuracy.txt")
 
@@ -56,12 +59,16 @@ class RunDirectory:
         result = read_json(path / "result.json")
         with as_written(path / "result.json"):
             failed = result["status"] == "FAILED"
+            for key in () if failed else _OF_RESULT:
+                result[key]
             last = "result_validity" if failed or result["test_mode"] == "PerformanceOnly" else "effective_test_mode"
         if failed:
             causes = "; ".join(failure["cause"] for failure in result.get("failures", ()))
             raise ConfigError(f"the run in {path} failed in phase '{result.get('phase')}': {causes}")
         with as_written(path / "config.json"):
             config = {name: entry["value"] for name, entry in read_json(path / "config.json").items()}
+            for key in _OF_CONFIG:
+                config[key]
         for name in (DETAIL, SUMMARY, ACCURACY):
             if not (path / name).is_file():
                 raise ConfigError(f"{path} has no {name}: LoadGen's logs are incomplete")

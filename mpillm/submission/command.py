@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from mpillm.config import RunConfig, collect
 from mpillm.configurator import Field
 from mpillm.errors import ExitCode
 from mpillm.fields.parsers import boolean
-from mpillm.json_files import read_json
+from mpillm.json_files import as_written, read_json
 from mpillm.submission.layout import Submission, check_accuracy_file
 from mpillm.submission.rules import MEASUREMENTS, missing_scenarios
 from mpillm.submission.runs import KINDS, Result, Run, group, read_run
@@ -101,7 +102,8 @@ def _problems(result: Result, division: str) -> list[str]:
     if division == "closed" and any(run.directory.workload.scaled for run in result.runs.values()):
         problems.append(f"{where}: the model is a tiny one (--model_scale tiny)")
     for run in result.runs.values():
-        problems += [f"{where}: {run.path}: {problem}" for problem in run.problems()]
+        found = run.problems() + (run.changed() if division == "closed" else [])
+        problems += [f"{where}: {run.path}: {problem}" for problem in found]
     blank = [key for key, value in result.measurements.items() if not value]
     problems += [f"{where}: {key} of measurements.json is not known: give it with --measurements" for key in blank]
     if accuracy := result.runs.get("accuracy"):
@@ -122,7 +124,10 @@ def _problems(result: Result, division: str) -> list[str]:
 
 def _missed(report: Path) -> list[str]:
     """The scores that are too low, or not there; none is known of if accuracy.txt was made by another program."""
-    return [check["name"] for check in read_json(report)["checks"] if not check["passed"]] if report.exists() else []
+    if not report.exists():
+        return []
+    with as_written(report):
+        return [check["name"] for check in read_json(report)["checks"] if not check["passed"]]
 
 
 def _scenario_problems(results: Sequence[Result]) -> list[str]:
@@ -147,7 +152,7 @@ def _report(written: Path, results: Sequence[Result], run: Run, blank: list[str]
     version = run.round.name if run.round else "VERSION"
     print(
         "  the checker, from a clone of mlcommons/inference in the current directory:\n"
-        f"    python3 -m inference.tools.submission.submission_checker.main --input {options.output} --version {version}"
+        f"    python3 -m inference.tools.submission.submission_checker.main --input {shlex.quote(options.output)} --version {version}"
         f" --submitter {options.submitter}\n"
         "  keep the run directories: MLCommons may ask for the whole accuracy logs"
     )

@@ -5,7 +5,7 @@ The layout: tools/submission/submission_structure.md of mlcommons/inference. The
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 import shlex
 import shutil
@@ -18,7 +18,8 @@ from typing import Any
 import mpillm
 from disagg.errors import ConfigError
 from mpillm.fields import BY_NAME
-from mpillm.json_files import read_json
+from mpillm.folders import replace_folder
+from mpillm.json_files import as_written, read_json, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
 from mpillm.submission.runs import Result, Run
 
@@ -44,21 +45,26 @@ class Submission:
         target = output / self.division / self.submitter
         if target.exists() and not force:
             raise ConfigError(f"{target} exists: choose another --output, or --force to replace it")
+        not_there = [folder for folder in target.parents if not folder.exists()]
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".mpillm-", dir=target.parent) as folder:
                 tree = Path(folder) / "tree"
                 tree.mkdir()
                 self._fill(tree)
-                if target.exists():
-                    target.rename(Path(folder) / "old")
-                tree.rename(target)
+                replace_folder(tree, target, Path(folder) / "old")
         except OSError as error:
-            raise ConfigError(f"the submission in {output} can't be written: {error.filename or target}: {error.strerror}") from error
+            why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror  # copytree's: of each file why
+            raise ConfigError(f"the submission in {output} can't be written: {error.filename or target}: {why}") from error
+        finally:
+            if not target.exists():
+                for made in not_there:
+                    with contextlib.suppress(OSError):  # another's submission may be in it by now
+                        made.rmdir()
         return target
 
     def _fill(self, tree: Path) -> None:
-        _write_json(tree / "systems" / f"{self.system_name}.json", self.system)
+        _write(tree / "systems" / f"{self.system_name}.json", self.system)
         for result in self.results:
             self._result(tree / "results" / self.system_name / result.benchmark / result.scenario, result)
             _write(tree / "src" / result.benchmark / "README.md", _source_readme(result.benchmark))
@@ -66,7 +72,7 @@ class Submission:
             shutil.copytree(_SOURCE / package, tree / "src" / "mpillm" / package, ignore=shutil.ignore_patterns("__pycache__"))
 
     def _result(self, folder: Path, result: Result) -> None:
-        _write_json(folder / "measurements.json", result.measurements)
+        _write(folder / "measurements.json", result.measurements)
         _write(folder / "README.md", _readme(result))
         runs = result.runs
         _copy((runs.get("performance") or next(iter(runs.values()))).path, folder, "user.conf")
@@ -103,14 +109,16 @@ def check_accuracy_file(run: Run) -> None:
 def command_of(run: Run) -> str:
     """The command that gives this run again: what a person said on its command line or in its environment, as options."""
     words = [f"python -m mpillm mpirun -n {run.directory.result['world_size']} run"]
-    for name, entry in read_json(run.path / "config.json").items():
-        value, source = entry["value"], entry["source"]
-        if isinstance(source, dict):  # each flag's own
-            value = {key: value[key] for key, where in source.items() if _said(where)}
-        elif not _said(source):
-            continue
-        if name != "log_dir" and value not in (None, {}):
-            words.append(f"--{name} {shlex.quote(BY_NAME[name].text(value))}")
+    file = run.path / "config.json"
+    with as_written(file):
+        for name, entry in read_json(file).items():
+            value, source = entry["value"], entry["source"]
+            if isinstance(source, dict):  # each flag's own
+                value = {key: value[key] for key, where in source.items() if _said(where)}
+            elif not _said(source):
+                continue
+            if name != "log_dir" and value not in (None, {}):
+                words.append(f"--{name} {shlex.quote(BY_NAME[name].text(value))}")
     return " ".join(words)
 
 
@@ -140,10 +148,10 @@ def _copy(source: Path, target: Path, *names: str) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: str | Mapping[str, Any]) -> None:
+    """A text, or an object as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-
-
-def _write_json(path: Path, value: Any) -> None:
-    _write(path, json.dumps(value, indent=4, ensure_ascii=False) + "\n")
+    if isinstance(content, str):
+        write_text(path, content)
+    else:
+        write_json(path, content)

@@ -69,6 +69,15 @@ def missing_scenarios(benchmark: str, scenarios: set[str]) -> list[str]:
     return missing
 
 
+MIN_DURATION_MS = 600_000
+"""A performance test's shortest duration."""
+
+FREE_SETTINGS = (
+    *("target_qps", "min_duration", "min_query_count", "performance_sample_count_override"),
+    *("coalesce_queries", "max_async_queries", "print_timestamps"),
+)
+"""What a submitter's user.conf may set, by the last word of its keys; the other settings are the benchmark's."""
+
 # The system description: what must be there, and for which of them an empty value won't do.
 SYSTEM_MEANINGFUL = (
     "division",

@@ -108,15 +108,7 @@ def same_system(runs: Sequence[Run]) -> None:
     """ConfigError if the runs were not all made on the same kind and number of nodes, GPUs and versions."""
     first = runs[0]
     for other in runs[1:]:
-        difference = _difference(_one_kind(first), _one_kind(other))
-        for what, a, b in (
-            ("nodes", len(first.machines), len(other.machines)),
-            ("workers", len(first.workers), len(other.workers)),
-            ("versions", first.versions, other.versions),
-        ):
-            if a != b and not difference:
-                difference = f"{what}: {a} and {b}"
-        if difference:
+        if difference := _difference(_system(first), _system(other)):
             raise ConfigError(f"{first.path} and {other.path} were not made on the same system: {difference}")
 
 
@@ -187,11 +179,19 @@ def _one_kind(run: Run) -> dict[str, Any]:
     return first
 
 
+def _system(run: Run) -> dict[str, Any]:
+    return {**_one_kind(run), "nodes": len(run.machines), "workers": len(run.workers), "versions": run.versions}
+
+
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     """The first entry that differs, with both values; the size of disks and the links of network cards may."""
-    for key in ("cpu", "memory_bytes", "gpus", "gpu_driver", "operating_system", "kernel", "software"):
-        if a[key] != b[key]:
-            return f"{key} {a[key]} and {b[key]}"
+    for key in dict.fromkeys((*a, *b)):
+        first, second = a.get(key), b.get(key)
+        if first == second or key in ("storage", "network"):
+            continue
+        if isinstance(first, dict) and isinstance(second, dict):
+            return f"{key}: {_difference(first, second)}"
+        return f"{key} {first} and {second}"
     return ""
 
 

@@ -43,7 +43,7 @@ def tiny(workload: Workload) -> Workload:
         end_ids=(_END_ID,),
         stop_words=tuple(tuple(token % _VOCAB_SIZE for token in word) for word in workload.stop_words),
         options={
-            scenario: {fields.load_format: "dummy", fields.min_duration: 0.0, **loadgen}
+            scenario: {fields.min_duration: 0.0, **loadgen}
             for scenario, loadgen in (
                 ("Offline", {fields.min_query_count: workload.n_samples // _SAMPLES}),
                 ("Server", {fields.min_query_count: _QUERIES, fields.server_target_qps: _QPS}),

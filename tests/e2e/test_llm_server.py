@@ -23,8 +23,17 @@ print("a rank of somebody's mpirun:", "OMPI_COMM_WORLD_RANK" in os.environ, flus
 if os.environ.get("STAND_IN") == "fails":
     sys.exit("no GPU here")
 if "disaggregated_mpi_worker" in words:
-    time.sleep(60)
-if "disaggregated" in words:
+    import yaml
+    made = yaml.safe_load(open(words[words.index("-c") + 1]))
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))
+    first, port = 0, None
+    for section in (made["context_servers"], made["generation_servers"]):
+        for url in section["urls"]:
+            port = int(url.rpartition(":")[2]) if first == rank else port
+            first += section.get("tensor_parallel_size", 1)
+    if port is None:
+        time.sleep(60)
+elif "disaggregated" in words:
     port = int(re.search(r"^port: (\\d+)", open(words[words.index("-c") + 1]).read(), re.MULTILINE)[1])
 else:
     port = int(re.search(r"--(?:http-)?port[= ](\\d+)", text)[1])
@@ -159,11 +168,95 @@ def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> 
     wait_until(lambda: f"localhost:{port}" in leader.out or leader.process.poll() is not None, "the leader", 30)
     logs = [place / f"logs/worker_{rank}.log" for rank in range(3)]
     wait_until(lambda: all(log.exists() and "mpirun: True" in log.read_text() for log in logs), "the workers", 30)
+    wait_until(lambda: workers.out.count(": localhost:") == 2 or workers.process.poll() is not None, "an answer of both instances", 30)
     assert "disaggregated -c disagg.yaml -t 1800 -r 300" in (place / "logs/disaggregated_leader.log").read_text()
     assert "mpirun: False" in (place / "logs/disaggregated_leader.log").read_text()
     for command in (leader, workers):
         command.signal_group(signal.SIGINT)
         command.end(30, tidy=False)
+
+
+DRY = {
+    "triton": (
+        ["--harness_type=triton", "--model_path=llama", "--trtllm_build_flags=max_batch_size:8", "--scenarios=Server"],
+        [
+            "# can't run here: --triton_model_repo build/triton_model_repo: there is no build/triton_model_repo_0;"
+            " generate-triton-config makes it",
+            "# assumed: build/engines/llama-full_prec-tp1-pp1, an engine of tp1-pp1, as the options say",
+            "# assumed: build/triton_model_repo_0, as generate-triton-config writes them",
+            "# can't run here: --tritonserver (not given): no such program, in PATH or as /opt/tritonserver/bin/tritonserver",
+            "tritonserver --model-repository=build/triton_model_repo_0 --grpc-port=8001 --http-port=8000 --metrics-port=8002"
+            " --disable-auto-complete-config --backend-config=python,shm-region-prefix-name=prefix0_0_",
+        ],
+    ),
+    "trtllm_disagg": (
+        ["--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2"],
+        [
+            "# can't run here: --trtllm_disagg_config_path d.yaml: no such file; generate-disagg-config writes it",
+            "# assumed: d.yaml, as generate-disagg-config writes it for 3 workers on this host",
+            "trtllm-serve disaggregated -c d.yaml -t 1800 -r 300",
+        ],
+    ),
+    "trtllm_endpoint": (["--core_type=trtllm_endpoint", "--model_path=llama"], ["trtllm-serve serve llama --host 0.0.0.0 --port 30000"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRY)
+def test_a_dry_run_needs_nothing_of_the_stages_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    from mpillm import serving
+    from mpillm.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(serving, "find_program", lambda program, hint: find_nothing(program))
+    monkeypatch.delenv("MLPERF_DISAGG_LAUNCH_TYPE", raising=False)
+    options, expected = DRY[name]
+    assert main(["run-llm-server", *options, "--dry_run"]) == DONE
+    out = capsys.readouterr().out
+    for line in expected:
+        assert f"{line}\n" in out or (line.startswith("trtllm-serve") and line in out)
+    assert not list(tmp_path.iterdir())
+    if name == "trtllm_disagg":  # under an mpirun of its own
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+        monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", "leader")
+        assert main(["run-llm-server", *options, "--dry_run"]) == DONE
+        assert capsys.readouterr().out.splitlines()[-1] == "trtllm-serve disaggregated -c d.yaml -t 1800 -r 300"
+
+
+def find_nothing(program: str) -> str:
+    from mpillm.builder.preconditions import NotHere
+
+    raise NotHere(f"there is no {program}")
+
+
+def test_a_server_that_answers_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is there, and does nothing: after --stall_timeout it is called lost."""
+    from mpillm import server
+    from mpillm.builder.operation import Command
+    from mpillm.serving import Server
+
+    (port,) = free_ports(1)
+    once = (
+        "import http.server, time\n"
+        "class Handler(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200)\n"
+        "        self.end_headers()\n"
+        f"http.server.HTTPServer(('localhost', {port}), Handler).handle_request()\n"
+        "print('stuck', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(server, "_POLL_S", 0.05)
+    monkeypatch.setattr(server, "_LOOK_S", 0.1)
+    url = f"localhost:{port}"
+    servers = [Server("one", Command((sys.executable, "-c", once)), False, {}, (f"http://{url}/",), (url,))]
+    assert server.serve(servers, tmp_path, 60, 0.5) == INSTANCE_LOST
+    captured = capsys.readouterr()
+    assert "ready after" in captured.out
+    assert "no answer to a health check for 0.5 s (--stall_timeout): one; the log ends:" in captured.err
+    assert "  | stuck" in captured.err
 
 
 WRONG = {

@@ -72,7 +72,7 @@ def test_tiny(one: Starter, name: str, scenario: str, mode: str) -> None:
     # What is scaled is said, and where every value came from.
     assert f"scaled down: {tiny.scaled}" in ended.out
     config = ended.json("config.json")
-    for option in ("model_path", "max_output_len", "max_seq_len", "end_ids", "min_query_count", "dataset_path", "load_format"):
+    for option in ("model_path", "max_output_len", "max_seq_len", "end_ids", "min_query_count", "dataset_path"):
         assert config[option]["source"] in (f"workload {name} (tiny)", "command line")
     made = LLMDataLoader(ended.log_dir, tiny.columns, tiny.frame_file)
     assert config["dataset_path"]["value"] == str(ended.log_dir / tiny.frame_file)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from run_directories import log_entry, make_run
 
+from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.accuracy import matching
 from mpillm.accuracy.scores import Answer, llama2, llama3, mixtral, pass_at_1
@@ -123,6 +124,8 @@ def test_llama3() -> None:
     ]
     values = llama3(answers("a b c d", "none", "Answer: paris"), rows).values
     assert (values["rougeL"], values["exact_match"], values["gen_num"]) == (100.0, 50.0, 3)
+    with pytest.raises(ConfigError, match="a sample with metric 'rogue': not one of rouge, niah_em, qa_em"):
+        llama3(answers("a"), [{"metric": "rogue", "gt_output": "a"}])
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ def test_a_damaged_output_is_made_again(tmp_path: Path) -> None:
     assert "(out is missing)" in lines_of(Stage(out, "text"))[0]
     (out / "out").write_text("")
     assert "(out is missing)" in lines_of(Stage(out, "text"))[0]
+    (out / "out").unlink()
+    assert "(text has changed: 'text' -> 'other')" in lines_of(Stage(out, "other"))[0]
 
 
 def test_hand_edited_files_are_kept(tmp_path: Path) -> None:
@@ -236,6 +238,8 @@ def test_identity(tmp_path: Path) -> None:
     assert first == identity(tmp_path)
     os.utime(tmp_path / "config.json", ns=(1, 1))
     assert first == identity(tmp_path)  # a small file is its content
+    (tmp_path / "engine.log").write_text("of a stage whose output is in this folder")
+    assert first == identity(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert first != identity(tmp_path)
     second = identity(tmp_path)

@@ -157,6 +157,23 @@ def test_bad_input(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert not Path("build").exists()
 
 
+def test_a_dry_run_needs_neither_engine_nor_gpus(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus(monkeypatch, 1)
+    options = ("--engine_dir=later", "--tensor_parallelism=2", "--triton_num_servers=1", "--triton_num_models_per_server=2", "--dry_run")
+    assert generate(*options) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "# assumed: later, an engine of tp2-pp1, as the options say",
+        "# triton-config: build/triton_model_repo_0 (not there)",
+        f"# can't run here: --engine_dir {place / 'later'}: no such folder; generate-engines makes it",
+        "# writes build/triton_model_repo_0/llama2-70b-offline-0/config.pbtxt",
+        "# writes build/triton_model_repo_0/llama2-70b-offline-1/config.pbtxt",
+    ]
+    make_engine(place / "later", tp_size=2)
+    assert generate(*options) == 0
+    assert "# can't run here: --triton_num_servers 1 with 2 models each, 2 GPUs a model, needs 4 GPUs; 1 are" in capsys.readouterr().out
+    assert not Path("build").exists()
+
+
 def test_an_engine_that_is_not_whole(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_engine(place / "two", tp_size=2)
     (place / "two/rank1.engine").unlink()

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from launch.environment import EXIT_FILE, TTY, clean_environment, rank_environment, tell_exit_code, told_exit_code
+from disagg.errors import ConfigError
+from launch.environment import (
+    EXIT_FILE,
+    TTY,
+    clean_environment,
+    rank_environment,
+    tell_exit_code,
+    tell_started,
+    told_exit_code,
+    told_started,
+)
 
 PERSON = {
     "PATH": "/bin",
@@ -94,5 +104,17 @@ def test_an_exit_code_is_told_once_and_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["exit_code"]
 
 
+def test_rank_0_tells_that_it_runs(tmp_path: Path) -> None:
+    file = tmp_path / "exit_code"
+    for env in ({}, {"OMPI_COMM_WORLD_RANK": "1"}, {"PMI_RANK": "2"}):
+        tell_started({EXIT_FILE: str(file), **env})
+        assert not told_started(file)
+    tell_started({EXIT_FILE: str(file), "PMI_RANK": "0"})
+    assert told_started(file) and told_exit_code(file) is None
+    with pytest.raises(ConfigError, match="rank 0 is on a host that does not see this folder"):
+        tell_started({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code"), "PMI_RANK": "0"})
+
+
 def test_without_a_launcher_nothing_is_told() -> None:
+    tell_started({"PMI_RANK": "0"})
     tell_exit_code(4, {})

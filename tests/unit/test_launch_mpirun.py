@@ -217,3 +217,25 @@ def test_dry_run_only_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert mpirun.main(["--help"]) == 0
     assert "usage: python -m mpillm mpirun -n N" in capsys.readouterr().out
+
+
+def test_an_mpirun_that_starts_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hangs = tmp_path / "mpirun"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(hangs)))
+    assert mpirun.main(["-n", "2", "--start_deadline", "0.3", "run"]) == 3
+    assert "mpirun has not started rank 0 within 0.3 s (--start_deadline): can its host be reached?" in capsys.readouterr().err
+    begins = tmp_path / "begins"
+    begins.write_text("#!/bin/sh\ntouch $(dirname $MPILLM_EXIT_FILE)/started; sleep 1; echo 0 > $MPILLM_EXIT_FILE\n")
+    begins.chmod(0o755)
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(begins)))
+    assert mpirun.main(["-n", "2", "--start-deadline=0.3", "run"]) == 0
+
+
+@pytest.mark.parametrize("words", [["--start_deadline", "soon"], ["--start_deadline=0"], ["--start_deadline"]])
+def test_a_start_deadline_is_a_number_of_seconds(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"mpirun: --start_deadline '.*' is not a duration"):
+        parse_arguments(["-n", "2", *words, "run"] if len(words) > 1 or "=" in words[0] else ["-n", "2", *words])

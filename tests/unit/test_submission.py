@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,9 +18,11 @@ from mpillm import cli
 from mpillm.config import parse_run
 from mpillm.loadgen.logs import digest
 from mpillm.report.run_directory import RunDirectory
+from mpillm.submission import layout
 from mpillm.submission.layout import command_of, truncated
 from mpillm.submission.rules import ROUNDS, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, place
 from mpillm.submission.runs import Run
+from mpillm.workloads import get
 
 EOS = 2
 
@@ -33,8 +37,15 @@ class Maker:
         """The three runs of one result, judged: only accuracy.txt is made by hand, as its scores are no matter here."""
         first = None if scenario == "Offline" else [5]
         answers = [log_entry(i, [5, *range(10, 30), EOS], first) for i in range(50)]
+        full = {"effective_min_duration_ms": 600_000} | {
+            f"effective_{kind}_sample_count": get((config.get("benchmarks") or ["llama2-70b"])[0]).n_samples
+            for kind in ("performance", "accuracy")
+        }
+        detail = full | config.pop("detail", {})
         paths = [
-            make_run(self.folder / f"{name}{scenario}-{kind}", kind, scenario, answers if kind != "performance" else (), **config)
+            make_run(
+                self.folder / f"{name}{scenario}-{kind}", kind, scenario, answers if kind != "performance" else (), detail=detail, **config
+            )
             for kind in ("performance", "accuracy", "TEST06")
         ]
         (paths[1] / "accuracy.txt").write_text(f"{{'rouge1': 44.4}}\n\nhash={digest(paths[1] / 'mlperf_log_accuracy.json')}\n")
@@ -213,6 +224,36 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
     assert (maker.tree / "results/8xH200/llama2-70b-99.9/Server/performance/run_1/mlperf_log_detail.txt").is_file()
 
 
+def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
+    """LoadGen calls a run VALID that was shortened, has limits of its own, or answers less; the checker and the rules don't."""
+    shortened = {"effective_min_duration_ms": 10_000, "effective_samples_per_query": 64}
+    shortened |= {"effective_performance_sample_count": 48, "effective_accuracy_sample_count": 48}
+    options = {"max_output_len": 16, "end_ids": [2, 13], "stop_words": None, "temperature": 0.5, "top_k": 0, "load_format": "dummy"}
+    runs = maker.runs(detail=shortened, dataset="synthetic", **options)
+    (runs[0] / "user.conf").write_text("# x.y = 1\n*.Offline.target_qps = 3\nllama2-70b.Server.ttft_latency = 9000\n")
+    out = maker.submit(runs[0], runs[1], *measured(maker), code=4)
+    said = [line.partition(f"Offline: {runs[0]}: ")[2] for line in out.splitlines() if f"{runs[0]}: " in line]
+    other = [
+        "--max_output_len was 16, the benchmark's is 1024",
+        "--end_ids had [13], which end no answer of the benchmark",
+        "samples_per_query was 64, less than the 24576 that are asked for",
+        "answers were sampled (--temperature 0.5), the benchmark's are greedy",
+        "the weights were random: a preset's, or --load_format dummy",
+        "the data set was random tokens (--dataset synthetic)",
+    ]
+    less = [
+        "min_duration_ms was 10000 ms, less than the 600000 that are asked for",
+        "performance_sample_count was 48 samples, less than the 24576 that are asked for",
+        f"{runs[0] / 'user.conf'} sets ttft_latency: that is the benchmark's",
+    ]
+    assert said == less + other
+    assert f"{runs[1]}: accuracy_sample_count was 48 samples" in out
+    out = maker.submit(*runs[:2], *measured(maker), "--division", "open", code=4)
+    assert less[0] in out and not any(line in out for line in other)
+    made = {"top_k": 1, "temperature": 0.5, "max_output_len": 1024, "end_ids": [2], "min_output_len": 1}
+    assert "missing or wrong" not in maker.submit(*maker.runs(name="again-", **made), *maker.runs("Server"), *measured(maker), "--force")
+
+
 def test_rounds_and_scenarios(maker: Maker) -> None:
     """mixtral-8x7b is in round v6.0, not in v6.1; its closed division wants Server."""
     out = maker.submit(*maker.runs(benchmarks=["mixtral-8x7b"], accuracy_target=0.99), *measured(maker), code=4)
@@ -260,6 +301,31 @@ def test_existing_output(maker: Maker) -> None:
     assert [path.name for path in maker.tree.parent.iterdir()] == ["Us"], "nothing is left beside it"
 
 
+def test_a_submission_that_can_not_be_written_leaves_what_was_there(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = maker.runs()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "write_text", full)
+        assert "No space left on device" in maker.submit(*runs, code=2)
+    assert not (maker.folder / "out").exists()
+    maker.submit(*runs, code=4)
+    (maker.tree / "mark").touch()
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == "tree":
+            full()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    assert "No space left on device" in maker.submit(*runs, "--force", code=2)
+    assert (maker.tree / "mark").exists()
+    assert [path.name for path in maker.tree.parent.iterdir()] == ["Us"]
+
+
 def test_bad_input(maker: Maker) -> None:
     performance, accuracy, _ = maker.runs()
 
@@ -281,9 +347,12 @@ def test_bad_input(maker: Maker) -> None:
     says("there is no resnet50", make_run(maker.folder / "other", benchmarks=["resnet50"]))
     says("are both the performance run of llama2-70b-99.9 Offline", performance, make_run(maker.folder / "second"))
     says("--dtype is 'bfloat16' and 'float32'", performance, make_run(maker.folder / "fp32", "accuracy", dtype="float32"))
+    says("--quantization is None and 'int8'", performance, make_run(maker.folder / "int8", "accuracy", quantization="int8"))
     elsewhere = {**MACHINE, "memory_bytes": 256 << 30}
     says("not made on the same system: memory_bytes", performance, make_run(maker.folder / "else", "accuracy", machine=elsewhere))
-    says("not made on the same system: workers: 2 and 3", performance, make_run(maker.folder / "more", "accuracy", workers=3))
+    newer = {**MACHINE, "software": {**MACHINE["software"], "mlcommons-loadgen": "6.0.18"}}  # type: ignore[dict-item]
+    says("system: software: mlcommons-loadgen 6.0.17 and 6.0.18", performance, make_run(maker.folder / "new", "accuracy", machine=newer))
+    says("not made on the same system: workers 2 and 3", performance, make_run(maker.folder / "more", "accuracy", workers=3))
     audit = make_run(maker.folder / "audit", audit_conf="own.config")
     says("under an audit.config that is not TEST06's", audit)
     says("there is no Offline of it", make_run(maker.folder / "inter", benchmarks=["llama2-70b-interactive"]))
@@ -293,9 +362,16 @@ def test_bad_input(maker: Maker) -> None:
     garbled = make_run(maker.folder / "garbled")
     (garbled / "machines.json").write_text("{")
     says("machines.json:1: not valid JSON", garbled)
-    for name, text in (("machines.json", "{}"), ("plan.json", "[]"), ("ranks.json", "[]"), ("result.json", "[]")):
-        (other := make_run(maker.folder / f"other-{name}") / name).write_text(text)
-        says(f"{name} is not what a run writes", other.parent, make_run(maker.folder / f"beside-{name}", "accuracy"))
+    beside = make_run(maker.folder / "beside", "accuracy")
+    for i, (name, text) in enumerate(
+        (
+            *(("machines.json", "{}"), ("machines.json", '{"n0": {}}'), ("plan.json", "[]"), ("plan.json", '{"ranks": []}')),
+            *(("ranks.json", "[]"), ("result.json", "[]"), ("config.json", "{}")),
+            ("result.json", '{"status": "VALID", "test_mode": "PerformanceOnly"}'),  # no scenario
+        )
+    ):
+        (other := make_run(maker.folder / f"other-{i}") / name).write_text(text)
+        says(f"{name} is not what a run writes", other.parent, beside)
 
     file = maker.folder / "given.json"
     for text, expected in (
