@@ -119,6 +119,7 @@ class Rank:
         def work() -> None:
             if name == "test":
                 gc.freeze()  # what start-up made lives to the end: no collection need look at it while requests wait
+                gc.enable()
                 self._test_clock = time.perf_counter(), time.process_time()
             for role in self._roles:
                 getattr(role, name)()
