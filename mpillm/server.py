@@ -23,6 +23,7 @@ from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
+from mpillm.json_files import as_writable
 from mpillm.serving import Server, disaggregated, endpoints, triton
 
 _OF_TRITON = (
@@ -64,13 +65,11 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.DONE
     check_ports(servers)
     folder = Path(config.log_dir) if config.log_dir else Path("build/servers") / time.strftime("%Y%m%d-%H%M%S")
-    try:
+    with as_writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in _files(servers).items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: can't be written: {error.strerror}") from error
     return serve(servers, folder, config.load_deadline, config.stall_timeout)
 
 

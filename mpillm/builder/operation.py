@@ -8,7 +8,6 @@ skipped. What was said on the way is kept in `<folder>.log`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -224,9 +223,7 @@ def _disk_errors(op: Operation) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "it is larger than a file may be"}
-        what = hint.get(error.errno or 0, error.strerror or str(error))
-        raise StageError(f"{op.name}: can't write {error.filename or op.output}: {what}") from error
+        raise StageError(f"{op.name}: can't write {error.filename or op.output}: {error.strerror or error}") from error
 
 
 def _sweep(output: Path) -> None:

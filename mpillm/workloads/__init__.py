@@ -65,7 +65,7 @@ class Workload:
             fields.max_output_len: self.max_output_len,
             fields.min_output_len: self.min_output_len,
             fields.end_ids: self.end_ids,
-            fields.BY_NAME["stop_words"]: [list(word) for word in self.stop_words] or None,
+            fields.stop_words: [list(word) for word in self.stop_words] or None,
             **dict.fromkeys((fields.tensor_parallelism, fields.ctx_tp_size, fields.gen_tp_size), self.tensor_parallelism),
             **self.options.get(scenario, {}),
         }
