@@ -81,14 +81,17 @@ class RunConfig:
         return f"--{name} {value}" if level is Level.COMMAND_LINE else f"{name} {value} ({where})"
 
     def with_sources(self, message: str) -> str:
-        """`message` about a value, and where the options that it names, or whose text it has, were set if no command line did."""
+        """`message`, and where the options that it names (``--name``, ``name value``, or a path) were set if no command line did."""
         places = []
         for name, (value, (level, where), _) in self.found.items():
             if level in (Level.DEFAULT, Level.COMMAND_LINE) or where in message or name not in BY_NAME or not value:
                 continue
             field = BY_NAME[name]
-            is_text = field.from_string is None and not field.choices
-            if re.search(rf"--{name}\b|\b{name} {re.escape(field.text(value))}\b", message) or (is_text and value in message):
+            text = re.escape(field.text(value))
+            mentions = [f"--({'|'.join((field.name, *field.aliases))})\\b", rf"\b{name} {text}(?!\w)"]
+            if field.from_string is None and not field.choices and re.search("[./]", value):  # a word alone may mean anything
+                mentions.append(rf"(?<![\w./-]){text}(?![\w.-])")
+            if any(re.search(mention, message) for mention in mentions):
                 places.append(f"\n{name} is set by {where}")
         return message + "".join(places)
 

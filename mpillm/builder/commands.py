@@ -18,6 +18,7 @@ from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
 from mpillm.fields.general import harness_type
 from mpillm.harness_config import TritonHarnessConfig, TrtllmHlApiConfig
+from mpillm.model_files import BuildConfig
 
 ENGINE_CORES = ("trtllm_executor", "triton_grpc")
 """Cores that run an engine of `trtllm-build`."""
@@ -121,7 +122,8 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
         if not config.dry_run:
             raise
         with config.configuration().autoapply():
-            build, cut = harness.build_flags, TRTLLMLibraryLoader().layout
+            cut = TRTLLMLibraryLoader().layout
+        build = BuildConfig.from_json(harness.runtime_flags | harness.build_flags, "--trtllm_build_flags")
         print(f"# assumed: {engine_dir}, an engine of {cut}, as the options say")
     counts = [getattr(config, name) if config.given(name) else None for name in ("triton_num_servers", "triton_num_models_per_server")]
     layout = triton_layout(config.scenario, cut.ranks, *counts)
@@ -135,7 +137,6 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
             benchmark=config.benchmark or Path(config.model_path or engine_dir).name,
             scenario=config.scenario,
             streaming=harness.streaming,
-            build_flags=harness.build_flags,
             runtime_flags={"enable_kv_cache_reuse": config.enable_kv_cache_reuse, **harness.runtime_flags},
         )
         for server in range(layout.n_servers)
