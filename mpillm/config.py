@@ -140,17 +140,6 @@ def _source(found: Found) -> str | dict[str, str]:
     return {key: origin.where for key, origin in found.keys.items()} if found.keys else found.origin.where
 
 
-def run_parser() -> Parser:
-    """The parser of `run`, without its options."""
-    return Parser(
-        prog="mpillm run",
-        description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
-        epilog="examples:\n"
-        "  mpirun -n 5 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
-        "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100 --min_duration 10",
-    )
-
-
 def options_page() -> str:
     """docs/options.md: every option, from the fields."""
     lines = [
@@ -263,7 +252,14 @@ def _imply(found: dict[str, Found]) -> None:
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
-    config = parse(argv, run_parser(), RUN_FIELDS)
+    parser = Parser(
+        prog="mpillm run",
+        description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
+        epilog="examples:\n"
+        "  mpirun -n 5 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
+        "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100 --min_duration 10",
+    )
+    config = parse(argv, parser, RUN_FIELDS)
     _check_together(config)
     _check_compliance(config)
     return config

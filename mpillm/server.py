@@ -75,14 +75,10 @@ def main(argv: Sequence[str]) -> int:
 
 def servers_of(config: RunConfig) -> list[Server]:
     """The servers that the options ask for on this host."""
-    if config.core_type == "triton_grpc":
-        return triton(config)
-    if config.core_type == "trtllm_endpoint":
-        return endpoints(config)
-    if config.core_type == "trtllm_disagg":
-        return disaggregated(config)
-    known = ("triton_grpc", "trtllm_endpoint", "trtllm_disagg")
-    raise ConfigError(f"--core_type {config.core_type} needs no server{nearest(config.core_type, known)}: {', '.join(known)} do")
+    kinds = {"triton_grpc": triton, "trtllm_endpoint": endpoints, "trtllm_disagg": disaggregated}
+    if config.core_type not in kinds:
+        raise ConfigError(f"--core_type {config.core_type} needs no server{nearest(config.core_type, kinds)}: {', '.join(kinds)} do")
+    return kinds[config.core_type](config)
 
 
 def _files(servers: Sequence[Server]) -> dict[Path, str]:

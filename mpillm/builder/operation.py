@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -127,7 +127,7 @@ class Operation(ABC):
         return ""
 
 
-def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bool = False, say: Callable[[str], object] = print) -> None:
+def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bool = False) -> None:
     """Make the outputs of `operations` and of what they depend on, each once, dependencies first.
 
     An output that is up to date is kept, unless `force`. All that will be made is checked before the first is made. ConfigError or
@@ -149,20 +149,20 @@ def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bo
             _check_place(op)
     if dry_run:
         for op, why in wanted.items():
-            say(f"# {op.name}: {op.output}" + (f" ({why})" if why else " is up to date"))
+            print(f"# {op.name}: {op.output}" + (f" ({why})" if why else " is up to date"))
             if op in lacking:
-                say(f"# can't run here: {lacking[op]}")
+                print(f"# can't run here: {lacking[op]}")
             for line in op.describe() if why else ():
-                say(line)
+                print(line)
         return
     for op, why in wanted.items():
         if not why:
-            say(f"  {op.name:<{width}}  {op.output} is up to date")
+            print(f"  {op.name:<{width}}  {op.output} is up to date")
             continue
-        say(f"  {op.name:<{width}}  {op.output} ({why}); log: {log_of(op.output)}")
+        print(f"  {op.name:<{width}}  {op.output} ({why}); log: {log_of(op.output)}")
         began = time.monotonic()
         _make(op)
-        say(f"  {op.name:<{width}}  done in {time.monotonic() - began:.1f} s")
+        print(f"  {op.name:<{width}}  done in {time.monotonic() - began:.1f} s")
 
 
 def log_of(output: Path) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import signal
@@ -40,9 +42,9 @@ class Stage(Operation):
 
 
 def lines_of(*operations: Operation, **options: bool) -> list[str]:
-    lines: list[str] = []
-    execute(operations, say=lines.append, **options)
-    return lines
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        execute(operations, **options)
+    return out.getvalue().splitlines()
 
 
 def leftovers(folder: Path) -> list[str]:
