@@ -32,13 +32,15 @@ class RunConfig:
         self._built: dict[type, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        found = self.__dict__.get("found", {})
-        if name not in found and name in BY_NAME:
-            name = BY_NAME[name].name
         try:
-            return found[name].value
+            return self._found(name).value
         except KeyError:
             raise AttributeError(name) from None
+
+    def _found(self, name: str) -> Found:
+        """By the field's name, or one of its other names."""
+        found: dict[str, Found] = self.__dict__.get("found", {})
+        return found[BY_NAME[name].name if name in BY_NAME else name]
 
     @property
     def values(self) -> dict[str, Any]:
@@ -58,7 +60,7 @@ class RunConfig:
 
     def origin(self, name: str) -> Origin:
         """Where the value came from."""
-        return self.found[BY_NAME[name].name if name in BY_NAME else name].origin
+        return self._found(name).origin
 
     @property
     def workload(self) -> workloads.Workload | None:

@@ -19,7 +19,7 @@ from mpillm.configurator import Field
 from mpillm.preprocessed import Columns
 
 if TYPE_CHECKING:
-    from mpillm.preprocessed import LLMDataLoader
+    from mpillm.preprocessed.loader import LLMDataLoader
 
 
 _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: a prompt fits, but for llama3.1-405b's
@@ -138,6 +138,6 @@ def get(name: str, scale: str = "full") -> Workload:
 
 def loader(workload: Workload | None, path: str) -> LLMDataLoader:
     """What reads `path`, as this workload's data set or (None) as any."""
-    from mpillm.preprocessed import LLMDataLoader
+    from mpillm.preprocessed.loader import LLMDataLoader
 
     return LLMDataLoader(Path(path), workload.columns, workload.frame_file) if workload else LLMDataLoader(Path(path))
