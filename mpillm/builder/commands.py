@@ -64,21 +64,11 @@ def generate_engines_main(argv: Sequence[str]) -> int:
     configs = parse_each(argv, parser, _ENGINE)
     stages = [engine_stages(config) for config in configs]
     with configs[0].autoapply():
-        execute(_distinct(stages), force=configs[0].force, dry_run=configs[0].dry_run)
+        execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)
     if not configs[0].dry_run:
         for stage in dict.fromkeys(str(stage.output) for stage in stages):
             print(stage)
     return ExitCode.DONE
-
-
-def _distinct(stages: Sequence[Operation]) -> list[Operation]:
-    """Each output once; ConfigError if two tests want different things in one folder."""
-    by_output: dict[Path, Operation] = {}
-    for stage in stages:
-        first = by_output.setdefault(stage.output, stage)
-        if first.digest() != stage.digest():
-            raise ConfigError(f"{stage.output} would be two things at once for the tests named: build one by one, with --engine_dir")
-    return list(by_output.values())
 
 
 def generate_triton_config_main(argv: Sequence[str]) -> int:

@@ -171,20 +171,19 @@ def log_of(output: Path) -> Path:
 
 
 def _ordered(operations: Sequence[Operation]) -> list[Operation]:
-    """Every operation once, after those that it depends on."""
-    order: list[Operation] = []
+    """Every operation after those that it depends on; of several that make the same in one place, as two tests may want it, the first."""
+    order: dict[tuple[Path, str], Operation] = {}
 
     def visit(op: Operation, above: tuple[Operation, ...]) -> None:
         if op in above:
             raise RuntimeError(f"{op.name} depends on itself")
         for dependency in op.dependencies:
             visit(dependency, (*above, op))
-        if op not in order:
-            order.append(op)
+        order.setdefault((op.output.resolve(), op.digest()), op)
 
     for op in operations:
         visit(op, ())
-    return order
+    return list(order.values())
 
 
 def _make(op: Operation) -> None:
@@ -240,8 +239,11 @@ def _check_apart(operations: Sequence[Operation]) -> None:
     for i, op in enumerate(operations):
         for other in operations[:i]:
             a, b = op.output.resolve(), other.output.resolve()
-            if (a.is_relative_to(b) or b.is_relative_to(a)) and not (a == b and op.digest() == other.digest()):
-                raise ConfigError(f"{op.name} would be made in {op.output}, {other.name} in {other.output}: give each a folder of its own")
+            if a.is_relative_to(b) or b.is_relative_to(a):
+                raise ConfigError(
+                    f"{op.name} would be made in {op.output}, {other.name} in {other.output}: give each a folder of its own, and if they"
+                    " are for several workloads or scenarios a command of its own"
+                )
 
 
 def _check_place(op: Operation) -> None:

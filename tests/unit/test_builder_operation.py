@@ -100,6 +100,16 @@ def test_dependencies_first_each_once_and_a_change_travels(tmp_path: Path) -> No
     assert [line.split()[0] for line in lines_of(*both("x")) if "changed" in line] == ["one", "two", "three"]
 
 
+def test_what_two_stages_need_is_made_once_and_is_one_thing(tmp_path: Path) -> None:
+    def over(name: str, text: str) -> Stage:
+        return Stage(tmp_path / name, name, dependencies=[Stage(tmp_path / "one", text, name="one")], name=name)
+
+    made = [line.split()[0] for line in lines_of(over("two", "1"), over("three", "1"), over("two", "1")) if "not there" in line]
+    assert made == ["one", "two", "three"]
+    with pytest.raises(ConfigError, match=r"one would be made in .*one, one in .*one: give each a folder of its own"):
+        lines_of(over("two", "1"), over("three", "2"))
+
+
 def test_no_success_without_the_files(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"stage: ended without out; its log, .*made.log, ends:\n(.*\n)*  \| all is well"):
         lines_of(Stage(tmp_path / "made", "", "import sys, os; os.mkdir(sys.argv[1]); print('all is well')"))
