@@ -141,10 +141,16 @@ class Mapping(Slice):
 
 
 @dataclass(frozen=True)
+class QuantConfig(Slice):
+    quant_algo: str = ""  # empty: none
+
+
+@dataclass(frozen=True)
 class PretrainedConfig(Slice):
     architecture: str = ""
     dtype: str = ""
     mapping: Mapping = field(default_factory=Mapping)
+    quantization: QuantConfig = field(default_factory=QuantConfig)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,6 @@ def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bo
                 if not dry_run:
                     raise
                 lacking[op] = str(error)
-            op.inputs()  # where flags are read
             _check_place(op)
     if dry_run:
         for op, why in wanted.items():
@@ -179,7 +178,7 @@ def _ordered(operations: Sequence[Operation]) -> list[Operation]:
             raise RuntimeError(f"{op.name} depends on itself")
         for dependency in op.dependencies:
             visit(dependency, (*above, op))
-        order.setdefault((op.output.resolve(), op.digest()), op)
+        order.setdefault((op.output.resolve(), op.digest()), op)  # the digest reads flags: wrong ones are found here
 
     for op in operations:
         visit(op, ())

@@ -11,6 +11,7 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 from mpillm.engine.model_config import PRESETS
 from mpillm.json_files import read_object
+from mpillm.model_files import EngineConfig
 from mpillm.submission.rules import MEASUREMENTS, STATUSES, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, SYSTEM_TYPES
 from mpillm.submission.runs import Run
 
@@ -128,8 +129,8 @@ def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
     model_path = str(config.get("model_path") or "")
     engine = Path(str(config.get("engine_dir") or "")) / "config.json"
     dtype, algorithm = config.get("dtype"), str(config.get("quantization") or "")
-    if config.get("engine_dir") and engine.is_file() and (built := read_object(engine).get("pretrained_config")):  # TensorRT-LLM's
-        dtype, algorithm = built.get("dtype"), str(built.get("quantization", {}).get("quant_algo") or "")
+    if config.get("engine_dir") and engine.is_file() and (built := EngineConfig.from_file(engine).pretrained_config).dtype:
+        dtype, algorithm = built.dtype, built.quantization.quant_algo
     else:
         model = _model(model_path)
         algorithm = algorithm if algorithm in _QUANTIZED else _algorithm(model.get("quantization_config"))
