@@ -268,7 +268,7 @@ def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
         if command == "run":
             assert parse_run(words)
         else:
-            (tmp_path / "disagg.yaml").write_text("context_servers: {num_instances: 4}\ngeneration_servers: {num_instances: 4}\n")
+            (tmp_path / "disagg.yaml").write_text("context_servers: {num_instances: 3}\ngeneration_servers: {num_instances: 4}\n")
             ended = mpillm(command, *words, cwd=tmp_path)
             assert ended.returncode == 0, ended.stderr
 
