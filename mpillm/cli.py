@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open_closed() -> None:
-    """Where the caller has closed stdout or stderr (`>&-`), what is printed goes nowhere, and no file that is opened later gets its number."""
+    """Where the caller has closed stdout or stderr (`>&-`), what is printed goes nowhere, and no file opened later gets its number."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
