@@ -293,6 +293,8 @@ def test_stages_take_each_workload_and_scenario() -> None:
     pairs = [(config.benchmark, config.scenario) for config in made]
     assert pairs == [("llama2-70b", "Offline"), ("llama2-70b", "Server"), ("mixtral-8x7b", "Offline"), ("mixtral-8x7b", "Server")]
     assert {config.seed for config in made} == {3}
+    each = parse_each(["--benchmarks=llama2,llama2-70b-interactive", "--model_scale=tiny"], Parser(prog="mpillm x"), FIELDS)
+    assert [config.scenario for config in each] == ["Offline", "Server"]  # the default, and where there is no Offline
     (alone,) = parse_each([], Parser(prog="mpillm x"), FIELDS)
     assert (alone.benchmark, alone.scenario) == (None, "Offline")
 
