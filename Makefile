@@ -17,8 +17,9 @@ STAMP := .venv/installed
 # Twice quiet: errors only.
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
 UNTESTED := --ignore=tests/mpi
-# Half of the tests' time is waiting: for deadlines, for processes to start and to end. Two files at a time, the long ones first.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Half of the tests' time is waiting: for deadlines, for processes to start and to end. So two at a time, of which one keeps the cores busy
+# (tests/conftest.py).
+PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 
 .DEFAULT_GOAL := help

@@ -32,13 +32,15 @@ class RunConfig:
         self._built: dict[type, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        found = self.__dict__.get("found", {})
-        if name not in found and name in BY_NAME:
-            name = BY_NAME[name].name
         try:
-            return found[name].value
+            return self._found(name).value
         except KeyError:
             raise AttributeError(name) from None
+
+    def _found(self, name: str) -> Found:
+        """By the field's name, or one of its other names."""
+        found: dict[str, Found] = self.__dict__.get("found", {})
+        return found[BY_NAME[name].name if name in BY_NAME else name]
 
     @property
     def values(self) -> dict[str, Any]:
@@ -58,7 +60,7 @@ class RunConfig:
 
     def origin(self, name: str) -> Origin:
         """Where the value came from."""
-        return self.found[BY_NAME[name].name if name in BY_NAME else name].origin
+        return self._found(name).origin
 
     @property
     def workload(self) -> workloads.Workload | None:
@@ -81,14 +83,17 @@ class RunConfig:
         return f"--{name} {value}" if level is Level.COMMAND_LINE else f"{name} {value} ({where})"
 
     def with_sources(self, message: str) -> str:
-        """`message` about a value, and where the options that it names, or whose text it has, were set if no command line did."""
+        """`message`, and where the options that it names (``--name``, ``name value``, or a path) were set if no command line did."""
         places = []
         for name, (value, (level, where), _) in self.found.items():
             if level in (Level.DEFAULT, Level.COMMAND_LINE) or where in message or name not in BY_NAME or not value:
                 continue
             field = BY_NAME[name]
-            is_text = field.from_string is None and not field.choices
-            if re.search(rf"--{name}\b|\b{name} {re.escape(field.text(value))}\b", message) or (is_text and value in message):
+            text = re.escape(field.text(value))
+            mentions = [f"--({'|'.join((field.name, *field.aliases))})\\b", rf"\b{name} {text}(?!\w)"]
+            if field.from_string is None and not field.choices and re.search("[./]", value):  # a word alone may mean anything
+                mentions.append(rf"(?<![\w./-]){text}(?![\w.-])")
+            if any(re.search(mention, message) for mention in mentions):
                 places.append(f"\n{name} is set by {where}")
         return message + "".join(places)
 
@@ -135,17 +140,6 @@ class RunConfig:
 
 def _source(found: Found) -> str | dict[str, str]:
     return {key: origin.where for key, origin in found.keys.items()} if found.keys else found.origin.where
-
-
-def run_parser() -> Parser:
-    """The parser of `run`, without its options."""
-    return Parser(
-        prog="mpillm run",
-        description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
-        epilog="examples:\n"
-        "  mpirun -n 5 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
-        "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100 --min_duration 10",
-    )
 
 
 def options_page() -> str:
@@ -263,7 +257,14 @@ def _imply(found: dict[str, Found]) -> None:
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
     """The configuration that a command line of `run` gives."""
-    config = parse(argv, run_parser(), RUN_FIELDS)
+    parser = Parser(
+        prog="mpillm run",
+        description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
+        epilog="examples:\n"
+        "  mpirun -n 5 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
+        "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100 --min_duration 10",
+    )
+    config = parse(argv, parser, RUN_FIELDS)
     _check_together(config)
     _check_compliance(config)
     return config

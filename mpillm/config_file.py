@@ -30,7 +30,6 @@ KEYS = (
 )
 _SHORT = {"benchmark": "benchmarks", "scenario": "scenarios", "system": "system_name"}  # as the reference's classes have them
 _SETTINGS = {HarnessType: fields.harness_type, AccuracyTarget: fields.accuracy_target, PowerSetting: fields.power_setting}
-_PICKED_BY_COMMAND = ("config_file",)  # what a file can't set
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
     for written, (value, where) in items.items():
         key = written.replace("-", "_")
         field = fields.BY_NAME.get(_SHORT.get(key, key))
-        if field is not None and field.name in _PICKED_BY_COMMAND:
+        if field is fields.config_file:
             raise ConfigError(f"{where}: {written} is an option of the command line alone")
         if field is None:
             raise ConfigError(f"{where}: there is no option {written}{nearest(key, [*fields.BY_NAME, *_SHORT])}")

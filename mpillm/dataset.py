@@ -7,7 +7,6 @@ program, synthetic (random tokens with lengths from a normal distribution), or o
 from __future__ import annotations
 
 import json
-import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -60,7 +59,10 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Random prompts: lengths are normal, rounded, and at least 1; tokens are uniform over `Tokenizer.plain_tokens`."""
+    """Random prompts: lengths are normal, rounded, and at least 1; tokens are uniform over `Tokenizer.plain_tokens`.
+
+    The values are those of the options of these names, which the fields check.
+    """
 
     input_mean: float
     output_mean: float
@@ -250,17 +252,6 @@ def _json_type(value: Any) -> str:
 
 
 def _synthetic(spec: Synthetic, tokenizer: Tokenizer, vocab_size: int, max_seq_len: int | None) -> Dataset:
-    for name, low in {
-        "input_mean": 1.0,
-        "output_mean": 1.0,
-        "input_stdev": 0.0,
-        "output_stdev": 0.0,
-        "num_samples": 1.0,
-        "seed": 0.0,
-    }.items():
-        value = getattr(spec, name)
-        if not (math.isfinite(value) and value >= low):
-            raise ConfigError(f"--{name} {value}: at least {low:.0f}")
     random = np.random.default_rng(spec.seed)
 
     def lengths(mean: float, stdev: float) -> NDArray[np.int64]:

@@ -294,7 +294,7 @@ def path_shown(path: Path | None) -> str:
 
 
 def _unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:
-    message = config.with_sources(f"the run directory {path} can't be written: {error.strerror}; name another with --log_dir")
+    message = config.with_sources(f"the run directory {path} (--log_dir) can't be written: {error.strerror}")
     return RunError(Failure(message, code=_storage_code(error)))
 
 

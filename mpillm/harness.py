@@ -20,6 +20,7 @@ from mpillm.command_line import Parser
 from mpillm.config import RUN_FIELDS, RunConfig, parse_each
 from mpillm.devices import visible_gpus
 from mpillm.errors import ExitCode
+from mpillm.planning import generated
 
 _OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")  # options that are said anew for each test
 
@@ -84,13 +85,10 @@ def ranks_of(config: RunConfig) -> int:
         return int(config.world_size)
     if config.disagg_config and Path(config.disagg_config).is_file():
         workers = disagg.load(config.disagg_config).n_workers
-    elif config.mode == "disaggregated":
-        ctx = (config.num_ctx_servers or 1) * (config.ctx_tp_size or 1) * (config.ctx_pp_size or 1)
-        gen = (config.num_gen_servers or 1) * (config.gen_tp_size or 1) * (config.gen_pp_size or 1)
-        workers = ctx + gen
     else:
-        size = (config.tensor_parallelism or 1) * (config.pipeline_parallelism or 1)
-        workers = size * max(1, len(visible_gpus() or ()) // size)
+        workers = generated(config, None).n_workers
+        if config.mode == "aggregated":
+            workers *= max(1, len(visible_gpus() or ()) // workers)
     control = next(n for n in (1, 2) if control_ranks(workers + n) == n)
     return int(workers + control)
 
@@ -98,19 +96,12 @@ def ranks_of(config: RunConfig) -> int:
 def _without_ours(argv: Sequence[str]) -> list[str]:
     """The options as typed, but for those that this command says for each test."""
     kept: list[str] = []
-    skip = False
+    ours = False  # whether the option is that a word belongs to: its name, or its value
     for word in argv:
-        name, equals, _ = word.partition("=")
-        ours = word.startswith("--") and name[2:].replace("-", "_") in _OURS
-        if ours:
-            # a flag without a value is followed by the next option
-            skip = not equals
-            continue
-        if skip and not word.startswith("--"):
-            skip = False
-            continue
-        skip = False
-        kept.append(word)
+        if word.startswith("--"):
+            ours = word[2:].partition("=")[0].replace("-", "_") in _OURS
+        if not ours:
+            kept.append(word)
     return kept
 
 
@@ -124,11 +115,10 @@ def _written(test: Test) -> int | None:
 
 def _outcome(test: Test, code: int, earlier: int | None) -> tuple[str, str, str]:
     """Status, samples per second and exit code for the table, from the test's result.json, unless it is that of an `earlier` run."""
-    result: dict[str, Any] = {}
     if _written(test) == earlier:
         return "no result", "", str(code)
     try:
-        result = json.loads((test.log_dir / "result.json").read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads((test.log_dir / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "no result", "", str(code)
     rate = result.get("samples_per_second")

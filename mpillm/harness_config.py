@@ -56,10 +56,6 @@ class HarnessConfig:
         """Whether a first token is told before the answer is complete: LoadGen asks for it but in Offline."""
         return self.scenarios != ("Offline",) and (self.gen_config is None or self.gen_config.streaming)
 
-    def instance_size(self) -> int:
-        """Ranks, or GPUs, of one copy of the model: experts are spread within the tensor parallel ones."""
-        return self.tensor_parallelism * self.pipeline_parallelism
-
 
 @autoconfigure
 @bind(fields.trtllm_checkpoint_flags, "checkpoint_flags")
@@ -107,7 +103,7 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
             self.engine_config = EngineConfig.from_engine_dir(self.engine_dir)
         super().__post_init__()
         build, mapping = self.engine_config.build_config, self.engine_config.pretrained_config.mapping
-        where = f"engine {self.engine_dir}"
+        where = f"--engine_dir {self.engine_dir}"
         for name, wanted, built in (
             ("tensor_parallelism", self.tensor_parallelism, mapping.tp_size),
             ("pipeline_parallelism", self.pipeline_parallelism, mapping.pp_size),

@@ -111,7 +111,7 @@ class GenerationConfig(Slice):
         if self.eos_token_id:
             said["eos_token_id"] = (fields.end_ids, self.eos_token_id)
         if not self.use_stop_tokens:
-            said["use_stop_tokens"] = (fields.BY_NAME["stop_words"], None)
+            said["use_stop_tokens"] = (fields.stop_words, None)
         return {field: field.check(value, f"{where}: {name}") for name, (field, value) in said.items() if name not in self._unsaid}
 
 
@@ -141,10 +141,16 @@ class Mapping(Slice):
 
 
 @dataclass(frozen=True)
+class QuantConfig(Slice):
+    quant_algo: str = ""  # empty: none
+
+
+@dataclass(frozen=True)
 class PretrainedConfig(Slice):
     architecture: str = ""
     dtype: str = ""
     mapping: Mapping = field(default_factory=Mapping)
+    quantization: QuantConfig = field(default_factory=QuantConfig)
 
 
 @dataclass(frozen=True)

@@ -57,33 +57,34 @@ def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
                 if section in sections and getattr(server, key) != getattr(config, name):
                     raise ConfigError(f"{config.named(name)}, but {section}.{key} of {config.disagg_config} is {getattr(server, key)}")
         return loaded
+    return generated(config, world_size)
+
+
+def generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
+    """What the options say, whatever YAML they name: for `world_size` ranks, or (None) for as many as their instances take."""
     try:
-        return _generated(config, world_size)
+        return disagg.generate(
+            config.mode,
+            world_size,
+            model=config.model_path,
+            num_ctx_servers=config.num_ctx_servers,
+            ctx_tp_size=config.ctx_tp_size or 1,
+            ctx_pp_size=config.ctx_pp_size or 1,
+            num_gen_servers=config.num_gen_servers,
+            gen_tp_size=config.gen_tp_size or 1,
+            gen_pp_size=config.gen_pp_size or 1,
+            tensor_parallelism=config.tensor_parallelism or 1,
+            pipeline_parallelism=config.pipeline_parallelism or 1,
+            moe_expert_parallelism=config.moe_expert_parallelism or 1,
+            max_batch_size=config.max_batch_size,
+            max_num_tokens=config.max_num_tokens,
+            max_seq_len=config.max_seq_len,
+            router=config.traffic_distribution_policy,
+        )
     except ConfigError as error:
         mine = {_CTX, _GEN} if config.mode == "disaggregated" else {_EXECUTORS}
         said = [name for name, (sections, _) in _TOPOLOGY.items() if mine & {*sections} and config.origin(name).level > Level.DEFAULT]
         raise ConfigError("\n".join([str(error), *map(config.named, said)])) from None
-
-
-def _generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
-    return disagg.generate(
-        config.mode,
-        world_size,
-        model=config.model_path,
-        num_ctx_servers=config.num_ctx_servers,
-        ctx_tp_size=config.ctx_tp_size or 1,
-        ctx_pp_size=config.ctx_pp_size or 1,
-        num_gen_servers=config.num_gen_servers,
-        gen_tp_size=config.gen_tp_size or 1,
-        gen_pp_size=config.gen_pp_size or 1,
-        tensor_parallelism=config.tensor_parallelism or 1,
-        pipeline_parallelism=config.pipeline_parallelism or 1,
-        moe_expert_parallelism=config.moe_expert_parallelism or 1,
-        max_batch_size=config.max_batch_size,
-        max_num_tokens=config.max_num_tokens,
-        max_seq_len=config.max_seq_len,
-        router=config.traffic_distribution_policy,
-    )
 
 
 def plan_main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from mpillm.config import RunConfig
 from mpillm.configurator import Found
 from mpillm.cores.base import ModelLimits
 from mpillm.dataset import Dataset, Limits, Synthetic, load_dataset
-from mpillm.preprocessed import LLMDataLoader
+from mpillm.preprocessed.loader import LLMDataLoader
 from mpillm.tokenizer import Tokenizer, load_tokenizer
 from mpillm.workloads.tiny import write_dataset
 

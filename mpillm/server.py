@@ -23,6 +23,7 @@ from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
+from mpillm.json_files import as_writable
 from mpillm.serving import Server, disaggregated, endpoints, triton
 
 _OF_TRITON = (
@@ -64,26 +65,20 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.DONE
     check_ports(servers)
     folder = Path(config.log_dir) if config.log_dir else Path("build/servers") / time.strftime("%Y%m%d-%H%M%S")
-    try:
+    with as_writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in _files(servers).items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: can't be written: {error.strerror}") from error
     return serve(servers, folder, config.load_deadline, config.stall_timeout)
 
 
 def servers_of(config: RunConfig) -> list[Server]:
     """The servers that the options ask for on this host."""
-    if config.core_type == "triton_grpc":
-        return triton(config)
-    if config.core_type == "trtllm_endpoint":
-        return endpoints(config)
-    if config.core_type == "trtllm_disagg":
-        return disaggregated(config)
-    known = ("triton_grpc", "trtllm_endpoint", "trtllm_disagg")
-    raise ConfigError(f"--core_type {config.core_type} needs no server{nearest(config.core_type, known)}: {', '.join(known)} do")
+    kinds = {"triton_grpc": triton, "trtllm_endpoint": endpoints, "trtllm_disagg": disaggregated}
+    if config.core_type not in kinds:
+        raise ConfigError(f"--core_type {config.core_type} needs no server{nearest(config.core_type, kinds)}: {', '.join(kinds)} do")
+    return kinds[config.core_type](config)
 
 
 def _files(servers: Sequence[Server]) -> dict[Path, str]:

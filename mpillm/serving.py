@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,11 +38,11 @@ class Server:
 
     name: str
     command: Command
-    keeps_job: bool  # it is a rank of the mpirun that started this process, and needs what that set
     ports: dict[str, int]
     health: tuple[str, ...]  # URLs that answer 200 when the server is ready; none: there is nothing to ask
     urls: tuple[str, ...] = ()  # where it is reached
     files: Mapping[Path, str] = field(default_factory=dict)  # what it reads, to be written before it is started
+    keeps_job: bool = False  # it is a rank of the mpirun that started this process, and needs what that set
 
 
 def this_host(host: str) -> bool:
@@ -50,11 +50,16 @@ def this_host(host: str) -> bool:
     return host in ("localhost", "127.0.0.1", "0.0.0.0", socket.gethostname(), socket.getfqdn(), os.environ.get("HOSTNAME"))
 
 
-def _lacking(config: RunConfig, error: NotHere) -> None:
+def _ports_here(urls: Iterable[str]) -> dict[str, int]:
+    """The ports of those of the addresses ``host:port`` that are on this host."""
+    return {url: int(url.rpartition(":")[2]) for url in urls if this_host(url.rpartition(":")[0])}
+
+
+def _lacking(config: RunConfig, problem: NotHere) -> None:
     """What is needed is not here: an error, but for a dry run, which says so and goes on."""
     if not config.dry_run:
-        raise error
-    print(f"# can't run here: {error}")
+        raise problem
+    print(f"# can't run here: {problem}")
 
 
 def _program(config: RunConfig, name: str, hint: str) -> str:
@@ -63,13 +68,6 @@ def _program(config: RunConfig, name: str, hint: str) -> str:
     except NotHere as error:
         _lacking(config, error)
         return name
-
-
-def _check_gpus(config: RunConfig, needed: int, what: str) -> None:
-    try:
-        check_gpus(needed, what)
-    except NotHere as error:
-        _lacking(config, error)
 
 
 # --- Triton ---
@@ -102,7 +100,7 @@ def triton(config: RunConfig) -> list[Server]:
             ports = {"HTTP": next(others), "gRPC": grpc[index], "metrics": next(others)}
         command = _triton_command(config, str(Path(program)), repo, ports, index)
         health, url = f"http://localhost:{ports['HTTP']}/v2/health/ready", f"localhost:{ports['gRPC']}"
-        servers.append(Server(f"tritonserver {index}", command, False, ports, (health,), (url,)))
+        servers.append(Server(f"tritonserver {index}", command, ports, (health,), (url,)))
     return servers
 
 
@@ -139,7 +137,7 @@ def _grpc_ports(config: RunConfig, n: int) -> list[int]:
     if not urls:
         return [8001 + 3 * index for index in range(n)]
     source = "--triton_grpc_ports" if config.triton_grpc_ports else "--triton_server_urls"
-    given = [int(url.rpartition(":")[2]) for url in urls if this_host(url.rpartition(":")[0])]
+    given = [*_ports_here(urls).values()]
     if len(given) != n:
         raise ConfigError(
             f"{source} names {len(given)} servers on this host ({socket.gethostname()}), and there are {n} model repositories"
@@ -182,12 +180,15 @@ def endpoints(config: RunConfig) -> list[Server]:
     ).layout
     gpus = visible_gpus()
     if config.trtllm_server_urls:
-        ports = [int(url.rpartition(":")[2]) for url in config.trtllm_server_urls if this_host(url.rpartition(":")[0])]
+        ports = [*_ports_here(config.trtllm_server_urls).values()]
         if not ports:
             raise ConfigError(f"--trtllm_server_urls {','.join(config.trtllm_server_urls)}: none is on this host ({socket.gethostname()})")
     else:
         ports = [_FIRST_ENDPOINT_PORT + index for index in range(max(1, len(gpus or ()) // cut.ranks))]
-    _check_gpus(config, len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
+    try:
+        check_gpus(len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
+    except NotHere as error:
+        _lacking(config, error)
     flags = {**harness.build_flags, **harness.runtime_flags}
     options = {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "ep_size": cut.ep_size if cut.ep_size > 1 else None}
     options |= {name: flags.get(name) for name in ("max_batch_size", "max_num_tokens", "max_beam_width", "num_postprocess_workers")}
@@ -205,7 +206,7 @@ def endpoints(config: RunConfig) -> list[Server]:
             ours = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus))))).split(",")
             env["CUDA_VISIBLE_DEVICES"] = ",".join(ours[index * cut.ranks : (index + 1) * cut.ranks])
         command, url = Command(tuple(words), env), f"localhost:{port}"
-        servers.append(Server(f"trtllm-serve {index}", command, False, {"HTTP": port}, (_health(url),), (url,), {extra: text}))
+        servers.append(Server(f"trtllm-serve {index}", command, {"HTTP": port}, (_health(url),), (url,), {extra: text}))
     return servers
 
 
@@ -267,7 +268,7 @@ def disaggregated(config: RunConfig) -> list[Server]:
         seconds = str(int(config.load_deadline))
         words = (serve, "disaggregated", "-c", str(config.disagg_config), "-t", seconds, "-r", str(int(config.stall_timeout)))
         url = f"{made.hostname}:{made.port}"
-        servers.append(Server("disaggregated leader", Command(words), False, {"HTTP": made.port}, (_health(url),), (url,)))
+        servers.append(Server("disaggregated leader", Command(words), {"HTTP": made.port}, (_health(url),), (url,)))
     return servers
 
 
@@ -310,7 +311,7 @@ def _worker_rank(config: RunConfig, made: disagg.DisaggConfig, serve: str, size:
     rank = int(launcher_rank())
     mine = tuple(url for first, url in _urls(made, config.disagg_config) if first == rank)
     ports = {f"HTTP {url}": int(url.rpartition(":")[2]) for url in mine}
-    return Server(f"worker {rank}", Command(_worker_words(config, serve)), True, ports, tuple(map(_health, mine)), mine)
+    return Server(f"worker {rank}", Command(_worker_words(config, serve)), ports, tuple(map(_health, mine)), mine, keeps_job=True)
 
 
 def _workers(config: RunConfig, made: disagg.DisaggConfig, serve: str) -> Server:
@@ -318,5 +319,5 @@ def _workers(config: RunConfig, made: disagg.DisaggConfig, serve: str) -> Server
 
     line = command_line(detect(), made.n_workers, _worker_words(config, serve), root=os.geteuid() == 0, cores=usable_cores(), survive=False)
     urls = tuple(url for _, url in _urls(made, config.disagg_config))
-    ports = {f"HTTP {url}": int(url.rpartition(":")[2]) for url in urls if this_host(url.rpartition(":")[0])}
-    return Server("workers", Command(tuple(line)), False, ports, tuple(map(_health, urls)))
+    ports = {f"HTTP {url}": port for url, port in _ports_here(urls).items()}
+    return Server("workers", Command(tuple(line)), ports, tuple(map(_health, urls)))

@@ -4,6 +4,19 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
+# They keep all cores busy: two at a time would take no less time, and the other tests wait most of theirs.
+BUSY = {f"test_{name}" for name in ("handoff_layouts", "oracle", "parallel", "pipeline", "quantized", "scheduling", "workload_runs")}
+BUSY |= {"test_engine_torch", "test_engine_gpu"}
+
 # Under nohup, what tests start would inherit that SIGHUP is ignored, and rightly go on when one comes. Handlers are not inherited.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, one process has all of these."""
+    for item in items:
+        if item.path.stem in BUSY:
+            item.add_marker(pytest.mark.xdist_group("busy"))

@@ -18,6 +18,7 @@ from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
 from mpillm.fields.general import harness_type
 from mpillm.harness_config import TritonHarnessConfig, TrtllmHlApiConfig
+from mpillm.model_files import BuildConfig
 
 ENGINE_CORES = ("trtllm_executor", "triton_grpc")
 """Cores that run an engine of `trtllm-build`."""
@@ -63,21 +64,11 @@ def generate_engines_main(argv: Sequence[str]) -> int:
     configs = parse_each(argv, parser, _ENGINE)
     stages = [engine_stages(config) for config in configs]
     with configs[0].autoapply():
-        execute(_distinct(stages), force=configs[0].force, dry_run=configs[0].dry_run)
+        execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)
     if not configs[0].dry_run:
         for stage in dict.fromkeys(str(stage.output) for stage in stages):
             print(stage)
     return ExitCode.DONE
-
-
-def _distinct(stages: Sequence[Operation]) -> list[Operation]:
-    """Each output once; ConfigError if two tests want different things in one folder."""
-    by_output: dict[Path, Operation] = {}
-    for stage in stages:
-        first = by_output.setdefault(stage.output, stage)
-        if first.digest() != stage.digest():
-            raise ConfigError(f"{stage.output} would be two things at once for the tests named: build one by one, with --engine_dir")
-    return list(by_output.values())
 
 
 def generate_triton_config_main(argv: Sequence[str]) -> int:
@@ -121,7 +112,8 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
         if not config.dry_run:
             raise
         with config.configuration().autoapply():
-            build, cut = harness.build_flags, TRTLLMLibraryLoader().layout
+            cut = TRTLLMLibraryLoader().layout
+        build = BuildConfig.from_json(harness.runtime_flags | harness.build_flags, "--trtllm_build_flags")
         print(f"# assumed: {engine_dir}, an engine of {cut}, as the options say")
     counts = [getattr(config, name) if config.given(name) else None for name in ("triton_num_servers", "triton_num_models_per_server")]
     layout = triton_layout(config.scenario, cut.ranks, *counts)
@@ -135,7 +127,6 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
             benchmark=config.benchmark or Path(config.model_path or engine_dir).name,
             scenario=config.scenario,
             streaming=harness.streaming,
-            build_flags=harness.build_flags,
             runtime_flags={"enable_kv_cache_reuse": config.enable_kv_cache_reuse, **harness.runtime_flags},
         )
         for server in range(layout.n_servers)

@@ -7,7 +7,6 @@ of each instance: the host of its first rank, as `trtllm-serve disaggregated_mpi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import socket
@@ -23,7 +22,8 @@ from mpillm.command_line import Parser
 from mpillm.config import RunConfig, parse
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, Field, shown
-from mpillm.planning import disagg_config
+from mpillm.json_files import write_text
+from mpillm.planning import generated
 from mpillm.serving import llm_api_options
 
 _OF_TRTLLM = ("server_port", "worker_start_port", "trtllm_checkpoint_flags", "trtllm_runtime_flags", "enable_kv_cache_reuse")
@@ -48,9 +48,7 @@ def main(argv: Sequence[str]) -> int:
         if made is None:
             return ExitCode.DONE
     else:
-        # The YAML that is named is the one to write, not one to read.
-        made = disagg_config(_without_file(config), config.world_size)
-        made = dataclasses.replace(made, port=config.server_port)
+        made = dataclasses.replace(generated(config, config.world_size), port=config.server_port)
     text = disagg.dump(_with_flags(config, made))
     if config.dry_run or not path:
         print(text, end="")
@@ -77,13 +75,13 @@ def _of_this_world(config: RunConfig) -> DisaggConfig | None:
 
 def on_this_host(config: RunConfig, n_workers: int | None) -> DisaggConfig:
     """The configuration for workers on this host; None: as many as the options make instances for."""
-    return for_workers(config, ["localhost"] * (n_workers or disagg_config(_without_file(config), None).n_workers))
+    return for_workers(config, ["localhost"] * (n_workers or generated(config, None).n_workers))
 
 
 def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
     """The configuration for workers on these hosts, in rank order, with URLs; ConfigError if the options need another number."""
     # Two control ranks more: `generate` makes one of its workers a control rank where it must to fit, and that must not happen here.
-    made = disagg_config(_without_file(config), len(hosts) + 2)
+    made = generated(config, len(hosts) + 2)
     if made.mode != "disaggregated":
         raise ConfigError(
             f"--mode {made.mode}: trtllm-serve's workers are disaggregated; name --mode disaggregated or --core_type trtllm_disagg"
@@ -114,21 +112,9 @@ def _with_flags(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
     return disagg.parse(disagg.dump(dataclasses.replace(made, **sections)), "generated configuration")
 
 
-def _without_file(config: RunConfig) -> RunConfig:
-    """The options without the YAML that they name."""
-    found = dict(config.found)
-    found["disagg_config"] = found["disagg_config"]._replace(value=None)
-    return RunConfig(found)
-
-
 def _write(path: Path, text: str, option: str) -> None:
-    """The whole file or none: workers may be waiting for it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_text(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise ConfigError(f"{option} {path}: can't be written: {error.strerror}") from error

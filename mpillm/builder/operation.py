@@ -8,7 +8,6 @@ skipped. What was said on the way is kept in `<folder>.log`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ import shutil
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -128,7 +127,7 @@ class Operation(ABC):
         return ""
 
 
-def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bool = False, say: Callable[[str], object] = print) -> None:
+def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bool = False) -> None:
     """Make the outputs of `operations` and of what they depend on, each once, dependencies first.
 
     An output that is up to date is kept, unless `force`. All that will be made is checked before the first is made. ConfigError or
@@ -146,24 +145,23 @@ def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bo
                 if not dry_run:
                     raise
                 lacking[op] = str(error)
-            op.inputs()  # where flags are read
             _check_place(op)
     if dry_run:
         for op, why in wanted.items():
-            say(f"# {op.name}: {op.output}" + (f" ({why})" if why else " is up to date"))
+            print(f"# {op.name}: {op.output}" + (f" ({why})" if why else " is up to date"))
             if op in lacking:
-                say(f"# can't run here: {lacking[op]}")
+                print(f"# can't run here: {lacking[op]}")
             for line in op.describe() if why else ():
-                say(line)
+                print(line)
         return
     for op, why in wanted.items():
         if not why:
-            say(f"  {op.name:<{width}}  {op.output} is up to date")
+            print(f"  {op.name:<{width}}  {op.output} is up to date")
             continue
-        say(f"  {op.name:<{width}}  {op.output} ({why}); log: {log_of(op.output)}")
+        print(f"  {op.name:<{width}}  {op.output} ({why}); log: {log_of(op.output)}")
         began = time.monotonic()
         _make(op)
-        say(f"  {op.name:<{width}}  done in {time.monotonic() - began:.1f} s")
+        print(f"  {op.name:<{width}}  done in {time.monotonic() - began:.1f} s")
 
 
 def log_of(output: Path) -> Path:
@@ -172,20 +170,19 @@ def log_of(output: Path) -> Path:
 
 
 def _ordered(operations: Sequence[Operation]) -> list[Operation]:
-    """Every operation once, after those that it depends on."""
-    order: list[Operation] = []
+    """Every operation after those that it depends on; of several that make the same in one place, as two tests may want it, the first."""
+    order: dict[tuple[Path, str], Operation] = {}
 
     def visit(op: Operation, above: tuple[Operation, ...]) -> None:
         if op in above:
             raise RuntimeError(f"{op.name} depends on itself")
         for dependency in op.dependencies:
             visit(dependency, (*above, op))
-        if op not in order:
-            order.append(op)
+        order.setdefault((op.output.resolve(), op.digest()), op)  # the digest reads flags: wrong ones are found here
 
     for op in operations:
         visit(op, ())
-    return order
+    return list(order.values())
 
 
 def _make(op: Operation) -> None:
@@ -224,9 +221,7 @@ def _disk_errors(op: Operation) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "it is larger than a file may be"}
-        what = hint.get(error.errno or 0, error.strerror or str(error))
-        raise StageError(f"{op.name}: can't write {error.filename or op.output}: {what}") from error
+        raise StageError(f"{op.name}: can't write {error.filename or op.output}: {error.strerror or error}") from error
 
 
 def _sweep(output: Path) -> None:
@@ -243,8 +238,11 @@ def _check_apart(operations: Sequence[Operation]) -> None:
     for i, op in enumerate(operations):
         for other in operations[:i]:
             a, b = op.output.resolve(), other.output.resolve()
-            if (a.is_relative_to(b) or b.is_relative_to(a)) and not (a == b and op.digest() == other.digest()):
-                raise ConfigError(f"{op.name} would be made in {op.output}, {other.name} in {other.output}: give each a folder of its own")
+            if a.is_relative_to(b) or b.is_relative_to(a):
+                raise ConfigError(
+                    f"{op.name} would be made in {op.output}, {other.name} in {other.output}: give each a folder of its own, and if they"
+                    " are for several workloads or scenarios a command of its own"
+                )
 
 
 def _check_place(op: Operation) -> None:

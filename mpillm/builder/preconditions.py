@@ -45,22 +45,16 @@ def model_config(folder: Path, source: str = "--model_path") -> dict[str, Any]:
     """`config.json` of a model's folder, which must have weights, too."""
     if not folder.is_dir():
         raise NotHere(f"{source} {folder}: no such folder")
-    config = config_of(folder, source)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{source} {folder}: there is no config.json in it")
     if not weights(folder):
         raise NotHere(f"{source} {folder}: no weights ({' or '.join(WEIGHTS)})")
-    return config
+    return read_object(folder / "config.json")
 
 
 def weights(folder: Path) -> list[Path]:
     """The weight files of a model's folder."""
     return [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
-
-
-def config_of(folder: Path, source: str) -> dict[str, Any]:
-    """`config.json` of a folder of weights or an engine; ConfigError, which begins with `source`, if there is none."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{source} {folder}: there is no config.json in it")
-    return read_object(folder / "config.json")
 
 
 def check_divides(config: dict[str, Any], layout: Layout) -> None:

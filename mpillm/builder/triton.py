@@ -14,6 +14,7 @@ from mpillm.builder.pbtxt import Name, dump
 from mpillm.builder.preconditions import check_gpus
 from mpillm.builder.trtllm import read_engine
 from mpillm.devices import visible_gpus
+from mpillm.model_files import BuildConfig
 
 MODEL_VERSION = "1"
 
@@ -148,17 +149,16 @@ class GenerateTritonConfigOp(Operation):
         self,
         *,
         engine_dir: str,
-        engine: Mapping[str, Any],
+        engine: BuildConfig,
         repo: str,
         server: int,
         layout: TritonLayout,
         benchmark: str,
         scenario: str,
         streaming: bool,
-        build_flags: Mapping[str, Any],
         runtime_flags: Mapping[str, Any],
     ) -> None:
-        """`engine`: its build configuration."""
+        """`engine`: its build configuration. `runtime_flags`: with the limits of the build flags, as `TrtllmHarnessConfig` has them."""
         self.engine_dir = Path(engine_dir).absolute()  # tritonserver may be started elsewhere
         self.engine = engine
         self.output = Path(f"{repo}_{server}")
@@ -166,20 +166,19 @@ class GenerateTritonConfigOp(Operation):
         self.models = [server * layout.models_per_server + k for k in range(layout.models_per_server)]
         self.names = [model_name(benchmark, scenario, model) for model in self.models]
         self.streaming = streaming
-        self.build_flags = build_flags
         self.runtime_flags = runtime_flags
 
     def config(self, index: int) -> dict[str, Any]:
         """`config.pbtxt` of the repository's model `index`."""
         build, flags = self.engine, self.runtime_flags
-        batch = flags.get("max_batch_size") or self.build_flags.get("max_batch_size") or build.get("max_batch_size", 1)
-        if (largest := build.get("max_batch_size")) is not None and batch > largest:
-            raise ConfigError(f"max_batch_size {batch}: the engine in {self.engine_dir} was built for {largest}")
+        batch = flags.get("max_batch_size") or build.max_batch_size
+        if batch > build.max_batch_size:
+            raise ConfigError(f"max_batch_size {batch}: the engine in {self.engine_dir} was built for {build.max_batch_size}")
         parameters = {
             "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
             "gpt_model_type": "inflight_fused_batching" if flags.get("use_inflight_batching", True) else "V1",
             "gpt_model_path": str(self.engine_dir),
-            "max_beam_width": str(build.get("max_beam_width", 1)),
+            "max_beam_width": str(build.max_beam_width),
             **model_parameters(flags),
             "gpu_device_ids": ",".join(map(str, self.layout.gpus(self.models[index]))),
         }

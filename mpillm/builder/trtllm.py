@@ -17,7 +17,6 @@ from mpillm.builder.preconditions import (
     check_divides,
     check_gpus,
     check_space,
-    config_of,
     find_program,
     find_script,
     model_config,
@@ -25,6 +24,7 @@ from mpillm.builder.preconditions import (
     weights,
 )
 from mpillm.configurator import HelpInfo, autoconfigure, bind
+from mpillm.model_files import BuildConfig, EngineConfig
 
 _QUANTIZE_SCRIPT = ("examples/quantization/quantize.py",)
 _CONVERT_SCRIPT = ("examples/models/core/llama/convert_checkpoint.py", "examples/llama/convert_checkpoint.py")  # Mixtral's is the same
@@ -274,14 +274,14 @@ def engine_files(layout: Layout) -> tuple[str, ...]:
     return ("config.json", *(f"rank{rank}.engine" for rank in range(layout.ranks)))
 
 
-def read_engine(folder: Path, option: str = "--engine_dir") -> tuple[dict[str, Any], Layout]:
+def read_engine(folder: Path) -> tuple[BuildConfig, Layout]:
     """The build configuration of an engine that is there, and how it is cut; ConfigError if it is not whole."""
     if not folder.is_dir():
-        raise NotHere(f"{option} {folder}: no such folder; generate-engines makes it")
-    config = config_of(folder, option)
-    mapping = config.get("pretrained_config", {}).get("mapping", {})
-    layout = Layout(mapping.get("tp_size", 1), mapping.get("pp_size", 1), max(1, mapping.get("moe_ep_size", 1)))
+        raise NotHere(f"--engine_dir {folder}: no such folder; generate-engines makes it")
+    engine = EngineConfig.from_engine_dir(folder)
+    mapping = engine.pretrained_config.mapping
+    layout = Layout(mapping.tp_size, mapping.pp_size, max(1, mapping.moe_ep_size))
     for name in engine_files(layout):
         if not (folder / name).is_file():
-            raise ConfigError(f"{option} {folder}: there is no {name} in it, and its config.json says {layout}")
-    return dict(config.get("build_config", {})), layout
+            raise ConfigError(f"--engine_dir {folder}: there is no {name} in it, and its config.json says {layout}")
+    return engine.build_config, layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field
-from mpillm.fields.parsers import boolean, not_negative, positive
+from mpillm.fields.parsers import at_least_one, boolean, not_negative, positive
 
 dataset_path = Field(
     "dataset_path",
@@ -15,9 +15,9 @@ dataset = Field(
     "dataset", "the prompts of dataset_path, or random tokens by length", default="prompts", choices=("prompts", "synthetic"), group="data"
 )
 num_samples = Field("num_samples", "size of the synthetic data set", positive, default=1024, group="data")
-input_mean = Field("input_mean", "synthetic: mean prompt length, tokens", not_negative, default=128.0, group="data")
+input_mean = Field("input_mean", "synthetic: mean prompt length, tokens", at_least_one, default=128.0, group="data")
 input_stdev = Field("input_stdev", "synthetic: its standard deviation", not_negative, default=0.0, group="data")
-output_mean = Field("output_mean", "synthetic: mean answer length, tokens", not_negative, default=32.0, group="data")
+output_mean = Field("output_mean", "synthetic: mean answer length, tokens", at_least_one, default=32.0, group="data")
 output_stdev = Field("output_stdev", "synthetic: its standard deviation", not_negative, default=0.0, group="data")
 apply_chat_template = Field(
     "apply_chat_template", "put prompts into the model's chat template, if it has one", boolean, default=True, group="data"

@@ -136,6 +136,12 @@ def not_negative(text: str) -> float:
     return _between(_number(text), 0, math.inf)
 
 
+@expects("a number of at least 1")
+def at_least_one(text: str) -> float:
+    """A number of at least 1."""
+    return _between(_number(text), 1, math.inf)
+
+
 @expects("a number above 0 and up to 1")
 def fraction(text: str) -> float:
     """A number above 0 and up to 1."""
@@ -179,14 +185,13 @@ def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], 
             name, colon, size = pair.partition(":")
             if not colon:
                 raise Reason(f"'{pair}' is not workload:size")
+            (workload,) = workloads(name)
             try:
-                workload = workloads(name)[0]
-                if sizes.setdefault(workload, positive(size)) != positive(size):
-                    raise Reason(f"{workload} stands there twice, with two sizes")
-            except Reason:
-                raise
+                read = positive(size)
             except ValueError:
                 raise Reason(f"'{size}' is not a whole number of at least 1") from None
+            if sizes.setdefault(workload, read) != read:
+                raise Reason(f"{workload} stands there twice, with two sizes")
         return sizes
 
     return parse

@@ -1,12 +1,8 @@
-"""The data sets that MLCommons and NVIDIA publish, tokenized beforehand."""
+"""The data sets that MLCommons and NVIDIA publish, tokenized beforehand. What reads them, in `loader`, needs numpy; this does not."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mpillm.preprocessed.loader import LLMDataLoader as LLMDataLoader
 
 
 @dataclass(frozen=True)
@@ -17,12 +13,3 @@ class Columns:
     lengths: str | None = None  # of `tokens`, as a check
     stop_words: str | None = None  # as tokens; only the end token: none
     references: tuple[str, ...] = ()  # what the answers are judged by
-
-
-def __getattr__(name: str) -> Any:
-    """`LLMDataLoader`, when it is first asked for: it needs numpy, and the workloads' names alone do not."""
-    if name != "LLMDataLoader":
-        raise AttributeError(name)
-    from mpillm.preprocessed.loader import LLMDataLoader
-
-    return LLMDataLoader

@@ -9,7 +9,7 @@ import re
 import struct
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,11 @@ class Frame:
             return values.astype(np.int64)
         raise ConfigError(f"{self.file}: column {column} is {kind_of(values)}, not integers")
 
-    def texts(self, column: str, rows: Sequence[int] | None = None) -> list[str]:
-        """A column of texts, or these rows of it; ConfigError naming the row that holds anything else. Numbers become text."""
+    def texts(self, column: str) -> list[str]:
+        """A column of texts; ConfigError naming the row that holds anything else. Numbers become text."""
         values = self._column(column)
         found = []
-        for row in range(self._n_rows) if rows is None else rows:
+        for row in range(self._n_rows):
             value = values[row]
             if isinstance(value, Text) and not isinstance(value, Ints):
                 with _damage(self.file):

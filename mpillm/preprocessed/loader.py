@@ -8,7 +8,6 @@ NVIDIA's preprocessing scripts (``closed/NVIDIA/code/*/tensorrt/preprocess_data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,12 +66,12 @@ class LLMDataLoader:
         that are not those of the prompts, or of another number of samples."""
         return self._load_arrays(self._arrays) if self._arrays is not None else self._load_frame()
 
-    def references(self, samples: Sequence[int] | None = None) -> dict[str, list[str]]:
-        """The reference columns of the data frame, of these samples or of all; read now, and not kept."""
+    def references(self) -> dict[str, list[str]]:
+        """The reference columns of the data frame; read now, and not kept."""
         if self._frame is None:
             raise ConfigError(f"data set {self._arrays}: the references are in the data frame (a .pkl file), which is not there")
         frame = read_frame(self._frame)
-        return {column: frame.texts(column, samples) for column in self._columns.references}
+        return {column: frame.texts(column) for column in self._columns.references}
 
     def _load_arrays(self, folder: Path) -> Samples:
         file = folder / TOKENS_FILE

@@ -66,13 +66,13 @@ def main(argv: Sequence[str]) -> int:
     system_name = _name("system_name", options.system_name or runs[0].directory.config.get("system_name"))
     system = overlay(
         system_description(runs[0], submitter, options.division, system_name),
-        _path(options.system_description),
+        options.system_description,
         SYSTEM_FIELDS,
         "--system_description",
     )
     for result in results:
         found = measurements(next(iter(result.runs.values())))
-        result.measurements = overlay(found, _path(options.measurements), MEASUREMENTS, "--measurements")
+        result.measurements = overlay(found, options.measurements, MEASUREMENTS, "--measurements")
     problems = [problem for result in results for problem in _problems(result, options.division)]
     if options.division == "closed":
         problems += _scenario_problems(results)
@@ -88,10 +88,6 @@ def _name(option: str, value: str | None) -> str:
     if not re.fullmatch(r"[\w][\w.+-]*", value):
         raise ConfigError(f"--{option} {value}: it names a folder: letters, digits and . _ + - only")
     return value
-
-
-def _path(text: str | None) -> Path | None:
-    return Path(text) if text else None
 
 
 def _problems(result: Result, division: str) -> list[str]:

@@ -25,16 +25,16 @@ class Round:
     name: str  # what the checker calls it
     seeds: tuple[int, int, int]  # qsl, sample index, schedule
     benchmarks: tuple[str, ...]
-    loadgen: str  # the versions of mlcommons-loadgen that have its seeds
 
 
 ROUNDS = (
-    Round("v6.1", (2085463073848966840, 2747215439041700203, 16159082839903944936), ("llama2-70b-99.9",), "6.0.16 and later"),
+    # mlcommons-loadgen 6.0.16 and later
+    Round("v6.1", (2085463073848966840, 2747215439041700203, 16159082839903944936), ("llama2-70b-99.9",)),
+    # mlcommons-loadgen 6.0.9 to 6.0.15
     Round(
         "v6.0",
         (2465351861681999779, 14276810075590677512, 3936089224930324775),
         ("llama2-70b-99", "llama2-70b-99.9", "mixtral-8x7b", "llama3.1-405b"),
-        "6.0.9 to 6.0.15",
     ),
 )
 _SEEDS = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed")

@@ -10,7 +10,8 @@ from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm.engine.model_config import PRESETS
-from mpillm.json_files import read_json
+from mpillm.json_files import read_object
+from mpillm.model_files import EngineConfig
 from mpillm.submission.rules import MEASUREMENTS, STATUSES, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, SYSTEM_TYPES
 from mpillm.submission.runs import Run
 
@@ -80,15 +81,13 @@ def unknown(description: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def overlay(description: Mapping[str, Any], file: Path | None, known: Iterable[str], option: str) -> dict[str, Any]:
+def overlay(description: Mapping[str, Any], file: str | None, known: Iterable[str], option: str) -> dict[str, Any]:
     """`description` with a person's JSON object laid over it. ConfigError names `option`, the file and a key that is not `known`, or a
     value that is not allowed.
     """
     if file is None:
         return dict(description)
-    given = read_json(file)
-    if not isinstance(given, dict):
-        raise ConfigError(f"{option} {file}: holds {type(given).__name__}, not an object")
+    given = read_object(Path(file))
     known = tuple(known)
     for key, value in given.items():
         if key not in known:
@@ -130,8 +129,8 @@ def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
     model_path = str(config.get("model_path") or "")
     engine = Path(str(config.get("engine_dir") or "")) / "config.json"
     dtype, algorithm = config.get("dtype"), str(config.get("quantization") or "")
-    if config.get("engine_dir") and engine.is_file() and (built := read_json(engine).get("pretrained_config")):  # TensorRT-LLM's
-        dtype, algorithm = built.get("dtype"), str(built.get("quantization", {}).get("quant_algo") or "")
+    if config.get("engine_dir") and engine.is_file() and (built := EngineConfig.from_file(engine).pretrained_config).dtype:
+        dtype, algorithm = built.dtype, built.quantization.quant_algo
     else:
         model = _model(model_path)
         algorithm = algorithm if algorithm in _QUANTIZED else _algorithm(model.get("quantization_config"))
@@ -155,8 +154,7 @@ _QUANTIZED = ("int8", "fp8")
 def _model(model_path: str) -> dict[str, Any]:
     """The model's config.json, of a folder or a preset; empty if there is none here."""
     files = (Path(model_path) / "config.json", PRESETS / f"{model_path}.json")
-    model: dict[str, Any] = next((read_json(file) for file in files if model_path and file.is_file()), {})
-    return model
+    return next((read_object(file) for file in files if model_path and file.is_file()), {})
 
 
 def _algorithm(quantization: Mapping[str, Any] | None) -> str:

@@ -19,7 +19,7 @@ from mpillm.configurator import Field
 from mpillm.preprocessed import Columns
 
 if TYPE_CHECKING:
-    from mpillm.preprocessed import LLMDataLoader
+    from mpillm.preprocessed.loader import LLMDataLoader
 
 
 _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: a prompt fits, but for llama3.1-405b's
@@ -65,7 +65,7 @@ class Workload:
             fields.max_output_len: self.max_output_len,
             fields.min_output_len: self.min_output_len,
             fields.end_ids: self.end_ids,
-            fields.BY_NAME["stop_words"]: [list(word) for word in self.stop_words] or None,
+            fields.stop_words: [list(word) for word in self.stop_words] or None,
             **dict.fromkeys((fields.tensor_parallelism, fields.ctx_tp_size, fields.gen_tp_size), self.tensor_parallelism),
             **self.options.get(scenario, {}),
         }
@@ -138,6 +138,6 @@ def get(name: str, scale: str = "full") -> Workload:
 
 def loader(workload: Workload | None, path: str) -> LLMDataLoader:
     """What reads `path`, as this workload's data set or (None) as any."""
-    from mpillm.preprocessed import LLMDataLoader
+    from mpillm.preprocessed.loader import LLMDataLoader
 
     return LLMDataLoader(Path(path), workload.columns, workload.frame_file) if workload else LLMDataLoader(Path(path))

@@ -251,7 +251,7 @@ def test_a_server_that_answers_no_more(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(server, "_POLL_S", 0.05)
     monkeypatch.setattr(server, "_LOOK_S", 0.1)
     url = f"localhost:{port}"
-    servers = [Server("one", Command((sys.executable, "-c", once)), False, {}, (f"http://{url}/",), (url,))]
+    servers = [Server("one", Command((sys.executable, "-c", once)), {}, (f"http://{url}/",), (url,))]
     assert server.serve(servers, tmp_path, 60, 0.5) == INSTANCE_LOST
     captured = capsys.readouterr()
     assert "ready after" in captured.out

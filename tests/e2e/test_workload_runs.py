@@ -10,7 +10,7 @@ import pytest
 from support import DONE, Ended, Starter
 
 from mpillm import workloads
-from mpillm.preprocessed import LLMDataLoader
+from mpillm.preprocessed.loader import LLMDataLoader
 
 # TTFT and TPOT limits of Server in ms, as MLPerf's rules have them.
 LIMITS = {

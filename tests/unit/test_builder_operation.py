@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import signal
@@ -40,9 +42,9 @@ class Stage(Operation):
 
 
 def lines_of(*operations: Operation, **options: bool) -> list[str]:
-    lines: list[str] = []
-    execute(operations, say=lines.append, **options)
-    return lines
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        execute(operations, **options)
+    return out.getvalue().splitlines()
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -96,6 +98,16 @@ def test_dependencies_first_each_once_and_a_change_travels(tmp_path: Path) -> No
     assert names == ["one", "two", "three"]
     assert all("up to date" in line for line in lines_of(*both("1")))
     assert [line.split()[0] for line in lines_of(*both("x")) if "changed" in line] == ["one", "two", "three"]
+
+
+def test_what_two_stages_need_is_made_once_and_is_one_thing(tmp_path: Path) -> None:
+    def over(name: str, text: str) -> Stage:
+        return Stage(tmp_path / name, name, dependencies=[Stage(tmp_path / "one", text, name="one")], name=name)
+
+    made = [line.split()[0] for line in lines_of(over("two", "1"), over("three", "1"), over("two", "1")) if "not there" in line]
+    assert made == ["one", "two", "three"]
+    with pytest.raises(ConfigError, match=r"one would be made in .*one, one in .*one: give each a folder of its own"):
+        lines_of(over("two", "1"), over("three", "2"))
 
 
 def test_no_success_without_the_files(tmp_path: Path) -> None:

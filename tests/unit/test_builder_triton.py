@@ -181,6 +181,20 @@ def test_an_engine_that_is_not_whole(place: Path, capsys: pytest.CaptureFixture[
     assert "there is no rank1.engine in it, and its config.json says tp2-pp1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"pretrained_config": []}', "pretrained_config: []; must be an object"),
+        ('{"pretrained_config": {"mapping": {"tp_size": "2"}}}', 'pretrained_config: mapping: tp_size: "2"; must be a whole number'),
+        ('{"build_config": {"max_batch_size": "many"}}', 'build_config: max_batch_size: "many"; must be a whole number'),
+    ],
+)
+def test_an_engine_whose_config_is_wrong(place: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+    (place / "engine/config.json").write_text(text)
+    assert generate() == 2
+    assert f"engine/config.json: {message}" in capsys.readouterr().err
+
+
 def test_names_and_parameters() -> None:
     assert model_name("llama3.1-405b", "Offline", 0) == "llama3_1-405b-offline-0"
     assert model_parameters({"max_attention_window_size": 4096, "context_chunking_policy": "equal_progress", "cuda_graph_mode": True}) == {

@@ -173,7 +173,7 @@ WRONG = {
     "text for a number": (("--trtllm_build_flags=max_num_tokens:many",), "max_num_tokens many: expected a whole number"),
     "no key:value": (("--trtllm_build_flags=max_num_tokens",), "'max_num_tokens' is not key:value"),
     "a type that the tool has as a flag": (("--quantization=fp8",), "--quantization fp8: the torch core's alone; .*_flags=qformat:"),
-    "two engines in one folder": (("--benchmarks=llama2,moe",), "engine would be two things at once for the tests named"),
+    "two engines in one folder": (("--benchmarks=llama2,moe",), "quantize would be made in ckpt, quantize in ckpt: give each"),
     "two parallel sizes": (("--tensor_parallelism=2", "--trtllm_build_flags=tensor_parallelism:4"), "is 4, but tensor_parallelism is 2"),
     "heads": (("--tensor_parallelism=3",), "--tensor_parallelism 3: the model has 8 attention heads, which it does not divide"),
     "layers": (("--pipeline_parallelism=5",), "--pipeline_parallelism 5: the model has 4 layers"),

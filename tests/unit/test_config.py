@@ -27,6 +27,7 @@ from mpillm.fields import (
 )
 from mpillm.fields.parsers import (
     accuracy,
+    at_least_one,
     boolean,
     duration,
     flag_dict,
@@ -54,6 +55,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     duration: ({"0": 0.0, "600": 600.0}, ["-1", "inf", "1e300", "nan", "", "1s"]),
     rate: ({"0.5": 0.5, "1e9": 1e9}, ["0", "-1", "inf", "nan", "", "1_0", "1e10", "\u0663"]),
     not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x", "1_0.5"]),
+    at_least_one: ({"1": 1.0, "128.5": 128.5}, ["0", "0.9", "-1", "inf", "nan", ""]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: ({"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False}, ["2", "maybe"]),
     flag_dict: (

@@ -89,7 +89,7 @@ def test_the_reference_skeleton(tmp_path: Path, name: str, text: str) -> None:
     assert config.core_type == "triton_grpc"
     triton = config.build(TritonHarnessConfig)
     assert triton.build_flags["max_num_tokens"] == triton.runtime_flags["max_num_tokens"] == 1024
-    assert (triton.instance_size(), triton.num_servers, triton.streaming) == (2, 1, False)
+    assert (triton.num_servers, triton.streaming) == (1, False)
 
 
 def test_every_value_says_its_line(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.dataset import Dataset, Limits, load_dataset
-from mpillm.preprocessed import Columns, LLMDataLoader
+from mpillm.preprocessed import Columns
+from mpillm.preprocessed.loader import LLMDataLoader
 from mpillm.preprocessed.write import write_frame
 from mpillm.tokenizer import ByteTokenizer
 
@@ -77,7 +78,6 @@ def test_frame_and_stop_words(tmp_path: Path) -> None:
 def test_references_are_read_when_asked_for(tmp_path: Path) -> None:
     loader = LLMDataLoader(frame(tmp_path), COLUMNS)
     assert loader.references() == {"gt_output": ["a", "b", "c", "d"]}
-    assert loader.references([2, 0]) == {"gt_output": ["c", "a"]}
     with pytest.raises(ConfigError, match=r"the references are in the data frame \(a \.pkl file\), which is not there"):
         LLMDataLoader(arrays(tmp_path), COLUMNS).references()
 

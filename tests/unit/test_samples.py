@@ -109,6 +109,21 @@ def test_what_does_not_fit_names_the_file_that_set_it(tmp_path: Path, text: str,
     assert config.with_sources(str(error.value)) == str(error.value), "the command line is before the person's eyes"
 
 
+def test_a_word_or_another_path_names_no_option(tmp_path: Path) -> None:
+    yaml = tmp_path / "mine.yaml"
+    yaml.write_text("core_type: dummy\nsystem_name: H\nmodel_path: runs/a\ndisagg_config: d.yaml\n")
+    config = parse_run(["--config_file", str(yaml)])
+    for message in ("the dummy core has H of it", "core_types dummy", "runs/ab and my/runs/a and runs/a.b", "d.yaml2"):
+        assert config.with_sources(message) == message
+    for message, option, line in (
+        ("core_type dummy: no", "core_type", 1),
+        ("runs/a/config.json: no such file", "model_path", 3),
+        ("'runs/a': no", "model_path", 3),
+        ("name --trtllm_disagg_config_path", "disagg_config", 4),
+    ):
+        assert config.with_sources(message) == f"{message}\n{option} is set by {yaml}:{line}"
+
+
 def test_end_tokens_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--end_ids 2,512 \(command line\): tiny-mixtral knows 512 tokens"):
         load(tmp_path, *TINY, "--end_ids", "2,512")

@@ -376,7 +376,7 @@ def test_bad_input(maker: Maker) -> None:
     file = maker.folder / "given.json"
     for text, expected in (
         ("{", "not valid JSON"),
-        ("[]", f"--system_description {file}: holds list, not an object"),
+        ("[]", f"{file}: not a JSON object"),
         ('{"coling": "air"}', f"--system_description {file}: no field 'coling' (did you mean 'cooling'?)"),
         ('{"cooling": ""}', "cooling is empty"),
         ('{"status": "soon"}', "status 'soon': not one of available, preview, rdi"),
