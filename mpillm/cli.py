@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import io
 import os
@@ -16,7 +15,7 @@ from types import FrameType
 from disagg.errors import ConfigError, nearest
 from launch.environment import tell_started
 from launch.signals import stop_signals
-from mpillm.errors import ExitCode, StageError
+from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 
 # name: (module:function of a list of arguments to an exit code, what it does)
 COMMANDS = {
@@ -35,8 +34,6 @@ COMMANDS = {
     "bench": ("mpillm.bench:main", "measure: bench routing, engine, load, dataset, agreement, handoff"),
 }
 
-_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of these the system does not say for which file
-
 
 def usage() -> str:
     """The text of --help."""
@@ -52,6 +49,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run a command; its exit code. Bad input is one message on stderr and exit code 2."""
+    _open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
@@ -74,11 +72,20 @@ def main(argv: Sequence[str]) -> int:
         if error.filename is not None:
             print(f"mpillm: {error.filename}: {error.strerror}", file=sys.stderr)
             return ExitCode.USAGE
-        if error.errno not in _STORAGE:
+        if error.errno not in STORAGE_ERRORS:  # of which the system does not say for which file
             raise
         print(f"mpillm: a file, or what is printed, can't be written: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.STAGE_FAILED
+
+
+def _open_closed() -> None:
+    """Where the caller has closed stdout or stderr (`>&-`), what is printed goes nowhere, and no file opened later gets its number."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)  # for the ranks
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - for as long as the process is there
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -184,11 +184,11 @@ def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defa
     known = _with_all(shown)
     add_fields(parser, known, shown)
     options = parser.texts(argv)
-    all_ = _resolve(options, known, defaults)
+    named = [{"benchmarks": benchmark} for benchmark in _resolve(options, known, defaults).benchmarks or ()]
     return [
-        _resolve(options | {"scenarios": scenario} | ({"benchmarks": benchmark} if benchmark else {}), known, defaults)
-        for benchmark in all_.benchmarks or (None,)
-        for scenario in all_.scenarios
+        _resolve(options | benchmark | {"scenarios": scenario}, known, defaults)
+        for benchmark in named or [{}]
+        for scenario in _resolve(options | benchmark, known, defaults).scenarios
     ]
 
 
@@ -215,6 +215,9 @@ def _resolve(options: Mapping[str, str], known: Sequence[Field], defaults: Mappi
     benchmarks, scenarios = said(fields.benchmarks).value, said(fields.scenarios).value
     if benchmarks is not None and len(benchmarks) == 1:
         known_workload = workloads.get(benchmarks[0], said(fields.model_scale).value)
+        if scenarios[0] not in known_workload.scenarios and said(fields.scenarios).origin.level < Level.WORKLOAD:
+            scenarios = known_workload.scenarios[:1]  # of a benchmark that has none but Server
+            workload.update({fields.scenarios: scenarios})
         workload.update(known_workload.defaults(scenarios[0]))
         workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
     path, origin, _ = said(fields.llm_gen_config_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -154,7 +155,8 @@ def _run(path: str, text: str) -> list[Registered]:
     sys.path.insert(0, folder)
     sys.modules[name] = module
     try:
-        exec(compile(text, path, "exec"), vars(module))
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's: `plan --format json` may go to a file
+            exec(compile(text, path, "exec"), vars(module))
         return ConfigRegistry.registered
     except SyntaxError as error:
         raise ConfigError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None

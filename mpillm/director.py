@@ -18,16 +18,16 @@ from mpillm.config import RunConfig, run_name
 from mpillm.cores import BackendRegistry
 from mpillm.dataset import Dataset
 from mpillm.devices import assign
-from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
 from mpillm.factory import core_configs, routing_notes
 from mpillm.json_files import write_json
-from mpillm.loadgen.logs import unsatisfied, verdict
+from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.planning import Setup, disagg_config
 from mpillm.report.console import Console, rank_list
 from mpillm.report.outputs import Outputs
-from mpillm.report.result import failures_json, test_result
+from mpillm.report.result import failures_json, summary_rows, test_result
 from mpillm.report.run_directory import OF_AN_EARLIER_RUN, lock, unused
 from mpillm.roles.base import RouteMap
 from mpillm.roles.harness import Harness, Sampling
@@ -224,6 +224,7 @@ class Director:
         if result is None:
             raise RunError(Failure(f"LoadGen's logs in {self._log_dir} are missing or incomplete: is the disk full?"))
         self._result |= {"status": result, "loadgen_result": result, "loadgen_unsatisfied": unsatisfied(self._log_dir)}
+        self._result["loadgen_advice"] = advice(self._log_dir) if result == "INVALID" else []
         self._result |= test_result(self._harness, reports)
         assert self._plan is not None
         machines = {self._plan.ranks[rank].node: report["machine"] for rank, report in sorted(reports.items()) if report["machine"]}
@@ -237,25 +238,7 @@ class Director:
         self._write_result()
         if self._outputs and self._has_text:
             self._console.answers(self._outputs.shown())
-        rows: list[tuple[str, Any]] = [
-            ("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})"),
-            *(("", f"{condition}: no") for condition in result["loadgen_unsatisfied"]),
-            ("samples", f"{result['samples']} in {result['test_s']:.2f} s, {result['errors']} errors"),
-            ("samples per second", f"{result['samples_per_second']:.2f}"),
-            ("tokens per second", f"{result['tokens_per_second']:.1f}"),
-        ]
-        for name, key in (("time to first token", "ttft_ms"), ("time per output token", "tpot_ms")):
-            if (latency := result[key]) is not None:
-                rows.append((name, "  ".join(f"{k} {v:.2f}" for k, v in latency.items()) + "  ms"))
-        for instance in result["per_instance"]:
-            rows.append(
-                (
-                    f"instance {instance['instance']}",
-                    f"{instance['samples']} samples, {instance['tokens']} tokens, busy {100 * instance['busy_fraction']:.0f} %",
-                )
-            )
-        rows.append(("result", path_shown(self._log_dir / "result.json" if self._log_dir else None)))
-        self._console.summary(rows)
+        self._console.summary(summary_rows(result, config, path_shown(self._log_dir)))
         invalid = config.require_valid and result["loadgen_result"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
 
@@ -316,5 +299,5 @@ def _unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:
 
 
 def _storage_code(error: OSError) -> ExitCode | None:
-    """A directory that may not be written is a wrong option; a disk that is full is not."""
-    return ExitCode.USAGE if isinstance(error, (PermissionError, NotADirectoryError, FileExistsError)) else None
+    """A directory that can't be written is a wrong option; a disk that is full is not."""
+    return None if error.errno in STORAGE_ERRORS else ExitCode.USAGE

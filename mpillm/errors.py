@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import enum
+import errno
 import signal
 from dataclasses import dataclass
 
 # SIGUSR2 is how `mpillm mpirun` passes Ctrl-C on under Open MPI, whose mpirun leaves ranks no time after SIGINT or SIGTERM.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+
+# A disk that is full, a quota, a limit on sizes: no wrong option.
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ExitCode(enum.IntEnum):

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         prog="mpillm run-harness",
         description="Run a test for each workload and scenario named, each in an mpirun of its own. Takes all options of run.",
         epilog="examples:\n"
-        "  python -m mpillm run-harness --benchmarks=llama2,moe --scenarios=Offline,Server --harness_type=triton\n"
+        "  python -m mpillm run-harness --benchmarks=llama2,moe --scenarios=Offline,Server --model_scale=tiny\n"
         "  python -m mpillm run-harness --core_type dummy --scenarios=Offline,Server --server_target_qps 100 --world_size 4",
     )
     configs = parse_each(argv, parser, [*RUN_FIELDS, fields.world_size, fields.dry_run])

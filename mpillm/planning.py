@@ -94,7 +94,7 @@ def plan_main(argv: Sequence[str]) -> int:
         prog="mpillm plan",
         description="Show which rank would do what, without MPI.",
         epilog="examples:\n  python -m mpillm plan --world_size 5 --mode disaggregated\n"
-        "  python -m mpillm plan --disagg_config disagg.yaml --nodes a:4,b:5 --format json",
+        "  python -m mpillm plan --disagg_config disagg.yaml --nodes a:4,b:4 --format json",
     )
     config = parse(argv, parser, [*_PLANNING, format_field])
     nodes = disagg.parse_nodes(config.nodes) if config.nodes else None

@@ -105,6 +105,8 @@ def read_engine(folder: Path) -> EngineFolder:
     if not folder.is_dir():
         raise ConfigError(f"--engine_dir {folder}: no such folder (python -m mpillm generate-engines makes an engine)")
     file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"--engine_dir {folder}: no config.json in it (python -m mpillm generate-engines makes an engine)")
     raw = read_object(file)
     if raw.get("format") != FORMAT:
         raise ConfigError(f"{file}: not an engine of format {FORMAT} (python -m mpillm generate-engines makes one)")

@@ -85,10 +85,23 @@ def digest(path: Path) -> str:
 
 
 def unsatisfied(directory: Path) -> list[str]:
-    """Why LoadGen calls a test INVALID: the conditions of its summary that do not hold."""
+    """Which of LoadGen's conditions make a test INVALID: those of its summary that do not hold."""
     path = directory / SUMMARY
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     return [line.partition(":")[0].strip() for line in lines if line.rstrip().lower().endswith((": no", ":no"))]
+
+
+def advice(directory: Path) -> list[str]:
+    """What LoadGen says about an INVALID test beside that: which latency is over its limit, how many more queries its early stopping wants.
+
+    Of ``result_invalid_reason`` and ``early_stopping_*result`` in its detailed log, as of version 6.0; it says nothing about some tests.
+    """
+    detail = read_detail(directory)
+    said = [" ".join(text.split()) for text in str(detail.get("result_invalid_reason", "")).split(" * ")]
+    for key, latency in (("early_stopping_result", ""), ("early_stopping_ttft_result", "TTFT: "), ("early_stopping_tpot_result", "TPOT: ")):
+        if "unsuccessful" in (text := str(detail.get(key, ""))):
+            said.append(latency + " ".join(text.replace(" * ", " ").split()))
+    return [text for text in said if text]
 
 
 def verdict(directory: Path, test_mode: str) -> str | None:

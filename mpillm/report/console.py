@@ -17,6 +17,7 @@ from mpillm.errors import Failure
 
 _BAR_WIDTH = 24
 _UP = "\x1b[1A\x1b[2K"  # to the line above, and clear it
+_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a line longer than the terminal is cut, or goes on in the next one (DEC's auto-wrap mode)
 _STEADY_S = 30.0  # --show_steady_state_progress: the throughput of so many seconds, so that start and end of a test don't dilute it
 _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
 
@@ -57,7 +58,8 @@ class Console:
             text += self._lately(elapsed_s, done, tokens)
         if self._terminal:
             # A line of its own each time, and back up to it: Open MPI passes output on by whole lines.
-            self._print(f"{_UP if self._bar_shown else ''}{text}")
+            # It is cut at the terminal's edge, which may be anywhere by now: one line up would not clear a bar of two.
+            self._print(f"{_UP if self._bar_shown else ''}{_CUT}{text}{_WRAP}")
             self._bar_shown = True
         else:
             self._print(text)

@@ -78,7 +78,8 @@ class Run:
         result, config = self.directory.result, self.directory.config
         # 100 queries are too few for LoadGen's early stopping, so that TEST06 in the Server scenario is never VALID; nobody asks.
         if result["status"] != "VALID" and self.kind != "TEST06":
-            why = ", ".join(result.get("loadgen_unsatisfied") or unsatisfied(self.path)) or "not every sample was answered"
+            conditions = result.get("loadgen_unsatisfied") or unsatisfied(self.path)
+            why = ", ".join(f"{condition}: no" for condition in conditions) or "not every sample was answered"
             found.append(f"LoadGen calls it {result['status']} ({why})")
         if config.get("enable_kv_cache_reuse"):
             found.append("KV cache reuse was on, which MLPerf forbids")

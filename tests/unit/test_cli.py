@@ -107,6 +107,15 @@ def test_a_full_disk_under_what_is_printed(arguments: list[str], unbuffered: str
     assert (done.returncode, done.stderr) == (1, "mpillm: a file, or what is printed, can't be written: No space left on device\n")
 
 
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&- 0<&-"])
+def test_closed_output(closed: str, tmp_path: Path) -> None:
+    """What is printed goes nowhere; a file that is written is not what else goes there."""
+    command = f"{sys.executable} -m mpillm generate-disagg-config --mode disaggregated --world_size 4 --output {tmp_path}/file {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "file").read_text().count("wrote") == 0
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_gone(unbuffered: str) -> None:
     """Such as head."""

@@ -272,7 +272,7 @@ def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
         if command == "run":
             assert parse_run(words)
         else:
-            (tmp_path / "disagg.yaml").write_text("context_servers: {num_instances: 4}\ngeneration_servers: {num_instances: 4}\n")
+            (tmp_path / "disagg.yaml").write_text("context_servers: {num_instances: 3}\ngeneration_servers: {num_instances: 4}\n")
             ended = mpillm(command, *words, cwd=tmp_path)
             assert ended.returncode == 0, ended.stderr
 
@@ -297,6 +297,8 @@ def test_stages_take_each_workload_and_scenario() -> None:
     pairs = [(config.benchmark, config.scenario) for config in made]
     assert pairs == [("llama2-70b", "Offline"), ("llama2-70b", "Server"), ("mixtral-8x7b", "Offline"), ("mixtral-8x7b", "Server")]
     assert {config.seed for config in made} == {3}
+    each = parse_each(["--benchmarks=llama2,llama2-70b-interactive", "--model_scale=tiny"], Parser(prog="mpillm x"), FIELDS)
+    assert [config.scenario for config in each] == ["Offline", "Server"]  # the default, and where there is no Offline
     (alone,) = parse_each([], Parser(prog="mpillm x"), FIELDS)
     assert (alone.benchmark, alone.scenario) == (None, "Offline")
 

@@ -362,3 +362,9 @@ def test_the_names_that_a_file_imports_are_those_of_the_options() -> None:
         (user_config.PowerSetting, general.power_setting.choices),
     ):
         assert [member.value for member in names] == list(known)
+
+
+def test_what_a_file_prints_is_not_the_commands_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan --format json > plan.json` stays JSON."""
+    parse_run(["--core_type", "dummy", "--config_file", str(written(tmp_path, "a.py", f"print('loaded')\n{REGISTERED}    seed = 1\n"))])
+    assert capsys.readouterr() == ("", "loaded\n")

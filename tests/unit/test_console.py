@@ -29,6 +29,42 @@ def test_steady_state_progress(monkeypatch: pytest.MonkeyPatch, steady: bool) ->
     assert last.endswith("  last 30 s: 10.0 samples/s  200.0 tokens/s") == steady
 
 
+def test_a_bar_longer_than_the_terminal_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn in place, a bar takes one line of any terminal: it is cut, and lines that are no bar go on in the next line again."""
+    monkeypatch.setattr(console, "launcher_rank", lambda: "0")
+    monkeypatch.setenv(console.TTY, "1")
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    bar = Console(out)
+    for second in (1, 2, 3):
+        now[0] = float(second)
+        bar.progress(second, 24576, 100 * second, float(second))
+    bar.line("done")
+    assert screen(out.getvalue(), width=40) == ["done"]
+
+
+def screen(text: str, width: int) -> list[str]:
+    """The lines that a terminal shows, as long as only its last line is written to."""
+    lines, wraps = [""], True
+    for part in re.findall(r"\x1b\[\??\d+[A-Za-z]|[^\x1b]", text):
+        if part == "\x1b[1A":
+            lines.pop()
+        elif part == "\x1b[2K":
+            lines[-1] = ""
+        elif part.startswith("\x1b[?7"):
+            wraps = part.endswith("h")
+        elif part == "\n":
+            lines.append("")
+        elif len(lines[-1]) < width:
+            lines[-1] += part
+        elif wraps:
+            lines.append(part)
+        else:
+            lines[-1] = lines[-1][:-1] + part
+    return [line for line in lines if line]
+
+
 def test_no_bar_before_the_first_query(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     bar = Console(out)

@@ -9,7 +9,7 @@ import pytest
 from run_directories import log_entry, make_run, write
 
 from disagg.errors import ConfigError
-from mpillm.loadgen.logs import read_answers, read_detail, verdict
+from mpillm.loadgen.logs import advice, read_answers, read_detail, verdict
 
 
 def test_answers(tmp_path: Path) -> None:
@@ -71,3 +71,18 @@ def test_no_verdict_on_a_cut_log(tmp_path: Path) -> None:
     (run / "mlperf_log_accuracy.json").write_text("[\n")
     assert verdict(run, "AccuracyOnly") is None
     assert verdict(run, "PerformanceOnly") is None
+
+
+STOPPED = " * Run unsuccessful.  * Processed 528 queries.  * Would need to run at least 4605 more queries,  with the run being successful."
+
+
+def test_advice(tmp_path: Path) -> None:
+    """LoadGen 6.0.17's own words of a Server test that was too slow, without its bullets."""
+    slow = "TTFT constrain not met: Reduce target QPS to improve latency.  * TPOT constrain not met: Reduce target QPS to improve latency. "
+    detail = {"result_invalid_reason": slow, "early_stopping_ttft_result": " * Run successful.", "early_stopping_tpot_result": STOPPED}
+    assert advice(make_run(tmp_path / "run", "performance", "Server", detail=detail)) == [
+        "TTFT constrain not met: Reduce target QPS to improve latency.",
+        "TPOT constrain not met: Reduce target QPS to improve latency.",
+        "TPOT: Run unsuccessful. Processed 528 queries. Would need to run at least 4605 more queries, with the run being successful.",
+    ]
+    assert advice(tmp_path) == []

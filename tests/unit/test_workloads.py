@@ -86,6 +86,13 @@ def test_official_values_offline(name: str) -> None:
     assert settings["min_query_count"] == OFFICIAL[name][1] and settings["target_qps"] == 37.5 and settings["ttft_latency_ms"] is None
 
 
+def test_an_interactive_benchmark_is_a_server_test_unless_told_otherwise() -> None:
+    config = parse_run(["--benchmarks", "llama2-interactive", "--model_scale", "tiny"])
+    assert (config.scenario, config.origin("scenarios").where) == ("Server", "workload llama2-70b-interactive (tiny)")
+    config = parse_run(["--benchmarks", "llama2-70b", "--model_scale", "tiny"])
+    assert (config.scenario, config.origin("scenarios").where) == ("Offline", "default")
+
+
 @pytest.mark.parametrize(("name", "scenario"), [("llama2-70b", "SingleStream"), ("llama2-70b-interactive", "Offline")])
 def test_scenarios_that_a_workload_lacks(name: str, scenario: str) -> None:
     with pytest.raises(ConfigError, match=f"--scenarios {scenario}: {name} has "):
