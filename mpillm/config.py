@@ -40,7 +40,7 @@ class RunConfig:
     def _found(self, name: str) -> Found:
         """By the field's name, or one of its other names."""
         found: dict[str, Found] = self.__dict__.get("found", {})
-        return found[BY_NAME[name].name if name in BY_NAME else name]
+        return found.get(name) or found[BY_NAME[name].name]  # a bench's own field may have another's other name
 
     @property
     def values(self) -> dict[str, Any]:
