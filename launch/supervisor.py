@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -49,6 +51,7 @@ class Supervisor:
         self._openmpi = openmpi
         self._grace_s = stop_grace_s
         self._signals: list[int] = []
+        self._segments: set[str] = set()
         self._ask = signal.SIGUSR2 if openmpi else signal.SIGTERM
         # hydra's proxies kill their ranks when mpirun is gone; Open MPI's mpirun has to be alive to end them.
         self._at_our_death = signal.SIGTERM if openmpi else signal.SIGKILL
@@ -74,7 +77,10 @@ class Supervisor:
             try:
                 self._wait(process, started, finished)
             finally:
+                self._note_segments(process)
                 end_processes(process, before)
+                for segment in self._segments:
+                    Path(segment).unlink(missing_ok=True)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -83,11 +89,22 @@ class Supervisor:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
 
+    def _note_segments(self, process: subprocess.Popen[bytes]) -> None:
+        """The shared memory of MPICH's ranks on this node, which stays behind when one of them is killed; looked for until it is found."""
+        if self._openmpi or self._segments:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for rank in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(OSError):
+                    maps = Path(f"/proc/{rank.pid}/maps").read_text(encoding="utf-8", errors="replace")
+                    self._segments |= set(re.findall(r"(/dev/shm/mpich_shm_\S+)$", maps, re.MULTILINE))
+
     def _wait(self, process: subprocess.Popen[bytes], started: Callable[[], bool], finished: Callable[[], bool]) -> None:
         """Wait for `process`, and return early when only killing is left to do."""
         stop_at: float | None = None
         start_by: float | None = time.monotonic() + self._start_deadline_s
         while not _ended_within(process, 0.25):
+            self._note_segments(process)
             if stop_at is None and self._signals:
                 say(f"{signal.Signals(self._signals[0]).name}: stopping; press Ctrl-C again to end the ranks at once")
                 process.send_signal(self._ask)

@@ -53,6 +53,7 @@ class Ended:
     err: str
     seconds: float
     log_dir: Path
+    left: Sequence[str] = ()  # in /dev/shm
 
     def __repr__(self) -> str:
         return f"exit code {self.code} after {self.seconds:.1f} s\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
@@ -195,7 +196,7 @@ class Command:
         wait_until(lambda: not self.pids(), f"processes {self.pids()} to end", 3)
         self._reader.join(5)
         ended = Ended(self.process.returncode, self._texts["out"], self._texts["err"], seconds, self.log_dir)
-        left = self._remove_shared_memory()
+        ended.left = left = self._remove_shared_memory()
         # Ranks that were killed can't tidy up; what they leave is removed above.
         if tidy and ended.code in (DONE, USAGE):
             assert not left, f"left in /dev/shm: {left}\n{ended!r}"

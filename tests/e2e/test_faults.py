@@ -351,7 +351,9 @@ def test_a_stopped_rank_0(both: Starter) -> None:
 )
 def test_a_killed_rank(both: Starter, rank: int, phase: str) -> None:
     command = start_and_signal(both, rank, phase, signal.SIGKILL)
-    check_failure(command.end(), INSTANCE_LOST, "the process is gone", rank=rank, phase=phase, within=START_S + GRACE_S)
+    ended = command.end()
+    check_failure(ended, INSTANCE_LOST, "the process is gone", rank=rank, phase=phase, within=START_S + GRACE_S)
+    assert not ended.left, "shared memory"
 
 
 @pytest.mark.parametrize(
