@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,7 @@ class Job:
         program.write_text(RANK, encoding="utf-8")
         self.folder = folder
         self.ranks = ranks
+        self.segments: set[str] = set()
         self.process = subprocess.Popen(
             [python, "-c", LAUNCHER, str(program), "-n", str(ranks), *options, "go", str(folder), mode],
             cwd=folder,
@@ -107,12 +109,17 @@ class Job:
         """The ranks' process ids, as soon as all have met."""
         files = [self.folder / f"{rank}.pid" for rank in range(self.ranks)]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-        return [int(file.read_text()) for file in files]
+        pids = [int(file.read_text()) for file in files]
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+        self.segments = set(re.findall(r"/dev/shm/mpich_shm_\S+", maps))
+        return pids
 
     def end(self) -> tuple[int, str]:
         """Exit code and output; fails when a process of this job is left."""
         output, _ = self.process.communicate(timeout=30)
         wait_until(lambda: not self.left())
+        for segment in self.segments:  # of a launcher that was killed itself
+            Path(segment).unlink(missing_ok=True)
         return self.process.returncode, output
 
     def left(self) -> list[str]:
