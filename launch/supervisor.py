@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import re
 import signal
 import subprocess
@@ -23,9 +24,11 @@ STOP_GRACE_S = 10.0
 KILL_GRACE_S = 3.0
 """How long `mpirun` has to end its ranks before they are killed one by one."""
 
-
 START_DEADLINE_S = 300.0
 """How long `mpirun` has to start rank 0, which keeps the deadlines of all that follows."""
+
+
+_LOOK_S = 10.0  # after rank 0 has started: by then MPI has, too; a rank alone on a node makes no segment, and looking takes CPU time
 
 
 class Supervisor:
@@ -90,7 +93,7 @@ class Supervisor:
         self._signals.append(number)
 
     def _note_segments(self, process: subprocess.Popen[bytes]) -> None:
-        """The shared memory of MPICH's ranks on this node, which stays behind when one of them is killed; looked for until it is found."""
+        """The shared memory of MPICH's ranks on this node, which stays behind when one of them is killed."""
         if self._openmpi or self._segments:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -103,8 +106,10 @@ class Supervisor:
         """Wait for `process`, and return early when only killing is left to do."""
         stop_at: float | None = None
         start_by: float | None = time.monotonic() + self._start_deadline_s
+        look_until = math.inf
         while not _ended_within(process, 0.25):
-            self._note_segments(process)
+            if time.monotonic() < look_until:
+                self._note_segments(process)
             if stop_at is None and self._signals:
                 say(f"{signal.Signals(self._signals[0]).name}: stopping; press Ctrl-C again to end the ranks at once")
                 process.send_signal(self._ask)
@@ -113,6 +118,7 @@ class Supervisor:
                 stop_at = time.monotonic() + self._grace_s
             elif start_by is not None and started():
                 start_by = None
+                look_until = time.monotonic() + _LOOK_S
             elif stop_at is None and start_by is not None and time.monotonic() > start_by:
                 say(f"mpirun has not started rank 0 within {self._start_deadline_s:g} s (--start_deadline): can its host be reached?")
                 self.never_started = True

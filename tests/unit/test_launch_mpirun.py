@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from disagg.errors import ConfigError
-from launch import mpirun
+from launch import mpirun, supervisor
 from launch.mpirun import Mpi, choose, command_line, exit_code, find_launchers, parse_arguments, parse_mpirun_version, spans_hosts
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
@@ -239,3 +240,13 @@ def test_an_mpirun_that_starts_nothing_is_ended(
 def test_a_start_deadline_is_a_number_of_seconds(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"mpirun: --start_deadline '.*' is not a duration"):
         parse_arguments(["-n", "2", *words, "run"] if len(words) > 1 or "=" in words[0] else ["-n", "2", *words])
+
+
+def test_shared_memory_is_not_looked_for_during_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank alone on its node makes none: looking goes on only while MPI may be starting."""
+    looks: list[int] = []
+    monkeypatch.setattr(supervisor, "_LOOK_S", 0.1)
+    monkeypatch.setattr(supervisor.Supervisor, "_note_segments", lambda self, process: looks.append(process.pid))
+    line = [sys.executable, "-c", "import time; time.sleep(2)"]
+    assert supervisor.Supervisor(openmpi=False).run(line, os.environ, lambda: True, lambda: False) == (0, None)
+    assert 1 <= len(looks) <= 3  # the last one is at the end
