@@ -25,7 +25,9 @@ export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 .DEFAULT_GOAL := help
 # The stages of the pipeline (docs/pipeline.md), as the reference harness names them.
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
-.PHONY: docs help run test test-slow test-cross test-unit test-mpi lint install clean again $(PIPELINE)
+# Its targets that prepare containers and build TensorRT-LLM and Triton.
+PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
+.PHONY: docs help run test test-slow test-cross test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
 .NOTPARALLEL:
 
 help:
@@ -36,6 +38,7 @@ help:
 	@echo "make lint       ruff and mypy only"
 	@echo "make generate_engines, generate_triton_config, generate_disagg_config, run_llm_server, run_harness RUN_ARGS='--benchmarks=… …'"
 	@echo "                the stages from a model to a result: docs/pipeline.md"
+	@echo "make size       lines and tokens of code in each folder, beside the last release"
 	@echo "make clean      delete .venv and caches (runs and models, in build/, stay)"
 
 run: $(STAMP)
@@ -44,10 +47,13 @@ run: $(STAMP)
 
 # Under an mpirun, which starts one make for each rank, what is there is used: many installations at once would end badly.
 $(PIPELINE): export RUN_ARGS := $(RUN_ARGS)
-$(PIPELINE): $(if $(OMPI_COMM_WORLD_RANK)$(PMI_RANK)$(SLURM_PROCID),,$(STAMP))
+$(PIPELINE): $(if $(OMPI_COMM_WORLD_RANK)$(PMI_RANK)$(PMIX_RANK)$(SLURM_PROCID),,$(STAMP))
 	@test -x $(PY) || { echo "there is no $(PY); first, without mpirun: make install" >&2; exit 1; }
 	@# Not through the shell, to which the | of --triton_grpc_ports would be a pipe; quotes are read as it reads them.
 	@exec $(PY) -c 'import os, shlex, sys; from mpillm.cli import main; sys.exit(main(["$@", *shlex.split(os.environ["RUN_ARGS"])]))'
+
+$(PREPARING):
+	@echo "make $@ is not built here: install TensorRT-LLM and Triton, or start one of NVIDIA's containers that has them (docs/pipeline.md)" >&2; exit 2
 
 test: lint test-unit test-mpi
 
@@ -70,8 +76,11 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+size:
+	@$(PYTHON) -m tools.size
+
 docs: $(STAMP)
-	$(PY) -c 'from mpillm.config import options_page; print(options_page(), end="")' > docs/options.md
+	$(PY) -c 'from mpillm.config.options import options_page; print(options_page(), end="")' > docs/options.md
 
 install: $(STAMP)
 

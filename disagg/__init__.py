@@ -1,10 +1,10 @@
-"""What runs where: the disaggregation YAML, its generator, and the world plan. Pure data: no MPI, no torch, no process."""
+"""What runs where: the disaggregation YAML, its generator, the world plan. Pure data: no MPI, no process."""
 
 from .config import DisaggConfig, ServerConfig, dump, from_mapping, load, parse
 from .errors import ConfigError, nearest
-from .generator import generate
-from .plan import InstancePlan, RankPlan, WorldPlan, parse_nodes, plan
-from .table import table
+from .generator import generate, ranks_for, with_hosts
+from .plan_table import ranges, table
+from .world_plan import InstancePlan, RankPlan, WorldPlan, parse_nodes, plan
 
 __all__ = [
     "ConfigError",
@@ -21,5 +21,8 @@ __all__ = [
     "parse",
     "parse_nodes",
     "plan",
+    "ranges",
+    "ranks_for",
     "table",
+    "with_hosts",
 ]

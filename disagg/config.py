@@ -1,27 +1,52 @@
-"""The disaggregation YAML as typed data: what TensorRT-LLM reads (`trtllm-serve disaggregated -c`), and our section `executors`.
+"""The disaggregation YAML as typed data.
 
-Sections. A disaggregated file has `context_servers` and `generation_servers`, an aggregated one has `executors` alone. All three have
-the keys of `ServerConfig`. Any other key in a section is an LLM argument and is kept in `extra`, unless it is nearly the name
-of a key of ours (`num_instance`) and no LLM argument that we know: then it is a typing error.
+It is what TensorRT-LLM reads (`trtllm-serve disaggregated -c`), with a section of our own, `executors`.
 
-Top level. `hostname`, `port`, `model`, `backend`, and TensorRT-LLM's options of the leader (`options`). As in TensorRT-LLM, a section's key
-or an LLM argument at the top level is handed down to every section, and the same key with two values is an error. We are
-stricter with names: a key that is none of these is an error with the nearest match, and is called an unknown section when its value is a
-mapping or its name is close to a section's. An LLM argument that is too new for us to know goes inside the sections.
+Sections. A disaggregated file has `context_servers` and `generation_servers`, an aggregated one only
+`executors`. All three take the keys of `ServerConfig`. Any other key in a section is an LLM argument and is
+kept in `extra`. If it is not a known LLM argument and resembles a key that is read here (`num_instance`), it
+is refused as misspelt.
 
-All instances of a run serve one model: `model` and `backend` may also stand in a section, but must agree everywhere.
+Top level. `hostname`, `port`, `model`, `backend`, and TensorRT-LLM's options for the leader (`options`). As
+in TensorRT-LLM, any other key at the top level applies to every section, and the same key with two values is
+an error. We are stricter with names: a key that resembles a known one is refused, and so is a mapping that
+looks like a section but has another name.
+
+All instances of a run serve one model: sections may repeat `model` and `backend`, but all values must agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from .errors import ConfigError, nearest
 from .llm_args import LLM_ARGUMENTS
-from .schema import COUNT, INNER, MAPPING, MOE_ARGUMENTS, NULLABLE, READ, RUN_WIDE, SECTIONS, SERVER, TOP_LEVEL, URL, checked, refuse
+from .schema import (
+    COUNT,
+    INNER,
+    MAPPING,
+    MOE_ARGUMENTS,
+    NULLABLE,
+    READ,
+    RUN_WIDE,
+    SECTIONS,
+    SERVER,
+    TOP_LEVEL,
+    URL,
+    checked,
+    refuse,
+)
 from .yaml_text import plain, read, write
+
+# How closely a key must resemble a known one to count as misspelt: a key that is read here, and an LLM
+# argument. The second is stricter, because each release adds arguments with names like the old ones.
+_CLOSE, _SLIP = 0.85, 0.93
+_NO_INSTANCE = (
+    "must be at least 1: a request needs a context instance and a generation instance. "
+    "For instances that do both, write only the section executors"
+)
 
 
 @dataclass(frozen=True)
@@ -32,15 +57,15 @@ class ServerConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
-    moe_expert_parallel_size: int = 1  # divides tensor_parallel_size: expert-parallel ranks live inside the TP group
+    moe_expert_parallel_size: int = 1  # divides tensor_parallel_size: expert parallelism splits a TP group
     max_batch_size: int | None = None  # requests; None leaves it to the backend, here and below
     max_num_tokens: int | None = None  # tokens in one step
-    max_seq_len: int | None = None  # tokens, prompt and answer together
+    max_seq_len: int | None = None  # tokens of prompt plus answer
     kv_cache_config: Mapping[str, Any] = field(default_factory=dict)
     cache_transceiver_config: Mapping[str, Any] = field(default_factory=dict)
     router: Mapping[str, Any] = field(default_factory=dict)  # "type" is one of schema.ROUTERS
-    urls: tuple[str, ...] = ()  # host:port of each instance, or none at all
-    extra: Mapping[str, Any] = field(default_factory=dict)  # LLM arguments, as they are
+    urls: tuple[str, ...] = ()  # host:port of each instance, or empty
+    extra: Mapping[str, Any] = field(default_factory=dict)  # LLM arguments, unchanged
 
     @property
     def ranks_per_instance(self) -> int:
@@ -54,7 +79,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class DisaggConfig:
-    """A whole file. Made by `parse`, `load`, `from_mapping` or `generate`: these validate, the constructor does not."""
+    """A whole file. `parse`, `load`, `from_mapping` and `generate` validate; the constructor does not."""
 
     hostname: str = "localhost"  # where the leader listens, if it is TensorRT-LLM's
     port: int = 8000
@@ -63,7 +88,9 @@ class DisaggConfig:
     context_servers: ServerConfig | None = None
     generation_servers: ServerConfig | None = None
     executors: ServerConfig | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # TensorRT-LLM's options of the leader, as they are
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # TensorRT-LLM's options for the leader, unchanged
 
     @property
     def mode(self) -> str:
@@ -72,7 +99,7 @@ class DisaggConfig:
 
     @property
     def sections(self) -> tuple[tuple[str, ServerConfig], ...]:
-        """Name and content of the sections that are there, in the order in which their instances take ranks."""
+        """Name and content of the sections present, in the order in which their instances take ranks."""
         named = ((name, getattr(self, name)) for name in SECTIONS)
         return tuple((name, server) for name, server in named if server is not None)
 
@@ -83,32 +110,39 @@ class DisaggConfig:
 
 
 def load(path: str) -> DisaggConfig:
-    """The configuration in the file `path`. Raises ConfigError."""
+    """Read the configuration in the file `path`. Raises ConfigError."""
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 (every rank imports this package, and pathlib is slow to import)
+        with open(path, "rb") as file:  # noqa: PTH123 (every rank imports this; pathlib is slow to import)
             content = file.read()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         return parse(content.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file: byte {error.start} ({content[error.start]:#04x}) is not UTF-8") from error
+        raise ConfigError(
+            f"{path}: not a text file: byte {error.start} ({content[error.start]:#04x}) is not UTF-8"
+        ) from error
 
 
 def parse(text: str, source: str = "<string>") -> DisaggConfig:
-    """The configuration in a YAML `text`; `source` begins every error. Raises ConfigError."""
+    """Parse YAML `text`. Raises ConfigError, which begins with `source`."""
     return from_mapping(read(text, source), source)
 
 
 def dump(config: DisaggConfig) -> str:
-    """YAML text that `parse` reads back as an equal configuration. Every section is complete: nothing is handed down."""
+    """Write YAML text that `parse` reads back as an equal configuration. Every section is complete."""
     data: dict[str, Any] = {"hostname": config.hostname, "port": config.port}
     data.update((key, getattr(config, key)) for key in RUN_WIDE if getattr(config, key) is not None)
     data.update(config.options)
     defaults = vars(ServerConfig())
     for name, server in config.sections:
-        sizes = ("num_instances", "tensor_parallel_size", "pipeline_parallel_size")  # written even if 1: people look for them
-        section = {key: getattr(server, key) for key in SERVER if key in sizes or getattr(server, key) != defaults[key]}
+        # Written even if 1: people look for them.
+        sizes = ("num_instances", "tensor_parallel_size", "pipeline_parallel_size")
+        section = {
+            key: getattr(server, key)
+            for key in SERVER
+            if key in sizes or getattr(server, key) != defaults[key]
+        }
         if server.urls:
             section["urls"] = list(server.urls)
         data[name] = section | dict(server.extra)
@@ -116,23 +150,27 @@ def dump(config: DisaggConfig) -> str:
 
 
 def from_mapping(data: Mapping[Any, Any], source: str) -> DisaggConfig:
-    """The configuration in `data`, which is what a YAML file would hold; `source` begins every error. Raises ConfigError."""
+    """Check `data`, the content of a YAML file. Raises ConfigError, which begins with `source`."""
     data = plain(data, source)
     handed_down: dict[str, Any] = {}
     for key, value in data.items():
         if key in TOP_LEVEL or key in RUN_WIDE or key in SECTIONS:
             continue
-        if key not in SERVER and key not in LLM_ARGUMENTS:
-            _refuse_unknown(source, key, value)
+        _refuse_misspelt(source, key, value)
         handed_down[key] = value
-    options = {key: checked(f"{source}: {key}", data[key], rule) for key, rule in TOP_LEVEL.items() if data.get(key) is not None}
+    options = {
+        key: checked(f"{source}: {key}", data[key], rule)
+        for key, rule in TOP_LEVEL.items()
+        if data.get(key) is not None
+    }
     hostname, port = options.pop("hostname", DisaggConfig.hostname), options.pop("port", DisaggConfig.port)
 
     sections = {name: checked(f"{source}: {name}", data[name], MAPPING) for name in SECTIONS if name in data}
     if tuple(sections) not in (SECTIONS[:2], SECTIONS[2:]):
         raise ConfigError(
-            f"{source}: the sections are {' and '.join(sections) or 'missing'}; must be context_servers and generation_servers, both "
-            "(disaggregated), or executors alone (aggregated)"
+            f"{source}: the sections are {' and '.join(sections) or 'missing'}; "
+            "must be both context_servers and generation_servers (disaggregated), "
+            "or only executors (aggregated)"
         )
     run_wide = {key: _run_wide(source, key, data, sections) for key in RUN_WIDE}
     servers = {name: _server(source, name, section, handed_down) for name, section in sections.items()}
@@ -141,17 +179,28 @@ def from_mapping(data: Mapping[Any, Any], source: str) -> DisaggConfig:
     return DisaggConfig(hostname, port, **fields, options=options)
 
 
-def _refuse_unknown(source: str, key: str, value: object) -> NoReturn:
-    section = nearest(key, SECTIONS)
-    hint = "an LLM argument that is not known here goes inside the sections"
-    if section or isinstance(value, Mapping):
-        raise ConfigError(f"{source}: unknown section {key!r}{section}; the sections are {', '.join(SECTIONS)}; {hint}")
-    suggestion = nearest(key, (*TOP_LEVEL, *RUN_WIDE, *SERVER)) or nearest(key, LLM_ARGUMENTS)
-    raise ConfigError(f"{source}: unknown key {key!r}{suggestion}; {hint}")
+def _refuse_misspelt(source: str, key: str, value: object) -> None:
+    """Raise ConfigError if a key of the top level resembles a known one, or its value a section."""
+    if key in SERVER or key in LLM_ARGUMENTS:
+        return
+    section = nearest(key, SECTIONS, _CLOSE)
+    if section or (isinstance(value, Mapping) and not {*SERVER}.isdisjoint(value)):
+        raise ConfigError(
+            f"{source}: unknown section {key!r}{section}; the sections are {', '.join(SECTIONS)}"
+        )
+    known = nearest(key, (*TOP_LEVEL, *RUN_WIDE, *SERVER, *READ), _CLOSE) or nearest(
+        key, LLM_ARGUMENTS, _SLIP
+    )
+    if known:
+        raise ConfigError(
+            f"{source}: unknown key {key!r}{known}; if it is a new LLM argument, put it inside the sections"
+        )
 
 
-def _run_wide(source: str, key: str, data: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The value of `model` or `backend`, from the top level or the sections, which must agree."""
+def _run_wide(
+    source: str, key: str, data: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
+) -> str | None:
+    """Return the value of `model` or `backend` from the top level or the sections, which must agree."""
     places = {key: data, **{f"{name}.{key}": section for name, section in sections.items()}}
     found = {place: values[key] for place, values in places.items() if values.get(key) is not None}
     for place, value in found.items():
@@ -162,7 +211,9 @@ def _run_wide(source: str, key: str, data: Mapping[str, Any], sections: Mapping[
     return next(iter(found.values()), None)
 
 
-def _server(source: str, name: str, section: Mapping[str, Any], handed_down: Mapping[str, Any]) -> ServerConfig:
+def _server(
+    source: str, name: str, section: Mapping[str, Any], handed_down: Mapping[str, Any]
+) -> ServerConfig:
     values = {key: value for key, value in section.items() if key not in RUN_WIDE}
     for key, value in handed_down.items():
         if values.setdefault(key, value) != value:
@@ -178,6 +229,8 @@ def _server(source: str, name: str, section: Mapping[str, Any], handed_down: Map
             del values[key]
         if value is None and (key in NULLABLE or key in READ):
             continue
+        if key == "num_instances" and value == 0 and name != "executors":
+            raise ConfigError(f"{where}: 0; {_NO_INSTANCE}")
         checked(where, value, rule)
         if key in SERVER:
             known[key] = value
@@ -185,36 +238,41 @@ def _server(source: str, name: str, section: Mapping[str, Any], handed_down: Map
             if value.get(inner) is not None:
                 checked(f"{where}.{inner}", value[inner], inner_rule)
     for key in values:
-        if key not in LLM_ARGUMENTS and _misspelt(key):
-            raise ConfigError(f"{source}: {name}: unknown key {key!r}{nearest(key, SERVER)}")
+        if key not in LLM_ARGUMENTS and (known_key := nearest(key, (*SERVER, *READ), _CLOSE)):
+            raise ConfigError(f"{source}: {name}: unknown key {key!r}{known_key}")
 
+    if router := known.get("router", {}).get("type"):
+        known["router"] = {**known["router"], "type": router.lower()}
     known["urls"] = tuple(known.get("urls", ()))
     for index, url in enumerate(known["urls"]):
         checked(f"{source}: {name}.urls[{index}]", url, URL)
     _check_experts(f"{source}: {name}", known, values)
     server = ServerConfig(**known, extra=values)
     if server.urls and len(server.urls) != server.num_instances:
-        raise ConfigError(f"{source}: {name}.urls: {len(server.urls)} given; must be {server.num_instances}, the same as num_instances")
+        raise ConfigError(
+            f"{source}: {name}.urls: {len(server.urls)} given; must be {server.num_instances} (num_instances)"
+        )
     return server
 
 
-def _misspelt(key: str) -> bool:
-    """Whether `key` is so close to a key of ours that it is no LLM argument; far closer than a name that is worth suggesting."""
-    import difflib  # most files have no key to ask about
-
-    return bool(difflib.get_close_matches(key, SERVER, n=1, cutoff=0.85))
-
-
 def _check_experts(where: str, known: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """TensorRT-LLM's rule: moe_tensor x moe_expert (x moe_cluster) parallel size = tensor parallel size. Sets what follows from it."""
+    """Check TensorRT-LLM's rule, and set the size that follows from it.
+
+    moe_tensor x moe_expert (x moe_cluster) parallel size = tensor parallel size.
+    """
     tensor = known.get("tensor_parallel_size", 1)
-    divisors = {key: checked(f"{where}.{key}", extra[key], COUNT) for key in MOE_ARGUMENTS if extra.get(key) is not None}
+    divisors = {
+        key: checked(f"{where}.{key}", extra[key], COUNT)
+        for key in MOE_ARGUMENTS
+        if extra.get(key) is not None
+    }
     if "moe_expert_parallel_size" in known:
         divisors["moe_expert_parallel_size"] = known["moe_expert_parallel_size"]
     rest = tensor
     for key, size in divisors.items():
         if rest % size:
-            refuse(f"{where}.{key}", size, f"a divisor of tensor_parallel_size, {tensor}: expert-parallel ranks live inside the TP group")
+            allowed = f"a divisor of tensor_parallel_size, {tensor}: expert parallelism splits a TP group"
+            refuse(f"{where}.{key}", size, allowed)
         rest //= size
     if "moe_tensor_parallel_size" not in divisors:
         return
@@ -226,11 +284,14 @@ def _check_experts(where: str, known: dict[str, Any], extra: Mapping[str, Any]) 
 
 
 def _check_addresses(source: str, leader: str, servers: Mapping[str, ServerConfig]) -> None:
-    """No address twice. (TensorRT-LLM takes a URL in both sections as one mixed server; here an instance has one role.)"""
+    """Refuse an address that is used twice.
+
+    (TensorRT-LLM takes a URL in both sections as one mixed server; here an instance has one role.)
+    """
     taken = {leader: "hostname and port"}
     for name, server in servers.items():
         for index, url in enumerate(server.urls):
             where = f"{name}.urls[{index}]"
             if url in taken:
-                refuse(f"{source}: {where}", url, f"an address of its own; it is that of {taken[url]}")
+                refuse(f"{source}: {where}", url, f"unique; {taken[url]} has the same address")
             taken[url] = where

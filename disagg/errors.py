@@ -1,19 +1,39 @@
-"""The one exception for anything a person wrote wrong: an option, a file, a layout."""
+"""The exception for wrong input: an option, a file, a layout."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
-class ConfigError(Exception):
+class ConfigError(ValueError):
     """Bad input, found before anything was loaded.
 
-    The message names the field, the value, and what is allowed, and is printed as it is, without a traceback.
+    The message names the field, the value and what is allowed; it is printed without a traceback. It is a
+    ValueError, as nv-mitten's errors are: our code that catches ValueError lets a ConfigError pass first.
+    `about`: the names of the options that are wrong, for whoever knows where each was set.
     """
 
+    def __init__(self, message: str = "", about: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.about = tuple(about)
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the known name closest to `name`, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+
+@contextmanager
+def about(*options: str) -> Iterator[None]:
+    """A ConfigError in this block, or in the function that this decorates, is about these options, too."""
+    try:
+        yield
+    except ConfigError as error:
+        error.about = tuple(dict.fromkeys((*error.about, *options)))
+        raise
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `` (did you mean 'x'?)`` for the known name closest to `name`.
+
+    Empty if no name's similarity reaches `cutoff` (0 to 1).
+    """
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" (did you mean '{matches[0]}'?)" if matches else ""

@@ -1,8 +1,9 @@
-"""A configuration from command-line flags and a world size, for a run without a YAML and for `generate-disagg-config`."""
+"""A configuration from options and a world size, for runs without a YAML and `generate-disagg-config`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .config import DisaggConfig, from_mapping
@@ -10,13 +11,18 @@ from .errors import ConfigError, nearest
 from .schema import Rule, checked
 
 MODES = ("aggregated", "disaggregated")
-_MOST = 1 << 20  # a count above this is a typing error, and would only fill the memory
+_MOST = 1 << 20  # a larger count is a typing error, and would only fill the memory
 _FLAG: Rule = (f"an integer from 1 to {_MOST}", lambda x: type(x) is int and 1 <= x <= _MOST)
 
 
 def control_ranks(world_size: int) -> int:
-    """How many ranks `generate` leaves for harness and leader: one up to 3 ranks, two from 4; none if there is one rank only."""
+    """Return the number of ranks for harness and leader: none of 1, one of 2 or 3, two of 4 or more."""
     return 0 if world_size == 1 else 1 if world_size <= 3 else 2
+
+
+def ranks_for(n_workers: int) -> int:
+    """Return the world size for `n_workers` workers: the inverse of `control_ranks`."""
+    return next(n_workers + n for n in (1, 2) if control_ranks(n_workers + n) == n)
 
 
 def generate(
@@ -25,7 +31,6 @@ def generate(
     *,
     model: str | None = None,
     backend: str = "pytorch",
-    hostname: str = "localhost",
     port: int = 8000,
     num_ctx_servers: int | None = None,
     ctx_tp_size: int = 1,
@@ -37,43 +42,45 @@ def generate(
     tensor_parallelism: int = 1,
     pipeline_parallelism: int = 1,
     moe_expert_parallelism: int = 1,
-    max_batch_size: int | None = None,
-    max_num_tokens: int | None = None,
-    max_seq_len: int | None = None,
-    router: str | None = None,
-    kv_cache_config: Mapping[str, Any] | None = None,
-    worker_hosts: Sequence[str] | None = None,
     first_worker_port: int = 8001,
-    extra: Mapping[str, Any] | None = None,
 ) -> DisaggConfig:
-    """A configuration whose plan fits `world_size` ranks, or (None) of the numbers of instances given, 1 where none is given.
+    """Return a configuration whose plan fits `world_size` ranks.
 
-    Counts that are not given follow from the world size: all worker ranks are used, and as many of them as possible, but at most a
-    third, are context ranks (at least one instance). `control_ranks` says how many ranks are workers; if no counts fit these, one
-    control rank more or less is tried, because a plan allows either.
+    With `world_size` None the counts of instances are those given, by default 1.
 
-    The ctx and gen flags, `worker_hosts` and `first_worker_port` are of disaggregated mode; `num_executors`, `tensor_parallelism` and
-    `pipeline_parallelism` of aggregated mode; those of the other mode are not looked at. `moe_expert_parallelism`, the limits, `router`
-    (a type), `kv_cache_config` and `extra` (LLM arguments) go into every section.
+    Counts that are not given follow from the world size: all worker ranks are used, and at most a third of
+    them (but at least one instance) are context ranks. `control_ranks` says how many ranks are workers; if no
+    counts fit these, one control rank more or less is tried, because a plan allows either.
 
-    `worker_hosts`: the host of each instance's leader, in instance order (None: `hostname` for all). With ports counted from
-    `first_worker_port` they make the `urls`, which TensorRT-LLM needs in a disaggregated file.
+    The ctx and gen options and `first_worker_port` apply to disaggregated mode; `num_executors`,
+    `tensor_parallelism` and `pipeline_parallelism` to aggregated mode; those of the other mode are ignored.
+    `moe_expert_parallelism` goes into every section.
 
-    Raises ConfigError that names the flag, or the section's field that it became.
+    `urls`, which TensorRT-LLM needs in a disaggregated file, are ports of this host from `first_worker_port`
+    on; `with_hosts` sets other hosts.
+
+    Raises ConfigError, which names the option or the section's field that it became.
     """
     if mode not in MODES:
         raise ConfigError(f"--mode: {mode!r}; must be {' or '.join(MODES)}{nearest(mode, MODES)}")
     flags: dict[str, int | None]
     given: dict[str, int | None]
     if mode == "disaggregated":
-        shapes = {"context_servers": (ctx_tp_size, ctx_pp_size), "generation_servers": (gen_tp_size, gen_pp_size)}
+        shapes = {
+            "context_servers": (ctx_tp_size, ctx_pp_size),
+            "generation_servers": (gen_tp_size, gen_pp_size),
+        }
         given = {"context_servers": num_ctx_servers, "generation_servers": num_gen_servers}
         flags = {"num_ctx_servers": num_ctx_servers, "ctx_tp_size": ctx_tp_size, "ctx_pp_size": ctx_pp_size}
         flags |= {"num_gen_servers": num_gen_servers, "gen_tp_size": gen_tp_size, "gen_pp_size": gen_pp_size}
     else:
         shapes = {"executors": (tensor_parallelism, pipeline_parallelism)}
         given = {"executors": num_executors}
-        flags = {"num_executors": num_executors, "tensor_parallelism": tensor_parallelism, "pipeline_parallelism": pipeline_parallelism}
+        flags = {
+            "num_executors": num_executors,
+            "tensor_parallelism": tensor_parallelism,
+            "pipeline_parallelism": pipeline_parallelism,
+        }
     for flag, value in {**flags, "moe_expert_parallelism": moe_expert_parallelism}.items():
         if value is not None:
             checked(f"--{flag}", value, _FLAG)
@@ -81,32 +88,45 @@ def generate(
         checked("world size", world_size, _FLAG)
     counts = _counts(list(given.values()), [tp * pp for tp, pp in shapes.values()], world_size, mode)
 
-    hosts = list(worker_hosts) if worker_hosts is not None else [hostname] * sum(counts)
-    if len(hosts) != sum(counts):
-        raise ConfigError(f"--worker_hosts: {len(hosts)} given; must be {sum(counts)}, one for each instance")
-    limits = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
-    given_limits = {key: limit for key, limit in limits.items() if limit is not None}
-    data: dict[str, Any] = {"hostname": hostname, "port": port, "model": model, "backend": backend}
+    data: dict[str, Any] = {"port": port, "model": model, "backend": backend}
     index = 0
     for (name, (tp, pp)), count in zip(shapes.items(), counts, strict=True):
-        section: dict[str, Any] = {"num_instances": count, "tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-        section |= {"moe_expert_parallel_size": moe_expert_parallelism, **given_limits}
-        if kv_cache_config:
-            section["kv_cache_config"] = kv_cache_config
-        if router is not None:
-            section["router"] = {"type": router}
+        section: dict[str, Any] = {
+            "num_instances": count,
+            "tensor_parallel_size": tp,
+            "pipeline_parallel_size": pp,
+        }
+        section["moe_expert_parallel_size"] = moe_expert_parallelism
         if mode == "disaggregated":
-            section["cache_transceiver_config"] = {"backend": "DEFAULT"}  # TensorRT-LLM hands no KV cache over without one
-            section["urls"] = [f"{hosts[i]}:{first_worker_port + i}" for i in range(index, index + count)]
+            # Without it TensorRT-LLM hands no KV cache over.
+            section["cache_transceiver_config"] = {"backend": "DEFAULT"}
+            section["urls"] = [f"localhost:{first_worker_port + i}" for i in range(index, index + count)]
         if name == "context_servers":
-            section["disable_overlap_scheduler"] = True  # TensorRT-LLM's context servers have no overlap scheduler
+            # TensorRT-LLM's context servers have no overlap scheduler.
+            section["disable_overlap_scheduler"] = True
         index += count
-        data[name] = section | dict(extra or {})
+        data[name] = section
     return from_mapping(data, "generated configuration")
 
 
-def _counts(given: Sequence[int | None], sizes: Sequence[int], world_size: int | None, mode: str) -> list[int]:
-    """Instances of each section: those given, the others so that every worker rank is used. `sizes`: ranks of an instance."""
+def with_hosts(config: DisaggConfig, hostname: str, hosts: Sequence[str]) -> DisaggConfig:
+    """Put the leader on `hostname`, and instance i's URL, if it has one, on ``hosts[i]``. Keep the ports."""
+    sections: dict[str, Any] = {}
+    waiting = iter(hosts)
+    for name, server in config.sections:
+        mine = [next(waiting) for _ in range(server.num_instances)]
+        urls = tuple(f"{host}:{url.rpartition(':')[2]}" for host, url in zip(mine, server.urls, strict=False))
+        sections[name] = replace(server, urls=urls)
+    return replace(config, hostname=hostname, **sections)
+
+
+def _counts(
+    given: Sequence[int | None], sizes: Sequence[int], world_size: int | None, mode: str
+) -> list[int]:
+    """Return each section's number of instances: those given, the others so that every worker rank is used.
+
+    `sizes`: ranks of an instance of each section.
+    """
     if world_size is None:
         return [count or 1 for count in given]
     found = _fit(given, sizes, world_size)
@@ -116,12 +136,16 @@ def _counts(given: Sequence[int | None], sizes: Sequence[int], world_size: int |
     works = _sizes_that_work(given, sizes, world_size)
     asked = f"{mode} instances of {' and '.join(needs)} ranks"
     if None not in given:
-        asked += f" need {sum((count or 0) * size for count, size in zip(given, sizes, strict=True))} worker ranks, which"
-    raise ConfigError(f"world size: {world_size}; {asked} do not fit; must be {' or '.join(map(str, works))} (1 or 2 ranks are control)")
+        needed = sum((count or 0) * size for count, size in zip(given, sizes, strict=True))
+        asked += f" need {needed} worker ranks, which"
+    raise ConfigError(
+        f"world size: {world_size}; {asked} do not fit; must be {' or '.join(map(str, works))} "
+        "(1 or 2 ranks are control)"
+    )
 
 
 def _fit(given: Sequence[int | None], sizes: Sequence[int], world_size: int) -> list[int] | None:
-    """The best counts for `world_size`, or None if none use all of its worker ranks."""
+    """Return the best counts for `world_size`, or None if no counts use all of its worker ranks."""
     usual = control_ranks(world_size)
     for control in (usual, 3 - usual) if usual else (0,):
         workers = world_size - control
@@ -139,7 +163,7 @@ def _fit(given: Sequence[int | None], sizes: Sequence[int], world_size: int) -> 
 
 
 def _first_counts(given: int | None, size: int, workers: int) -> Sequence[int]:
-    """Numbers of context instances, best first: from a third of the worker ranks down, then up."""
+    """Return numbers of context instances, best first: from a third of the worker ranks down, then up."""
     if given is not None:
         return [given]
     third = workers // 3 // size
@@ -147,12 +171,23 @@ def _first_counts(given: int | None, size: int, workers: int) -> Sequence[int]:
 
 
 def _sizes_that_work(given: Sequence[int | None], sizes: Sequence[int], world_size: int) -> list[int]:
-    """The world sizes next to `world_size`, below and above, that fit; if all counts are given, all that fit."""
+    """Return the nearest world sizes below and above that fit; if all counts are given, all that fit."""
     fewest = sum((count or 1) * size for count, size in zip(given, sizes, strict=True))
     if None not in given:
         return [n for n in (1, fewest + 1, fewest + 2) if _fit(given, sizes, n)]
-    # Another instance of the section that is not fixed always fits again, so the search above is short.
+    # One more instance of a section that is not fixed always fits, so the search upwards is short.
     step = max(size for count, size in zip(given, sizes, strict=True) if count is None)
-    below = next((n for n in range(world_size - 1, max(fewest, world_size - 1 - 2 * step), -1) if _fit(given, sizes, n)), None)
-    above = next(n for n in range(max(world_size, fewest) + 1, max(world_size, fewest) + 2 * step + 3) if _fit(given, sizes, n))
+    below = next(
+        (
+            n
+            for n in range(world_size - 1, max(fewest, world_size - 1 - 2 * step), -1)
+            if _fit(given, sizes, n)
+        ),
+        None,
+    )
+    above = next(
+        n
+        for n in range(max(world_size, fewest) + 1, max(world_size, fewest) + 2 * step + 3)
+        if _fit(given, sizes, n)
+    )
     return [above] if below is None else [below, above]

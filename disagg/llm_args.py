@@ -1,26 +1,41 @@
-"""The names of TensorRT-LLM's LLM arguments: which unknown keys of a disaggregation YAML are arguments and which are typing errors."""
+"""The names of TensorRT-LLM's LLM arguments, to tell a misspelt one from a new one."""
 
 from __future__ import annotations
 
-# From tensorrt_llm/llmapi/llm_args.py and the arguments that `trtllm-serve` adds in get_llm_args. A name that is missing here still
-# passes inside a server section; only at the top level of the file must a key be known.
+# From tensorrt_llm/llmapi/llm_args.py (1.0 to August 2026) and the arguments that `trtllm-serve` adds in
+# get_llm_args. A name that is missing here passes too, unless it resembles one of these.
 LLM_ARGUMENTS = frozenset(
     """
-    allreduce_strategy attention_dp_config attn_backend backend batched_logits_processor batching_type build_config
-    cache_transceiver_config calib_config checkpoint_format checkpoint_loader context_parallel_size cp_config cuda_graph_config
-    custom_tokenizer decoding_config disable_overlap_scheduler dtype embedding_parallel_mode enable_attention_dp enable_autotuner
-    enable_build_cache enable_chunked_prefill enable_iter_perf_stats enable_iter_req_stats enable_layerwise_nvtx_marker
-    enable_lm_head_tp_in_adp
-    enable_lora enable_min_latency enable_mixed_sampler enable_prompt_adapter enable_sleep enable_tqdm enable_trtllm_sampler
-    env_overrides extended_runtime_perf_knob_config fail_fast_on_attention_window_too_large fast_build force_dynamic_quantization
-    free_gpu_memory_fraction garbage_collection_gen0_threshold gather_generation_logits gpus_per_node guided_decoding_backend
-    iter_stats_max_iterations kv_cache_config kv_cache_dtype kv_connector_config load_format lora_config max_batch_size max_beam_width
-    max_input_len max_num_tokens max_prompt_adapter_token max_seq_len max_stats_len mm_encoder_only model moe_cluster_parallel_size
-    moe_config moe_expert_parallel_size moe_tensor_parallel_size mpi_session normalize_log_probs num_postprocess_workers
-    nvfp4_gemm_config orchestrator_type otlp_traces_endpoint peft_cache_config perf_metrics_max_requests pipeline_parallel_size
-    postprocess_tokenizer_dir print_iter_log quant_config reasoning_parser request_stats_max_iterations return_perf_metrics revision
-    sampler_type scheduler_config skip_tokenizer_init sparse_attention_config speculative_config stream_interval
-    tensor_parallel_size tokenizer tokenizer_mode tokenizer_revision torch_compile_config trust_remote_code use_torch_sampler
+    allreduce_strategy attention_dp_config attn_backend backend batch_wait_max_tokens_ratio
+    batch_wait_timeout_iters batch_wait_timeout_ms batched_logits_processor batching_type build_config
+    cache_transceiver_config calib_config checkpoint_format checkpoint_io_policy checkpoint_loader
+    context_parallel_size cp_config cuda_graph_config custom_tokenizer decoding_config disable_mm_encoder
+    disable_overlap_scheduler dtype dwdp_config embedding_parallel_mode enable_attention_dp enable_autotuner
+    enable_build_cache enable_chunked_prefill enable_early_first_token_response
+    enable_encoder_decoder_mixed_cuda_graph enable_energy_metrics enable_in_graph_sampling
+    enable_iter_perf_stats enable_iter_req_stats enable_layerwise_nvtx_marker enable_lm_head_tp_in_adp
+    enable_lora enable_low_latency_host_dispatch enable_min_latency enable_mixed_sampler
+    enable_mla_skip_correction enable_prompt_adapter enable_resource_governor enable_sleep
+    enable_speculative_beam_history_d2h enable_tqdm enable_trtllm_sampler encode_only
+    encoder_cuda_graph_config encoder_max_batch_size encoder_max_num_tokens env_overrides
+    extended_runtime_perf_knob_config fail_fast_on_attention_window_too_large fast_build
+    force_dynamic_quantization free_gpu_memory_fraction garbage_collection_gen0_threshold
+    gather_generation_logits generation_config gms_config gpus_per_node guided_decoding_backend
+    iter_stats_max_iterations kv_cache_compression_config kv_cache_config kv_cache_dtype kv_connector_config
+    layer_wise_benchmarks_config load_format lora_config max_batch_size max_beam_width max_input_len
+    max_num_tokens max_prompt_adapter_token max_seq_len max_stats_len mla_skip_correction_threshold
+    mm_encoder_only model model_kwargs moe_cluster_parallel_size moe_config moe_expert_parallel_size
+    moe_tensor_parallel_size mpi_session multimodal_config mx_config normalize_log_probs
+    num_postprocess_workers num_serve_frontends nvfp4_gemm_config orchestrator_type otlp_traces_endpoint
+    peft_cache_config perf_metrics_max_requests perf_metrics_output_dir pipeline_parallel_size
+    post_processor_hook postprocess_tokenizer_dir pp_partition prefill_capture_num_tokens
+    prefill_cuda_graph_backend print_iter_log prometheus_metrics_config quant_config ray_placement_config
+    ray_worker_extension_cls ray_worker_nsight_options reasoning_parser reorder_policy_config
+    request_stats_max_iterations return_perf_metrics revision sampler_force_async_worker sampler_type
+    scheduler_config skip_tokenizer_init sleep_config sparse_attention_config speculative_config
+    stream_interval telemetry_config tensor_parallel_size tokenizer tokenizer_mode tokenizer_revision
+    torch_compile_config trust_remote_code use_cute_dsl_bf16_bmm use_cute_dsl_bf16_gemm
+    use_cute_dsl_blockscaling_bmm use_cute_dsl_blockscaling_mm use_fine_grained_sync use_torch_sampler
     video_pruning_rate
-    """.split()  # noqa: SIM905 (eighty names, not eighty lines)
+    """.split()  # noqa: SIM905 (so many names, not so many lines)
 )

@@ -1,13 +1,15 @@
-"""Which worker ranks form each instance when nodes have any numbers of worker slots: no TP group on more nodes than it must be on.
+"""Choose the worker ranks of each instance so that TP groups are split over as few nodes as possible.
 
-All slots are used, so this is a question of exact sums. Call a set of nodes *closed* if whole groups fill it exactly. Groups laid
-one after the other over a closed set of n nodes are split at most at its n - 1 inner borders. The other way round, groups that are split
-tie nodes together into closed sets, n nodes with at least n - 1 splits. So the fewest splits (nodes of a group less one, summed over
-groups) are the nodes less the most closed sets into which the nodes can be divided, and that division is what we search.
+All slots are used, so the sums must be exact. Call a set of nodes *closed* if whole groups fill it exactly.
+Groups laid one after the other over a closed set of n nodes are split at most at its n - 1 inner borders.
+Conversely, split groups tie nodes together into closed sets: n nodes need at least n - 1 splits. So the
+fewest splits (nodes of a group less one, summed over groups) are the number of nodes less the largest number
+of closed sets into which they can be divided. This file searches for that division.
 
-A run has at most two sizes of TP group: `a` (context) and `b` (generation). A closed set of s slots holds x and y of them, a x + b y = s,
-where x can grow in steps of b / gcd(a, b). So a division works if the least x of all its sets add up to at most the a-groups
-that there are, and the same for y; growing some x then makes the sums exact.
+A run has at most two sizes of TP group: `a` (context) and `b` (generation). A closed set of s slots holds x
+and y of them, a x + b y = s, where x can grow in steps of b / gcd(a, b). So a division works if the least x
+of all its sets add up to at most the number of a-groups, and the same for y; growing some x then makes the
+sums exact.
 """
 
 from __future__ import annotations
@@ -19,23 +21,31 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import combinations_with_replacement, islice, product
 
-Pair = tuple[int, int]  # a number for context, one for generation
+Pair = tuple[int, int]  # (context, generation)
 
-# The exact search looks at pairs of (nodes left, closed set among them). Above this many, closed sets are taken greedily first.
+# The exact search visits pairs of (nodes left, closed set among them). With more pairs than this, closed sets
+# are taken greedily first.
 _MAX_PAIRS = 20_000
-_MAX_CANDIDATES = 10_000  # sets of one size that the greedy part looks at
+_MAX_CANDIDATES = 10_000  # sets of one size that the greedy part tries
 
 
-def place(nodes: Sequence[Sequence[int]], sizes: Pair, counts: Pair, stages: Pair) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of each context and each generation instance, in instance order, with the fewest splits of TP groups (see `closed_sets`).
+def place(
+    nodes: Sequence[Sequence[int]], sizes: Pair, counts: Pair, stages: Pair
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ranks of each context and each generation instance, with the fewest splits of TP groups.
 
-    `nodes`: the worker ranks of each node, ascending. `sizes`: ranks of a TP group. `counts`: TP groups. `stages`: TP groups per instance.
-    Instances are ordered by their first rank, and their TP groups are on one node where that costs no split.
+    `nodes`: the worker ranks of each node, ascending. `sizes`: ranks of a TP group. `counts`: TP groups.
+    `stages`: TP groups per instance. Instances are ordered by their first rank; the TP groups of one are on
+    one node where that costs no split. Exact within the limits that `closed_sets` names.
     """
     slots = [len(ranks) for ranks in nodes]
     sets = closed_sets(slots, sizes, counts)
     groups: tuple[list[list[int]], list[list[int]]] = ([], [])
-    for members, share in zip(sets, _shares([sum(slots[i] for i in members) for members in sets], sizes, counts, stages), strict=True):
+    for members, share in zip(
+        sets,
+        _shares([sum(slots[i] for i in members) for members in sets], sizes, counts, stages),
+        strict=True,
+    ):
         ranks = [rank for i in members for rank in nodes[i]]
         start = 0
         for which in (0, 1):
@@ -47,30 +57,33 @@ def place(nodes: Sequence[Sequence[int]], sizes: Pair, counts: Pair, stages: Pai
 
 
 def closed_sets(slots: Sequence[int], sizes: Pair, counts: Pair) -> list[list[int]]:
-    """Indices of nodes, divided into as many closed sets as possible; ascending within a set, sets by their first node.
+    """Divide the nodes into as many closed sets as possible.
 
-    `slots`: worker ranks of each node, at least 1, in all ``sizes[0] * counts[0] + sizes[1] * counts[1]``. An aggregated run has
-    groups of one kind: the second count is 0.
+    Returns indices of nodes, ascending within a set, sets ordered by their first node. `slots`: worker ranks
+    of each node, at least 1, in all ``sizes[0] * counts[0] + sizes[1] * counts[1]``. An aggregated run has
+    groups of one kind: its second count is 0.
 
-    Exact as long as nodes are of few kinds, as they are in clusters. The problem is NP-hard: with very many kinds (slot counts that
-    differ even modulo the TP sizes) small sets are taken greedily first, and there may be a better division.
+    Exact if nodes are of few kinds, as in a cluster. The problem is NP-hard: with very many kinds (slot
+    counts that differ even modulo the TP sizes) small sets are taken greedily first, and a better division
+    may exist.
     """
     a, b = sizes
     gcd = math.gcd(a, b)
-    # If one size divides the other, whole large groups change nothing, and a node is as good as its remainder.
+    # If one size divides the other, whole large groups change nothing: only a node's remainder counts.
     divisible = max(sizes) % min(sizes) == 0
     kinds = [s % max(sizes) if divisible else s for s in slots]
 
     @cache
     def least(total: int) -> Pair | None:
-        """The least x and y of a closed set whose kinds add up to `total`; None if it is not closed."""
+        """Return the least x and y of a set whose kinds add up to `total`; None if it is not closed."""
         x = next((x for x in range(min(total // a + 1, b // gcd)) if (total - a * x) % b == 0), None)
         y = next((y for y in range(min(total // b + 1, a // gcd)) if (total - b * y) % a == 0), None)
         return None if x is None or y is None else (x, y)
 
     taken, left, budget = _greedy(Counter(kinds), counts, least)
     giving_back = 1
-    while (rest := _exact(left, budget, least, (b // gcd - 1, a // gcd - 1))) is None:  # the greedy part took what the rest needs
+    # None: the greedy part took what the rest needs.
+    while (rest := _exact(left, budget, least, (b // gcd - 1, a // gcd - 1))) is None:
         for _ in range(min(giving_back, len(taken))):
             members = taken.pop()
             left.update(members)
@@ -86,8 +99,13 @@ def closed_sets(slots: Sequence[int], sizes: Pair, counts: Pair) -> list[list[in
 _Least = Callable[[int], "Pair | None"]
 
 
-def _greedy(left: Counter[int], budget: Pair, least: _Least) -> tuple[list[tuple[int, ...]], Counter[int], Pair]:
-    """Closed sets, smallest and cheapest first, until the rest is small enough for `_exact`; and the kinds and the budget that are left."""
+def _greedy(
+    left: Counter[int], budget: Pair, least: _Least
+) -> tuple[list[tuple[int, ...]], Counter[int], Pair]:
+    """Take closed sets, smallest and cheapest first, until the rest is small enough for `_exact`.
+
+    Returns the sets, and the kinds and the budget that are left.
+    """
     taken: list[tuple[int, ...]] = []
     left = Counter(left)
     for size in range(1, left.total() + 1):
@@ -109,14 +127,15 @@ def _greedy(left: Counter[int], budget: Pair, least: _Least) -> tuple[list[tuple
 
 
 def _pairs(left: Counter[int]) -> int:
-    """How many pairs of (part of `left`, part of that part) there are."""
+    """Count the pairs of (part of `left`, part of that part)."""
     return math.prod((n + 1) * (n + 2) // 2 for n in left.values())
 
 
 def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> list[tuple[int, ...]] | None:
-    """The most closed sets that use up `left`, as the kinds of their nodes; None if the budget does not allow any division.
+    """Divide `left` into the most closed sets, as kinds of nodes; None if the budget allows no division.
 
-    If `left` is too large for the search, the one set of everything. `dearest`: the most that a set can cost.
+    If `left` is too large for the search, returns one set of everything. `dearest`: the most that a set can
+    cost.
     """
     kinds = sorted(left)
     if _pairs(left) > _MAX_PAIRS:
@@ -126,7 +145,7 @@ def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> li
 
     @cache
     def best(state: tuple[int, ...], x: int, y: int) -> tuple[int, tuple[int, ...]] | None:
-        """The most sets for the nodes in `state` (how many of each kind) with the budget x, y, and one of the sets."""
+        """Return the most sets for `state` (nodes of each kind) within budget x, y, and one of the sets."""
         if not any(state):
             return 0, ()
         first = next(i for i, n in enumerate(state) if n)
@@ -136,7 +155,7 @@ def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> li
             if cost is None or cost[0] > x or cost[1] > y:
                 continue
             rest = tuple(map(operator.sub, state, part))
-            n = sum(rest)  # no more budget than the rest could spend, so that equal questions are asked once
+            n = sum(rest)  # cap the budget at what the rest could spend, so that the cache hits
             tail = best(rest, min(x - cost[0], n * dearest[0]), min(y - cost[1], n * dearest[1]))
             if tail is not None and (found is None or tail[0] + 1 > found[0]):
                 found = tail[0] + 1, part
@@ -159,9 +178,9 @@ def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> li
 
 
 def _shares(slots: Sequence[int], sizes: Pair, counts: Pair, stages: Pair) -> list[Pair]:
-    """How many context and generation groups each closed set holds, if its slots are `slots`; context as far to the front as possible.
+    """Return how many context and generation groups each closed set of `slots` slots holds.
 
-    Where there is a choice, sets hold whole instances.
+    Context groups come as early as possible; where there is a choice, sets hold whole instances.
     """
     a, b = sizes
     step = b // math.gcd(a, b)
@@ -175,14 +194,19 @@ def _shares(slots: Sequence[int], sizes: Pair, counts: Pair, stages: Pair) -> li
     for fits in tests:
         for i, s in enumerate(slots):
             most = min(s // a - xs[i], missing) // step
-            x = next((x for x in range(xs[i] + most * step, xs[i], -step) if fits(x, (s - a * x) // b)), xs[i])
+            x = next(
+                (x for x in range(xs[i] + most * step, xs[i], -step) if fits(x, (s - a * x) // b)), xs[i]
+            )
             missing -= x - xs[i]
             xs[i] = x
     return [(x, (s - a * x) // b) for x, s in zip(xs, slots, strict=True)]
 
 
 def _instances(groups: Sequence[list[int]], stages: int, node_of: Mapping[int, int]) -> list[list[int]]:
-    """TP groups joined to instances of `stages` groups, of one node where possible, else of neighbours; by their first rank."""
+    """Join TP groups to instances of `stages` groups: on one node where possible, else of neighbours.
+
+    Ordered by their first rank.
+    """
     by_node: dict[frozenset[int], list[list[int]]] = {}
     for group in groups:
         by_node.setdefault(frozenset(node_of[rank] for rank in group), []).append(group)

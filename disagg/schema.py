@@ -1,4 +1,4 @@
-"""The keys of the disaggregation YAML and what each may be. Anything not in these tables is an LLM argument or unknown."""
+"""The keys of the disaggregation YAML and their rules. Any other key is an LLM argument or unknown."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ from typing import Any, NoReturn
 from .errors import ConfigError
 from .yaml_text import shown
 
-SECTIONS = ("context_servers", "generation_servers", "executors")  # in the order in which their instances take ranks
-ROUTERS = ("round_robin", "load_balancing", "kv_cache_aware")
+SECTIONS = (
+    "context_servers",
+    "generation_servers",
+    "executors",
+)  # in the order in which their instances take ranks
+# From create_router in tensorrt_llm/serve/router.py, which compares in lower case.
+ROUTERS = (
+    "round_robin",
+    "load_balancing",
+    "kv_cache_aware",
+    "conversation",
+    "centralized_kv_cache_aware",
+    "remote_http",
+)
 
-# A rule is what an error says must be there, and the test for it. `type(x) is int`, because in Python True is an int too.
+# A rule is what an error says is allowed, and the test for it. `type(x) is int`, because True is an int too.
 Rule = tuple[str, Callable[[Any], bool]]
 COUNT: Rule = ("an integer, at least 1", lambda x: type(x) is int and x >= 1)
 _LIMIT: Rule = ("an integer, at least 1, or null", lambda x: x is None or (type(x) is int and x >= 1))
@@ -21,7 +33,10 @@ _FRACTION: Rule = ("a number above 0 and at most 1", lambda x: type(x) in (int, 
 _BOOLEAN: Rule = ("true or false", lambda x: type(x) is bool)
 _TEXT: Rule = ("a string that is not empty", lambda x: isinstance(x, str) and x.strip() != "")
 MAPPING: Rule = ("a mapping", lambda x: isinstance(x, Mapping))
-_HOST: Rule = ("a host name or an IPv4 address", lambda x: isinstance(x, str) and re.fullmatch(r"[\w.-]+", x, re.ASCII) is not None)
+_HOST: Rule = (
+    "a host name or an IPv4 address",
+    lambda x: isinstance(x, str) and re.fullmatch(r"[\w.-]+", x, re.ASCII) is not None,
+)
 _PORT: Rule = ("an integer from 1 to 65535", lambda x: type(x) is int and 1 <= x <= 65535)
 _URLS: Rule = ("a list of host:port, one for each instance", lambda x: isinstance(x, list))
 URL: Rule = ("host:port, with a port from 1 to 65535", lambda x: isinstance(x, str) and _is_url(x))
@@ -36,10 +51,11 @@ def _one_of(*values: str) -> Rule:
     return "one of " + ", ".join(values), lambda x: x in values
 
 
-# One value for the whole run, wherever in the file it stands.
+# One value for the whole run, given at the top level or in sections.
 RUN_WIDE: dict[str, Rule] = {"model": _TEXT, "backend": _TEXT}
 
-# TensorRT-LLM's options of the leader: the named parameters of extract_disagg_cfg in tensorrt_llm/llmapi/disagg_utils.py.
+# TensorRT-LLM's options for the leader: the named parameters of extract_disagg_cfg in
+# tensorrt_llm/llmapi/disagg_utils.py.
 TOP_LEVEL: dict[str, Rule] = {
     "hostname": _HOST,
     "port": _PORT,
@@ -59,7 +75,7 @@ TOP_LEVEL: dict[str, Rule] = {
     "disagg_coordinator_url": _TEXT,
 }
 
-# The fields of ServerConfig, but for `extra`.
+# The fields of ServerConfig except `extra`.
 SERVER: dict[str, Rule] = {
     "num_instances": COUNT,
     "tensor_parallel_size": COUNT,
@@ -75,10 +91,14 @@ SERVER: dict[str, Rule] = {
     "urls": _URLS,
 }
 
-# LLM arguments that are read here too; like all of them they are kept in `extra`.
-READ: dict[str, Rule] = {"scheduler_config": MAPPING, "enable_chunked_prefill": _BOOLEAN, "max_beam_width": COUNT}
+# LLM arguments that are read here too; they stay in `extra` with the others.
+READ: dict[str, Rule] = {
+    "scheduler_config": MAPPING,
+    "enable_chunked_prefill": _BOOLEAN,
+    "max_beam_width": COUNT,
+}
 
-# The keys of a section's mappings that we know; others pass.
+# The keys that are checked inside a section's mappings; others pass.
 INNER: dict[str, dict[str, Rule]] = {
     "kv_cache_config": {
         "free_gpu_memory_fraction": _FRACTION,
@@ -93,17 +113,20 @@ INNER: dict[str, dict[str, Rule]] = {
         "context_chunking_policy": _one_of("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"),
     },
     "cache_transceiver_config": {"backend": _TEXT, "max_tokens_in_buffer": COUNT},
-    "router": {"type": _one_of(*ROUTERS)},
+    "router": {
+        "type": ("one of " + ", ".join(ROUTERS), lambda x: isinstance(x, str) and x.lower() in ROUTERS)
+    },
 }
 
-# Where null means what TensorRT-LLM does by default.
+# Keys whose null means TensorRT-LLM's default.
 NULLABLE = ("moe_expert_parallel_size", "kv_cache_config", "cache_transceiver_config", "router", "urls")
 
-MOE_ARGUMENTS = ("moe_cluster_parallel_size", "moe_tensor_parallel_size")  # LLM arguments that have a say in the expert-parallel size
+# LLM arguments that the expert-parallel size follows from.
+MOE_ARGUMENTS = ("moe_cluster_parallel_size", "moe_tensor_parallel_size")
 
 
 def checked(where: str, value: Any, rule: Rule) -> Any:
-    """`value`, or ConfigError if it breaks the rule."""
+    """Return `value`; raise ConfigError if it breaks the rule."""
     allowed, test = rule
     if not test(value):
         refuse(where, value, allowed)
@@ -111,5 +134,5 @@ def checked(where: str, value: Any, rule: Rule) -> Any:
 
 
 def refuse(where: str, value: object, allowed: str) -> NoReturn:
-    """The one form of an error about a value: where it stands, what it is, what it must be."""
+    """Raise the error for a wrong value: where it is, what it is, what it must be."""
     raise ConfigError(f"{where}: {shown(value)}; must be {allowed}")

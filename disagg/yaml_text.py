@@ -1,4 +1,4 @@
-"""YAML text to plain data and back: strict where PyYAML is lenient, and every failure is a ConfigError."""
+"""YAML text to plain data and back: stricter than PyYAML; every failure is a ConfigError."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CONSTRUCTOR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError, 
 
 
 def read(text: str, source: str) -> Mapping[Any, Any]:
-    """The one mapping that `text` holds.
+    """Read the one mapping in `text`.
 
-    Raises ConfigError, which begins with `source`, for anything else: a syntax error (with line and column), a duplicate key,
-    an empty text, several documents, a top level that is no mapping.
+    Raises ConfigError, which begins with `source`, for anything else: a syntax error (with line and column),
+    a duplicate key, an empty text, several documents, a top level that is not a mapping.
     """
     import yaml
 
@@ -34,12 +34,14 @@ def read(text: str, source: str) -> Mapping[Any, Any]:
         raise ConfigError(f"{source}: a value does not fit its YAML type: {error}") from error
     if not isinstance(data, dict):
         found = "empty" if data is None else shown(data)
-        raise ConfigError(f"{source}: {found}; must be a mapping with context_servers and generation_servers, or executors")
+        raise ConfigError(
+            f"{source}: {found}; must be a mapping with context_servers and generation_servers, or executors"
+        )
     return data
 
 
 def strict_loader() -> Any:
-    """PyYAML's safe loader, to which a key that is there twice is a `ConstructorError`."""
+    """Return PyYAML's safe loader, with a duplicate key as a `ConstructorError`."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -49,7 +51,9 @@ def strict_loader() -> Any:
                 if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                     continue
                 if (key.tag, key.value) in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"duplicate key {key.value!r}", key.start_mark
+                    )
                 seen.add((key.tag, key.value))
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping
@@ -58,7 +62,10 @@ def strict_loader() -> Any:
 
 
 def write(data: Mapping[str, Any]) -> str:
-    """`data` as YAML text, keys in the order given, without anchors (TensorRT-LLM edits sections in place: they must share nothing)."""
+    """Write `data` as YAML text, keys in the order given.
+
+    Without anchors: TensorRT-LLM edits sections in place, so they must share nothing.
+    """
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -66,7 +73,7 @@ def write(data: Mapping[str, Any]) -> str:
             return True
 
     def represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
-        # PyYAML's plain and single-quoted styles turn these line breaks of Unicode into others.
+        # In the plain and single-quoted styles PyYAML changes these Unicode line breaks.
         style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
@@ -75,25 +82,30 @@ def write(data: Mapping[str, Any]) -> str:
 
 
 def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
-    """A deep copy of `data`, which must be made of null, true, false, finite numbers, strings, lists and mappings with string keys.
+    """Return a deep copy of `data` as plain JSON-like data: mappings have string keys, numbers are finite.
 
-    So a configuration can be hashed, compared, sent and written as JSON whatever its author put into an LLM argument.
-    Raises ConfigError, which begins with `source`.
+    So a configuration can be hashed, compared, sent and written as JSON, whatever an LLM argument holds.
+    Raises ConfigError, which begins with `source`, for any other value.
     """
     try:
         return {_name(key, source): _plain(value, f"{source}: {key}") for key, value in data.items()}
     except RecursionError as error:
-        raise ConfigError(f"{source}: nested too deeply, or an alias that holds itself") from error
+        raise ConfigError(f"{source}: nested too deeply, or an alias refers to itself") from error
 
 
 def _plain(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+    if (
+        value is None
+        or isinstance(value, (bool, int, str))
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping):
         return {_name(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
-    raise ConfigError(f"{where}: {shown(value)}; must be null, true, false, a finite number, a string, a list or a mapping")
+    allowed = "null, true, false, a finite number, a string, a list or a mapping"
+    raise ConfigError(f"{where}: {shown(value)}; must be {allowed}")
 
 
 def _name(key: object, where: str) -> str:
@@ -103,12 +115,21 @@ def _name(key: object, where: str) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` for an error message: shortened, and with its type, for `'2'` is not `2`."""
+    """Return `value` for an error message: shortened, with its type, because `'2'` is not `2`."""
     if value is None:
         return "null"
-    kinds = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a mapping"}
+    kinds = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "a mapping",
+    }
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python prints
         text = "a huge number"
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({kinds.get(type(value), type(value).__name__)})"
+    return (
+        f"{text if len(text) <= 80 else text[:77] + '...'} ({kinds.get(type(value), type(value).__name__)})"
+    )

@@ -1,4 +1,4 @@
-"""Child processes that end with this one: a build tool, a server, an `mpirun`. Each has a log file, and none is left running."""
+"""Child processes that end with this one: a build tool, a server, an `mpirun`. Each may have a log file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class Stopped(SystemExit):
-    """A person's Ctrl-C, or another signal that asks this process to stop. Uncaught it is an exit code as a shell's, 128 + signal."""
+    """Ctrl-C, or another signal that asks this process to stop. Uncaught, it is exit code 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -47,13 +47,15 @@ class Child:
 class Children:
     """A context: children started in it have ended when it is left, whatever ends it.
 
-    Inside it, the first SIGINT, SIGTERM or SIGHUP (but under nohup) raises `Stopped` in the main thread. On leaving, children that
-    still run get SIGTERM and `stop_grace_s` to end by themselves; a second signal cuts that short. Then they are killed, with everything
-    below them.
+    Inside it, the first SIGINT, SIGTERM or SIGHUP (but under nohup) raises `Stopped` in the main thread. On
+    leaving, children that still run get SIGTERM, or with `pass_on` the signal that came, and `stop_grace_s`
+    to end by themselves; a second signal cuts that short. Then they are killed, with everything below them.
     """
 
-    def __init__(self, stop_grace_s: float = STOP_GRACE_S) -> None:
+    def __init__(self, stop_grace_s: float = STOP_GRACE_S, pass_on: bool = False) -> None:
         self._grace_s = stop_grace_s
+        self._pass_on = pass_on
+        self._ask: int = signal.SIGTERM
         self._children: list[Child] = []
         self._signals = 0
         self._previous: dict[int, Any] = {}
@@ -65,7 +67,9 @@ class Children:
             self._previous = {number: signal.signal(number, self._stop) for number in stop_signals()}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._signals = max(self._signals, 1)  # from here on a signal only cuts the wait short
         try:
             self._end()
@@ -76,10 +80,11 @@ class Children:
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         self._signals += 1
         if self._signals == 1:
+            self._ask = number if self._pass_on else self._ask
             raise Stopped(number)
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> Child:
-        """Start `argv` with nothing but `env`. Its output is appended to `log`, without one it goes where ours goes."""
+        """Start `argv` with the environment `env`. Append its output to `log`; None: to our own."""
         try:
             with open(log, "ab") if log else contextlib.nullcontext() as output:  # noqa: PTH123 (one expression for both cases)
                 process = subprocess.Popen(
@@ -88,7 +93,10 @@ class Children:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if log else None,
-                    start_new_session=True,  # a terminal's Ctrl-C reaches only this process, which passes it on
+                    pass_fds=[int(env["PMI_FD"])]
+                    if "PMI_FD" in env
+                    else [],  # a rank's line to MPICH's mpirun, if `env` is a rank's
+                    start_new_session=True,  # Ctrl-C reaches only this process, which passes it on
                     preexec_fn=lambda: die_with_parent(signal.SIGTERM),
                 )
         except OSError as error:
@@ -117,10 +125,14 @@ class Children:
     def _end(self) -> None:
         running = [child.process for child in self.running()]
         for process in running:
-            process.terminate()
+            process.send_signal(self._ask)
         stop_at = time.monotonic() + self._grace_s
         signals = self._signals
-        while any(process.poll() is None for process in running) and time.monotonic() < stop_at and self._signals == signals:
+        while (
+            any(process.poll() is None for process in running)
+            and time.monotonic() < stop_at
+            and self._signals == signals
+        ):
             time.sleep(_POLL_S)
         for child in self._children:
             end_processes(child.process, self._before)

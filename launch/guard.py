@@ -1,8 +1,9 @@
-"""Between MPICH's launcher and a rank: ``python guard.py COMMAND…`` runs COMMAND and ends with an ordinary exit code.
+"""Stand between MPICH's launcher and a rank: ``python guard.py COMMAND…`` always ends with an exit code.
 
-Hydra kills every rank of a node as soon as one of its children dies of a signal, even with ``-disable-auto-cleanup``
-(``WIFSIGNALED`` in its proxy). So a rank that the kernel or a person kills would take rank 0 along before rank 0 could
-say which rank was lost. With this process in between, hydra sees a plain exit code of 128 + signal.
+Hydra kills every rank of a node as soon as one of its children dies of a signal, even with
+``-disable-auto-cleanup`` (``WIFSIGNALED`` in its proxy). So a rank that the kernel or a person kills would
+take rank 0 along before rank 0 could say which rank was lost. With this process in between, hydra sees a
+plain exit code of 128 + signal.
 
 It is run by path with ``python -I -S``: it imports nothing of ours and costs about 10 ms.
 """
@@ -20,10 +21,12 @@ FORWARDED_BY_HYDRA = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(command: list[str]) -> int:
     """Run `command`, wait for it, and return its exit code: 128 + signal if a signal ended it."""
-    # Hydra signals the whole process group: the rank gets its own copy, and this process has only to survive it.
+    # Hydra signals the whole process group: the rank gets its own copy, and this process has only to survive
+    # it.
     for number in FORWARDED_BY_HYDRA:
         signal.signal(number, lambda _number, _frame: None)
-    # Hydra tells the survivors of a lost rank by SIGUSR1, whose default action would end a rank that is still importing.
+    # Hydra tells the survivors of a lost rank by SIGUSR1, whose default action would end a rank that is still
+    # importing.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     parent = os.getpid()
     child = os.fork()

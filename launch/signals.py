@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
+
+from launch.environment import EXIT_FILE
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What a person, a terminal that closes, or a batch system sends; without a SIGHUP that nohup has this process ignore."""
-    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    return signals if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else signals[:2]
+    """What a user, a closing terminal, or a batch system sends; without SIGHUP under nohup.
+
+    And SIGUSR2 to what `mpillm mpirun` has started: by that it passes them on through Open MPI's mpirun.
+    """
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return signals + [signal.SIGUSR2] * (EXIT_FILE in os.environ)
+
+
+def title(number: int) -> str:
+    """A signal as a person knows it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

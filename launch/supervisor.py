@@ -1,4 +1,4 @@
-"""Sees an `mpirun` to its end, with everything that it started on this node: nothing is left running, whatever ends first."""
+"""Run an `mpirun` and see that everything it started on this node ends, whatever ends first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import FrameType
 
 import psutil
 
-from launch.signals import stop_signals
+from launch.signals import stop_signals, title
 
 STOP_GRACE_S = 10.0
 """How long the ranks have to end by themselves, after Ctrl-C or after rank 0 told its exit code."""
@@ -24,30 +24,38 @@ STOP_GRACE_S = 10.0
 KILL_GRACE_S = 3.0
 """How long `mpirun` has to end its ranks before they are killed one by one."""
 
+MPIRUN_GRACE_S = STOP_GRACE_S + 2 * KILL_GRACE_S
+"""How long an `mpillm mpirun` that is told to stop may take: it ends its ranks itself."""
+
 START_DEADLINE_S = 300.0
 """How long `mpirun` has to start rank 0, which keeps the deadlines of all that follows."""
 
 
-_LOOK_S = 10.0  # after rank 0 has started: by then MPI has, too; a rank alone on a node makes no segment, and looking takes CPU time
+# After rank 0 has started; by then MPI has, too. One rank on a node makes no segment, and looking takes CPU.
+_LOOK_S = 10.0
 
 
 class Supervisor:
     """Runs one `mpirun` and sees to it that it ends, with everything that it started on this node.
 
-    `mpirun` gets a session of its own, so a terminal's Ctrl-C reaches only this process, which passes on one signal:
+    `mpirun` gets a session of its own, so a terminal's Ctrl-C reaches only this process, which passes on one
+    signal:
 
-    1. the first Ctrl-C, SIGTERM or SIGHUP asks the ranks to stop (a second one skips the wait). Open MPI would give them a
-       quarter of a second and drop their last output on SIGINT or SIGTERM, but hands SIGUSR2 on to every rank; hydra hands SIGTERM on;
+    1. the first Ctrl-C, SIGTERM or SIGHUP asks the ranks to stop (a second one skips the wait). Open MPI
+       would give them a quarter of a second and drop their last output on SIGINT or SIGTERM, but hands
+       SIGUSR2 on to every rank; hydra hands SIGTERM on;
     2. after `stop_grace_s`, Open MPI's `mpirun` is told to end its ranks;
     3. after `KILL_GRACE_S`, and at once with hydra, every process below `mpirun` is killed.
 
-    The same grace time runs from the moment rank 0 has told its exit code, for ranks that hang in their end. An `mpirun` that does not get
-    rank 0 started (a host that can't be reached, an ssh that asks for a password) is ended after a deadline. This process
-    is made the reaper of orphans (Linux), so ranks that outlive a killed `mpirun` are found and killed, too; and `mpirun`
-    gets a signal when this process dies.
+    The same grace time runs from the moment rank 0 has told its exit code, for ranks that hang in their end.
+    An `mpirun` that does not get rank 0 started (a host that can't be reached, an ssh that asks for a
+    password) is ended after a deadline. This process is made the reaper of orphans (Linux), so ranks that
+    outlive a killed `mpirun` are found and killed, too; and `mpirun` gets a signal when this process dies.
     """
 
-    def __init__(self, *, openmpi: bool, stop_grace_s: float = STOP_GRACE_S, start_deadline_s: float = START_DEADLINE_S) -> None:
+    def __init__(
+        self, *, openmpi: bool, stop_grace_s: float = STOP_GRACE_S, start_deadline_s: float = START_DEADLINE_S
+    ) -> None:
         """`openmpi`: the `mpirun` is Open MPI's; hydra's otherwise."""
         self.never_started = False
         self._start_deadline_s = start_deadline_s
@@ -60,11 +68,18 @@ class Supervisor:
         self._at_our_death = signal.SIGTERM if openmpi else signal.SIGKILL
 
     def run(
-        self, line: Sequence[str], env: Mapping[str, str], started: Callable[[], bool], finished: Callable[[], bool]
+        self,
+        line: Sequence[str],
+        env: Mapping[str, str],
+        started: Callable[[], bool],
+        finished: Callable[[], bool],
+        tell: Callable[[int], None] = lambda number: None,
     ) -> tuple[int, int | None]:
-        """Start `line` and wait. Returns its status (negative: ended by a signal) and the signal that interrupted it, if any.
+        """Start `line` and wait; its status (negative: by a signal), and the signal that interrupted it.
 
-        `started` and `finished` say whether rank 0 has told that it runs, and that the run is over. `never_started`: it did not in time.
+        `started` and `finished` say whether rank 0 has told that it runs, and that the run is over.
+        `never_started`: it did not in time. `tell` tells the ranks which signal it was, before another one
+        reaches them.
         """
         adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
@@ -78,7 +93,7 @@ class Supervisor:
                 preexec_fn=lambda: die_with_parent(self._at_our_death),
             )
             try:
-                self._wait(process, started, finished)
+                self._wait(process, started, finished, tell)
             finally:
                 self._note_segments(process)
                 end_processes(process, before)
@@ -102,7 +117,13 @@ class Supervisor:
                     maps = Path(f"/proc/{rank.pid}/maps").read_text(encoding="utf-8", errors="replace")
                     self._segments |= set(re.findall(r"(/dev/shm/mpich_shm_\S+)$", maps, re.MULTILINE))
 
-    def _wait(self, process: subprocess.Popen[bytes], started: Callable[[], bool], finished: Callable[[], bool]) -> None:
+    def _wait(
+        self,
+        process: subprocess.Popen[bytes],
+        started: Callable[[], bool],
+        finished: Callable[[], bool],
+        tell: Callable[[int], None],
+    ) -> None:
         """Wait for `process`, and return early when only killing is left to do."""
         stop_at: float | None = None
         start_by: float | None = time.monotonic() + self._start_deadline_s
@@ -111,7 +132,8 @@ class Supervisor:
             if time.monotonic() < look_until:
                 self._note_segments(process)
             if stop_at is None and self._signals:
-                say(f"{signal.Signals(self._signals[0]).name}: stopping; press Ctrl-C again to end the ranks at once")
+                say(f"{title(self._signals[0])}: stopping the ranks; press Ctrl-C again to kill them")
+                tell(self._signals[0])
                 process.send_signal(self._ask)
                 stop_at = time.monotonic() + self._grace_s
             elif stop_at is None and finished():
@@ -120,11 +142,14 @@ class Supervisor:
                 start_by = None
                 look_until = time.monotonic() + _LOOK_S
             elif stop_at is None and start_by is not None and time.monotonic() > start_by:
-                say(f"mpirun has not started rank 0 within {self._start_deadline_s:g} s (--start_deadline): can its host be reached?")
+                say(
+                    f"mpirun has not started rank 0 within {self._start_deadline_s:g} s (--start_deadline):"
+                    " can its host be reached?"
+                )
                 self.never_started = True
                 stop_at = time.monotonic()
             if len(self._signals) > 1 or (stop_at is not None and time.monotonic() > stop_at):
-                say("ending the ranks that are still there")
+                say("ending the remaining ranks")
                 if self._openmpi:
                     process.terminate()
                     _ended_within(process, KILL_GRACE_S)
@@ -140,7 +165,7 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
-    """Kill `process`, what it started, and what became ours because it ended first: every child that was not there `before`."""
+    """Kill `process`, what it started, and the orphans that became ours: each child not in `before`."""
     for _ in range(10):  # killing a parent can bring up its children, and a process stuck in the kernel stays
         mine = [child for child in psutil.Process().children() if child.pid not in before]
         if not mine and process.poll() is not None:

@@ -13,49 +13,81 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from disagg.errors import ConfigError, nearest
-from launch.environment import tell_started
+from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_code, tell_started
+from launch.launcher import EveryRankError, find_launcher, refuse_copies
 from launch.signals import stop_signals
+from mpillm import __version__
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 
-# name: (module:function of a list of arguments to an exit code, what it does)
 COMMANDS = {
-    "run": ("mpillm.run:main", "run a test on the ranks of this mpirun or srun"),
-    "mpirun": ("launch.mpirun:main", "print and start the right mpirun line for a command: mpirun -n 5 run …"),
-    "plan": ("mpillm.planning:plan_main", "show what would run where, without MPI"),
-    "generate-engines": ("mpillm.builder.commands:generate_engines_main", "quantise a model and build its engine"),
-    "generate-triton-config": ("mpillm.builder.commands:generate_triton_config_main", "write Triton model repositories for an engine"),
-    "generate-disagg-config": ("mpillm.builder.disagg_config:main", "write a disaggregation YAML from options"),
-    "run-llm-server": ("mpillm.server:main", "start the servers that a core needs, and stay until they end"),
-    "run-harness": ("mpillm.harness:main", "run a test for each workload and scenario named"),
-    "accuracy": ("mpillm.accuracy.command:main", "score the answers of an accuracy run"),
-    "compliance": ("mpillm.compliance:main", "check a run of compliance test TEST06"),
-    "submission": ("mpillm.submission.command:main", "lay runs out as a submission to MLPerf Inference"),
-    "fetch-model": ("mpillm.models:main", "fetch a small real model"),
-    "bench": ("mpillm.bench:main", "measure: bench routing, engine, load, dataset, agreement, handoff"),
+    "run": "run a test on the ranks of this mpirun or srun",
+    "mpirun": "print and start the right mpirun line for a command: mpirun -n 5 run …",
+    "plan": "show what would run where, without MPI",
+    "generate-engines": "quantise a model and build its engine",
+    "generate-triton-config": "write Triton model repositories for an engine",
+    "generate-disagg-config": "write a disaggregation YAML from options",
+    "run-llm-server": "start the servers that a core needs, and stay until they end",
+    "run-harness": "run a test for each workload and scenario named",
+    "accuracy": "score the answers of an accuracy run",
+    "compliance": "check a run of compliance test TEST06",
+    "submission": "lay runs out as a submission to MLPerf Inference",
+    "fetch-model": "fetch a small real model",
+    "bench": "measure: bench routing, engine, load, dataset, agreement, handoff",
 }
+"""What each command does. `module_of` says where it is."""
+
+# Programs of TensorRT-LLM and Triton that their texts call, and what stands for them here.
+_THEIRS = {
+    **dict.fromkeys(("convert-checkpoint", "quantize"), "generate-engines runs it with the options in --trtllm_checkpoint_flags"),
+    **dict.fromkeys(("trtllm-build", "build"), "generate-engines runs it with the options in --trtllm_build_flags"),
+    "fill-template": "generate-triton-config writes each config.pbtxt; what the template fills in are keys of --trtllm_runtime_flags",
+    **dict.fromkeys(("launch-triton-server", "tritonserver"), "run-llm-server --harness_type=triton starts it"),
+    "trtllm-serve": "run-llm-server starts it with --core_type=trtllm_endpoint or trtllm_disagg",
+    "hf-lora-convert": "LoRA is not built in this version",
+    **dict.fromkeys(
+        ("inflight-batcher-llm-client", "end-to-end-grpc-client", "end-to-end-test", "benchmark-core-model"),
+        "a client of Triton is not built in this version",
+    ),
+}
+
+
+def module_of(command: str) -> str:
+    """The module whose `main` takes the command's arguments and returns its exit code."""
+    return "launch.mpirun" if command == "mpirun" else f"mpillm.commands.{command.replace('-', '_')}"
 
 
 def usage() -> str:
     """The text of --help."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {description}" for name, (_, description) in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {description}" for name, description in COMMANDS.items()]
     return (
         "usage: python -m mpillm COMMAND [options]\n\n"
         "MLPerf Inference LLM benchmarks on a cluster, from one mpirun.\n\n"
         + "\n".join(lines)
-        + "\n\n`python -m mpillm COMMAND --help` lists a command's options."
+        + "\n\n`python -m mpillm COMMAND --help` lists a command's options, `python -m mpillm --version` prints the version."
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run a command; its exit code. Bad input is one message on stderr and exit code 2."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command (default: the one that this process was started with); its exit code.
+
+    Bad input is one message on stderr and exit code 2.
+    """
     _open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
-        code = _run(argv)
+        code = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # what can't be written is said here, and not by Python at its exit
         return code
+    except EveryRankError as error:
+        launcher = find_launcher()
+        if launcher is None or launcher.first:
+            print(f"mpillm: {error}", file=sys.stderr, flush=True)
+            tell_exit_code(ExitCode.USAGE)
+        else:
+            let_rank_0_report()
+        return ExitCode.USAGE
     except ConfigError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE
@@ -92,13 +124,21 @@ def _run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return ExitCode.DONE if argv else ExitCode.USAGE
-    name = argv[0].replace("_", "-")
+    if argv[0] in ("-V", "--version"):
+        print(f"mpillm {__version__}")
+        return ExitCode.DONE
+    name = argv[0].removesuffix(".py").replace("_", "-")
+    if name in _THEIRS:
+        raise ConfigError(f"{argv[0]} is a program of TensorRT-LLM, not a command of mpillm: {_THEIRS[name]}")
     if name not in COMMANDS:
         raise ConfigError(f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}")
     tell_started()
-    module, _, function = COMMANDS[name][0].partition(":")
+    if not {"-h", "--help"} & {*argv}:
+        refuse_copies(name)
+        if name not in ("run-llm-server", "mpirun"):
+            drop_launch_type(name)
     with _stoppable():
-        return int(getattr(importlib.import_module(module), function)(list(argv[1:])))
+        return int(importlib.import_module(module_of(name)).main(list(argv[1:])))
 
 
 @contextlib.contextmanager

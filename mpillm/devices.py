@@ -1,13 +1,10 @@
-"""Which GPUs there are, and which rank gets which: known without PyTorch, before anything is loaded."""
+"""Which GPUs there are, and which rank gets which: known before anything is loaded."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from disagg import WorldPlan
@@ -34,16 +31,11 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def local_gpus() -> tuple[Gpu, ...]:
+def visible_gpus() -> tuple[Gpu, ...] | None:
     """NVIDIA's GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible, in its order, as the driver's management library knows them.
 
-    Empty if the PyTorch that is installed was built without CUDA.
+    None where NVIDIA's driver is not installed, so that nobody knows.
     """
-    return (visible_gpus() or ()) if _torch_has_cuda() else ()
-
-
-def visible_gpus() -> tuple[Gpu, ...] | None:
-    """As `local_gpus`, whatever PyTorch is installed; None where NVIDIA's driver is not, so that nobody knows."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -54,13 +46,6 @@ def visible_gpus() -> tuple[Gpu, ...] | None:
         return tuple(_read(nvml, handle) for handle in _visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
     finally:
         nvml.nvmlShutdown()
-
-
-def _torch_has_cuda() -> bool:
-    """Read off its files: importing it takes a second, on ranks that need it for nothing else."""
-    spec = importlib.util.find_spec("torch")
-    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    return version is not None and version.is_file() and not re.search(r"^cuda\b.*= *None", version.read_text(), re.MULTILINE)
 
 
 def _visible(nvml: ctypes.CDLL, visible: str | None) -> list[ctypes.c_void_p]:
@@ -118,11 +103,11 @@ def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dic
         there = [rank.rank for rank in workers if rank.node == node]
         mine = share_out(there, gpus)
         if len(mine) < len(there):
-            who = "1 worker rank" if len(there) == 1 else f"{len(there)} worker ranks"
             n_gpus = len({gpu.uuid for rank in there for gpu in gpus[rank]})
             raise ConfigError(
-                f"--device {device}: {who} on node {node}, one GPU each, and PyTorch can use {n_gpus} there:"
-                " start fewer ranks, or --device cpu"
+                f"--device {device}: node {node} needs one GPU per worker rank ({len(there)}), but the core can use {n_gpus} there:"
+                " start fewer ranks, or use --device cpu",
+                about=["device"],
             )
         devices |= mine
     least = {instance.index: min(gpus[rank][devices[rank]].free for rank in instance.ranks) for instance in plan.instances}

@@ -5,7 +5,12 @@ from __future__ import annotations
 import enum
 import errno
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from launch.environment import told_signal
+from launch.signals import title
+from mpillm.phases import Phase
 
 # SIGUSR2 is how `mpillm mpirun` passes Ctrl-C on under Open MPI, whose mpirun leaves ranks no time after SIGINT or SIGTERM.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
@@ -36,8 +41,14 @@ class Failure:
     cause: str  # one line or a few, without a traceback
     rank: int | None = None  # whose fault it is; None: nobody's (a wrong option, an interrupt)
     traceback: str = ""
-    code: ExitCode | None = None  # None: by the phase it happened in
-    interrupted: bool = False
+    code: int | None = None  # None: by the phase it happened in
+    interrupted: bool = False  # by a signal
+
+
+def exit_code(failures: Iterable[Failure], phase: Phase) -> int:
+    """Of a run that ended in `phase`: what the first failure with a code of its own says, otherwise what the phase does."""
+    codes = [failure.code for failure in failures if failure.code is not None]
+    return int(codes[0]) if codes else int(ExitCode.TEST_FAILED if phase in ("test", "drain", "stop") else ExitCode.NOT_READY)
 
 
 class RunError(Exception):
@@ -49,8 +60,19 @@ class RunError(Exception):
 
 
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM arrived; raised in the main thread by the signal handler."""
+    """A signal asks to stop; raised in the main thread by its handler. `how`: as a person knows it; the exit code is as a shell's."""
 
-    def __init__(self, signal_name: str) -> None:
-        super().__init__(signal_name)
-        self.signal_name = signal_name
+    def __init__(self, how: str, number: int) -> None:
+        super().__init__(how)
+        self.how = how
+        self.exit_code = 128 + number
+
+    @classmethod
+    def by_launcher(cls) -> Interrupted | None:
+        """By the signal that the launcher got, which passes on another one in its place; None if it got none."""
+        told = told_signal()
+        return None if told is None else cls(title(told), told)
+
+    def failure(self, rank: int | None = None) -> Failure:
+        """Told by `rank`; None: by rank 0, about the whole run."""
+        return Failure(f"interrupted ({self.how})", rank, code=None if rank else self.exit_code, interrupted=True)

@@ -5,9 +5,12 @@ The names are those of NVIDIA's submissions: a class holds values by field, `Con
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple, TypeVar
+
+from mpillm import core_names
 
 T = TypeVar("T", bound=type)
 
@@ -39,6 +42,7 @@ class Scenario(enum.Enum):
     Offline = "Offline"
     Server = "Server"
     SingleStream = "SingleStream"
+    Interactive = "Interactive"
 
 
 class Benchmark(enum.Enum):
@@ -47,8 +51,22 @@ class Benchmark(enum.Enum):
     LLAMA2 = "llama2-70b"
     LLAMA2_INTERACTIVE = "llama2-70b-interactive"
     MIXTRAL8X7B = "mixtral-8x7b"
+    Mixtral8x7B = MIXTRAL8X7B  # NVIDIA's spelling
     LLAMA3_1_405B = "llama3.1-405b"
     LLAMA3_1_405B_INTERACTIVE = "llama3.1-405b-interactive"
+
+
+CoreType = enum.Enum("CoreType", {name.upper(): name for name in (*core_names.BUILT_IN, *core_names.NOT_BUILT)})  # type: ignore[misc]
+"""--core_type"""
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkloadSetting:
+    """What an entry of EXPORTS is for, in NVIDIA's newer form of file."""
+
+    harness_type: HarnessType = HarnessType.Custom
+    accuracy_target: AccuracyTarget = AccuracyTarget.k_99
+    power_setting: PowerSetting = PowerSetting.MaxP
 
 
 class _AnySystem(type):
@@ -72,6 +90,14 @@ class ServerGPUBaseConfig:
     """A base for Server."""
 
     scenario = Scenario.Server
+
+
+class HopperOfflineGPUBaseConfig(OfflineGPUBaseConfig):
+    """A base for Offline, by the name that NVIDIA's files have for it."""
+
+
+class HopperServerGPUBaseConfig(ServerGPUBaseConfig):
+    """A base for Server, likewise."""
 
 
 class Registered(NamedTuple):

@@ -10,12 +10,16 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from disagg.errors import ConfigError
+from launch.check_world import WrongLauncher
 from launch.environment import clean_environment
+from launch.launcher import find_launcher, refuse_copies
 from launch.mpirun import command_line, detect, usable_cores
+from mpillm.comms.start import start_mpi
 
 TIMEOUT_S = 240
 
@@ -29,6 +33,7 @@ def start(ranks: int, arguments: list[str]) -> int:
 
 def rank(number: int, arguments: list[str]) -> int:
     """Run pytest as rank `number`."""
+    start_mpi([], TIMEOUT_S).Free()
     options = ["--with-mpi", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", *arguments]
     if number == 0:
         return int(pytest.main(options))
@@ -41,12 +46,13 @@ def rank(number: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    mine = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")
-    if mine is not None:
-        sys.exit(rank(int(mine), sys.argv[1:]))
-    if len(sys.argv) < 3 or sys.argv[1] != "-n":
-        sys.exit(__doc__)
     try:
-        sys.exit(start(int(sys.argv[2]), sys.argv[3:]))
+        if sys.argv[1:2] == ["-n"] and len(sys.argv) > 2:
+            refuse_copies(Path(__file__).name)
+            sys.exit(start(int(sys.argv[2]), sys.argv[3:]))
+        launcher = find_launcher()
+        sys.exit(rank(launcher.rank or 0, sys.argv[1:]) if launcher else __doc__)
+    except WrongLauncher as error:
+        sys.exit(f"mpillm: {error.problem}; start {Path(__file__).name} without mpirun: -n N")
     except ConfigError as error:
         sys.exit(f"mpillm: {error}")

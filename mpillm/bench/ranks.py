@@ -8,54 +8,58 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
-from mpillm.command_line import Parser
-from mpillm.comms.world import launcher_rank, start_mpi
-from mpillm.config import collect
-from mpillm.devices import local_gpus, share_out
+from launch.launcher import EveryRankError
+from mpillm.comms.start import start_mpi
+from mpillm.config.values import Values, collect
+from mpillm.configurator.command_line import Parser
+from mpillm.cores.torch_core import TorchCore
+from mpillm.devices import share_out
 from mpillm.errors import STOP_SIGNALS, ExitCode
-from mpillm.fields import Field, seconds
+from mpillm.fields import DEADLINES, Field, seconds
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_FIELDS = (
-    Field("device", "what the ranks compute on", default="cuda", choices=("cpu", "cuda"), group="benchmark"),
-    Field("deadline", "when all is given up, seconds after the start", seconds, default=900.0, group="benchmark"),
-)
+
+class RankOptions(Values):
+    """What each of these benchmarks takes."""
+
+    device = Field("device", "what the ranks compute on", default="cuda", choices=("cpu", "cuda"), group="benchmark")
+    deadline = Field("deadline", "when all is given up, seconds after the start", seconds, default=900.0, group="benchmark")
+
+
+R = TypeVar("R", bound=RankOptions)
 
 
 def run_on_ranks(
     argv: Sequence[str],
-    fields: Sequence[Field],
+    options: type[R],
     parser: Parser,
-    work: Callable[[Any, MPI.Intracomm, int | None], None],
+    work: Callable[[R, MPI.Intracomm, int | None], None],
     n_ranks: int | None = None,
 ) -> int:
     """``work(options, world, GPU's index on this rank)`` on every rank (without an index on CPUs); the exit code.
 
-    An error on one rank ends all, as does the deadline: whatever they wait for, it may not come. ConfigError, on rank 0: a bad option, not
-    as many ranks as are needed, or as there are GPUs.
+    An error on one rank ends all, as does the deadline: whatever they wait for, it may not come. EveryRankError: a bad option, not as many
+    ranks as are needed, or as there are GPUs.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # a handler could not run while MPI waits
     try:
-        config = collect(argv, (*_FIELDS, *fields), parser)
-        world = start_mpi()
+        config = collect(argv, options, parser)
+        world = start_mpi([*parser.prog.split()[1:], *argv], DEADLINES["join"])
         watchdog = threading.Timer(config.deadline, _give_up, (world, config.deadline))
         watchdog.daemon = True
         watchdog.start()
         if n_ranks not in (None, world.size):
             raise ConfigError(f"{n_ranks} ranks are needed, mpirun -n {n_ranks}; there are {world.size}")
         device = _own_gpu(world) if config.device == "cuda" else None
-    except ConfigError:  # the same on all
-        if launcher_rank() not in ("0", "?"):
-            return ExitCode.USAGE
-        tell_exit_code(ExitCode.USAGE)
-        raise
+    except ConfigError as error:
+        raise EveryRankError(str(error)) from None
     try:
         work(config, world, device)
     except ConfigError as error:
@@ -71,7 +75,7 @@ def run_on_ranks(
 
 
 def _own_gpu(world: MPI.Intracomm) -> int:
-    seen = world.allgather((os.uname().nodename, local_gpus()))
+    seen = world.allgather((os.uname().nodename, TorchCore.gpus()))
     devices: dict[int, int] = {}
     for node in {node for node, _ in seen}:
         devices |= share_out([rank for rank, (name, _) in enumerate(seen) if name == node], [gpus for _, gpus in seen])

@@ -12,13 +12,11 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import shutil
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,31 +24,13 @@ import psutil
 
 from disagg.errors import ConfigError
 from launch.children import Children, tail
-from launch.environment import clean_environment
-from mpillm.builder.preconditions import NotHere
+from launch.command import Command, NotHere
 from mpillm.errors import StageError
-from mpillm.folders import replace_folder
+from mpillm.files import replace_folder
 
 STAMP = "mpillm-stamp.json"
 
 _SMALL = 1 << 20  # bytes: a file up to this size is known by its content, a larger one by its size and time
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command line as a person could type it."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)  # laid over the environment
-
-    def __str__(self) -> str:
-        """In a shell's words, to copy and paste."""
-        overlay = "".join(f"{name}={shlex.quote(value)} " for name, value in self.env.items())
-        return overlay + shlex.join(self.argv)
-
-    def environment(self, keep_job: bool = False) -> dict[str, str]:
-        """What it is started with: this process's environment, without what makes this process a rank of an mpirun, unless `keep_job`."""
-        return {**(os.environ if keep_job else clean_environment(os.environ)), **self.env}
 
 
 class Operation(ABC):
@@ -98,11 +78,11 @@ class Operation(ABC):
             code = children.wait(child, self.deadline_s)
             if code is None:
                 raise StageError(
-                    f"{self.name}: not ended within {self.deadline_s:g} s (--build_deadline); its log, {log}, ends:\n{child.tail()}"
+                    f"{self.name}: not done within {self.deadline_s:g} s (--build_deadline); the end of {log}:\n{child.tail()}"
                 )
             if code != 0:
                 how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-                raise StageError(f"{self.name}: {command.argv[0]} {how}; its log, {log}, ends:\n{child.tail()}")
+                raise StageError(f"{self.name}: {command.argv[0]} {how}; the end of {log}:\n{child.tail()}")
 
     # --- what is there ---
 
@@ -117,13 +97,13 @@ class Operation(ABC):
         if stamp is None:
             return "not there"
         if stamp["digest"] != self.digest():  # first: another layout has other files, too
-            return _difference(stamp["inputs"], self.inputs()) or "what it is made from has changed"
+            return _difference(stamp["inputs"], self.inputs()) or "its inputs have changed"
         if missing := self.missing(self.output):
             return f"{missing[0]} is missing"
         if not self.hand_edited:
             for name, size in stamp["files"].items():
                 if not _has(self.output / name) or (self.output / name).stat().st_size != size:
-                    return f"{name} is not as it was made"
+                    return f"{name} was changed after it was made"
         return ""
 
 
@@ -198,7 +178,7 @@ def _make(op: Operation) -> None:
                 log.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {op.name}\n", encoding="utf-8")
                 op.make(made, children, log)
                 if missing := op.missing(made):
-                    raise StageError(f"{op.name}: ended without {', '.join(missing)}; its log, {log}, ends:\n{tail(log, 15)}")
+                    raise StageError(f"{op.name}: did not write {', '.join(missing)}; the end of {log}:\n{tail(log, 15)}")
                 (made / STAMP).write_text(json.dumps(_stamp(op, made), indent=2) + "\n", encoding="utf-8")
                 replace_folder(made, op.output, before)
         finally:  # every child has ended
@@ -240,8 +220,8 @@ def _check_apart(operations: Sequence[Operation]) -> None:
             a, b = op.output.resolve(), other.output.resolve()
             if a.is_relative_to(b) or b.is_relative_to(a):
                 raise ConfigError(
-                    f"{op.name} would be made in {op.output}, {other.name} in {other.output}: give each a folder of its own, and if they"
-                    " are for several workloads or scenarios a command of its own"
+                    f"{op.name} would write to {op.output}, {other.name} to {other.output}: give each its own folder, and run one"
+                    " command for each workload and scenario"
                 )
 
 
@@ -250,13 +230,13 @@ def _check_place(op: Operation) -> None:
     output = op.output
     try:
         if output.exists() and (not output.is_dir() or (any(output.iterdir()) and read_stamp(output) is None)):
-            raise ConfigError(f"{op.name}: {output} is there and was not made by mpillm; move it away or choose another folder")
+            raise ConfigError(f"{op.name}: {output} exists and was not made by mpillm; move it away or choose another folder")
         above = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     except OSError as error:
         raise ConfigError(f"{op.name}: can't look into {output}: {error.strerror}") from error
     folder = above.parent if above == output.absolute() else above
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{op.name}: can't write {output}: {folder} is not a folder that may be written to")
+        raise ConfigError(f"{op.name}: can't write {output}: {folder} is not a writable folder")
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -11,18 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, about
+from launch.command import NotHere
 from mpillm.devices import visible_gpus
-from mpillm.json_files import read_object
+from mpillm.files import read_object
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 TRTLLM_PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
 """TensorRT-LLM's repository without --trtllm_lib_path: where the reference harness clones it, and where NVIDIA's containers have it."""
-
-
-class NotHere(ConfigError):
-    """Something that a stage needs and this machine lacks. A dry run says so, and prints the commands all the same."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +37,15 @@ class Layout:
         return f"tp{self.tp_size}-pp{self.pp_size}" + (f"-ep{self.ep_size}" if self.ep_size > 1 else "")
 
 
-def model_config(folder: Path, source: str = "--model_path") -> dict[str, Any]:
+@about("model_path")
+def model_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a model's folder, which must have weights, too."""
     if not folder.is_dir():
-        raise NotHere(f"{source} {folder}: no such folder")
+        raise NotHere(f"--model_path {folder}: no such folder")
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{source} {folder}: there is no config.json in it")
+        raise ConfigError(f"--model_path {folder}: there is no config.json in it")
     if not weights(folder):
-        raise NotHere(f"{source} {folder}: no weights ({' or '.join(WEIGHTS)})")
+        raise NotHere(f"--model_path {folder}: no weights ({' or '.join(WEIGHTS)})")
     return read_object(folder / "config.json")
 
 
@@ -57,6 +54,7 @@ def weights(folder: Path) -> list[Path]:
     return [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
 
 
+@about("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism")
 def check_divides(config: dict[str, Any], layout: Layout) -> None:
     """The model of a Hugging Face `config.json` can be cut like that. TensorRT-LLM would say so after it has read the weights."""
     heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
@@ -74,7 +72,7 @@ def check_divides(config: dict[str, Any], layout: Layout) -> None:
     elif isinstance(experts, int) and experts % ep:
         wrong = f"--moe_expert_parallelism {ep}: the model has {experts} experts"
     elif tp % ep:
-        wrong = f"--moe_expert_parallelism {ep}: --tensor_parallelism is {tp}, and expert parallel ranks live inside that group"
+        wrong = f"--moe_expert_parallelism {ep}: it splits the TP group of --tensor_parallelism {tp}"
     if wrong:
         raise ConfigError(f"{wrong}, which it does not divide")
 
@@ -105,15 +103,6 @@ def find_script(lib_path: Path | None, candidates: Sequence[str], option: str, m
         return places[0] / candidates[0]
     looked = " and ".join(str(place) for place in places)
     raise NotHere(f"{option}: no {candidates[0]} in {looked}; name the root of TensorRT-LLM's repository with {option}")
-
-
-def find_program(name: str, hint: str, must: bool = True) -> str:
-    """A program beside this Python or in PATH; its bare name if it is nowhere, unless it `must`."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-    found = shutil.which(name, path=path)
-    if found is None and must:
-        raise NotHere(f"there is no {name} beside {sys.executable} or in PATH; {hint}")
-    return found or name
 
 
 def python_with_trtllm() -> str:

@@ -1,18 +1,20 @@
 """One stage of the torch core in a process of its own, so that it can be stopped, and its memory goes with it.
 
-``python -m mpillm.builder.torch_stage quantize MODEL TARGET ALGORITHM``
+``python -m mpillm.builder.torch_stage quantize MODEL TARGET ALGORITHM [CALIBRATION_PROMPTS]``
 ``python -m mpillm.builder.torch_stage build CHECKPOINT TARGET TP PP EP DTYPE QUANTIZATION [LIMIT:VALUE …]``
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from disagg.errors import ConfigError
+from mpillm.configurator.parsers import flag_dict
 from mpillm.errors import ExitCode
-from mpillm.fields.parsers import flag_dict
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,12 +26,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         stage, source, target, *rest = argv
         if stage == "quantize":
-            from mpillm.engine.quantize import quantize
+            from mpillm.engine.weights.quantize import quantize
 
-            (algorithm,) = rest
-            quantize(Path(source), Path(target), algorithm, progress=say)
+            algorithm, *n_prompts = rest
+            scales = _calibrated(Path(source), int(n_prompts[0]), say) if n_prompts else None
+            quantize(Path(source), Path(target), algorithm, kv_scales=scales, progress=say)
         else:
-            from mpillm.engine.shards import build
+            from mpillm.engine.weights.shards import build
 
             tp_size, pp_size, ep_size, dtype, quantization, *limits = rest
             sizes = (int(tp_size), int(pp_size), int(ep_size))
@@ -38,6 +41,20 @@ def main(argv: Sequence[str]) -> int:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE
     return ExitCode.DONE
+
+
+def _calibrated(model: Path, n_prompts: int, say: Callable[[str], object]) -> Any:
+    """Scales for an fp8 KV cache, from prompts that come with the program."""
+    from mpillm.data.dataset import Limits, load_dataset
+    from mpillm.data.tokenizer import load_tokenizer
+    from mpillm.engine.calibrate import kv_scales
+    from mpillm.engine.model.model_config import load_model_config
+
+    config = load_model_config(str(model))
+    limits = Limits(config.vocab_size, max_seq_len=config.max_position_embeddings)
+    dataset = load_dataset(None, load_tokenizer(model), limits)
+    prompts = [dataset.sample(i).tolist() for i in range(min(n_prompts, len(dataset)))]
+    return kv_scales(model, prompts, len(os.sched_getaffinity(0)), say)
 
 
 if __name__ == "__main__":

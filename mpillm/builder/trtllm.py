@@ -7,24 +7,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, about
+from launch.command import Command, NotHere, find_program
 from mpillm import fields
-from mpillm.builder.flags import BUILD, CONVERT, PARALLELISM, QUANTIZE
-from mpillm.builder.operation import Command, Operation, identity
+from mpillm.builder.operation import Operation, identity
 from mpillm.builder.preconditions import (
     Layout,
-    NotHere,
     check_divides,
     check_gpus,
     check_space,
-    find_program,
     find_script,
     model_config,
     python_with_trtllm,
     weights,
 )
+from mpillm.builder.trtllm_options import BUILD, CONVERT, PARALLELISM, QUANTIZE
+from mpillm.config.backends import TrtllmHlApiConfig
+from mpillm.config.flags import overlaid
+from mpillm.config.options import RunConfig
 from mpillm.configurator import HelpInfo, autoconfigure, bind
-from mpillm.model_files import BuildConfig, EngineConfig
+from mpillm.models.model_files import BuildConfig, EngineConfig
 
 _QUANTIZE_SCRIPT = ("examples/quantization/quantize.py",)
 _CONVERT_SCRIPT = ("examples/models/core/llama/convert_checkpoint.py", "examples/llama/convert_checkpoint.py")  # Mixtral's is the same
@@ -63,6 +65,7 @@ class TRTLLMLibraryLoader:
         given = zip(PARALLELISM, (self.tp_size, self.pp_size, self.ep_size), strict=True)
         self.layout = Layout(*(self._size(native, size) for native, size in given))
 
+    @about(*PARALLELISM.values(), "trtllm_checkpoint_flags", "trtllm_build_flags")
     def _size(self, native: str, given: int | None) -> int:
         option = PARALLELISM[native]
         places: dict[str, Any] = {f"--{option}": given}
@@ -76,6 +79,7 @@ class TRTLLMLibraryLoader:
                 raise ConfigError(f"{place} {size}, but {found[0][0]} {found[0][1]}")
         return found[0][1] if found else 1
 
+    @about("trtllm_lib_path", "quantizer_lib_path_override")
     def script(self, candidates: Sequence[str], must: bool, quantizer: bool = False) -> list[str]:
         """The beginning of a command line that runs one of the library's scripts; `must`: it has to be there."""
         if quantizer and self.quantizer_lib_path:
@@ -88,12 +92,20 @@ class TRTLLMLibraryLoader:
         """The beginning of `trtllm-build`'s command line: from the library if its path is given, else as it is installed."""
         if self.lib_path:
             return self.script(_BUILD_SCRIPT, must)
-        return [find_program("trtllm-build", "install TensorRT-LLM, or name its repository with --trtllm_lib_path", must)]
+        try:
+            return [find_program("trtllm-build", "install TensorRT-LLM, or name its repository with --trtllm_lib_path")]
+        except NotHere:
+            if must:
+                raise
+            return ["trtllm-build"]
+
+
+_SIZES = {*PARALLELISM, *PARALLELISM.values()}
 
 
 def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags without those that `TRTLLMLibraryLoader` reads."""
-    return {name: value for name, value in flags.items() if name not in PARALLELISM and name not in PARALLELISM.values()}
+    return {name: value for name, value in flags.items() if name not in _SIZES}
 
 
 @autoconfigure
@@ -104,18 +116,21 @@ def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
 class QuantizerConfig:
     """What is made a checkpoint of, where it goes, and the flags of the tool that makes it.
 
-    `qformat` among the flags asks for quantisation; without it the weights keep their type. The values of TRTLLM_CHECKPOINT_FLAGS are
-    laid over the field's.
+    `qformat` among the flags asks for quantisation; without it the weights keep their type. TRTLLM_CHECKPOINT_FLAGS is laid over the flags,
+    whether a caller or the field gives them.
     """
 
     model_path: str | None = None
     output_path: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(init=False)  # what the flags say of the parallelism, for `TRTLLMLibraryLoader`
 
     def __post_init__(self) -> None:
         if not self.model_path:
             raise ConfigError("generate-engines needs --model_path: the Hugging Face folder of the model")
-        self.flags = without_parallelism(self.flags)
+        flags = overlaid(fields.trtllm_checkpoint_flags, self.flags)
+        self.flags = without_parallelism(flags)
+        self.sizes = {name: value for name, value in flags.items() if name in _SIZES}
 
     @property
     def qformat(self) -> str:
@@ -144,7 +159,7 @@ class TRTLLMQuantizerOp(Operation):
         deadline_s: float | None = None,
     ) -> None:
         self.config = config or QuantizerConfig()
-        self.loader = loader or TRTLLMLibraryLoader()
+        self.loader = loader or TRTLLMLibraryLoader(checkpoint_flags=self.config.sizes)
         self.deadline_s = deadline_s
         self.export_hf = export_hf
         assert self.config.model_path is not None
@@ -157,14 +172,16 @@ class TRTLLMQuantizerOp(Operation):
             )
         if self._quantizes and self.layout.ep_size > 1 and not export_hf:
             raise ConfigError(
-                f"--moe_expert_parallelism {self.layout.ep_size}: quantize.py knows no expert parallelism; leave out qformat, so that"
-                " convert_checkpoint.py makes the checkpoint"
+                f"--moe_expert_parallelism {self.layout.ep_size}: quantize.py has no expert parallelism; leave out qformat, so that"
+                " convert_checkpoint.py makes the checkpoint",
+                about=["moe_expert_parallelism"],
             )
 
     @property
     def _quantizes(self) -> bool:
         return self.config.qformat != "full_prec"
 
+    @about("trtllm_checkpoint_flags")
     def _arguments(self) -> list[str]:
         """The flags, checked, without folders."""
         flags = dict(self.config.flags)
@@ -216,7 +233,7 @@ class TRTLLMQuantizerOp(Operation):
 @bind(fields.max_num_tokens)
 @bind(fields.max_seq_len)
 class TRTLLMBuilderOp(Operation):
-    """From a checkpoint to an engine. The values of TRTLLM_BUILD_FLAGS are laid over the field's.
+    """From a checkpoint to an engine. TRTLLM_BUILD_FLAGS is laid over the flags, whether a caller or the field gives them.
 
     A limit that the build flags do not set is the run's.
     """
@@ -234,27 +251,37 @@ class TRTLLMBuilderOp(Operation):
         max_seq_len: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
-        self.checkpoint = checkpoint or TRTLLMQuantizerOp(deadline_s=deadline_s)
+        given = overlaid(fields.trtllm_build_flags, build_flags)
+        if checkpoint is None:
+            config = QuantizerConfig()
+            loader = TRTLLMLibraryLoader(checkpoint_flags=config.sizes, build_flags=given)
+            checkpoint = TRTLLMQuantizerOp(config, loader, deadline_s=deadline_s)
+        self.checkpoint = checkpoint
         self.loader = self.checkpoint.loader
         self.dependencies = (self.checkpoint,)
         self.deadline_s = deadline_s
         self.layout = self.loader.layout
         flags = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
         flags["workers"] = self.layout.ranks if self.layout.ranks > 1 else None
-        self.build_flags = {name: value for name, value in (flags | without_parallelism(build_flags or {})).items() if value is not None}
+        self.build_flags = {name: value for name, value in (flags | without_parallelism(given)).items() if value is not None}
         self.output = Path(engine_dir) if engine_dir else Path("build/engines") / self.checkpoint.output.name
 
     def inputs(self) -> dict[str, Any]:
         head = self.loader.build(must=False)
-        return {"tool": head, "script": identity(Path(head[-1])), "flags": BUILD.arguments(self.build_flags, _BUILD_SOURCE)}
+        return {"tool": head, "script": identity(Path(head[-1])), "flags": self._arguments()}
+
+    @about("trtllm_build_flags")
+    def _arguments(self) -> list[str]:
+        return BUILD.arguments(self.build_flags, _BUILD_SOURCE)
 
     def files(self) -> Sequence[str]:
         return engine_files(self.layout)
 
     def commands(self, target: Path) -> Sequence[Command]:
         folders = (f"--checkpoint_dir={self.checkpoint.output}", f"--output_dir={target}")
-        return (Command((*self.loader.build(must=False), *folders, *BUILD.arguments(self.build_flags, _BUILD_SOURCE))),)
+        return (Command((*self.loader.build(must=False), *folders, *self._arguments())),)
 
+    @about("trtllm_build_flags")
     def check(self) -> None:
         self.loader.build(must=True)
         check_gpus(1, "trtllm-build")
@@ -269,11 +296,32 @@ HelpInfo.add_configurator_dependencies(TRTLLMQuantizerOp, (QuantizerConfig, TRTL
 HelpInfo.add_configurator_dependencies(TRTLLMBuilderOp, (TRTLLMQuantizerOp,))
 
 
+def engine_stages(config: RunConfig) -> Operation:
+    """For cores that run an engine of `trtllm-build`."""
+    _check_ours(config)
+    return TRTLLMBuilderOp(deadline_s=config.build_deadline)
+
+
+def checkpoint_stages(config: RunConfig) -> Operation:
+    """For cores that read a Hugging Face folder with TensorRT-LLM's PyTorch backend; after the runtime flag trtllm_backend, an engine."""
+    if config.build(TrtllmHlApiConfig).backend_type != "pytorch":
+        return engine_stages(config)
+    _check_ours(config)
+    return TRTLLMQuantizerOp(export_hf=True, deadline_s=config.build_deadline)
+
+
+def _check_ours(config: RunConfig) -> None:
+    for name, flag in (("dtype", "dtype"), ("quantization", "qformat")):
+        if config.given(name) and getattr(config, name) != "auto":
+            raise ConfigError(f"{config.named(name)}: {config.core_type} does not take it; use {_CHECKPOINT_SOURCE}={flag}:…")
+
+
 def engine_files(layout: Layout) -> tuple[str, ...]:
     """The files of an engine: `trtllm-build` writes one for each rank."""
     return ("config.json", *(f"rank{rank}.engine" for rank in range(layout.ranks)))
 
 
+@about("engine_dir")
 def read_engine(folder: Path) -> tuple[BuildConfig, Layout]:
     """The build configuration of an engine that is there, and how it is cut; ConfigError if it is not whole."""
     if not folder.is_dir():

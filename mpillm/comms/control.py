@@ -16,13 +16,13 @@ from typing import Any
 
 from mpi4py import MPI
 
+from disagg import WorldPlan
 from mpillm.comms.loop import EventLoop
-from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Received, Transport
-from mpillm.comms.watch import Beat, Watch
-from mpillm.errors import ExitCode, Failure, RunError
-
-PHASES = ("join", "load", "health", "warmup", "ready", "test", "drain", "stop")
+from mpillm.comms.messages import ARRIVED, BEAT, BYE, FAILED, RELEASE, STOP, Arrived, Beat, Release, Stop
+from mpillm.comms.transport import Transport
+from mpillm.comms.watch import Watch
+from mpillm.errors import ExitCode, Failure, Interrupted, RunError
+from mpillm.phases import PHASES, Phase
 
 _LOOK_INTERVAL_S = 0.005
 _CHECK_INTERVAL_S = 0.1
@@ -42,27 +42,27 @@ class Stopped(Exception):
 class Limits:
     """Seconds: how long each phase may take, how long the end may take, how long a rank may be silent."""
 
-    phases: dict[str, float]
+    phases: dict[Phase, float]
     grace: float = 5.0
     heartbeat: float = 30.0
 
 
-class Member:
+class RankControl:
     """What every rank does, rank 0 included: arrive, wait for the release, fail, stop."""
 
     def __init__(self, transport: Transport, watch: Watch, limits: Limits) -> None:
         self.transport = transport
         self.watch = watch
         self.limits = limits
-        self._released: dict[str, Any] = {}
+        self._released: dict[Phase, Any] = {}
         self.host = ""  # of this rank; with `rank0`, host and pid of rank 0, known from the end of join
         self.rank0: tuple[str, int] | None = None
         self._rank0_heard = self._rank0_checked = time.monotonic()
         self._next_look = 0.0
-        transport.handlers[Tag.RELEASE] = self._on_release
-        transport.handlers[Tag.STOP] = self._on_stop
+        RELEASE.handle(transport, self._on_release)
+        STOP.handle(transport, self._on_stop)
         if transport.rank != 0:
-            transport.handlers[Tag.BEAT] = self._on_beat
+            BEAT.handle(transport, lambda source, beat: self.rank0_beat())
 
     def poll(self) -> bool:
         """Look for control messages; during the test only now and then, because a look costs and none of them is urgent."""
@@ -85,16 +85,18 @@ class Member:
             return ""
         host, pid = self.rank0
         if host == self.host and not runs(pid):
-            return "its process is gone"
+            return "its process has ended"
         if time.monotonic() - self._rank0_heard > self.limits.heartbeat:
-            return f"nothing was heard of it for the heartbeat limit of {self.limits.heartbeat:g} s"
+            return f"no heartbeat for {self.limits.heartbeat:g} s (--heartbeat_timeout)"
         return ""
 
     def rank0_beat(self) -> None:
         """Rank 0 is alive."""
         self._rank0_heard = time.monotonic()
 
-    def run_phase(self, loop: EventLoop, phase: str, work: Callable[[], None], done: Callable[[], bool], report: Callable[[], Any]) -> Any:
+    def run_phase(
+        self, loop: EventLoop, phase: Phase, work: Callable[[], None], done: Callable[[], bool], report: Callable[[], Any]
+    ) -> Any:
         """Do this rank's part of `phase`, tell rank 0, and wait until all ranks have; what rank 0 released it with.
 
         The watch's limits lie behind rank 0's deadline: it ends a rank only when rank 0 could not.
@@ -103,7 +105,7 @@ class Member:
         self.watch.enter(phase, self.limits.phases[phase] + patience)
         work()
         loop.run_until(done)
-        self.transport.send_object(0, Tag.ARRIVED, (phase, report()))
+        ARRIVED.send(self.transport, 0, Arrived(phase, report()))
         loop.run_until(lambda: phase in self._released)
         return self._released.pop(phase)
 
@@ -112,7 +114,7 @@ class Member:
         end = time.monotonic() + self.limits.grace
         try:
             with contextlib.suppress(MPI.Exception):  # rank 0 is lost itself
-                self.transport.send_object(0, Tag.FAILED, failure)
+                FAILED.send(self.transport, 0, failure)
             while time.monotonic() < end and not self.rank0_lost():
                 self.transport.dispatch_whoever_is_lost()
         except Stopped as stopped:
@@ -122,18 +124,14 @@ class Member:
     def say_bye(self) -> None:
         """Nothing of the run is left on this rank."""
         with contextlib.suppress(MPI.Exception):  # as in `fail`
-            self.transport.send_object(0, Tag.BYE, None)
+            BYE.send(self.transport, 0, None)
             self.transport.flush(1.0)
 
-    def _on_release(self, received: Received) -> None:
-        phase, payload = received.object()
-        self._released[phase] = payload
+    def _on_release(self, source: int, release: Release) -> None:
+        self._released[release.phase] = release.value
 
-    def _on_stop(self, received: Received) -> None:
-        raise Stopped(*received.object())
-
-    def _on_beat(self, received: Received) -> None:
-        self.rank0_beat()
+    def _on_stop(self, source: int, stop: Stop) -> None:
+        raise Stopped(*stop)
 
 
 @dataclass
@@ -146,6 +144,7 @@ class RankState:
     heard: float = field(default_factory=time.monotonic)
     seen: str = ""  # the phase that it last spoke from
     beat: Beat | None = None
+    measured: Any = None  # the latest that a beat has brought (see `Role.measured`)
 
     def describe(self) -> str:
         """Label, host and pid."""
@@ -157,31 +156,29 @@ class RankState:
         return f"last seen in phase '{self.seen}'{stack}" if self.seen else "it has not joined"
 
 
-class Coordinator:
-    """Rank 0's part: counts arrivals, releases phases, keeps the deadlines and the heartbeats, ends the run."""
+class Rank0Control:
+    """Rank 0's part beside that: counts arrivals, releases phases, keeps the deadlines and the heartbeats, ends the run."""
 
-    def __init__(self, member: Member, size: int, started: float, on_complete: Callable[[str, float, dict[int, Any]], Any]) -> None:
+    def __init__(self, control: RankControl, size: int, started: float, on_complete: Callable[[Phase, float, dict[int, Any]], Any]) -> None:
         """`started`: when the first phase did (time.monotonic).
 
         `on_complete(phase, seconds, reports by rank)` is called when all ranks have arrived; its value is released to all.
         """
-        self._member = member
-        self._transport = member.transport
-        self._limits = member.limits
+        self._transport = control.transport
+        self._limits = control.limits
         self._on_complete = on_complete
         self.ranks = [RankState(f"rank {rank}") for rank in range(size)]
         self.phase = PHASES[0]
         self.phase_started = started
-        self._arrived: dict[str, dict[int, Any]] = {}
+        self._arrived: dict[Phase, dict[int, Any]] = {}
         self._failures: dict[int, Failure] = {}
         self._settled_at = 0.0
         self._checked = time.monotonic()
         self._byes: set[int] = {0}
-        handlers = self._transport.handlers
-        handlers[Tag.ARRIVED] = self._on_arrived
-        handlers[Tag.BEAT] = self._on_beat
-        handlers[Tag.FAILED] = self._on_failed
-        handlers[Tag.BYE] = self._on_bye
+        ARRIVED.handle(self._transport, self._on_arrived)
+        BEAT.handle(self._transport, self._on_beat)
+        FAILED.handle(self._transport, self._on_failed)
+        BYE.handle(self._transport, lambda source, _: self._byes.add(source))
 
     def poll(self) -> bool:
         """Keep the deadlines; raises RunError when the run can't go on."""
@@ -201,6 +198,12 @@ class Coordinator:
         if now - self.phase_started > deadline and not self._failures:
             raise RunError(*self._late(deadline))
         return False
+
+    def label(self, plan: WorldPlan) -> None:
+        """Describe ranks by what they do from now on."""
+        for state, rank in zip(self.ranks, plan.ranks, strict=True):
+            instance = "" if rank.instance is None else f", instance {rank.instance}"
+            state.label = f"rank {rank.rank} ({', '.join(rank.roles)}{instance})"
 
     def heard_now(self, rank: int) -> None:
         self.ranks[rank].heard = time.monotonic()
@@ -228,15 +231,18 @@ class Coordinator:
         if gone := self.losses(self.gone()):
             return gone
         every = {(f.rank, f.cause): f for f in (*failures, *self._failures.values())}
-        primary = [f for f in every.values() if not f.interrupted]
-        return tuple(primary or list(every.values())[:1])
+        if primary := [f for f in every.values() if not f.interrupted]:
+            return tuple(primary)
+        # The launcher's signal may have reached another rank before this one: it is about the whole run all the same.
+        by_launcher = Interrupted.by_launcher()
+        return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])
 
     def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
         """What to tell the person of ranks that `gone` or `dead` found."""
         dead = set(self.dead())
-        silence = f"nothing was heard of it for the heartbeat limit of {self._limits.heartbeat:g} s"
+        silence = f"no heartbeat for {self._limits.heartbeat:g} s (--heartbeat_timeout)"
         return tuple(
-            Failure(f"{'the process is gone' if r in dead else silence}; {self.ranks[r].last_seen()}", r, code=ExitCode.INSTANCE_LOST)
+            Failure(f"{'the process has ended' if r in dead else silence}; {self.ranks[r].last_seen()}", r, code=ExitCode.INSTANCE_LOST)
             for r in ranks
         )
 
@@ -253,7 +259,7 @@ class Coordinator:
         end = time.monotonic() + self._limits.grace
         for rank in others - lost:
             with contextlib.suppress(MPI.Exception):  # it may be lost by now, and then needs no telling
-                self._transport.send_object(rank, Tag.STOP, (stopped.code, stopped.finalize))
+                STOP.send(self._transport, rank, Stop(stopped.code, stopped.finalize))
         while time.monotonic() < end:
             if others <= self._byes | set(self.gone()):
                 return stopped
@@ -264,18 +270,18 @@ class Coordinator:
         missing = [rank for rank in range(len(self.ranks)) if rank not in self._arrived.get(self.phase, {})]
         # Who is stuck keeps the others waiting: in the test it is the harness that has not arrived, whoever is stuck.
         stuck = [rank for rank, state in enumerate(self.ranks) if state.beat and state.beat.stack]
-        head = f"phase '{self.phase}' was not done after its deadline of {deadline:g} s"
+        head = f"phase '{self.phase}' missed its deadline of {deadline:g} s (--{self.phase}_deadline)"
         return [Failure(f"{head}; {self.ranks[rank].last_seen()}", rank) for rank in stuck or missing]
 
-    def _on_arrived(self, received: Received) -> None:
-        phase, payload = received.object()
-        self.heard_now(received.source)
-        state = self.ranks[received.source]
+    def _on_arrived(self, source: int, message: Arrived) -> None:
+        phase, report = message
+        self.heard_now(source)
+        state = self.ranks[source]
         state.seen = phase
         if phase == PHASES[0]:
-            state.host, state.pid = payload["host"], payload["pid"]
+            state.host, state.pid = report.host, report.pid
         arrived = self._arrived.setdefault(phase, {})
-        arrived[received.source] = payload
+        arrived[source] = report
         if len(arrived) < len(self.ranks):
             return
         value = self._on_complete(phase, time.monotonic() - self.phase_started, arrived)
@@ -284,21 +290,19 @@ class Coordinator:
         if phase != PHASES[-1]:
             self.phase = PHASES[PHASES.index(phase) + 1]
         for rank in range(len(self.ranks)):
-            self._transport.send_object(rank, Tag.RELEASE, (phase, value))
+            RELEASE.send(self._transport, rank, Release(phase, value))
 
-    def _on_beat(self, received: Received) -> None:
-        state = self.ranks[received.source]
+    def _on_beat(self, source: int, beat: Beat) -> None:
+        state = self.ranks[source]
         state.heard = time.monotonic()
-        state.beat = Beat(*received.object())
-        state.seen = state.beat.phase
+        state.beat = beat
+        state.seen = beat.phase
+        state.measured = beat.measured
 
-    def _on_failed(self, received: Received) -> None:
+    def _on_failed(self, source: int, failure: Failure) -> None:
         if not self._failures:
             self._settled_at = time.monotonic() + _SETTLE_S
-        self._failures[received.source] = received.object()
-
-    def _on_bye(self, received: Received) -> None:
-        self._byes.add(received.source)
+        self._failures[source] = failure
 
 
 def runs(pid: int) -> bool:

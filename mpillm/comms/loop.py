@@ -21,7 +21,7 @@ class EventLoop:
         self.pollers: list[Callable[[], bool]] = []
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Poll until `done()`; errors come out of the pollers, deadlines from the coordinator and the watch."""
+        """Poll until `done()`; errors come out of the pollers, deadlines from rank 0's control and the watch."""
         pause, idle = _FIRST_SLEEP_S, 0
         watch = self._watch
         while not done():

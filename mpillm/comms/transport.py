@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -21,10 +20,6 @@ class Received(NamedTuple):
     source: int  # rank in the transport's communicator
     tag: Tag
     buffer: Buffer
-
-    def object(self) -> Any:
-        """What `send_object` sent."""
-        return pickle.loads(self.buffer.tobytes())
 
 
 class Transport:
@@ -54,10 +49,6 @@ class Transport:
         request = self.comm.Isend((buffer, MPI.BYTE), dest, tag)
         if not request.Test():
             self._sending.append((request, buffer))
-
-    def send_object(self, dest: int, tag: Tag, value: Any) -> None:
-        """Send a small Python object: for the cold paths."""
-        self.send(dest, tag, np.frombuffer(pickle.dumps(value), np.uint8))
 
     def reap(self) -> None:
         """Let go of the messages that have left."""

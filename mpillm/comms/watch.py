@@ -13,16 +13,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+
+from mpillm.comms.messages import Beat
+from mpillm.phases import PHASES, Phase
 
 _HERE = str(Path(__file__).parent)
 STALLED_S = 1.0  # away from the event loop for longer than this: the beat carries the stack
-
-
-class Beat(NamedTuple):
-    phase: str
-    away_s: float  # since the main thread was last in its event loop
-    stack: str  # of the main thread, when it has been away for long
 
 
 class Watch:
@@ -34,7 +30,7 @@ class Watch:
         self._main = threading.main_thread().ident
         self._last_tick = time.monotonic()
         self._limit = float("inf")
-        self.phase = "join"
+        self.phase: Phase = PHASES[0]
         self._calling = threading.Lock()
         self._stderr = os.dup(2)
         self._send: Callable[[Beat], None] | None = None
@@ -47,7 +43,7 @@ class Watch:
         """The main thread is in its event loop."""
         self._last_tick = time.monotonic()
 
-    def enter(self, phase: str, limit_s: float) -> None:
+    def enter(self, phase: Phase, limit_s: float) -> None:
         """The main thread is in `phase` and must leave it within `limit_s` seconds, or the watch ends the rank."""
         self.phase = phase
         self._limit = time.monotonic() + limit_s

@@ -7,7 +7,7 @@ A parameter gets its value from the first of these that has one:
 1. the argument in the call itself;
 2. the command line;
 3. the environment variable of a field with `from_environ`;
-4. the `Configuration` whose `autoapply()` is entered last (it replaces the one around it, and holds for this thread alone);
+4. the `Configuration` whose `autoapply()` is entered last (it replaces the one around it, and only in this thread);
 5. the field's default, and then the parameter's own.
 
 Outside of `autoapply()` a class is an ordinary class, and `Cls.from_fields()` asks for its fields all the same.
@@ -16,6 +16,7 @@ Outside of `autoapply()` a class is an ordinary class, and `Cls.from_fields()` a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import importlib
@@ -23,31 +24,34 @@ import inspect
 import os
 import sys
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 from disagg.errors import ConfigError, nearest
-from mpillm.command_line import Parser, add_fields
+from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.configurator.field import AutoConfStrategy as AutoConfStrategy
 from mpillm.configurator.field import Field as Field
+from mpillm.configurator.field import Options as Options
 from mpillm.configurator.field import Reason as Reason
 
 T = TypeVar("T", bound=type)
 
 
 class Level(enum.IntEnum):
-    """Kinds of sources: the higher goes before the lower."""
+    """The sources of values: the higher goes before the lower."""
 
     DEFAULT = 0
     WORKLOAD = 1  # what a workload has for its users
-    CONTEXT = 2  # a configuration, of a file for one
-    ENVIRONMENT = 3
-    COMMAND_LINE = 4
+    GENERATION = 2  # the model's generation config
+    YAML = 3  # a section of the disaggregation YAML
+    CONTEXT = 4  # a configuration: that of a file, or one that is in force
+    ENVIRONMENT = 5
+    COMMAND_LINE = 6
 
 
 class Origin(NamedTuple):
-    """Where a value came from, as a person is told: ``command line``, ``environment variable X``, ``configs/x.py:12``, ``default``."""
+    """Where a value came from, as the user is told: ``command line``, ``environment variable X``, ``configs/x.py:12``, ``default``."""
 
     level: Level
     where: str
@@ -74,6 +78,19 @@ class Found(NamedTuple):
     def key_origins(self) -> dict[str, Origin]:
         """Where each key of a dictionary came from."""
         return {key: self.keys.get(key, self.origin) for key in self.value}
+
+    def key(self, name: str) -> Found:
+        """A key of a dictionary; None, by default, if it is not there."""
+        return Found(self.value[name], self.keys.get(name, self.origin)) if name in self.value else Found(None, DEFAULT)
+
+    def with_key(self, name: str, found: Found) -> Found:
+        """The dictionary with this key, too."""
+        return Found({**self.value, name: found.value}, self.origin, {**self.key_origins(), name: found.origin})
+
+    def without_key(self, name: str) -> Found:
+        """The dictionary without this key."""
+        kept = {key: value for key, value in self.value.items() if key != name}
+        return Found(kept, self.origin, {key: origin for key, origin in self.keys.items() if key != name})
 
 
 class Configuration(UserDict):  # type: ignore[type-arg]
@@ -111,19 +128,18 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         fields = list(fields)
         environ = os.environ if self.environ is None else self.environ
         options = option_texts(fields, sys.argv[1:]) if self.options is None else self.options
+        said = parse_fields(fields, options=options, environ=environ)
         found: dict[Field, Found] = {}
         for field in fields:
             layers = [Found(field.default, DEFAULT)] if field.default is not None else []
             layers += self._layers(field)
-            if field.from_environ and (text := environ.get(field.from_environ)) is not None:
-                layers.append(_from_environ(field, field.from_environ, text))
-            if (text := options.get(field.name)) is not None:
-                layers.append(Found(field.parse(text, f"--{field.name}"), COMMAND_LINE))
+            if field.name in said:
+                of_environment = field.from_environ and field.name not in options
+                origin = Origin(Level.ENVIRONMENT, f"environment variable {field.from_environ}") if of_environment else COMMAND_LINE
+                layers.append(Found(said[field.name], origin))
             value: Found | None = None
             for layer in layers:
                 value = layer.over(value, field.autoconf_strategy)
-            if field.overlay_environ and (text := environ.get(field.overlay_environ)) is not None:
-                value = _from_environ(field, field.overlay_environ, text).over(value, AutoConfStrategy.DictUpdate)
             if value is not None:
                 found[field] = value
         return found
@@ -155,9 +171,47 @@ class Configuration(UserDict):  # type: ignore[type-arg]
 _current: ContextVar[Configuration | None] = ContextVar("configuration", default=None)
 
 
-def _from_environ(field: Field, variable: str, text: str) -> Found:
+def current() -> Configuration | None:
+    """The configuration that is in force in this thread."""
+    return _current.get()
+
+
+def environment() -> Mapping[str, str]:
+    """The environment that is in force: that of the current configuration, or this process's."""
+    configuration = _current.get()
+    return os.environ if configuration is None or configuration.environ is None else configuration.environ
+
+
+def from_environment(field: Field, variable: str, environ: Mapping[str, str]) -> Found | None:
+    """What an environment variable says of `field`; None if it is not set, ConfigError for a wrong value."""
+    if (text := environ.get(variable)) is None:
+        return None
     where = f"environment variable {variable}"
     return Found(field.parse(text, where), Origin(Level.ENVIRONMENT, where))
+
+
+def parse_fields(
+    fields: Iterable[Field],
+    args: Sequence[str] | None = None,
+    *,
+    options: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What the command line `args` (default: this process's) and the fields' environment variables say: values by field name.
+
+    `options`: the texts of a command line that is already parsed. ConfigError names the option or the variable with a wrong value.
+    """
+    fields = list(fields)
+    if options is None:
+        options = option_texts(fields, sys.argv[1:] if args is None else args)
+    said: dict[str, Any] = {}
+    for field in fields:
+        found = from_environment(field, field.from_environ, os.environ if environ is None else environ) if field.from_environ else None
+        if (text := options.get(field.name)) is not None:
+            found = Found(field.parse(text, f"--{field.name}"), COMMAND_LINE).over(found, field.autoconf_strategy)
+        if found is not None:
+            said[field.name] = found.value
+    return said
 
 
 def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]:
@@ -181,13 +235,29 @@ def bind(field: Field, arg_name: str | None = None) -> Callable[[T], T]:
     return decorate
 
 
+def _parameters(cls: type) -> tuple[Collection[str], bool]:
+    """The names that calls of `cls` may give values for, and whether they may give any other name, too.
+
+    An `__init__` that was put around a dataclass's own, to take any keyword, has no parameters to read: the dataclass's fields are these.
+    """
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_any and dataclasses.is_dataclass(cls):
+        return {*parameters, *(field.name for field in dataclasses.fields(cls) if field.init)}, False
+    return parameters, takes_any
+
+
 def bound_fields(cls: type) -> dict[Field, str]:
-    """The parameter that each field is bound to, for `cls` and what it inherits as far as its `__init__` takes that."""
-    signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+    """The parameter that each field is bound to, for `cls` and what it inherits as far as its `__init__` takes that.
+
+    A parameter that a subclass binds to another field is no longer the inherited field's.
+    """
+    names, _ = _parameters(cls)
     bound: dict[Field, str] = dict(vars(cls).get("_bound_fields", {}))
     for base in cls.__mro__[1:]:
+        taken = set(bound.values())
         for field, name in vars(base).get("_bound_fields", {}).items():
-            if name in signature.parameters:
+            if name in names and name not in taken:
                 bound.setdefault(field, name)
     return bound
 
@@ -196,10 +266,10 @@ def autoconfigure(cls: T) -> T:
     """Class decorator, outside of `@bind` and `@dataclass`: within `autoapply()`, calls of the class get what they do not say."""
     plain = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(plain)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    names, takes_any = _parameters(cls)
     for name in vars(cls).get("_bound_fields", {}).values():
-        if name not in signature.parameters and not takes_any:
-            raise TypeError(f"{cls.__name__} has no parameter {name}{nearest(name, signature.parameters)}")
+        if name not in names and not takes_any:
+            raise TypeError(f"{cls.__name__} has no parameter {name}{nearest(name, names)}")
 
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -258,8 +328,13 @@ class HelpInfo:
     _dependencies: dict[type, tuple[type, ...]] = {}  # noqa: RUF012 - a registry
 
     @classmethod
+    def add_configurator_dependency(cls, user: type, used: type) -> None:
+        """`user` makes instances of `used`: its fields are its own."""
+        cls.add_configurator_dependencies(user, (used,))
+
+    @classmethod
     def add_configurator_dependencies(cls, user: type, used: Iterable[type]) -> None:
-        """`user` makes instances of `used`: their fields are its own."""
+        """As `add_configurator_dependency`, for several."""
         cls._dependencies[user] = (*cls._dependencies.get(user, ()), *used)
 
     @classmethod

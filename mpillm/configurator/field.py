@@ -6,10 +6,32 @@ import dataclasses
 import enum
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 from disagg.errors import ConfigError, nearest
 from disagg.yaml_text import plain
+
+if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any type
+    from typing import TypedDict
+
+    from typing_extensions import Self, TypeVar, Unpack
+
+    class _More(TypedDict, total=False):
+        disallow_default: bool
+        disallow_argparse: bool | None
+        argparse_opts: Mapping[str, Any] | None
+        from_environ: str | None
+        autoconf_strategy: AutoConfStrategy
+        choices: tuple[str, ...]
+        group: str
+        aliases: tuple[str, ...]
+
+    T = TypeVar("T", default=Any)
+    V = TypeVar("V")
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 
 class AutoConfStrategy(enum.Enum):
@@ -24,10 +46,12 @@ class Reason(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Field:
+class Field(Generic[T]):
     """One thing that can be configured, and one object: fields are equal only to themselves.
 
-    Its name is with underscores; hyphens mean the same on the command line. What stands behind `*` is our own.
+    Its name has underscores; hyphens mean the same on the command line. Parameters after `*` are our own.
+    T is the type of its value: what `from_string` returns, or a text; or None, unless there is a default.
+    As an attribute of an `Options` class it is the field itself, and its value on an instance.
     """
 
     name: str
@@ -43,12 +67,42 @@ class Field:
     choices: tuple[str, ...] = ()  # upper and lower case are alike
     group: str = "general"  # the heading in --help
     aliases: tuple[str, ...] = ()  # other names
-    overlay_environ: str | None = None  # an environment variable that is laid over the value, key by key
 
-    def __copy__(self) -> Field:
+    if TYPE_CHECKING:
+
+        @overload
+        def __init__(
+            self: Field[V], name: str, description: str, from_string: Callable[[str], V], *, default: Any, **more: Unpack[_More]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: Field[V], name: str, description: str = "", *, from_string: Callable[[str], V], default: Any, **more: Unpack[_More]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: Field[V | None], name: str, description: str = "", *, from_string: Callable[[str], V], **more: Unpack[_More]
+        ) -> None: ...
+        @overload
+        def __init__(
+            self: Field[V | None], name: str, description: str, from_string: Callable[[str], V], **more: Unpack[_More]
+        ) -> None: ...
+        @overload
+        def __init__(self: Field[str], name: str, description: str = "", *, default: str, **more: Unpack[_More]) -> None: ...
+        @overload
+        def __init__(self: Field[str | None], name: str, description: str = "", **more: Unpack[_More]) -> None: ...
+        def __init__(self, *args: Any, **more: Any) -> None: ...
+
+    @overload
+    def __get__(self, options: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, options: Options, owner: type) -> T: ...
+    def __get__(self, options: object, owner: type) -> Self | T:
+        return options[self] if isinstance(options, Options) else self
+
+    def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, _: Any) -> Field:
+    def __deepcopy__(self, _: Any) -> Self:
         return self
 
     @property
@@ -109,3 +163,21 @@ class Field:
         if self.from_string is None and not self.choices and not isinstance(value, str):
             raise ConfigError(f"{source} {text}: expected a text; put it in quotes")
         return self.parse(text, source)
+
+
+class Options:
+    """A class whose attributes are fields. Its instances have the fields' values there."""
+
+    def __getitem__(self, field: Field[T]) -> T:
+        """The value of `field`."""
+        raise NotImplementedError(f"{type(self).__name__} declares fields and holds no values")
+
+    @classmethod
+    def declared(cls) -> list[Field]:
+        """The fields of this class and its bases, each name once, the nearest class first."""
+        found: dict[str, Field] = {}
+        for base in cls.__mro__:
+            for field in vars(base).values():
+                if isinstance(field, Field):
+                    found.setdefault(field.name, field)
+        return list(found.values())

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from mpillm.messages import NO_INSTANCE, REQUEST, Batch
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
+from mpillm.config.core_config import CoreConfig
+from mpillm.devices import Gpu, visible_gpus
+
+__all__ = ["CoreConfig", "Credits", "LLMCore", "Metrics", "ModelLimits"]
 
 if TYPE_CHECKING:
+    from mpillm.comms.communicators import InstanceComms
     from mpillm.comms.mover import Mover, Peer
-    from mpillm.comms.world import InstanceComms
 
 
 class Credits(NamedTuple):
@@ -26,6 +29,16 @@ class Credits(NamedTuple):
 
     requests: int
     tokens: int  # KV cache, in tokens
+
+
+class Metrics(NamedTuple):
+    """What a core has computed since `start_test`, and what it holds now."""
+
+    prompt_tokens: int  # of contexts; what is computed again after a preemption counts again, what block reuse saves does not
+    generated_tokens: int
+    running: int  # requests
+    waiting: int  # requests
+    kv_cache_usage: float | None = None  # of its blocks, 0 to 1; None: it has no KV cache
 
 
 class ModelLimits(Protocol):
@@ -41,49 +54,16 @@ class ModelLimits(Protocol):
     def max_prompt_len(self) -> int | None: ...
 
 
-@dataclass(frozen=True)
-class CoreConfig:
-    """All that a core is built from: plain data, the same on every rank of the instance but for the coordinates."""
-
-    core_type: str
-    role: str = "executor"  # executor, context or generation
-    instance: int = 0
-    tp_size: int = 1
-    pp_size: int = 1
-    ep_size: int = 1
-    tp_rank: int = 0
-    pp_rank: int = 0
-    ep_rank: int = 0
-    rank: int = 0  # in the world, for messages
-    device: int | None = None  # the GPU's index, as this process counts; None: runs on the CPU
-    gpu_bytes: int | None = None  # free on that GPU, and on those of the instance's other ranks; None: runs on the CPU
-    n_threads: int = 1  # CPU threads that this rank may use
-    model_path: str | None = None  # a folder, or the name of a preset
-    load_format: str = "auto"  # auto: safetensors; dummy: seeded random weights
-    dtype: str = "auto"  # auto: the checkpoint's; float32 or bfloat16
-    quantization: str = "auto"  # of linear layers. auto: the checkpoint's; none, int8 or fp8
-    engine_dir: str | None = None  # weights as each rank holds them (see `engine.shards`), instead of the checkpoint's
-    max_batch_size: int = 64
-    max_num_tokens: int = 1024  # most tokens of one engine step
-    max_seq_len: int | None = None  # prompt and answer; None: the model's
-    kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
-    kv_cache_fraction: float = 0.9  # of the GPU memory that the model leaves, when the core chooses
-    tokens_per_block: int = 32
-    enable_chunked_context: bool = True
-    context_chunking_policy: str = "first_come_first_served"  # or equal_progress
-    batch_scheduler_policy: str = "max_util"  # or no_evict, static
-    enable_kv_cache_reuse: bool = False
-    beam_width: int = 1
-    end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
-    stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens
-    node_ranks: int = 1  # ranks of this node that hold a part of a model, this one included
-    options: dict[str, Any] = field(default_factory=dict)  # --core_options and unknown YAML keys
-
-
 class LLMCore(ABC):
     """A backend. Raise from any method: the error names this rank and ends the run everywhere."""
 
-    uses_gpus = False  # whether a rank of it takes a GPU where there is one
+    # What commands must know of a core before one is made.
+    uses_gpus: ClassVar[bool] = False  # each rank takes a GPU where there is one
+    needs_model: ClassVar[bool] = False  # computes a model in this process: needs --model_path, and has the precisions of our options
+    engine_stages: ClassVar[str | None] = None  # ``module:function``: from a RunConfig to the last stage of `generate-engines`
+    servers: ClassVar[str | None] = None  # ``module:function``: from a RunConfig to what `run-llm-server` starts
+    framework: ClassVar[str | None] = None  # what computes, for the description of a submission's system
+    packages: ClassVar[tuple[str, ...]] = ()  # whose versions that description names; the framework's first
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         """`comms` are the instance's (None: it has one rank, this one). Cheap: no weights, no sockets; `load` does that."""
@@ -94,6 +74,11 @@ class LLMCore(ABC):
     def check(cls, config: CoreConfig) -> ModelLimits | None:
         """Find what is wrong with `config` before any rank loads anything (ConfigError); the model's limits, if it has a model."""
         return None
+
+    @classmethod
+    def gpus(cls) -> tuple[Gpu, ...]:
+        """The GPUs of this node that a rank of this core could take, as this process counts them."""
+        return (visible_gpus() or ()) if cls.uses_gpus else ()
 
     # --- life ---
 
@@ -124,6 +109,17 @@ class LLMCore(ABC):
     def statistics(self) -> dict[str, float]:
         """Counts of the test for `result.json`, beside samples, tokens and busy time: preemptions, for one."""
         return {}
+
+    def compiled_in_test(self) -> list[str]:
+        """What this rank has compiled since `start_test`: nothing, if the warm-up did all that the test can meet."""
+        return []
+
+    def metrics(self) -> Metrics | None:
+        """What is computed so far, answers that have not ended included; None if the core does not know.
+
+        Asked on the instance's leader, twice a second and between two polls: it must not wait for anything.
+        """
+        return None
 
     def flush(self) -> None:  # noqa: B027 - optional: most cores hold nothing back
         """Give up nothing, hold nothing back: called when no more requests will come."""
@@ -160,7 +156,7 @@ class LLMCore(ABC):
         may have named: it is the receiver's, there to be cancelled from `receive_kv` on, and `release_kv` frees it here.
         """
 
-    # --- handoff of the KV cache (see comms/handoff.py): both sides, then the context side, then the generation side ---
+    # --- handoff of the KV cache (see roles/handoff.py): both sides, then the context side, then the generation side ---
 
     def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
         """Before `load`, on every rank of an instance that hands over or takes over: with what, and (by instance) with whom."""

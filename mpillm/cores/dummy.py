@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.errors import ConfigError, nearest
+from disagg.errors import ConfigError, about, nearest
+from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, ResponseFlag, concat
 from mpillm.comms.tags import Tag
-from mpillm.cores.base import CoreConfig, Credits, LLMCore
-from mpillm.messages import NO_INSTANCE, RESPONSE, Batch, ResponseFlag, concat
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics
 
 if TYPE_CHECKING:
+    from mpillm.comms.communicators import InstanceComms
     from mpillm.comms.mover import Mover, Moving, Peer
-    from mpillm.comms.world import InstanceComms
+    from mpillm.phases import Phase
 
 VOCAB_SIZE = 32000
 _FAULTS = ("none", "raise", "hang", "exit", "slow", "silent")
 _KINDS: dict[str, Callable[..., object]] = {"float": float, "int": int, "str": str}
-_PHASES = ("join", "load", "health", "warmup", "test")
+_PHASES: tuple[Phase, ...] = ("join", "load", "health", "warmup", "test")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class DummyOptions:
     fault_s: float = 3600.0
 
     @staticmethod
+    @about("core_options")
     def from_options(options: dict[str, object]) -> DummyOptions:
         known = DummyOptions.__dataclass_fields__
         values: dict[str, object] = {}
@@ -100,6 +102,7 @@ class DummyCore(LLMCore):
         self._instant: deque[Batch] = deque()
         self._waiting: deque[Batch] = deque()  # one request each
         self._running = 0
+        self._prompt_tokens = self._generated_tokens = 0  # of contexts and answers that are complete
         self._events: list[tuple[float, int, int, Batch, NDArray[np.int32]]] = []  # due, order, flags, request, answer
         self._order = 0
         self._seen = 0
@@ -119,7 +122,10 @@ class DummyCore(LLMCore):
         DummyOptions.from_options(config.options)
         size, wanted = config.kv_cache_tokens, config.max_seq_len
         if size is not None and wanted is not None and wanted > size:
-            raise ConfigError(f"--kv_cache_tokens {size}: does not hold one sequence of --max_seq_len {wanted} tokens")
+            raise ConfigError(
+                f"--kv_cache_tokens {size}: does not hold one sequence of --max_seq_len {wanted} tokens",
+                about=["kv_cache_tokens", "max_seq_len"],
+            )
         return DummyLimits(max_seq_len=size) if size is not None else DummyLimits()
 
     # --- life ---
@@ -137,10 +143,17 @@ class DummyCore(LLMCore):
 
     def start_test(self) -> None:
         self._warm = True
-        self._seen = self._kv_bytes = 0
+        self._seen = self._kv_bytes = self._prompt_tokens = self._generated_tokens = 0
 
     def statistics(self) -> dict[str, float]:
         return {"kv_bytes": self._kv_bytes} if self.config.role == "context" else {}
+
+    def metrics(self) -> Metrics:
+        """Tokens as the clock says, also of answers that have not ended; it has no KV cache."""
+        now = time.perf_counter()
+        under_way = sum(self._generated_of(answer, due - now) for due, _, flags, _, answer in self._events if flags & ResponseFlag.FINAL)
+        waiting = len(self._waiting) + sum(map(len, self._instant))
+        return Metrics(self._prompt_tokens, self._generated_tokens + under_way, self._running, waiting)
 
     # --- work ---
 
@@ -258,9 +271,13 @@ class DummyCore(LLMCore):
         for id_ in rows["id"][handed].tolist():
             self._complete_kv(id_)
         tokens = answer_tokens(requests, n_output)
+        self._generated_tokens += len(tokens)
         if self._first_tokens:
+            self._generated_tokens -= len(rows)
             out["flags"] = ResponseFlag.FINAL
             self._check_first(rows, tokens, n_output)
+        else:
+            self._prompt_tokens += len(requests.tokens)
         return Batch(out, tokens)
 
     def _hold_kv(self, row: NDArray[np.void]) -> None:
@@ -304,16 +321,27 @@ class DummyCore(LLMCore):
         last_at = first_at + (int(n_output[0]) - 1) * self.options.tpot_ms / 1e3
         self._push(last_at, ResponseFlag.FINAL, request, answer)
 
+    def _generated_of(self, answer: NDArray[np.int32], left_s: float) -> int:
+        """How many tokens of an answer that will be complete in `left_s` seconds are there, and were generated here."""
+        most = len(answer) - (self.config.role == "generation")  # the first token is the context instance's
+        if left_s <= 0:
+            return most
+        return max(0, int(most - left_s * 1e3 / self.options.tpot_ms)) if self.options.tpot_ms else 0
+
     def _push(self, due: float, flags: int, request: Batch, answer: NDArray[np.int32]) -> None:
         self._order += 1
         heapq.heappush(self._events, (due, self._order, flags, request, answer))
 
     def _due(self, request: Batch, flags: int, answer: NDArray[np.int32]) -> Batch:
         row = request.rows[0]
+        if flags & ResponseFlag.FIRST:
+            self._prompt_tokens += len(request.tokens)
         if flags & ResponseFlag.FINAL:
             self._running -= 1
+            self._generated_tokens += self._generated_of(answer, 0.0)
         elif self.config.role == "context":
             self._complete_kv(int(row["id"]))
+            self._generated_tokens += 1
         return Batch(np.array([(row["id"], len(answer), flags)], RESPONSE), answer)
 
     # --- faults ---

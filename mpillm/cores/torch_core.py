@@ -1,31 +1,36 @@
-"""The embedded engine as a core: Llama and Mixtral with PyTorch, on a CPU or an NVIDIA GPU."""
+"""The embedded engine as a core: Llama and Mixtral with PyTorch, on a CPU or an NVIDIA GPU.
+
+PyTorch and what needs it are imported by `load`: ranks without an instance ask the class too.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import re
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from mpillm.cores.base import CoreConfig, Credits, LLMCore
-from mpillm.engine.engine import Engine, EngineLimits
-from mpillm.engine.model_config import ModelInfo, check_model, model_info
-from mpillm.engine.parallel import Groups, MpiGroups
-from mpillm.engine.prefix_cache import PrefixCache
-from mpillm.engine.sampler import SamplingParams
-from mpillm.engine.scheduler import Sequence
-from mpillm.engine.step import Follower, Worker
-from mpillm.engine.transfer import Transfers, partners
-from mpillm.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, ResponseFlag
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, ResponseFlag
+from mpillm.config.core_config import CoreConfig
+from mpillm.cores.base import Credits, LLMCore, Metrics
+from mpillm.devices import Gpu
+from mpillm.engine import compilations
+from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
 
 if TYPE_CHECKING:
+    from mpillm.comms.communicators import InstanceComms
     from mpillm.comms.mover import Mover, Peer
-    from mpillm.comms.world import InstanceComms
-    from mpillm.engine.kv_cache import KVCache
+    from mpillm.engine.cache.kv_cache import KVCache
+    from mpillm.engine.engine import Engine
+    from mpillm.engine.handoff.transfer import Transfers
+    from mpillm.engine.sequence import Sequence
+    from mpillm.engine.step import Follower, Worker
 
 _log = logging.getLogger(__name__)
 _MAX_WARM_UP = 64  # requests
@@ -40,6 +45,10 @@ class TorchCore(LLMCore):
     """
 
     uses_gpus = True
+    needs_model = True
+    engine_stages = "mpillm.builder.torch_engine:engine_stages"
+    framework = "PyTorch"
+    packages = ("torch", "triton")
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         """ConfigError as `model_info`. Not for memory: another rank of the node may be loading already."""
@@ -51,20 +60,33 @@ class TorchCore(LLMCore):
         self._follower: Follower | None = None  # of every other rank
         self._handoff: tuple[Mover, dict[int, Peer]] | None = None
         self._before_test: dict[str, int] = {}
+        self._computed_before_test = (0, 0)  # tokens of prompts and of answers
+        self._compiled_before_test = 0
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelInfo:
         return check_model(config)
 
+    @classmethod
+    def gpus(cls) -> tuple[Gpu, ...]:
+        """None if the PyTorch that is installed was built without CUDA."""
+        return super().gpus() if _has_cuda() else ()
+
     # --- life ---
 
     def load(self) -> None:
+        import torch
+
+        from mpillm.engine.engine import Engine, EngineLimits
+        from mpillm.engine.step import Follower
+
         c = self.config
         torch.set_num_threads(c.n_threads)
         worker = self.worker = self._make_worker()
         max_moving_tokens = None if c.gpu_bytes is None else self.info.kv_cache_tokens // _CACHE_TO_BUFFERS
         if self._handoff is not None:
             worker.transfers = self._make_transfers(worker.cache, *self._handoff)
+        worker.warm_up(c.max_num_tokens)
         if c.tp_rank == c.pp_rank == 0:
             limits = EngineLimits(
                 c.max_batch_size,
@@ -81,11 +103,13 @@ class TorchCore(LLMCore):
             self._follower = Follower(worker)
 
     def _make_transfers(self, cache: KVCache, mover: Mover, peers: dict[int, Peer]) -> Transfers:
+        from mpillm.engine.handoff.transfer import Transfers, partners
+
         config, layout, sends = self.info.config, self.info.layout, self.config.role == "context"
         if self.config.gpu_bytes is None:
             return Transfers(cache, config, layout, mover, peers, sends=sends)
         from mpillm.comms.mover import MpiMover
-        from mpillm.engine.nccl_mover import NcclMover
+        from mpillm.engine.handoff.nccl_mover import NcclMover
 
         assert isinstance(mover, MpiMover)
         mover = NcclMover.connected(mover.comm, partners(config, layout, peers.values(), sends=sends), sends=sends)
@@ -93,13 +117,18 @@ class TorchCore(LLMCore):
         return Transfers(cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes)
 
     def _make_worker(self) -> Worker:
+        import torch
+
+        from mpillm.engine.parallel.groups import Groups, MpiGroups
+        from mpillm.engine.step import Worker
+
         c, layout, dummy = self.config, self.info.layout, self.config.load_format == "dummy"
         alone = self.comms is None or self.comms.instance.size == 1
         if c.gpu_bytes is None:
             groups = Groups(layout) if self.comms is None or alone else MpiGroups(layout, self.comms)
             return Worker(self.info, c.tokens_per_block, groups, dummy=dummy)
-        from mpillm.engine.gpu import GpuWorker
-        from mpillm.engine.nccl import NcclGroups
+        from mpillm.engine.gpu_worker import GpuWorker
+        from mpillm.engine.parallel.nccl import NcclGroups
 
         torch.cuda.set_device(c.device or 0)
         groups = Groups(layout) if self.comms is None or alone else NcclGroups(layout, self.comms)
@@ -109,6 +138,9 @@ class TorchCore(LLMCore):
         """One token from a prompt of one token, through all ranks of the instance; the engine must be idle."""
         if self._follower is not None:
             return
+        from mpillm.engine.sampler import SamplingParams
+        from mpillm.engine.sequence import Sequence
+
         sequence = Sequence(id=0, prompt=[0], max_output=1, min_output=0, sampling=SamplingParams())
         self.engine.add(sequence)
         while not sequence.output:
@@ -131,14 +163,31 @@ class TorchCore(LLMCore):
         return Batch(rows, np.zeros(n * n_prompt, np.int32))
 
     def start_test(self) -> None:
+        self._compiled_before_test = compilations.count()
         if self._engine is not None:
             self._before_test = self._counts()
+            self._computed_before_test = self._engine.prompt_tokens, self._engine.generated_tokens
 
     def statistics(self) -> dict[str, float]:
         return {name: count - self._before_test.get(name, 0) for name, count in self._counts().items()}
 
+    def compiled_in_test(self) -> list[str]:
+        return compilations.since(self._compiled_before_test)
+
+    def metrics(self) -> Metrics:
+        engine, (prompt_tokens, generated_tokens) = self.engine, self._computed_before_test
+        return Metrics(
+            engine.prompt_tokens - prompt_tokens,
+            engine.generated_tokens - generated_tokens,
+            len(engine.scheduler.running),
+            len(engine.scheduler.waiting),
+            1 - engine.blocks.n_free / engine.blocks.n_blocks,
+        )
+
     def _counts(self) -> dict[str, int]:
         """Since the start; blocks that were reused with block reuse alone, so that a reader sees that it was on."""
+        from mpillm.engine.cache.prefix_cache import PrefixCache
+
         counts = {"preemptions": self.engine.scheduler.preemptions}
         if isinstance(blocks := self.engine.blocks, PrefixCache):
             counts["reused_blocks"] = blocks.reused_blocks
@@ -200,9 +249,10 @@ class TorchCore(LLMCore):
             if sequence.is_cancelled:
                 row["flags"] = ResponseFlag.FINAL | ResponseFlag.CANCELLED
                 continue
-            row["n_tokens"] = len(sequence.output)
+            told = sequence.output if is_final else sequence.output[:1]  # the second token may be there by now
+            row["n_tokens"] = len(told)
             row["flags"] = is_first * ResponseFlag.FIRST | is_final * ResponseFlag.FINAL
-            tokens += sequence.output
+            tokens += told
         refused = rows[len(progress) :]
         refused["id"] = self._refused
         refused["flags"] = ResponseFlag.FINAL | ResponseFlag.ERROR
@@ -239,7 +289,17 @@ class TorchCore(LLMCore):
         self.engine.admit(sequence)
 
 
+def _has_cuda() -> bool:
+    """Read off PyTorch's files: importing it takes a second, on ranks that need it for nothing else."""
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    return version is not None and version.is_file() and not re.search(r"^cuda\b.*= *None", version.read_text(), re.MULTILINE)
+
+
 def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
+    from mpillm.engine.sampler import SamplingParams
+    from mpillm.engine.sequence import Sequence
+
     return Sequence(
         id=int(row["id"]),
         prompt=tokens.tolist(),

@@ -1,4 +1,7 @@
-"""The engine: requests in, tokens out, one step at a time. It decides what a step is; `step.Worker` runs it, here and on other ranks."""
+"""The engine: requests in, tokens out, one step at a time.
+
+It decides what a step holds; `step.Worker` runs it, here and on the instance's other ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpillm.engine.device import Sampled
-from mpillm.engine.kv_cache import BlockAllocator
-from mpillm.engine.model_config import ModelInfo
-from mpillm.engine.prefix_cache import PrefixCache
-from mpillm.engine.scheduler import Scheduler, Sequence
+from mpillm.engine.cache.kv_cache import BlockAllocator
+from mpillm.engine.cache.prefix_cache import PrefixCache
+from mpillm.engine.handoff.transfer import Kind, Transfer
+from mpillm.engine.model.model_info import ModelInfo
+from mpillm.engine.scheduler import Scheduler
+from mpillm.engine.sequence import Sequence
+from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Step, Worker, pack
-from mpillm.engine.transfer import Kind, Transfer
 
 
 class Progress(NamedTuple):
-    """A sequence that got its first token, its last, or both in a step; or is final because it was cancelled."""
+    """A sequence that got its first or last token, or both, in a step, or that was cancelled."""
 
     sequence: Sequence
     is_first: bool
@@ -25,20 +29,21 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """How much an engine does at once, and who goes first."""
+    """How much an engine does at once, and in which order."""
 
     max_batch_size: int
-    max_num_tokens: int  # of one step
+    max_num_tokens: int  # in one step
     tokens_per_block: int
     chunked: bool = True
     policy: str = "max_util"  # see `Scheduler`
     chunking: str = "first_come_first_served"
-    reuse: bool = False  # of blocks that hold a common prefix
-    max_moving_tokens: int | None = None  # of KV caches that are on their way here, for which there are buffers; one may be larger
+    reuse: bool = False  # share the blocks of a common prefix
+    # Tokens of KV caches on their way here: the room that buffers have. One larger cache may come by itself.
+    max_moving_tokens: int | None = None
 
 
 class Engine:
-    """One copy of a model: on one rank, or on those that follow this one (see `step.Follower`)."""
+    """One copy of a model: on this rank, or on this and those that follow it (see `step.Follower`)."""
 
     def __init__(self, info: ModelInfo, limits: EngineLimits, worker: Worker) -> None:
         self.info = info
@@ -62,28 +67,32 @@ class Engine:
             limits.chunking,
         )
         self._end_ids = set(info.end_ids)
-        self._stops: dict[int, list[list[int]]] = {}  # stop words by their last token
+        self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
         for tokens in info.stop_words:
             self._stops.setdefault(tokens[-1], []).append(list(tokens))
-        # Steps: all sequences, those that get a token, and their tokens, where the first stage is the last.
+        # Steps in flight: all sequences, those that get a token, and the tokens if the first stage is the
+        # last.
         self._in_flight: deque[tuple[list[Sequence], list[Sequence], Sampled | None]] = deque()
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
-        # The handoff, by sequence id: those to hand over, where those that are not computed go, blocks of those that will come.
+        # The handoff, by sequence id: sequences to hand over, the receivers of those not computed yet, and
+        # the blocks of those to come.
         self._handing_over: dict[int, Sequence] = {}
         self._not_started: list[int] = []
         self._accepted: dict[int, tuple[int, int]] = {}
         self._reserved: dict[int, tuple[list[int], int]] = {}  # with the most tokens that will be cached
-        self._ordered: list[Transfer] = []  # for the next step
-        self._moving: dict[int, list[int]] = {}  # by ticket: sequence id, tokens, ranks that are not done
+        self._ordered: list[Transfer] = []  # to begin with the next step
+        self._moving: dict[int, list[int]] = {}  # ticket -> sequence id, tokens, ranks that are not done
         self._n_transfers = 0
         self.kv_bytes = 0  # handed over
-        self._cancelled: list[Sequence] = []  # `step` has not told yet
-        self._cancelled_before: set[int] = set()  # while their KV cache was on its way here
+        # Computed tokens of contexts (counted again after a preemption) and of answers.
+        self.prompt_tokens = self.generated_tokens = 0
+        self._cancelled: list[Sequence] = []  # `step` has not returned them yet
+        self._cancelled_before: set[int] = set()  # cancelled while their KV cache was on its way here
 
     # --- work ---
 
     def refusal(self, sequence: Sequence) -> str | None:
-        """Why this engine can never answer `sequence`, or None."""
+        """Return why this engine can never answer `sequence`, or None."""
         n = len(sequence.prompt)
         if n == 0 or sequence.max_output == 0:
             return f"{n} prompt tokens and at most {sequence.max_output} output tokens: at least one of each is needed"
@@ -97,26 +106,27 @@ class Engine:
         return None
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that `refusal` has nothing against."""
+        """Queue a sequence for which `refusal` returns None."""
         self.scheduler.add(sequence)
         if sequence.hand_over and sequence.max_output > 1:
             self._handing_over[sequence.id] = sequence
             self._not_started.append(sequence.id)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do now."""
+        """Return whether `step` has something to do now."""
         can_plan = len(self._in_flight) < self._depth and self.scheduler.can_plan()
         return can_plan or bool(self._ordered) or self._has_tokens() or bool(self._cancelled)
 
     def is_idle(self) -> bool:
-        """Whether `has_work` will stay False until something is added: no step is in flight."""
+        """Return whether `has_work` stays False until something is added: no step is in flight."""
         return not (self._in_flight or self._ordered or self._cancelled or self.scheduler.can_plan())
 
     def cancel(self, sequence_id: int) -> None:
-        """End it where it is: queued, in context, in generation, or while its KV cache is on its way here; `step` tells, once.
+        """End a sequence in any state: queued, context, generation, or with its KV cache on its way here.
 
-        One that is in a step in flight ends with that step: until then its blocks are written to. Nothing happens to one that is not
-        here any more, or is being handed over: it is the receiver's to cancel, and its blocks come back with `release_kv`.
+        `step` returns it once. A sequence in flight ends with its step, which still writes to its blocks.
+        Nothing happens to one that has ended or is being handed over: the receiver has to cancel it, and its
+        blocks come back with `release_kv`.
         """
         if sequence_id in self._reserved:
             self._cancelled_before.add(sequence_id)
@@ -134,11 +144,13 @@ class Engine:
             self._not_started.remove(sequence.id)
 
     def step(self) -> list[Progress]:
-        """Start a step of at most `max_num_tokens` tokens, if there can be one more; who got a first or last token from those that ended.
+        """Start a step of at most `max_num_tokens` tokens if another can be in flight.
 
-        There are as many steps in flight as stages, each with sequences of its own, so that all stages have something to do. A worker that
-        feeds a token to the next step by itself (`n_ahead`) gets that step before the token is read. What such a step computes for a
-        sequence that turns out to have ended is dropped; its blocks may be another's by then, in steps that run later.
+        Collect those that ended. Returns the sequences that got a first or last token in a step that ended.
+        There are as many steps in flight as stages, each with sequences of its own, so that all stages have
+        work. A worker that feeds a token to the next step by itself (`n_ahead`) gets that step before the
+        token is read. What such a step computes for a sequence that turns out to have ended is dropped; its
+        blocks may already be another's, in later steps.
         """
         plan = self.scheduler.plan() if len(self._in_flight) < self._depth else []
         if plan or self._ordered:
@@ -150,7 +162,9 @@ class Engine:
                 self._peers.send_plan(pack(step, sequences))
             for sequence in sampled:
                 sequence.n_unread += 1
-            for sequence in sequences:
+            for sequence, n_new in plan:
+                if sequence.n_cached - n_new < len(sequence.prompt):
+                    self.prompt_tokens += n_new
                 most = 1 if sequence.hand_over else sequence.max_output
                 sequence.in_flight = not self.worker.n_ahead or sequence.n_output >= most
             tokens_to_come = self.worker.run(step)
@@ -185,6 +199,7 @@ class Engine:
         if sequence.is_done or sequence.is_cancelled:
             return None
         sequence.output.append(token)
+        self.generated_tokens += 1
         n = len(sequence.output)
         is_final = n >= sequence.max_output or token in self._end_ids or self._is_stopped(sequence)
         sequence.is_done = is_final
@@ -195,7 +210,7 @@ class Engine:
         return Progress(sequence, n == 1, is_final) if n == 1 or is_final else None
 
     def _is_stopped(self, sequence: Sequence) -> bool:
-        """Whether its answer ends with a stop word, and may end."""
+        """Return whether the answer ends with a stop word, and may end."""
         output = sequence.output
         words = () if sequence.ignore_stop else self._stops.get(output[-1], ())
         return len(output) >= sequence.min_output and any(output[-len(word) :] == word for word in words)
@@ -203,7 +218,7 @@ class Engine:
     # --- handoff: both sides, then the context side, then the generation side ---
 
     def poll_kv(self) -> list[int]:
-        """Ids of sequences whose KV cache has left all ranks, or has arrived on all of them."""
+        """Return ids of sequences whose KV cache has left all ranks, or has arrived on all of them."""
         if not self._moving:
             return []
         assert self.worker.transfers is not None
@@ -219,10 +234,13 @@ class Engine:
             self.scheduler.free(self._handing_over.pop(sequence_id))
         else:
             self.scheduler.give_up(*self._reserved.pop(sequence_id))
-            self._cancelled_before.discard(sequence_id)  # its answer is complete
+            self._cancelled_before.discard(sequence_id)  # its answer was complete
 
     def started(self) -> list[int]:
-        """Ids of sequences to hand over which have got their blocks since the last call. They keep them until `release_kv`."""
+        """Return ids of sequences to hand over that got blocks since the last call.
+
+        `release_kv` takes those back.
+        """
         self.scheduler.start_ahead()
         started = [id_ for id_ in self._not_started if self._handing_over[id_].blocks]
         if started:
@@ -230,16 +248,19 @@ class Engine:
         return started
 
     def send_kv(self, sequence_id: int, receiver: int, slot: int) -> None:
-        """Send the prompt's KV cache: at once if it is computed, with the step that computes the last of it if not."""
+        """Send the prompt's KV cache: at once if it is computed, else with the step that completes it."""
         sequence = self._handing_over[sequence_id]
-        self.kv_bytes += self.info.config.kv_bytes_per_token(self.info.dtype) * len(sequence.prompt)
+        self.kv_bytes += self.info.config.kv_bytes_per_token(self.info.kv_dtype) * len(sequence.prompt)
         if sequence.n_cached < len(sequence.prompt):
             self._accepted[sequence_id] = receiver, slot
         else:
             self._order(Kind.SEND, sequence_id, receiver, slot, len(sequence.prompt), sequence.blocks)
 
     def receive_kv(self, sequence_id: int, n_prompt: int, max_output: int, sender: int, slot: int) -> bool:
-        """Expect a prompt's KV cache; False while there is no room, ValueError if there never will be."""
+        """Expect a prompt's KV cache.
+
+        Returns False while there is no room; ValueError if there never will be.
+        """
         if n_prompt + max_output > self.info.max_seq_len:
             raise ValueError(
                 f"request {sequence_id}: {n_prompt} prompt tokens and {max_output} output tokens exceed max_seq_len {self.info.max_seq_len}"
@@ -256,7 +277,7 @@ class Engine:
         return True
 
     def admit(self, sequence: Sequence) -> None:
-        """Go on with a sequence whose KV cache has arrived and whose `output` holds its first token."""
+        """Continue a sequence whose KV cache has arrived and whose `output` holds its first token."""
         sequence.blocks, _ = self._reserved.pop(sequence.id)
         sequence.n_cached = len(sequence.prompt)
         self.scheduler.admit(sequence)
@@ -265,7 +286,7 @@ class Engine:
             self.cancel(sequence.id)
 
     def _take_transfers(self, sampled: list[Sequence]) -> list[Transfer]:
-        """Those for a step which completes the contexts of `sampled`."""
+        """Return the transfers for a step that completes the contexts of `sampled`."""
         for sequence in sampled:
             if accepted := self._accepted.pop(sequence.id, None):
                 self._order(Kind.SEND_LAYERS, sequence.id, *accepted, len(sequence.prompt), sequence.blocks)
@@ -273,7 +294,7 @@ class Engine:
         return transfers
 
     def _order(self, kind: Kind, sequence_id: int, peer: int, slot: int, n_tokens: int, blocks: list[int]) -> None:
-        """Have the ranks of this instance begin a transfer with the next step."""
+        """Let the ranks of this instance begin a transfer with the next step."""
         layout = self._layout
         self._n_transfers += 1
         ticket = self._n_transfers & 0x7FFFFFFF

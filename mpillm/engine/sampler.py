@@ -1,4 +1,7 @@
-"""From logits to tokens. A sampled token depends on its logits, the request's parameters, its seed, and the token's place in the answer."""
+"""From logits to tokens.
+
+A sampled token depends on logits, the request's parameters, its seed and its place.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpillm.engine.device import to_device
+from mpillm.engine.staging import to_device
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k 0 and top_p 1 are off; top_k comes first, top_p keeps of what is left."""
+    """temperature 0 is greedy; top_k 0 and top_p 1 are off; top_k applies first, top_p to what is left."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -33,7 +36,10 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: list[SamplingParams], places: list[int]) -> Tensor:
-    """A token per row of `logits` [n, vocab] (float32), int64, on their device; `places` count the answer's tokens so far."""
+    """Return a token per row of `logits` [n, vocab] (float32): int64, on their device.
+
+    `places`: tokens of each answer so far.
+    """
     tokens = logits.argmax(-1)
     for restricted in (False, True):
         chosen = [i for i, p in enumerate(params) if not p.is_greedy and p.is_restricted == restricted]
@@ -50,7 +56,8 @@ def _sample_restricted(scaled: Tensor, params: list[SamplingParams], uniform: Te
     vocab, device = scaled.shape[-1], scaled.device
     top_k = np.array([[min(p.top_k, vocab) or vocab] for p in params])
     top_p = to_device(np.array([[p.top_p] for p in params], np.float32), device)
-    values, ids = scaled.topk(int(top_k.max()), dim=-1)  # sorted: only top-p without top-k sorts the whole vocabulary
+    # topk sorts its result; only top-p without top-k sorts the whole vocabulary.
+    values, ids = scaled.topk(int(top_k.max()), dim=-1)
     places = torch.arange(values.shape[-1], device=device)
     probabilities = values.masked_fill_(places >= to_device(top_k, device), -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
@@ -59,13 +66,16 @@ def _sample_restricted(scaled: Tensor, params: list[SamplingParams], uniform: Te
 
 
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The first index at which the running sum passes uniform * total: int64 [n] for probabilities [n, m], uniform [n] (float64)."""
+    """Return the first index at which the running sum passes uniform * total.
+
+    int64 [n] for probabilities [n, m], uniform [n] (float64).
+    """
     running = probabilities.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0].clamp_(max=probabilities.shape[-1] - 1)
 
 
 def _uniform(seeds: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1) from (seed, place): two rounds of splitmix64's mixing."""
+    """Return uniform numbers in [0, 1) from (seed, place): two rounds of splitmix64's mixing."""
     x = seeds.astype(np.uint64)
     for y in (np.uint64(0), places.astype(np.uint64)):
         x = (x ^ y) + _GOLDEN

@@ -1,73 +1,25 @@
-"""Which sequences run in the next step, with how many tokens, and who gives way when the KV cache is full."""
+"""Which sequences run in the next step, with how many tokens, and which are preempted for want of blocks."""
 
 from __future__ import annotations
 
 import bisect
 from collections import deque
-from dataclasses import dataclass, field
 
-from mpillm.engine.kv_cache import BlockAllocator
-from mpillm.engine.prefix_cache import PrefixCache
-from mpillm.engine.sampler import SamplingParams
-
-UNREAD = -1  # stands for a token that is still on the device
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request under way. Its context is the prompt and the answer so far; `n_cached` tokens of it are in the KV cache."""
-
-    id: int
-    prompt: list[int]
-    max_output: int
-    min_output: int
-    sampling: SamplingParams
-    hand_over: bool = False  # stops after its first token and keeps its blocks until they are released
-    ignore_stop: bool = False  # stop words do not end its answer
-    arrival: int = 0
-    output: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    n_cached: int = 0
-    n_unread: int = 0  # tokens of the answer, behind `output`, that steps in flight give: the device knows them, the scheduler how many
-    in_flight: bool = False  # in a step whose tokens must come back before it can be in another
-    is_done: bool = False  # what steps in flight still give it is dropped
-    slot: int = -1  # while it runs: a number below max_batch_size of its own
-    n_told: int = 0  # of its blocks, how many the other ranks of the instance know
-    is_cancelled: bool = False
-    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for (see `PrefixCache`)
-
-    @property
-    def n_output(self) -> int:
-        return len(self.output) + self.n_unread
-
-    @property
-    def n_context(self) -> int:
-        return len(self.prompt) + len(self.output) + self.n_unread
-
-    @property
-    def n_uncached(self) -> int:
-        return len(self.prompt) + len(self.output) + self.n_unread - self.n_cached
-
-    @property
-    def n_cached_at_most(self) -> int:
-        """Tokens that are in the KV cache when its longest answer ends: the last one is not."""
-        return len(self.prompt) + (0 if self.hand_over else self.max_output - 1)
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens [start, end) of the context, `UNREAD` where they are not known here."""
-        n = len(self.prompt)
-        known = self.output[start - n : end - n] if start >= n else self.prompt[start:end] + self.output[: max(0, end - n)]
-        return known if len(known) == end - start else known + [UNREAD] * (end - start - len(known))
+from mpillm.engine.cache.kv_cache import BlockAllocator
+from mpillm.engine.cache.prefix_cache import PrefixCache
+from mpillm.engine.sequence import Sequence
 
 
 class Scheduler:
-    """A step holds a token of every sequence that generates, then contexts, as the chunking says, in what is left of its size.
+    """Fills a step with a token of every sequence that generates, then with contexts, as the chunking says.
 
-    First come, first served: a sequence starts when all that came before it have, and the policy finds the KV cache roomy enough.
-    When a sequence that generates finds no block (`max_util` alone lets that happen), the youngest running one gives its blocks back and
-    computes its context, answer so far included, again later.
+    First come, first served: a sequence starts when all earlier ones have started and the policy finds enough
+    room in the KV cache. When a sequence that generates finds no block (only `max_util` lets that happen),
+    the youngest running one is preempted: it gives its blocks back and later computes its context again, with
+    the answer so far.
 
-    With several steps in flight, a sequence is in one of them at most, and those that generate are spread over them.
+    With several steps in flight, a sequence is in at most one of them, and those that generate are spread
+    over them.
     """
 
     def __init__(
@@ -81,7 +33,10 @@ class Scheduler:
         policy: str = "max_util",
         chunking: str = "first_come_first_served",
     ) -> None:
-        """`policy` and `chunking`: TensorRT-LLM's batch_scheduler_policy and context_chunking_policy; chunking has a say in chunks only."""
+        """`policy`, `chunking`: TensorRT-LLM's batch_scheduler_policy, context_chunking_policy.
+
+        `chunking` matters only if contexts are computed in chunks.
+        """
         self._blocks = blocks
         self._known = blocks if isinstance(blocks, PrefixCache) else None
         self._tokens_per_block = tokens_per_block
@@ -92,11 +47,12 @@ class Scheduler:
         self._has_room = {"max_util": self._room_to_start, "no_evict": self._room_to_end, "static": self._room_in_batch}[policy]
         is_even = chunked and {"first_come_first_served": False, "equal_progress": True}[chunking]
         self._add_contexts = self._add_evenly if is_even else self._add_in_order
-        self._starts_ahead = is_even or policy == "static"  # what fits the cache starts at once, and not when its turn in a step comes
+        # Start whatever fits the cache at once, not when its turn in a step comes.
+        self._starts_ahead = is_even or policy == "static"
         self._slots = list(range(max_batch_size))
         self._arrivals = 0
-        self._reserved = 0  # sequences whose KV cache is on its way
-        self._n_owed = 0  # blocks that those which have started or a reservation may still need
+        self._reserved = 0  # sequences whose KV cache is on its way here
+        self._n_owed = 0  # blocks that started sequences and reservations may still need
         self._batch_runs = False  # there was a step since `running` was empty
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
@@ -107,11 +63,11 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def can_plan(self) -> bool:
-        """Whether `plan` would give anything."""
+        """Return whether `plan` would return anything."""
         return any(not s.in_flight for s in self.running) or self._can_start()
 
     def plan(self) -> list[tuple[Sequence, int]]:
-        """The next step: sequences and how many tokens each adds, those with one token first."""
+        """Return the next step: sequences and how many tokens each adds, those with one token first."""
         while self._starts_ahead and self._can_start():
             self._start()
         plan: list[tuple[Sequence, int]] = []
@@ -121,13 +77,13 @@ class Scheduler:
         return sorted(plan, key=lambda entry: entry[1] != 1)
 
     def publish(self, plan: list[tuple[Sequence, int]]) -> None:
-        """`plan` is under way: with block reuse, those that come may use what it computes."""
+        """Note that step `plan` has started: with block reuse, later sequences may use what it computes."""
         if self._known is not None:
             self._known.publish(plan)
 
     def drop(self, sequence: Sequence) -> None:
-        """It runs no more; its blocks stay its own (see `free`)."""
-        if sequence.slot < 0:  # it gave way while the token that ended it was on its way
+        """Stop running a sequence; it keeps its blocks (see `free`)."""
+        if sequence.slot < 0:  # preempted while the token that ended it was on its way
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
@@ -135,20 +91,23 @@ class Scheduler:
         self._batch_runs &= bool(self.running)
 
     def free(self, sequence: Sequence) -> None:
-        if not sequence.blocks:  # it gave way, and gave them back
+        if not sequence.blocks:  # preempted: it gave them back
             return
         self._n_owed -= self._blocks_for(sequence.n_cached_at_most) - len(sequence.blocks)
         self._blocks.give_back(sequence.blocks)
         sequence.blocks = []
 
     def start_ahead(self) -> None:
-        """Give blocks to the contexts of the next steps, one more than can be in flight: their receivers can be asked meanwhile."""
+        """Give blocks to the contexts of the next steps, so that their receivers can be asked early.
+
+        One step more than can be in flight.
+        """
         left = (1 + self._n_in_flight) * self._max_num_tokens - sum(s.n_uncached for s in self.running if not s.in_flight)
         while left > 0 and self._can_start():
             left -= self._start().n_uncached
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget it, wherever it is; it must be in no step in flight."""
+        """Forget a sequence in any state; it must not be in a step in flight."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
@@ -158,7 +117,10 @@ class Scheduler:
     # --- sequences whose context was computed elsewhere ---
 
     def reserve(self, n_context: int, n_at_most: int) -> list[int] | None:
-        """Blocks and a place for a sequence to come, `n_at_most` cached tokens at its end, or None. Those preempted here come first."""
+        """Reserve blocks and a place for a sequence to come, or return None. Those preempted here come first.
+
+        `n_at_most`: cached tokens at its end.
+        """
         if self.waiting or not self._fits(n_context, n_at_most):
             return None
         self._reserved += 1
@@ -166,30 +128,30 @@ class Scheduler:
         return self._blocks.take(self._blocks_for(n_context))
 
     def give_up(self, blocks: list[int], n_at_most: int) -> None:
-        """The sequence that `reserve` gave these to will not run."""
+        """Take a reservation back: its sequence will not run."""
         self._reserved -= 1
         self._n_owed -= self._blocks_for(n_at_most) - len(blocks)
         self._blocks.give_back(blocks)
 
     def admit(self, sequence: Sequence) -> None:
-        """Run a sequence that holds the blocks which `reserve` gave."""
+        """Run a sequence that holds the blocks of a reservation."""
         self._reserved -= 1
         self._stamp(sequence)
         self._take_slot(sequence)
         self.running.append(sequence)
 
-    # --- policies: whether something that takes `n` blocks now, and `n_at_most` in the end, may start ---
+    # --- policies: whether a sequence that takes `n` blocks now and `n_at_most` in the end may start ---
 
     def _room_to_start(self, n: int, n_at_most: int) -> bool:
-        """max_util: blocks for its context, and one to spare for each that runs."""
+        """max_util: blocks for its context, and one more for each running sequence."""
         return n + len(self.running) + self._reserved <= self._blocks.n_free
 
     def _room_to_end(self, n: int, n_at_most: int) -> bool:
-        """no_evict: blocks for its longest answer, whatever the others still need for theirs."""
+        """no_evict: blocks for its longest answer, besides what the others may still need."""
         return n_at_most + self._n_owed <= self._blocks.n_free
 
     def _room_in_batch(self, n: int, n_at_most: int) -> bool:
-        """static: as no_evict, and nothing starts between the first step of a batch and the end of its last sequence."""
+        """static: as no_evict, and nothing starts between a batch's first step and its last end."""
         return not self._batch_runs and self._room_to_end(n, n_at_most)
 
     # --- the parts of a step ---
@@ -201,7 +163,10 @@ class Scheduler:
                 plan.append((sequence, 1))
 
     def _add_in_order(self, plan: list[tuple[Sequence, int]]) -> None:
-        """The oldest context gets all that it needs, then the next one. Unchunked, one that is longer than a step has one for itself."""
+        """Give the oldest context all it needs, then the next.
+
+        Unchunked, a context longer than a step gets one for itself.
+        """
         left = self._max_num_tokens - len(plan)
         contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
         while left > 0 and (contexts or self._can_start()):
@@ -216,7 +181,7 @@ class Scheduler:
             left -= n
 
     def _add_evenly(self, plan: list[tuple[Sequence, int]]) -> None:
-        """Each context gets as much as the others, or all that it needs; what does not divide goes to the oldest."""
+        """Give each context an equal share, at most what it needs; the remainder goes to the oldest."""
         left = self._max_num_tokens - len(plan)
         contexts = [s for s in self.running if s.n_uncached > 1]
         n_now = -(-len(contexts) // self._n_in_flight)
@@ -250,7 +215,7 @@ class Scheduler:
         return has_place and self._has_room(self._blocks_for(n_context), self._blocks_for(n_at_most))
 
     def _can_start(self) -> bool:
-        """Whether there is room for the first that waits; one that gave way is computed again when all its tokens are known."""
+        """Return whether the first waiting sequence may start; a preempted one waits for all its tokens."""
         if not self.waiting or self.waiting[0].n_unread:
             return False
         return self._fits(self.waiting[0].n_context, self.waiting[0].n_cached_at_most)
@@ -265,7 +230,7 @@ class Scheduler:
         return sequence
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Take blocks that others have filled with what it would compute next, in place of its own."""
+        """Replace its next blocks by blocks in which others have computed the same."""
         if self._known is not None and (known := self._known.take_known(sequence)):
             first = sequence.n_cached // self._tokens_per_block
             part = slice(first, first + len(known))
@@ -282,7 +247,10 @@ class Scheduler:
         sequence.slot = -1
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Give `sequence` the block that its next token needs; False if it had to give way itself, or has to wait for who will."""
+        """Give `sequence` the block that its next token needs.
+
+        False if it was preempted itself, or has to wait for one that will be.
+        """
         while len(sequence.blocks) < self._blocks_for(sequence.n_cached + 1):
             if self._blocks.n_free:
                 sequence.blocks += self._blocks.take(1)

@@ -1,4 +1,4 @@
-"""A step: what it holds, how the leader tells the others in one message, and how a rank runs its part of it."""
+"""A step: what it holds, how the leader sends it in one message, and how a rank runs its part of it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpillm.engine import ops
-from mpillm.engine.attention import Span, StepAttention
-from mpillm.engine.device import Sampled
-from mpillm.engine.kv_cache import KVCache
-from mpillm.engine.model import Llama, Ops
-from mpillm.engine.model_config import ModelInfo
-from mpillm.engine.parallel import Groups, MpiGroups
+from mpillm.engine.cache.kv_cache import KV_DTYPES, KVCache
+from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers, pack_transfers, unpack_transfers
+from mpillm.engine.model import ops
+from mpillm.engine.model.attention import Span, StepAttention
+from mpillm.engine.model.model_info import ModelInfo
+from mpillm.engine.model.transformer import Llama, Ops
+from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.sampler import SamplingParams, sample
-from mpillm.engine.scheduler import Sequence
-from mpillm.engine.shards import Built
-from mpillm.engine.transfer import Kind, Transfer, Transfers, pack_transfers, unpack_transfers
-from mpillm.engine.weights import Checkpoint, DummyWeights, Shards, Weights
+from mpillm.engine.sequence import Sequence
+from mpillm.engine.staging import Sampled
+from mpillm.engine.weights.parameters import Checkpoint, DummyWeights, Shards, Weights
+from mpillm.engine.weights.shards import Built
 
 _SAMPLING = np.dtype([("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")])
-_SPAN = 6  # numbers of a span in a message: slot, cached, new, blocks already told, blocks told now, what is wanted
+_SPAN = 6  # numbers of a span in a message: slot, cached, new, blocks told before, blocks told now, wanted
 _NOTHING, _TOKEN, _TOKEN_NOT_END = range(3)
 
 
@@ -36,14 +36,17 @@ class Step:
     spans: list[Span] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)  # rows that a token is sampled from
-    not_end: list[int] = field(default_factory=list)  # which of the wanted (by index) may not be an end token
+    not_end: list[int] = field(default_factory=list)  # indices in `wanted` that must not get an end token
     sampling: list[SamplingParams] | None = None  # of each wanted row; None: all are greedy
     places: list[int] = field(default_factory=list)  # see `sample`
-    transfers: list[Transfer] = field(default_factory=list)  # of the handoff; a step may hold nothing else
+    transfers: list[Transfer] = field(default_factory=list)  # of the handoff; may be all that a step holds
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
-        """The scheduler's next step, and the sequences that get a token; their tokens count as cached from now on."""
+        """Return the scheduler's next step and the sequences that get a token.
+
+        Their tokens count as cached.
+        """
         step = Step()
         sampled: list[Sequence] = []
         for sequence, n in plan:
@@ -62,7 +65,7 @@ class Step:
 
 
 def pack(step: Step, sequences: list[Sequence]) -> NDArray[np.int32]:
-    """The step as a message: of each sequence's blocks only those that no message before has named."""
+    """Return the step as a message, with only those blocks that no earlier message has named."""
     head, blocks = [len(step.tokens), step.sampling is not None], []
     wanted = dict.fromkeys(step.wanted, _TOKEN) | {step.wanted[i]: _TOKEN_NOT_END for i in step.not_end}
     last = -1
@@ -79,7 +82,7 @@ def pack(step: Step, sequences: list[Sequence]) -> NDArray[np.int32]:
 
 
 def unpack(message: NDArray[np.int32], tables: dict[int, list[int]]) -> Step:
-    """What `pack` was given; `tables` holds the blocks of each slot from one message to the next."""
+    """Return what `pack` was given; `tables` keeps the blocks of each slot from message to message."""
     step = Step()
     step.transfers, message = unpack_transfers(message)
     n_spans, n_tokens, is_sampled = message[:3].tolist()
@@ -105,19 +108,19 @@ def unpack(message: NDArray[np.int32], tables: dict[int, list[int]]) -> Step:
 
 
 class Worker:
-    """This rank's part of the model, and its memory. On a CPU: see `gpu` for another one."""
+    """This rank's part of the model and its memory, on a CPU; `gpu_worker` has the one on a GPU."""
 
-    n_ahead = 0  # steps that may be started before the tokens of the one that they follow are read
+    n_ahead = 0  # steps that may start before the tokens of the step before them are read
 
     def __init__(self, info: ModelInfo, tokens_per_block: int, groups: Groups, *, dummy: bool, device: str = "cpu", ops: Ops = ops) -> None:
-        """Loads the weights: minutes for a large model."""
+        """Load the weights: minutes for a large model."""
         config, layout = info.config, groups.layout
         dtype = torch.float32 if info.dtype == "float32" else torch.bfloat16
         self.groups = groups
-        self.peers = groups if isinstance(groups, MpiGroups) else None  # where this is one of several ranks
-        self.transfers: Transfers | None = None  # of a rank that hands over, or takes over
+        self.peers = groups if isinstance(groups, MpiGroups) else None  # if this is one of several ranks
+        self.transfers: Transfers | None = None  # if this rank sends or receives KV caches
         self._config = config
-        self._dtype = dtype
+        self.dtype = dtype
         self._n_heads = layout.n_heads(config)
         mine = layout.vocabulary(config)
         self._forbidden = torch.tensor([id_ - mine.start for id_ in info.end_ids if mine.start <= id_ < mine.stop], dtype=torch.int64)
@@ -132,11 +135,17 @@ class Worker:
             kv_heads = layout.kv_heads(config)
             n_blocks = info.kv_cache_tokens // tokens_per_block
             n_layers = len(layout.layers(config))
-            self.cache = KVCache(n_layers, n_blocks, kv_heads.stop - kv_heads.start, tokens_per_block, config.head_dim, dtype, device)
+            n_heads = kv_heads.stop - kv_heads.start
+            scales = weights.kv_scales(layout.layers(config)) if info.kv_dtype == "fp8" else None
+            kv_dtype = KV_DTYPES[info.kv_dtype]
+            self.cache = KVCache(n_layers, n_blocks, n_heads, tokens_per_block, config.head_dim, kv_dtype, device, scales)
 
     @torch.inference_mode()
     def run(self, step: Step) -> Sampled | None:
-        """A token for each wanted row on the first rank of the last stage; None on the others, and for a step without tokens."""
+        """Run a step: a token for each wanted row on the first rank of the last stage.
+
+        None on the other ranks, and for a step without tokens.
+        """
         layer_stored = None
         if step.transfers:
             assert self.transfers is not None
@@ -154,18 +163,24 @@ class Worker:
         tokens = self._sample(self.model.logits(x), step) if step.wanted else torch.empty(0, dtype=torch.int64)
         return None if tokens is None or layout.tp_rank else Sampled(tokens)
 
+    def warm_up(self, max_num_tokens: int) -> None:
+        """Run what steps of up to `max_num_tokens` can run, so that nothing is compiled later. Collective."""
+
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
-        """What `model.logits` wants of the wanted rows, or the next stage of all; `layer_stored` as `Llama.forward` calls it."""
-        attention = StepAttention(step.spans, self.cache, self._n_heads, self.model.rotations)
+        """Return the wanted rows for `model.logits`, or all for the next stage; see `Llama.forward`."""
+        attention = StepAttention(step.spans, self.cache, self._n_heads, self.model.rotations, self.dtype)
         x = self.model.embed(torch.tensor(step.tokens)) if self.groups.layout.is_first_stage else self._receive_hidden(len(step.tokens))
         return self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
 
     def _receive_hidden(self, n_rows: int) -> Tensor:
         assert self.peers is not None
-        return self.peers.receive_hidden(n_rows, self._config.hidden_size, self._dtype, self.cache.keys.device)
+        return self.peers.receive_hidden(n_rows, self._config.hidden_size, self.dtype, self.cache.keys.device)
 
     def _sample(self, logits: Tensor, step: Step) -> Tensor | None:
-        """A token for each row of this rank's columns of the logits (may be changed), at least on the first rank of the TP group."""
+        """Return a token for each row, at least on the first rank of the TP group.
+
+        `logits`: this rank's columns; may be changed.
+        """
         groups, layout, logits = self.groups, self.groups.layout, logits.float()
         if step.not_end and len(self._forbidden):
             logits[torch.tensor(step.not_end)[:, None], self._forbidden] = -torch.inf
@@ -177,7 +192,7 @@ class Worker:
         return self._best_of_all(*logits.max(-1))
 
     def _best_of_all(self, best: Tensor, at: Tensor) -> Tensor | None:
-        """The likeliest token of each row, from the logits of each rank's likeliest and its columns: where `gather` gives the whole."""
+        """Return each row's likeliest token, from each rank's likeliest, where `gather` returns the whole."""
         groups, layout = self.groups, self.groups.layout
         # float64 holds both exactly.
         mine = torch.stack([best.double(), (at + self.model.vocabulary.start).double()], dim=1)
@@ -189,7 +204,7 @@ class Worker:
 
 
 class Follower:
-    """A rank that does not lead: it runs the leader's steps, in their order, as soon as it has what they need."""
+    """A rank that does not lead: it runs the leader's steps in order, as soon as it has what they need."""
 
     def __init__(self, worker: Worker) -> None:
         assert worker.peers is not None
@@ -207,7 +222,7 @@ class Follower:
         return self._step is not None and self._can_run()
 
     def run(self) -> None:
-        """What `has_work` has found."""
+        """Do what `has_work` has found."""
         if self._step is not None and self._can_run():
             step, self._step = self._step, None
             if (sampled := self._worker.run(step)) is not None:

@@ -1,7 +1,9 @@
 """Everything that can be configured: one registry from which command lines, --help, docs/options.md and config.json are made.
 
-A new option is one line in the file of its stage: ``name = Field("name", "what it means", parser, default=…, group=GROUP)``. It is then an
-option of the commands that show its group, an attribute of `RunConfig`, and a name of this package (`mpillm.fields.name`).
+A new option is one declaration in the class of its stage:
+``name = Field("name", "what it means", parser, default=…, group=GROUP)``. It is then an option of the commands that
+show its group, an attribute of `RunConfig` with the type that its parser returns, and a name of this package
+(`mpillm.fields.name`).
 """
 
 from __future__ import annotations
@@ -10,40 +12,69 @@ from collections.abc import Iterable
 
 from disagg.errors import nearest
 from mpillm.configurator import Field as Field
-from mpillm.fields import (
-    checkpoint,
-    data,
-    deadlines,
-    engine_build,
-    general,
-    generation,
-    harness,
-    loadgen,
-    model,
-    results,
-    server,
-    topology,
-    triton,
-)
+from mpillm.configurator.parsers import integers as integers
+from mpillm.configurator.parsers import not_negative as not_negative
+from mpillm.configurator.parsers import positive as positive
+from mpillm.configurator.parsers import seconds as seconds
+from mpillm.fields.checkpoint import CheckpointFields
+from mpillm.fields.data import DataFields
 from mpillm.fields.deadlines import DEADLINES as DEADLINES
-from mpillm.fields.parsers import integers as integers
-from mpillm.fields.parsers import not_negative as not_negative
-from mpillm.fields.parsers import positive as positive
-from mpillm.fields.parsers import seconds as seconds
+from mpillm.fields.deadlines import DeadlineFields
+from mpillm.fields.engine_build import BuildFields
+from mpillm.fields.general import GeneralFields
+from mpillm.fields.harness_stage import HarnessFields
+from mpillm.fields.loadgen import LoadgenFields
+from mpillm.fields.model import ModelFields
+from mpillm.fields.results import OutputFields
+from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
+from mpillm.fields.sampling import GenerationFields
+from mpillm.fields.server import ServerFields
+from mpillm.fields.topology import TopologyFields
+from mpillm.fields.triton import TritonFields
 
-_STAGES = (general, topology, model, checkpoint, engine_build, harness, triton, server, data, generation, loadgen, results, deadlines)
-FIELDS: tuple[Field, ...] = tuple(value for stage in _STAGES for value in vars(stage).values() if isinstance(value, Field))
+
+class AllFields(
+    GeneralFields,
+    TopologyFields,
+    ModelFields,
+    CheckpointFields,
+    BuildFields,
+    HarnessFields,
+    TritonFields,
+    ServerFields,
+    DataFields,
+    GenerationFields,
+    LoadgenFields,
+    OutputFields,
+    DeadlineFields,
+):
+    """Every option, by stage."""
+
+
+FIELDS: tuple[Field, ...] = tuple(AllFields.declared())
 BY_NAME: dict[str, Field] = {name: field for field in FIELDS for name in (field.name, *field.aliases)}
 
 # What several commands show of other groups.
 SIZES = ("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism")
 MODEL_AND_LIMITS = ("model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
 
+# Options that may say the values of others: flags with keys that are options, and what means something else, too.
+SETS: dict[Field, tuple[Field, ...]] = {
+    BuildFields.gpu_batch_size: (ModelFields.max_batch_size,),
+    HarnessFields.trtllm_runtime_flags: tuple(field for field in (*RUNTIME_FLAGS.values(), *RUNTIME_OPTIONS.values()) if field in FIELDS),
+    BuildFields.trtllm_build_flags: tuple(BUILD_OPTIONS.values()),
+    GeneralFields.use_triton: (GeneralFields.harness_type,),
+    GeneralFields.harness_type: (TopologyFields.core_type,),
+    TopologyFields.core_type: (TopologyFields.mode,),
+}
+
 
 def shown(*groups: str, also: Iterable[str] = ()) -> list[Field]:
-    """What a command has an effect for, and so shows in --help: the fields of `groups`, and those `also` named."""
-    others = [BY_NAME[name] for name in also]
-    return [field for field in FIELDS if field.group in groups or field in others]
+    """What a command has an effect for, and so shows in --help: the fields of `groups`, those `also` named, and what may set any."""
+    found = {field for field in FIELDS if field.group in groups} | {BY_NAME[name] for name in also}
+    while setting := {field for field, others in SETS.items() if found.intersection(others)} - found:
+        found |= setting
+    return [field for field in FIELDS if field in found]
 
 
 def __getattr__(name: str) -> Field:

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field
-from mpillm.fields.parsers import seconds
+from mpillm.configurator import Field, Options
+from mpillm.configurator.parsers import seconds
+from mpillm.phases import Phase
 
-DEADLINES = {"join": 60, "load": 1800, "health": 120, "warmup": 300, "ready": 60, "test": 21600, "drain": 300, "stop": 60}
+FIELD_OF: dict[Phase, Field[float]] = {}
+"""The deadline of each phase, in the order of a run."""
 
-vars().update(
-    {
-        f"{phase}_deadline": Field(f"{phase}_deadline", f"phase {phase}, seconds", seconds, default=float(value), group="deadlines")
-        for phase, value in DEADLINES.items()
-    }
-)
-stall_timeout = Field(
-    "stall_timeout",
-    "an instance that owes answers, or a server that was started, may be silent for this many seconds",
-    seconds,
-    default=300.0,
-    group="deadlines",
-)
-heartbeat_timeout = Field(
-    "heartbeat_timeout", "a rank whose heartbeat is missing for this many seconds is lost", seconds, default=30.0, group="deadlines"
-)
-grace = Field("grace", "seconds that ranks have to end after a failure", seconds, default=5.0, group="deadlines")
-build_deadline = Field(
-    "build_deadline", "a stage of generate-engines, a quantisation or a build, seconds", seconds, default=43200.0, group="deadlines"
-)
+
+def _deadline(phase: Phase, default: float) -> Field[float]:
+    FIELD_OF[phase] = Field(f"{phase}_deadline", f"longest time for phase {phase}, seconds", seconds, default=default, group="deadlines")
+    return FIELD_OF[phase]
+
+
+class DeadlineFields(Options):
+    """How long a run waits."""
+
+    join_deadline = _deadline("join", 60.0)
+    load_deadline = _deadline("load", 1800.0)
+    health_deadline = _deadline("health", 120.0)
+    warmup_deadline = _deadline("warmup", 300.0)
+    ready_deadline = _deadline("ready", 60.0)
+    test_deadline = _deadline("test", 21600.0)
+    drain_deadline = _deadline("drain", 300.0)
+    stop_deadline = _deadline("stop", 60.0)
+    stall_timeout = Field(
+        "stall_timeout",
+        "longest silence of an instance with open requests, or of a started server, seconds",
+        seconds,
+        default=300.0,
+        group="deadlines",
+    )
+    heartbeat_timeout = Field(
+        "heartbeat_timeout", "seconds without a heartbeat after which a rank is lost", seconds, default=30.0, group="deadlines"
+    )
+    grace = Field("grace", "longest time for ranks to end after a failure, seconds", seconds, default=5.0, group="deadlines")
+    build_deadline = Field(
+        "build_deadline",
+        "longest time for one stage of generate-engines (a quantisation or a build), seconds",
+        seconds,
+        default=43200.0,
+        group="deadlines",
+    )
+
+
+DEADLINES: dict[Phase, float] = {phase: field.default for phase, field in FIELD_OF.items()}

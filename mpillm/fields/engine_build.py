@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field
+from mpillm.configurator import Field, Options
+from mpillm.configurator.parsers import batch_sizes, flag_dict
 from mpillm.fields.general import workload_names
-from mpillm.fields.parsers import batch_sizes, flag_dict
 
-engine_dir = Field("engine_dir", "folder of the engine; the torch core's ranks map their weights from it", group="build")
-gpu_batch_size = Field(
-    "gpu_batch_size",
-    "largest batch of an instance, requests: a number, or workload:number,workload:number",
-    batch_sizes(workload_names),
-    group="build",
-)
-trtllm_build_flags = Field(
-    "trtllm_build_flags",
-    "flags of the engine's build, key:value,key:value; TRTLLM_BUILD_FLAGS is laid over them",
-    flag_dict,
-    default={},
-    group="build",
-    overlay_environ="TRTLLM_BUILD_FLAGS",
-)
+
+class BuildFields(Options):
+    """Stage 2: the engine."""
+
+    engine_dir = Field("engine_dir", "folder of the engine; the ranks of mpillm's own engine map their weights from it", group="build")
+    gpu_batch_size = Field(
+        "gpu_batch_size",
+        "largest batch of an instance, requests: a number, or workload:number,workload:number",
+        batch_sizes(workload_names),
+        group="build",
+    )
+    trtllm_build_flags = Field(
+        "trtllm_build_flags",
+        "flags of the engine's build, key:value,key:value; the environment variable TRTLLM_BUILD_FLAGS overrides them",
+        flag_dict,
+        default={},
+        group="build",
+    )

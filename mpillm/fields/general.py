@@ -2,44 +2,93 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field
-from mpillm.fields.parsers import accuracy, boolean, names
+import enum
 
-WORKLOADS = ("llama2-70b", "llama2-70b-interactive", "mixtral-8x7b", "llama3.1-405b", "llama3.1-405b-interactive")
-SCENARIOS = ("Offline", "Server", "SingleStream")
+from mpillm.configurator import Field, Options
+from mpillm.configurator.parsers import accuracy, boolean, names
+from mpillm.user_config import Benchmark, HarnessType, PowerSetting, Scenario
 
-workload_names = names(
+
+def _words(of: type[enum.Enum]) -> tuple[str, ...]:
+    return tuple(member.value for member in of)
+
+
+WORKLOADS = _words(Benchmark)
+INTERACTIVE = Scenario.Interactive.value  # NVIDIA's and the submission checker's name for Server of a workload's interactive form
+SCENARIOS = tuple(name for name in _words(Scenario) if name != INTERACTIVE)
+
+_FORM = "-interactive"
+_OTHER_NAMES = {  # NVIDIA's and LoadGen's
+    "llama2-70b": ("llama2", "llama-v2", "llama-v2-70b"),
+    "mixtral-8x7b": ("mixtral", "mixtral8x7b", "moe"),
+    "llama3.1-405b": ("llama3_1-405b", "llama-v3.1-405b"),
+}
+_ALIASES = {
+    other + name.removeprefix(plain): name
+    for plain, others in _OTHER_NAMES.items()
+    for other in others
+    for name in WORKLOADS
+    if name.removesuffix(_FORM) == plain
+}
+_TARGETS = {"-99": 0.99, "-99.9": 0.999}  # of the accuracy, at the end of a benchmark's name
+
+workload_names = names(*WORKLOADS, **_ALIASES)
+benchmark_names = names(
     *WORKLOADS,
-    **{
-        "llama2": "llama2-70b",
-        "llama2-interactive": "llama2-70b-interactive",
-        "moe": "mixtral-8x7b",
-        "mixtral": "mixtral-8x7b",
-        "llama3_1-405b": "llama3.1-405b",
-        "llama3_1-405b-interactive": "llama3.1-405b-interactive",
-    },
+    **_ALIASES,
+    **{name + target: known + target for name, known in {**_ALIASES, **{w: w for w in WORKLOADS}}.items() for target in _TARGETS},
 )
 
-benchmarks = Field(
-    "benchmarks",
-    f"the workload, whose values then hold for all that is not set: {', '.join(WORKLOADS)}; also llama2, moe, llama3_1-405b",
-    workload_names,
-    group="workload",
-    aliases=("models",),
-)
-scenarios = Field("scenarios", f"LoadGen's scenario: {', '.join(SCENARIOS)}", names(*SCENARIOS), default=("Offline",), group="workload")
-accuracy_target = Field(
-    "accuracy_target", "the part of the reference accuracy that is aimed at: 0.99, 0.999", accuracy, default=0.99, group="workload"
-)
-harness_type = Field("harness_type", "triton: through Triton servers", default="custom", choices=("custom", "triton"), group="workload")
-use_triton = Field("use_triton", "the same as --harness_type triton", boolean, default=False, group="workload")
-power_setting = Field(
-    "power_setting", "which of a file's configurations is meant", default="MaxP", choices=("MaxP", "MaxQ"), group="workload"
-)
-model_scale = Field(
-    "model_scale", "the workload's model, or a tiny one of its architecture", default="full", choices=("full", "tiny"), group="workload"
-)
-system_name = Field("system_name", "the system's name: chooses among a file's configurations, and names results", group="workload")
-config_file = Field("config_file", "a configuration of your own, Python or YAML (docs/configuration.md)", group="workload")
-dry_run = Field("dry_run", "print the commands, and run none", boolean, default=False, group="stages")
-force = Field("force", "do it again although its result is there and up to date", boolean, default=False, group="stages")
+
+def accuracy_of(benchmark: str) -> tuple[str, float | None]:
+    """The workload that a benchmark's name means, and the accuracy target, if the name has one: llama2-70b-99.9."""
+    for suffix, target in _TARGETS.items():
+        if benchmark.endswith(suffix):
+            return benchmark.removesuffix(suffix), target
+    return benchmark, None
+
+
+def plain_form(workload: str) -> str:
+    """The workload of which this one is the interactive form, or the workload itself."""
+    return workload.removesuffix(_FORM)
+
+
+def interactive_form(workload: str) -> str | None:
+    """The interactive form of a workload, or None."""
+    form = plain_form(workload) + _FORM
+    return form if form in WORKLOADS else None
+
+
+class GeneralFields(Options):
+    """What is run, and where its values come from."""
+
+    benchmarks = Field(
+        "benchmarks",
+        f"the workload, which sets the defaults of other options: {', '.join(WORKLOADS)}; also llama2, moe, llama3_1-405b;"
+        " with -99 or -99.9 at its end it sets accuracy_target",
+        benchmark_names,
+        group="workload",
+        aliases=("models",),
+    )
+    scenarios = Field(
+        "scenarios",
+        f"LoadGen's scenario: {', '.join(SCENARIOS)}; {INTERACTIVE} is Server of a workload's interactive form",
+        names(*SCENARIOS, INTERACTIVE, **{"single-stream": "SingleStream", "single_stream": "SingleStream"}),
+        default=("Offline",),
+        group="workload",
+    )
+    accuracy_target = Field(
+        "accuracy_target", "the share of the reference accuracy to reach: 0.99, 0.999", accuracy, default=0.99, group="workload"
+    )
+    harness_type = Field("harness_type", "triton: through Triton servers", default="custom", choices=_words(HarnessType), group="workload")
+    use_triton = Field("use_triton", "the same as --harness_type triton", boolean, default=False, group="workload")
+    power_setting = Field(
+        "power_setting", "chooses among a file's configurations", default="MaxP", choices=_words(PowerSetting), group="workload"
+    )
+    model_scale = Field(
+        "model_scale", "the workload's model, or a tiny one of its architecture", default="full", choices=("full", "tiny"), group="workload"
+    )
+    system_name = Field("system_name", "the system's name: chooses among a file's configurations, and names results", group="workload")
+    config_file = Field("config_file", "a configuration of your own, Python or YAML (docs/configuration.md)", group="workload")
+    dry_run = Field("dry_run", "print the commands without running them", boolean, default=False, group="stages")
+    force = Field("force", "do it again even if the result is up to date", boolean, default=False, group="stages")

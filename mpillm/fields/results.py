@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field
-from mpillm.fields.parsers import boolean
+from mpillm.configurator import Field, Options
+from mpillm.configurator.parsers import boolean
 
-log_dir = Field("log_dir", "the run directory [default: build/runs/<time>-<model>-<scenario>]", group="output")
-save_outputs = Field("save_outputs", "write every answer to outputs.jsonl", boolean, default=False, group="output")
-submitter = Field("submitter", "who submits", group="submission")
-division = Field("division", "the submission's division", default="closed", choices=("closed", "open"), group="submission")
-output = Field("output", "the file or folder to write", group="submission")
+
+class OutputFields(Options):
+    """What is left behind: run directories and submissions."""
+
+    log_dir = Field("log_dir", "the run directory [default: build/runs/<time>-<model>-<scenario>]", group="output")
+    save_outputs = Field("save_outputs", "write every answer to outputs.jsonl", boolean, default=False, group="output")
+    submitter = Field("submitter", "who submits", group="submission")
+    division = Field("division", "the submission's division", default="closed", choices=("closed", "open"), group="submission")
+    output = Field("output", "the file or folder to write", group="submission")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field
-from mpillm.fields.parsers import port
+from mpillm.configurator import Field, Options
+from mpillm.configurator.parsers import port
 
-server_port = Field("server_port", "where a disaggregated leader listens", port, default=8000, group="server")
-worker_start_port = Field(
-    "worker_start_port", "where the first disaggregated worker listens; the others count on from there", port, default=8001, group="server"
-)
-tritonserver = Field(
-    "tritonserver", "the tritonserver program [default: the one in PATH, or /opt/tritonserver/bin/tritonserver]", group="server"
-)
+
+class ServerFields(Options):
+    """Servers that `run-llm-server` starts."""
+
+    server_port = Field("server_port", "port of a disaggregated leader", port, default=8000, group="server")
+    worker_start_port = Field(
+        "worker_start_port",
+        "port of the first disaggregated worker; the others take the ports after it",
+        port,
+        default=8001,
+        group="server",
+    )
+    tritonserver = Field(
+        "tritonserver", "the tritonserver program [default: the one in PATH, or /opt/tritonserver/bin/tritonserver]", group="server"
+    )

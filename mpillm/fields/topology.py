@@ -2,39 +2,53 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field
-from mpillm.fields.parsers import flag_dict, positive
+from mpillm.configurator import Field, Options
+from mpillm.configurator.parsers import flag_dict, name_or_class, positive
+from mpillm.core_names import BUILT_IN, DEFAULT, NOT_BUILT, names
 
-mode = Field(
-    "mode",
-    "one kind of instance, or context and generation apart",
-    default="aggregated",
-    choices=("aggregated", "disaggregated"),
-    group="topology",
-)
-core_type = Field("core_type", "the backend, by name or as module:Class", default="torch", group="topology")
-core_options = Field("core_options", "options of the core, as key:value,key:value", flag_dict, default={}, group="topology")
-disagg_config = Field(
-    "disagg_config",
-    "the disaggregation YAML; made from the options below and the number of ranks if not given",
-    group="topology",
-    aliases=("trtllm_disagg_config_path",),
-)
-num_ctx_servers = Field("num_ctx_servers", "context instances", positive, group="topology")
-ctx_tp_size = Field("ctx_tp_size", "tensor parallel size of a context instance", positive, group="topology")
-ctx_pp_size = Field("ctx_pp_size", "pipeline parallel size of a context instance", positive, group="topology")
-num_gen_servers = Field("num_gen_servers", "generation instances", positive, group="topology")
-gen_tp_size = Field("gen_tp_size", "tensor parallel size of a generation instance", positive, group="topology")
-gen_pp_size = Field("gen_pp_size", "pipeline parallel size of a generation instance", positive, group="topology")
-tensor_parallelism = Field("tensor_parallelism", "tensor parallel size of an executor", positive, group="topology")
-pipeline_parallelism = Field("pipeline_parallelism", "pipeline parallel size of an executor", positive, group="topology")
-moe_expert_parallelism = Field("moe_expert_parallelism", "ranks of a TP group over which experts are spread", positive, group="topology")
-traffic_distribution_policy = Field(
-    "traffic_distribution_policy",
-    "which instance gets a request",
-    default="load_balancing",
-    choices=("load_balancing", "round_robin"),
-    group="topology",
-)
-world_size = Field("world_size", "ranks, control ranks included, where no mpirun says it", positive, group="plan")
-nodes = Field("nodes", "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]", group="plan")
+
+class TopologyFields(Options):
+    """What runs where."""
+
+    mode = Field(
+        "mode",
+        "one kind of instance, or separate context and generation instances",
+        default="aggregated",
+        choices=("aggregated", "disaggregated"),
+        group="topology",
+    )
+    core_type = Field(
+        "core_type",
+        f"the core, which computes or fetches the answers: {', '.join(BUILT_IN)}, or your own as package.module:Class; for engines and"
+        f" servers also {', '.join(NOT_BUILT)}",
+        name_or_class((*BUILT_IN, *NOT_BUILT), names),
+        default=DEFAULT,
+        group="topology",
+    )
+    core_options = Field("core_options", "options of the core, as key:value,key:value", flag_dict, default={}, group="topology")
+    disagg_config = Field(
+        "disagg_config",
+        "the disaggregation YAML [default: made from the options below and the number of ranks]",
+        group="topology",
+        aliases=("trtllm_disagg_config_path",),
+    )
+    num_ctx_servers = Field("num_ctx_servers", "context instances", positive, group="topology")
+    ctx_tp_size = Field("ctx_tp_size", "tensor parallel size of a context instance", positive, group="topology")
+    ctx_pp_size = Field("ctx_pp_size", "pipeline parallel size of a context instance", positive, group="topology")
+    num_gen_servers = Field("num_gen_servers", "generation instances", positive, group="topology")
+    gen_tp_size = Field("gen_tp_size", "tensor parallel size of a generation instance", positive, group="topology")
+    gen_pp_size = Field("gen_pp_size", "pipeline parallel size of a generation instance", positive, group="topology")
+    tensor_parallelism = Field("tensor_parallelism", "tensor parallel size of an executor", positive, group="topology")
+    pipeline_parallelism = Field("pipeline_parallelism", "pipeline parallel size of an executor", positive, group="topology")
+    moe_expert_parallelism = Field(
+        "moe_expert_parallelism", "ranks of a TP group over which experts are spread", positive, group="topology"
+    )
+    traffic_distribution_policy = Field(
+        "traffic_distribution_policy",
+        "which instance gets a request",
+        default="load_balancing",
+        choices=("load_balancing", "round_robin"),
+        group="topology",
+    )
+    world_size = Field("world_size", "number of ranks, control ranks included, for commands without mpirun", positive, group="plan")
+    nodes = Field("nodes", "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]", group="plan")

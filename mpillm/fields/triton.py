@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-from mpillm.configurator import Field
-from mpillm.fields.parsers import boolean, grpc_ports, positive, urls
+from mpillm.configurator import Field, Options
+from mpillm.configurator.parsers import boolean, grpc_ports, positive, urls
 
-triton_server_urls = Field("triton_server_urls", "gRPC addresses of Triton servers, host:port,host:port", urls, group="triton")
-triton_num_clients_per_server = Field(
-    "triton_num_clients_per_server", "gRPC clients for each server, of the core triton_grpc", positive, default=1, group="triton"
-)
-triton_num_models_per_server = Field("triton_num_models_per_server", "models that each server loads", positive, default=1, group="triton")
-triton_num_frontends_per_model = Field(
-    "triton_num_frontends_per_model",
-    "frontend processes for each model, of the core triton_grpc: 1 for Offline; 2, 4 or 8 for Server",
-    positive,
-    default=1,
-    group="triton",
-)
-triton_num_clients_per_frontend = Field(
-    "triton_num_clients_per_frontend",
-    "gRPC clients of each frontend, of the core triton_grpc: 1 for Offline; 2, 4 or 8 for Server",
-    positive,
-    default=1,
-    group="triton",
-)
-triton_num_servers = Field(
-    "triton_num_servers",
-    "tritonserver processes of a host: 1 for Offline; its data-parallel ranks for Server",
-    positive,
-    default=1,
-    group="triton",
-)
-triton_skip_server_spawn = Field("triton_skip_server_spawn", "the servers run already: start none", boolean, default=False, group="triton")
-triton_grpc_ports = Field(
-    "triton_grpc_ports", "where the servers listen: host_0:port_0,port_1|host_1:port_0,port_1", grpc_ports, group="triton"
-)
-triton_model_repo = Field(
-    "triton_model_repo",
-    "model repositories: this path, then _0, _1, … for each server",
-    default="build/triton_model_repo",
-    group="triton",
-)
+
+class TritonFields(Options):
+    """Triton servers, and the clients that talk to them."""
+
+    triton_server_urls = Field("triton_server_urls", "gRPC addresses of Triton servers, host:port,host:port", urls, group="triton")
+    triton_num_clients_per_server = Field(
+        "triton_num_clients_per_server", "gRPC clients for each server, of the core triton_grpc", positive, default=1, group="triton"
+    )
+    triton_num_models_per_server = Field(
+        "triton_num_models_per_server",
+        "models that each server loads [default: as many as the servers of this host need to use its GPUs]",
+        positive,
+        group="triton",
+    )
+    triton_num_frontends_per_model = Field(
+        "triton_num_frontends_per_model",
+        "frontend processes for each model, of the core triton_grpc: 1 for Offline; 2, 4 or 8 for Server",
+        positive,
+        default=1,
+        group="triton",
+    )
+    triton_num_clients_per_frontend = Field(
+        "triton_num_clients_per_frontend",
+        "gRPC clients of each frontend, of the core triton_grpc: 1 for Offline; 2, 4 or 8 for Server",
+        positive,
+        default=1,
+        group="triton",
+    )
+    triton_num_servers = Field(
+        "triton_num_servers",
+        "tritonserver processes of a host [default: 1 for Offline; for other scenarios one for each model that its GPUs hold]",
+        positive,
+        group="triton",
+    )
+    triton_skip_server_spawn = Field(
+        "triton_skip_server_spawn", "the servers run already: start none", boolean, default=False, group="triton"
+    )
+    triton_grpc_ports = Field(
+        "triton_grpc_ports", "where the servers listen: host_0:port_0,port_1|host_1:port_0,port_1", grpc_ports, group="triton"
+    )
+    triton_model_repo = Field(
+        "triton_model_repo",
+        "model repositories: this path, then _0, _1, … for each server",
+        default="build/triton_model_repo",
+        group="triton",
+    )

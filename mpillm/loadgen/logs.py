@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,13 @@ DETAIL = "mlperf_log_detail.txt"
 SUMMARY = "mlperf_log_summary.txt"
 ACCURACY = "mlperf_log_accuracy.json"
 
+_CONDITIONS = {
+    "Performance constraints satisfied": "latency limits",
+    "Min duration satisfied": "minimum duration",
+    "Min queries satisfied": "minimum query count",
+    "Early stopping satisfied": "early stopping",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedAnswer:
@@ -32,17 +41,20 @@ class LoggedAnswer:
 
 def read_detail(directory: Path) -> dict[str, Any]:
     """The values of ``mlperf_log_detail.txt`` by key, of a repeated key the last; empty if the file is not there."""
-    path = directory / DETAIL
-    values: dict[str, Any] = {}
+    return {entry["key"]: entry["value"] for entry in _entries(directory / DETAIL)}
+
+
+def logged_errors(directory: Path) -> list[str]:
+    """What LoadGen calls an error in ``mlperf_log_detail.txt``."""
+    return [str(entry["value"]) for entry in _entries(directory / DETAIL) if entry.get("metadata", {}).get("is_error")]
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_file():
         for line in path.read_text(errors="replace").splitlines():
             if line.startswith(_MARKER):
-                try:
-                    entry = json.loads(line[len(_MARKER) :])
-                except json.JSONDecodeError:
-                    continue  # the last line of a log that was cut off
-                values[entry["key"]] = entry["value"]
-    return values
+                with contextlib.suppress(json.JSONDecodeError):  # the last line of a log that was cut off
+                    yield json.loads(line[len(_MARKER) :])
 
 
 def read_answers(path: Path) -> list[LoggedAnswer]:
@@ -54,7 +66,7 @@ def read_answers(path: Path) -> list[LoggedAnswer]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: was it cut (a full disk, or truncated for a submission already)? {error}") from error
+        raise ConfigError(f"{path} is not valid JSON (cut by a full disk, or truncated for a submission?): {error}") from error
     answers: dict[int, LoggedAnswer] = {}
     try:
         for entry in entries:
@@ -66,7 +78,7 @@ def read_answers(path: Path) -> list[LoggedAnswer]:
             )
             answers.setdefault(answer.index, answer)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is no accuracy log of int32 tokens: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{path} is not an accuracy log of int32 tokens: {type(error).__name__}: {error}") from error
     if not answers:
         raise ConfigError(f"{path} is empty: LoadGen logged no answer")
     return list(answers.values())
@@ -85,10 +97,11 @@ def digest(path: Path) -> str:
 
 
 def unsatisfied(directory: Path) -> list[str]:
-    """Which of LoadGen's conditions make a test INVALID: those of its summary that do not hold."""
+    """What a test lacks to be VALID, in words: the conditions of LoadGen's summary that do not hold ("Early stopping satisfied: NO")."""
     path = directory / SUMMARY
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    return [line.partition(":")[0].strip() for line in lines if line.rstrip().lower().endswith((": no", ":no"))]
+    conditions = [line.partition(":")[0].strip() for line in lines if line.rstrip().lower().endswith((": no", ":no"))]
+    return [_CONDITIONS.get(condition, condition.removesuffix(" satisfied")) for condition in conditions]
 
 
 def advice(directory: Path) -> list[str]:

@@ -11,8 +11,10 @@ from typing import Any
 
 import mlperf_loadgen as lg
 
-from disagg.errors import ConfigError, nearest
-from mpillm.config import RunConfig
+from disagg.errors import ConfigError, about, nearest
+from mpillm.config.options import RunConfig
+from mpillm.loadgen.forecast import Forecast, forecast
+from mpillm.workloads.early_stopping import SERVER_PERCENTILE, SINGLE_STREAM_PERCENTILE, queries_needed
 
 ANY_MODEL = "mpillm"  # a name that mlperf.conf has no section for: the rules that hold for every model apply, and no others
 
@@ -32,6 +34,7 @@ _DECIMAL = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
 _LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no remark behind the number: LoadGen refuses it
 _TARGETS = {"Server": "server_target_qps", "Offline": "offline_expected_qps"}
 _NO_LIMIT_MS = 10**9
+_LEAST_QUERIES = {"Server": queries_needed(SERVER_PERCENTILE), "SingleStream": queries_needed(SINGLE_STREAM_PERCENTILE, late=1)}
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class LoadGenConfig:
             options["target_qps"] = _TARGETS[config.scenario]
         for key, name in options.items():
             if (value := getattr(config, name)) is not None:
-                (given if config.given(name) else scaled)[key] = int(value * 1000) if key == "min_duration" else value
+                (given if config.given(name) else scaled)[key] = round(value * 1000) if key == "min_duration" else value
         model = workload.loadgen_model if workload else ANY_MODEL
         return LoadGenConfig(config.scenario, config.test_mode, model, scaled, config.user_conf, given)
 
@@ -70,6 +73,7 @@ class LoadGenSettings:
     test: Any  # a `TestSettings`
     user_conf: str  # the text of the file that made it
     model: str
+    forecast: Forecast
 
     def to_json(self) -> dict[str, Any]:
         """What of them decides the result, for result.json; latency limits are None where there are none."""
@@ -79,30 +83,32 @@ class LoadGenSettings:
         return {
             "model": self.model,
             **{name: limit if is_server and s.use_token_latencies and limit < _NO_LIMIT_MS else None for name, limit in limits.items()},
-            "target_qps": s.server_target_qps if is_server else s.offline_expected_qps,
+            "target_qps": self._target_qps(),
             "min_duration_ms": s.min_duration_ms,
             "min_query_count": s.min_query_count,
             "performance_sample_count": s.performance_sample_count_override,
+            **self.forecast.to_json(),
         }
+
+    def _target_qps(self) -> float | None:
+        """None in SingleStream, which has no rate."""
+        s = self.test
+        return {lg.TestScenario.Server: s.server_target_qps, lg.TestScenario.Offline: s.offline_expected_qps}.get(s.scenario)
 
     def describe(self) -> str:
         """The same for a person, in one line."""
         values = self.to_json()
         limits = [f"{name.upper()} {ms:g} ms" for name in ("ttft", "tpot") if (ms := values[f"{name}_latency_ms"]) is not None]
-        return ", ".join(
-            (
-                f"{self.model}: at least {values['min_query_count']} samples and {values['min_duration_ms'] / 1000:g} s",
-                f"{values['target_qps']:g} samples/s {'asked' if limits else 'expected'}",
-                *limits,
-            )
-        )
+        rate = f"{qps:g} samples/s {'asked' if limits else 'expected'}" if (qps := values["target_qps"]) is not None else ""
+        least = f"{self.model}: at least {values['min_query_count']} samples and {values['min_duration_ms'] / 1000:g} s"
+        return ", ".join(text for text in (least, rate, *limits) if text)
 
 
 def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
     """LoadGen's settings: mlperf.conf (inside LoadGen), then the user's file, then what was given on the command line.
 
     Once in a process: LoadGen reads its own values at the first call only. ConfigError names the user's file and the line that is wrong,
-    or says that the data set has fewer samples than the test takes.
+    or says that a Server test has no rate, or that the data set has fewer samples than the test takes.
     """
     text = "# What this run asked of LoadGen, over the mlperf.conf inside it.\n"
     if config.scaled:
@@ -122,14 +128,28 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
         file.write(text)
         file.flush()
         if settings.FromConfig(file.name, config.model, config.scenario):
-            raise ConfigError(f"LoadGen can't read this user.conf:\n{text}")
+            raise ConfigError(f"LoadGen can't read this user.conf:\n{text}", about=["user_conf"])
     needed = settings.performance_sample_count_override
     if needed > n_samples:
         raise ConfigError(
-            f"the data set has {n_samples} samples, and a test of {config.model} takes {needed} of them"
-            " (performance_sample_count_override: --user_conf may set it, for a result that is none of the benchmark)"
+            f"the data set has {n_samples} samples, but a test of {config.model} needs {needed}"
+            " (performance_sample_count_override; lower it with --user_conf if the result need not count for the benchmark)",
+            about=["user_conf"],
         )
-    return LoadGenSettings(settings, text, config.model)
+    if config.scenario == "Server" and not (_is_set(text, config, "target_qps") and settings.server_target_qps > 0):
+        settings.server_target_qps = 1.0
+        raise ConfigError(
+            "--scenarios Server needs --server_target_qps: how many queries per second to send."
+            f" At LoadGen's own rate: {forecast(settings, n_samples).line}",
+            about=["scenarios", "server_target_qps"],
+        )
+    return LoadGenSettings(settings, text, config.model, forecast(settings, n_samples))
+
+
+def _is_set(text: str, config: LoadGenConfig, key: str) -> bool:
+    """Whether a user.conf sets `key` of this test: LoadGen looks for its model and scenario, and for a * in the place of either."""
+    keys = {line.partition("=")[0].strip() for line in text.splitlines()}
+    return any(f"{model}.{scenario}.{key}" in keys for model in (config.model, "*") for scenario in (config.scenario, "*"))
 
 
 def _lines(section: str, values: Mapping[str, float]) -> str:
@@ -137,14 +157,17 @@ def _lines(section: str, values: Mapping[str, float]) -> str:
 
 
 def _without_a_workload(config: LoadGenConfig, n_samples: int) -> dict[str, float]:
-    """What a test means when no MLPerf workload says it: each sample once, as fast as it goes, token latencies but no limit on them."""
+    """What a test means when no MLPerf workload says it: each sample once, or as often as early stopping needs, as fast as it goes; token
+    latencies but no limit on them.
+    """
     values: dict[str, float] = {}
     if config.user_conf is None:
-        values = {"min_duration": 0, "min_query_count": n_samples}
+        values = {"min_duration": 0, "min_query_count": max(n_samples, _LEAST_QUERIES.get(config.scenario) or 0)}
         values |= dict.fromkeys(("ttft_latency", "tpot_latency", "target_latency"), _NO_LIMIT_MS) if config.scenario == "Server" else {}
     return values | {"use_token_latencies": int(config.scenario != "Offline")}
 
 
+@about("user_conf")
 def _user_lines(file: Path) -> str:
     """A user's user.conf, checked: LoadGen passes over a key that it does not know."""
     try:
@@ -163,7 +186,9 @@ def _user_lines(file: Path) -> str:
         scenario, _, key = match["key"].rpartition(".")
         scenario = scenario.rpartition(".")[2]
         if not rest or scenario not in _SCENARIOS:
-            raise ConfigError(f"{where}: {scenario or match['key']} is no scenario{nearest(scenario, _SCENARIOS)}: {', '.join(_SCENARIOS)}")
+            raise ConfigError(
+                f"{where}: {scenario or match['key']} is not a scenario{nearest(scenario, _SCENARIOS)}: {', '.join(_SCENARIOS)}"
+            )
         if key not in _KEYS:
             raise ConfigError(f"{where}: LoadGen takes no {key} from a user.conf{nearest(key, _KEYS)}")
         whole = key not in _FRACTIONAL or (key, scenario) == ("target_latency", "Server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -11,11 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from launch.environment import TTY
-from mpillm.comms.world import launcher_rank
+import disagg
+from launch.environment import TTY, mpirun_ends_ranks
+from launch.launcher import find_launcher
 from mpillm.errors import Failure
+from mpillm.report.timeline import Computed
 
-_BAR_WIDTH = 24
+_WIDTH = 80  # of the progress lines
+_MOST_BAR, _LEAST_BAR = 24, 4
 _UP = "\x1b[1A\x1b[2K"  # to the line above, and clear it
 _CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a line longer than the terminal is cut, or goes on in the next one (DEC's auto-wrap mode)
 _STEADY_S = 30.0  # --show_steady_state_progress: the throughput of so many seconds, so that start and end of a test don't dilute it
@@ -23,15 +27,15 @@ _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
 
 
 class Console:
-    """Prints lines; redraws the progress bar in place on a terminal, and prints it every few seconds elsewhere."""
+    """Prints lines; redraws the progress in place on a terminal, and prints it every few seconds elsewhere."""
 
     def __init__(self, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> None:
         self._out, self._err = out, err
         # Under mpirun a rank's own stdout says nothing: Open MPI makes it a terminal, MPICH a pipe, whatever the person looks at.
-        self._terminal = os.environ.get(TTY) == "1" if launcher_rank() != "?" else out.isatty()
+        self._terminal = os.environ.get(TTY) == "1" if find_launcher() else out.isatty()
         self._interval_s = 0.25 if self._terminal else 5.0
         self._drawn = time.monotonic()
-        self._bar_shown = False
+        self._n_bar_lines = 0
         self._drawn_before: deque[tuple[float, int, int]] = deque()  # seconds, samples, tokens
 
     def line(self, text: str = "") -> None:
@@ -43,26 +47,29 @@ class Console:
         """A phase is done."""
         self.line(f"  {name:<7} {seconds:8.2f} s  {note}".rstrip())
 
-    def progress(self, done: int, total: int, tokens: int, elapsed_s: float, steady: bool = False) -> None:
-        """Draw the bar, if it is time to: samples done and known of, output tokens, seconds of the test; `steady`: and lately."""
+    def progress(
+        self, done: int, total: int, tokens: int, elapsed_s: float, computed: Computed | None = None, steady: bool = False
+    ) -> None:
+        """Draw the bar, if it is time to.
+
+        `done`, `total`: samples answered and known of; `tokens`: of those answers; `elapsed_s`: of the test; `computed`: what the
+        instances say; `steady`: the rates of answers of the last seconds as well.
+        """
         now = time.monotonic()
         if now - self._drawn < self._interval_s or elapsed_s <= 0 or total == 0:
             return
         self._drawn = now
-        filled = int(_BAR_WIDTH * done / total)
-        text = (
-            f"  test    [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total} samples"
-            f"  {done / elapsed_s:.1f} samples/s  {tokens / elapsed_s:.1f} tokens/s  {elapsed_s:.0f} s"
-        )
-        if steady:
-            text += self._lately(elapsed_s, done, tokens)
+        lines = progress_lines(done, total, elapsed_s, computed)
+        if steady and (lately := self._lately(elapsed_s, done, tokens)):
+            lines.append(lately)
+        text = "\n".join(lines)
         if self._terminal:
-            # A line of its own each time, and back up to it: Open MPI passes output on by whole lines.
-            # It is cut at the terminal's edge, which may be anywhere by now: one line up would not clear a bar of two.
-            self._print(f"{_UP if self._bar_shown else ''}{_CUT}{text}{_WRAP}")
-            self._bar_shown = True
-        else:
-            self._print(text)
+            # Lines of their own each time, and back up to them: Open MPI passes output on by whole lines. (rich's live display redraws
+            # within a line: under Open MPI's mpirun all of it arrives at the end.)
+            # They are cut at the terminal's edge, which may be anywhere by now: one line up would not clear one that takes two.
+            text = f"{_UP * self._n_bar_lines}{_CUT}{text}{_WRAP}"
+            self._n_bar_lines = len(lines)
+        self._print(text)
 
     def _lately(self, elapsed_s: float, done: int, tokens: int) -> str:
         """The throughput since the last bar that is no older than the window."""
@@ -73,7 +80,7 @@ class Console:
         if elapsed_s == since_s:
             return ""
         seconds = elapsed_s - since_s
-        return f"  last {seconds:.0f} s: {(done - done_then) / seconds:.1f} samples/s  {(tokens - tokens_then) / seconds:.1f} tokens/s"
+        return f"    last {seconds:.0f} s: {(done - done_then) / seconds:.1f} samples/s  {(tokens - tokens_then) / seconds:.1f} tokens/s"
 
     def answers(self, answers: Sequence[tuple[int, str, str]]) -> None:
         """A few (index, prompt, answer) as text."""
@@ -93,6 +100,9 @@ class Console:
     def failure(self, when: str, failures: Sequence[Failure], see: str, describe: Callable[[int], str]) -> None:
         """The one message of a run that failed: what, who, and where to read more. Ranks with the same cause share a line."""
         self._clear_bar()
+        if all(failure.interrupted and failure.rank is None for failure in failures):
+            self._interrupted(f"mpillm: {failures[0].cause} {when}" + (f"\n  see {see}" if see else ""))
+            return
         by_cause: dict[tuple[str, str], list[int]] = {}
         for failure in failures:
             key = (failure.cause, failure.traceback)
@@ -107,10 +117,17 @@ class Console:
             message.append(f"  see {see}")
         print("\n".join(message), file=self._err, flush=True)
 
+    def _interrupted(self, message: str) -> None:
+        if mpirun_ends_ranks():
+            with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:  # noqa: PTH123 - where mpirun was started, if it is there
+                print(message, file=terminal)
+                return
+        print(message, file=self._err, flush=True)
+
     def _clear_bar(self) -> None:
-        if self._bar_shown:
-            self._print(_UP, end="")
-            self._bar_shown = False
+        if self._n_bar_lines:
+            self._print(_UP * self._n_bar_lines, end="")
+            self._n_bar_lines = 0
 
     def _print(self, text: str, end: str = "\n") -> None:
         try:
@@ -119,13 +136,36 @@ class Console:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
 
 
+def progress_lines(done: int, total: int, elapsed_s: float, computed: Computed | None) -> list[str]:
+    """What is answered and, if the instances say, what they have computed; lines of at most 80 columns."""
+    text = f"{done}/{total} samples  {done / elapsed_s:.1f} samples/s  {elapsed_s:.0f} s"
+    head = "  test    "
+    width = min(_MOST_BAR, _WIDTH - len(f"{head}[] {text}"))
+    filled = int(width * done / total)
+    bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width >= _LEAST_BAR else ""
+    lines = [f"{head}{bar}{text}"]
+    if computed is not None:
+        c = computed
+        usage = "" if c.kv_cache_usage is None else f"  kv {c.kv_cache_usage:.0%}"
+        lines.append(
+            f"    out {_short(c.generated)} tok/s (now {_short(c.generated_now)})  in {_short(c.prompt)} ({_short(c.prompt_now)})"
+            f"  run {_short(c.running)}  wait {_short(c.waiting)}{usage}"
+        )
+    return lines
+
+
+def _short(number: float) -> str:
+    """At most five characters, below a trillion: 0.5, 21.4, 345, 1.23k, 45.6k, 7.89M."""
+    for unit in ("", "k", "M", "G"):
+        if number < 999.5 or unit == "G":
+            break
+        number /= 1000
+    if isinstance(number, int):
+        return str(number)
+    digits = 0 if number >= 99.95 else 1 if number >= 9.995 or not unit else 2
+    return f"{number:.{digits}f}{unit}"
+
+
 def rank_list(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 1-4, 7``"""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' if len(set(ranks)) > 1 else ''} {text}"
+    return f"rank{'s' if len(set(ranks)) > 1 else ''} {disagg.ranges(ranks, ', ')}"

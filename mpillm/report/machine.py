@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -14,11 +13,14 @@ from typing import Any
 from mpillm.devices import Gpu
 
 _CPU = Path("/sys/devices/system/cpu/cpu0")
-_SOFTWARE = ("numpy", "torch", "triton", "tensorrt_llm", "tritonclient", "transformers", "mlcommons-loadgen", "mpi4py")
+_SOFTWARE = ("numpy", "transformers", "mlcommons-loadgen", "mpi4py")  # of every run
 
 
-def describe_machine(gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """This node, ready for JSON. `gpus`: those that the run may use here. What the system does not tell is missing or empty."""
+def describe_machine(gpus: Sequence[Gpu], packages: Sequence[str]) -> dict[str, Any]:
+    """This node, ready for JSON. What the system does not tell is missing or empty.
+
+    `gpus`: those that the run may use here; `packages`: what its core computes with, for their versions.
+    """
     return {
         "cpu": _cpu(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -29,7 +31,7 @@ def describe_machine(gpus: Sequence[Gpu]) -> dict[str, Any]:
         "operating_system": _operating_system(),
         "kernel": platform.release(),
         "architecture": platform.machine(),
-        "software": _software(),
+        "software": _software(packages),
     }
 
 
@@ -97,13 +99,15 @@ def _operating_system() -> str:
         return f"{platform.system()} {platform.release()}"
 
 
-def _software() -> dict[str, str]:
+def _software(packages: Sequence[str]) -> dict[str, str]:
     """Versions of installed packages that a result may depend on, without importing them."""
+    from importlib import metadata  # 20 ms, for the first rank of a node only
+
     versions = {}
-    for name in _SOFTWARE:
+    for name in (*packages, *_SOFTWARE):
         try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
             continue
     return versions
 

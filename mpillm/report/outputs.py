@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.dataset import Dataset
-from mpillm.tokenizer import Tokenizer
+from mpillm.data.dataset import Dataset
+from mpillm.data.tokenizer import Tokenizer
 
 SHOWN = 3
 

@@ -6,35 +6,49 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from mpillm.config import RunConfig
+from mpillm.comms.messages import DrainReport
+from mpillm.config.options import RunConfig
 from mpillm.errors import Failure
-from mpillm.roles.harness import Harness
+from mpillm.report.timeline import Timeline
+from mpillm.roles.harness import Totals
+
+_MOST_COMPILED = 20  # that are named
 
 
-def test_result(harness: Harness, reports: dict[int, Any]) -> dict[str, Any]:
-    """The numbers of the test, from the harness and from what the instances reported (by rank) when they were drained."""
-    totals = harness.totals
+def test_result(totals: Totals, reports: dict[int, DrainReport], timeline: Timeline) -> dict[str, Any]:
+    """The numbers of the test: from the harness, from the instances' reports (by rank) when they were drained, and from `timeline`.
+
+    Takes the reports' last measurements into `timeline`.
+    """
     elapsed = totals.ended - totals.started
-    per_instance = []
-    for report in reports.values():
-        instance = {key: value for role in report["roles"] for key, value in role.items()}
+    per_instance, compiled = [], []
+    for rank, report in sorted(reports.items()):
+        compiled += [f"rank {rank}: {name}" for role in report.roles for name in role.pop("compiled", ())]
+        instance = {key: value for role in report.roles for key, value in role.items()}
         if "instance" in instance:
             lasted = instance.pop("test_s")
             instance["busy_fraction"] = round(min(1.0, instance.pop("busy_s") / lasted), 4) if lasted > 0 else 0.0
+            if (metrics := instance.pop("metrics")) is not None:
+                timeline.add(instance["instance"], lasted, metrics)
+            instance["metrics"] = timeline.summary(instance["instance"])
             per_instance.append(instance)
     return {
         "samples": totals.samples,
         "errors": totals.errors,
-        "retried": 0,
         "tokens": totals.tokens,
         "test_s": round(elapsed, 4),
         "samples_per_second": round(totals.samples / elapsed, 4) if elapsed > 0 else 0.0,
         "tokens_per_second": round(totals.tokens / elapsed, 4) if elapsed > 0 else 0.0,
-        "ttft_ms": harness.ttft.summary_ms(),
-        "tpot_ms": harness.tpot.summary_ms(),
+        "ttft_ms": totals.ttft.summary_ms(),
+        "tpot_ms": totals.tpot.summary_ms(),
         "per_instance": sorted(per_instance, key=lambda instance: int(instance["instance"])),
-        "route": {key: sum(report[key] for report in reports.values()) for key in ("messages", "message_bytes")},
-        "cpu_cores": [round(reports[rank]["cpu_cores"], 4) for rank in sorted(reports)],
+        "compiled_in_test": len(compiled),
+        "compiled": compiled[:_MOST_COMPILED],
+        "route": {
+            "messages": sum(report.messages for report in reports.values()),
+            "message_bytes": sum(report.message_bytes for report in reports.values()),
+        },
+        "cpu_cores": [round(reports[rank].cpu_cores, 4) for rank in sorted(reports)],
     }
 
 
@@ -44,7 +58,8 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
     if config.compliance_test:
         rows.append(("", f"which means nothing for a {config.compliance_test} run"))
     else:
-        rows += [("", f"{condition}: no") for condition in result["loadgen_unsatisfied"]]
+        if result["loadgen_unsatisfied"]:
+            rows.append(("", f"not satisfied: {', '.join(result['loadgen_unsatisfied'])}"))
         rows += [("", advice) for advice in result["loadgen_advice"]]
     rows += [
         ("samples", f"{result['samples']} in {result['test_s']:.2f} s, {result['errors']} errors"),
@@ -54,6 +69,8 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
     for name, key in (("time to first token", "ttft_ms"), ("time per output token", "tpot_ms")):
         if (latency := result[key]) is not None:
             rows.append((name, "  ".join(f"{k} {v:.2f}" for k, v in latency.items()) + "  ms"))
+    if n := result["compiled_in_test"]:
+        rows.append(("compiled in the test", f"{n} kernels or graphs ('compiled' in result.json), which took time of the test"))
     for instance in result["per_instance"]:
         work = f"{instance['samples']} samples, {instance['tokens']} tokens, busy {100 * instance['busy_fraction']:.0f} %"
         rows.append((f"instance {instance['instance']}", work))

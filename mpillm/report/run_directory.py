@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disagg.errors import ConfigError
+import disagg
+from disagg import DisaggConfig, WorldPlan
+from disagg.errors import ConfigError, about
 from mpillm import workloads
-from mpillm.json_files import as_written, read_json
+from mpillm.comms.messages import JoinReport
+from mpillm.config.options import RunConfig, run_name
+from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
+from mpillm.files import as_written, read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
+from mpillm.loadgen.settings import LoadGenSettings
 
 # What everything that works on a run reads of these files.
 _OF_RESULT = ("test_mode", "scenario", "world_size")
 _OF_CONFIG = ("benchmarks", "accuracy_target", "model_scale", "core_type")
+TIMELINE = "timeline.jsonl"
 # What would be taken for a run's if it ended without making its own.
-OF_AN_EARLIER_RUN = ("outputs.jsonl", "result.json", "machines.json", "accuracy.txt", "accuracy.json", "TEST06/verify_accuracy.txt")
+OF_AN_EARLIER_RUN = (
+    "outputs.jsonl",
+    "result.json",
+    TIMELINE,
+    "machines.json",
+    "accuracy.txt",
+    "accuracy.json",
+    "TEST06/verify_accuracy.txt",
+)
 
 
 def unused(path: Path) -> Path:
@@ -41,6 +57,75 @@ def lock(folder: Path) -> None:
         os.close(descriptor)
 
 
+@about("log_dir")
+def take_directory(config: RunConfig) -> Path:
+    """Make the directory of a run, and keep other runs out of it; ConfigError or RunError if that can't be."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = Path(config.log_dir) if config.log_dir else unused(Path("build/runs") / f"{stamp}-{run_name(config)}")
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--log_dir {str(path)!r}: not valid UTF-8, which LoadGen needs; name another folder") from None
+    if (path / "config.json").exists() and not (path / "plan.json").exists():
+        raise ConfigError(f"--log_dir {path}: it holds the config.json of a model or an engine; name another folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock(path)
+    except OSError as error:
+        raise unwritable(config, path, error) from error
+    return path.absolute()
+
+
+def unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:
+    """A directory that can't be written is a wrong option; a disk that is full is not."""
+    message = f"the run directory {path} (--log_dir) can't be written: {error.strerror}"
+    return RunError(Failure(message + config.set_by("log_dir"), code=None if error.errno in STORAGE_ERRORS else ExitCode.USAGE))
+
+
+def path_shown(path: Path) -> str:
+    """Relative to the current directory where that is shorter."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+class RunRecord:
+    """What a run writes down beside LoadGen's logs. `result` and `phases_s` fill while it lasts."""
+
+    def __init__(self, path: Path, config: RunConfig, plan: WorldPlan) -> None:
+        """`path`: from `take_directory`."""
+        self.path = path
+        self._config = config
+        self.phases_s: dict[str, float] = {}
+        self.result: dict[str, Any] = {
+            "status": "FAILED",
+            "loadgen_result": None,
+            "scenario": config.scenario,
+            "test_mode": config.test_mode,
+            "mode": "aggregated" if plan.instances[0].role == "executor" else "disaggregated",
+            "core_type": config.core_type,
+            "model": config.model_path,
+            "workload": config.workload.title if config.workload else None,
+            "world_size": len(plan.ranks),
+            "samples": 0,
+            "errors": 0,
+            "retried": 0,
+        }
+
+    def write_plan(self, yaml: DisaggConfig, settings: LoadGenSettings, plan: WorldPlan, reports: dict[int, JoinReport]) -> None:
+        """What will run, where and from which options; results of an earlier run are deleted. OSError if a file can't be written."""
+        (self.path / "disagg.yaml").write_text(disagg.dump(yaml), encoding="utf-8")
+        (self.path / "user.conf").write_text(settings.user_conf, encoding="utf-8")
+        write_json(self.path / "plan.json", plan.to_json())
+        write_json(self.path / "config.json", self._config.to_json())
+        joined = [{"rank": rank, "host": r.host, "pid": r.pid, "versions": r.versions} for rank, r in sorted(reports.items())]
+        write_json(self.path / "ranks.json", joined)
+        for name in OF_AN_EARLIER_RUN:
+            (self.path / name).unlink(missing_ok=True)
+
+    def write_result(self) -> None:
+        """OSError if the disk is full."""
+        write_json(self.path / "result.json", self.result | {"phases_s": self.phases_s})
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """A run that LoadGen has judged, VALID or INVALID."""
@@ -53,9 +138,9 @@ class RunDirectory:
     def read(path: Path) -> RunDirectory:
         """ConfigError: `path` is no run directory, a file of it can't be read, or the run failed."""
         if not path.is_dir():
-            raise ConfigError(f"{path}: {'no run directory, but a file' if path.exists() else 'no such run directory'}")
+            raise ConfigError(f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}")
         if not (path / "result.json").exists():
-            raise ConfigError(f"{path} is no run directory, or its run has not ended: it has no result.json")
+            raise ConfigError(f"{path} has no result.json: not a run directory, or the run has not ended")
         result = read_json(path / "result.json")
         with as_written(path / "result.json"):
             failed = result["status"] == "FAILED"
@@ -81,7 +166,7 @@ class RunDirectory:
         """The workload's name; ConfigError if the run was of none."""
         name = _one(self.config.get("benchmarks"))
         if not name:
-            raise ConfigError(f"{self.path} was no run of an MLPerf workload: start one with --benchmarks")
+            raise ConfigError(f"{self.path} is not a run of an MLPerf workload: start one with --benchmarks")
         return name
 
     @property

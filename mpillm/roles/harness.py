@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Received, Transport
-from mpillm.dataset import Dataset
+from mpillm.comms.messages import ANSWER, NO_INSTANCE, QUERY, REQUEST, WINDOW, Batch, ResponseFlag
+from mpillm.comms.transport import Transport
+from mpillm.data.dataset import Dataset
 from mpillm.errors import Failure, RunError
 from mpillm.loadgen.sut import LoadGenTest, Query, sample_responses
-from mpillm.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
-from mpillm.report.histogram import Histogram
-from mpillm.roles.base import Role
+from mpillm.phases import Phase
+from mpillm.roles.histogram import Histogram
+from mpillm.roles.role import Role
 
 _MAX_BATCH = 1024  # requests of one message
 _NO_MEMORY = (
-    "its queries do not fit the memory: it lists them all beforehand, as many as --min_query_count says, or the expected rate"
-    " (--offline_expected_qps, --server_target_qps) in --min_duration"
+    "out of memory: it lists all queries before the test; lower --min_query_count, --min_duration or the expected rate"
+    " (--offline_expected_qps, --server_target_qps)"
 )
 
 
@@ -46,8 +46,15 @@ class Totals:
     samples: int = 0
     errors: int = 0
     tokens: int = 0
-    started: float = 0.0
+    started: float = 0.0  # time.perf_counter(); 0: not yet
     ended: float = 0.0
+    ttft: Histogram = field(default_factory=Histogram)
+    tpot: Histogram = field(default_factory=Histogram)
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that LoadGen waits for."""
+        return self.issued - self.samples
 
 
 class Harness(Role):
@@ -59,27 +66,25 @@ class Harness(Role):
         leader: int,
         dataset: Dataset,
         sampling: Sampling,
-        make_test: Callable[[], LoadGenTest],
+        test: LoadGenTest,
         on_answer: Callable[[int, NDArray[np.int32]], None] | None,
         hands_over: bool,
+        totals: Totals,
     ) -> None:
         """`leader`: its rank in the route communicator; `hands_over`: context instances hand requests to generation instances.
 
-        `on_answer(index in the data set, tokens)` is called for each answer, if given.
+        `on_answer(index in the data set, tokens)` is called for each answer, if given. What happens is counted in `totals`.
         """
         self._route = route
         self._leader = leader
         self._dataset = dataset
         self._sampling = sampling
-        self._make_test = make_test
+        self._test = test
         self._on_answer = on_answer
         self._holders = 2 if hands_over else 1
-        self._test: LoadGenTest | None = None
         self._window = 0
         self._pending: deque[Query] = deque()
-        self.totals = Totals()
-        self.ttft = Histogram()
-        self.tpot = Histogram()
+        self._totals = totals
         # By slot.
         self._free = np.zeros(0, np.uint32)
         self._active = np.zeros(0, np.bool_)  # the sample is not answered yet
@@ -88,38 +93,27 @@ class Harness(Role):
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)
-        route.handlers[Tag.ANSWER] = self._on_answers
-        route.handlers[Tag.WINDOW] = self._on_window
-
-    def ready(self) -> None:
-        self._test = self._make_test()
+        ANSWER.handle(route, self._on_answers)
+        WINDOW.handle(route, self._on_window)
 
     def test(self) -> None:
-        assert self._test is not None
-        self.totals.started = time.perf_counter()
+        self._totals.started = time.perf_counter()
         self._test.start()
 
-    def done(self, phase: str) -> bool:
+    def done(self, phase: Phase) -> bool:
         if phase == "ready":
             return self._window > 0
-        if phase != "test" or self._test is None:
+        if phase != "test":
             return True
         if (error := self._test.error) is not None:
             raise RunError(Failure(f"LoadGen: {_NO_MEMORY if isinstance(error, MemoryError) else error}"))
         return self._test.finished
 
-    @property
-    def in_flight(self) -> int:
-        """Samples that LoadGen waits for."""
-        return self.totals.issued - self.totals.samples
-
     def poll(self) -> bool:
-        if self._test is None:
-            return False
         issued = self._test.issued
         while issued:
             query = issued.popleft()
-            self.totals.issued += len(query.ids)
+            self._totals.issued += len(query.ids)
             self._pending.append(query)
         worked = False
         while self._pending and self._window > 0:
@@ -157,7 +151,7 @@ class Harness(Role):
         if self._dataset.ignores_stop is not None:
             rows["ignore_stop"] = self._dataset.ignores_stop[indices]
         self._window -= n
-        self._route.send(self._leader, Tag.QUERY, Batch(rows, tokens).pack())
+        QUERY.send(self._route, self._leader, Batch(rows, tokens))
 
     def _take_slots(self, n: int) -> NDArray[np.uint32]:
         if n > len(self._free):
@@ -175,11 +169,10 @@ class Harness(Role):
 
     # --- answers ---
 
-    def _on_window(self, received: Received) -> None:
-        self._window += int(received.buffer.view(np.int64)[0])
+    def _on_window(self, source: int, requests: int) -> None:
+        self._window += requests
 
-    def _on_answers(self, received: Received) -> None:
-        batch, _ = Batch.unpack(received.buffer)
+    def _on_answers(self, source: int, batch: Batch) -> None:
         now = time.perf_counter()
         ids, flags = batch.rows["id"], batch.rows["flags"]
         starts, lengths = batch.offsets()[:-1], batch.rows["n_tokens"].astype(np.int64)
@@ -197,8 +190,8 @@ class Harness(Role):
 
     def _on_first(self, slots: NDArray[np.uint32], tokens: NDArray[np.int32], starts: NDArray[np.int64], now: float) -> None:
         self._first_at[slots] = now
-        self.ttft.add(now - self._issued_at[slots])
-        if self._test is not None and self._test.use_token_latencies:
+        self._totals.ttft.add(now - self._issued_at[slots])
+        if self._test.use_token_latencies:
             self._test.first_tokens(sample_responses(self._sample_ids[slots], tokens, starts, np.ones(len(slots), np.int64)))
 
     def _on_final(
@@ -214,8 +207,8 @@ class Harness(Role):
             raise RunError(Failure("a sample was answered twice"))
         self._active[slots] = False
         several = (lengths > 1) & (self._first_at[slots] > 0)
-        self.tpot.add((now - self._first_at[slots[several]]) / (lengths[several] - 1))
-        totals = self.totals
+        self._totals.tpot.add((now - self._first_at[slots[several]]) / (lengths[several] - 1))
+        totals = self._totals
         totals.samples += len(slots)
         totals.errors += int(errors.sum())
         totals.tokens += int(lengths.sum())
@@ -223,7 +216,6 @@ class Harness(Role):
         if self._on_answer is not None:
             for index, start, length in zip(self._indices[slots].tolist(), starts.tolist(), lengths.tolist(), strict=True):
                 self._on_answer(index, tokens[start : start + length])
-        assert self._test is not None
         self._test.complete(sample_responses(self._sample_ids[slots], tokens, starts, lengths))
 
     def _let_go(self, slots: NDArray[np.uint32], flags: NDArray[np.uint32]) -> None:

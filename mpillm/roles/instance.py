@@ -1,81 +1,84 @@
-"""What all instances do: bring a core up, take requests, give responses. `executor` is this and no more; `ctx` and `gen` hand over."""
+"""What the leaders of all instances do: take requests, give responses. `Executor`s are this and no more; `ctx` and `gen` hand over."""
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Received, Transport
-from mpillm.cores.base import LLMCore
-from mpillm.messages import Batch, ResponseFlag
-from mpillm.roles.base import Role
+from mpillm.comms.messages import DONE, GRANT, WORK, Batch, Grant, ResponseFlag
+from mpillm.comms.transport import Transport
+from mpillm.cores.base import LLMCore, Metrics
+from mpillm.phases import Phase
+from mpillm.roles.follower import Follower
+
+_log = logging.getLogger(__name__)
+_MEASURE_S = 0.5  # as often as the heartbeat that carries it
+_LOG_S = 10.0
 
 
-class InstanceRole(Role):
-    """One rank of an instance; its leader talks on the route."""
+class InstanceRole(Follower):
+    """The rank that leads an instance, and talks on the route."""
 
-    def __init__(self, core: LLMCore, route: Transport | None, leader: int, instance: int) -> None:
+    def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
         """`leader`: the leader's rank in the route communicator."""
-        self._core = core
+        super().__init__(core)
         self._route = route
         self._leader = leader
         self._instance = instance
         self._in_test = False  # until then all requests are of the warm-up, of which the leader is not told
         self._warming: set[int] = set()
-        self._owed = 0
+        # Of the test.
+        self._owed = 0  # requests
         self._samples = 0
         self._tokens = 0
         self._busy_s = 0.0
         self._polled = 0.0
         self._test_started = 0.0
-        if route is not None:
-            route.handlers[Tag.WORK] = self._on_work
+        self._measure_at = self._log_at = math.inf
+        self._measured: tuple[float, Metrics] | None = None  # and when
+        WORK.handle(route, self._on_work)
 
     # --- phases ---
 
-    def load(self) -> None:
-        self._core.load()
-
-    def health(self) -> None:
-        self._core.run_health_check()
-
     def warmup(self) -> None:
-        if self._route is not None:
-            requests = self._core.warm_up_requests()
-            self._warming = set(requests.rows["id"].tolist())
-            self._core.enqueue(requests)
+        requests = self._core.warm_up_requests()
+        self._warming = set(requests.rows["id"].tolist())
+        self._core.enqueue(requests)
 
     def ready(self) -> None:
         self._in_test = True
-        self._core.start_test()
-        if self._route is not None:
-            self._route.send(self._leader, Tag.GRANT, np.array(self._core.credits(), np.int64).view(np.uint8))
+        super().ready()
+        GRANT.send(self._route, self._leader, Grant(*self._core.credits()))
 
     def test(self) -> None:
         self._test_started = self._polled = time.perf_counter()
+        self._measure_at, self._log_at = self._test_started, self._test_started + _LOG_S
 
-    def drain(self) -> None:
-        self._core.flush()
-
-    def stop(self) -> None:
-        self._core.notify_stop()
-
-    def done(self, phase: str) -> bool:
+    def done(self, phase: Phase) -> bool:
         return not self._warming
 
+    def measured(self) -> tuple[float, Metrics] | None:
+        if self._measured is None:
+            return None
+        (at, metrics), now = self._measured, time.perf_counter()
+        # In a step that takes long the counts do not change: those from before it are those of now.
+        return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
+
     def report(self) -> dict[str, Any]:
-        if self._route is None:  # the instance's leader reports for all of it
-            return {}
         lasted = time.perf_counter() - self._test_started
         return {
+            **super().report(),
             "instance": self._instance,
             "samples": self._samples,
             "tokens": self._tokens,
             "busy_s": self._busy_s,
             "test_s": lasted,
+            "metrics": self._core.metrics(),
             **self._core.statistics(),
         }
 
@@ -86,6 +89,8 @@ class InstanceRole(Role):
         if self._owed:
             self._busy_s += now - self._polled
         self._polled = now
+        if now >= self._measure_at:
+            self._measure(now)
         if not self._core.has_work():
             return False
         responses = self._core.poll_responses()
@@ -93,8 +98,22 @@ class InstanceRole(Role):
             self._on_responses(responses)
         return True
 
-    def _on_work(self, received: Received) -> None:
-        requests, _ = Batch.unpack(received.buffer)
+    def _measure(self, now: float) -> None:
+        """Note what the core has computed: the next heartbeat tells rank 0."""
+        self._measure_at = now + _MEASURE_S
+        metrics = self._core.metrics()
+        if metrics is None:
+            return
+        self._measured = now, metrics
+        if now >= self._log_at:
+            self._log_at = now + _LOG_S
+            usage = "" if metrics.kv_cache_usage is None else f", KV cache {metrics.kv_cache_usage:.0%} full"
+            _log.info(
+                "%.0f s of the test: %d prompt tokens and %d answer tokens computed, %d requests running, %d waiting%s",
+                *(now - self._test_started, *metrics[:4], usage),
+            )
+
+    def _on_work(self, source: int, requests: Batch) -> None:
         self._owed += len(requests)
         self._enqueue(requests)
 
@@ -102,16 +121,20 @@ class InstanceRole(Role):
         self._core.enqueue(requests)
 
     def _on_responses(self, responses: Batch) -> None:
-        final = (responses.rows["flags"] & ResponseFlag.FINAL) != 0
+        rows = responses.rows
+        final = (rows["flags"] & ResponseFlag.FINAL) != 0
         if not self._in_test:
-            self._warming.difference_update(responses.rows["id"][final].tolist())
+            self._warming.difference_update(rows["id"][final].tolist())
             return
-        n_final = int(final.sum())
-        self._owed -= n_final
-        self._samples += n_final
-        self._tokens += int(responses.rows["n_tokens"][final].sum())
-        self._send(responses)
+        self._ended(int(final.sum()))
+        self._tokens += self._own_tokens(rows, final)
+        DONE.send(self._route, self._leader, responses)
 
-    def _send(self, responses: Batch) -> None:
-        if self._route is not None:
-            self._route.send(self._leader, Tag.DONE, responses.pack())
+    def _ended(self, n_requests: int) -> None:
+        """This instance has nothing more to do for so many requests."""
+        self._owed -= n_requests
+        self._samples += n_requests
+
+    def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
+        """How many tokens this instance has generated for responses, of which some are `final`."""
+        return int(rows["n_tokens"][final].sum())

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg import WorldPlan
-from mpillm.comms.tags import Tag
+from mpillm.comms.messages import ANSWER, DONE, GRANT, NO_INSTANCE, QUERY, WINDOW, WORK, Batch, Grant, ResponseFlag
 from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
-from mpillm.messages import NO_INSTANCE, Batch, ResponseFlag
-from mpillm.roles.base import Role, RouteMap
-from mpillm.roles.routing import InstancePool
+from mpillm.phases import Phase
+from mpillm.roles.pool import InstancePool
+from mpillm.roles.role import Role
 
 _MIN_WINDOW = 2048  # requests that wait at the leader at most, or twice what the instances hold
 _MAX_BATCH = 2048  # requests of one message
@@ -25,9 +25,12 @@ class Leader(Role):
     """Knows of every accepted request which instances owe it."""
 
     def __init__(
-        self, route: Transport, ranks: RouteMap, plan: WorldPlan, entry_policy: str, generation_policy: str, stall_timeout_s: float
+        self, route: Transport, ranks: dict[int, int], plan: WorldPlan, entry_policy: str, generation_policy: str, stall_timeout_s: float
     ) -> None:
-        """The policies choose among the instances where a request starts, and among those that go on with it."""
+        """`ranks`: the rank in the route communicator of each world rank.
+
+        The policies choose among the instances where a request starts, and among those that go on with it.
+        """
         self._route = route
         self._plan = plan
         self._stall_timeout_s = stall_timeout_s
@@ -47,11 +50,11 @@ class Leader(Role):
         self._generation_of = np.full(0, -1, np.int64)
         self._heard = np.full(len(plan.instances), np.inf)
         self._stall_checked = 0.0
-        route.handlers[Tag.QUERY] = self._on_query
-        route.handlers[Tag.DONE] = self._on_done
-        route.handlers[Tag.GRANT] = self._on_grant
+        QUERY.handle(route, self._on_query)
+        GRANT.handle(route, self._on_grant)
+        route.handlers[DONE.tag] = self._on_done  # not `handle`: the message itself goes on to the harness
 
-    def done(self, phase: str) -> bool:
+    def done(self, phase: Phase) -> bool:
         if phase == "ready":
             return len(self._granted) == len(self._plan.instances)
         return True
@@ -70,19 +73,17 @@ class Leader(Role):
 
     # --- messages ---
 
-    def _on_grant(self, received: Received) -> None:
-        instance = self._instance_at[received.source]
-        requests, tokens = (int(x) for x in received.buffer.view(np.int64))
+    def _on_grant(self, source: int, grant: Grant) -> None:
+        instance = self._instance_at[source]
         in_generation = self._generation is not None and instance in self._generation.instances
         pool = self._generation if in_generation and self._generation is not None else self._entry
-        pool.grant(pool.position(instance), requests, tokens)
+        pool.grant(pool.position(instance), *grant)
         self._granted.add(instance)
         if len(self._granted) == len(self._plan.instances):
             self._window = max(_MIN_WINDOW, 2 * int(self._entry.free_requests.sum()))
             self._grant_harness(self._window)
 
-    def _on_query(self, received: Received) -> None:
-        batch, _ = Batch.unpack(received.buffer)
+    def _on_query(self, source: int, batch: Batch) -> None:
         self._waiting.append(batch)
         ids, needs = batch.rows["id"], batch.rows["n_tokens"].astype(np.int64) + batch.rows["max_output"]
         most = int(ids.max()) + 1
@@ -96,18 +97,18 @@ class Leader(Role):
     def _on_done(self, received: Received) -> None:
         instance = self._instance_at[received.source]
         self._heard[instance] = time.monotonic()
-        rows = Batch.unpack(received.buffer)[0].rows
+        rows = DONE.read(received.buffer).rows
         flags = rows["flags"]
         final = rows["id"][(flags & ResponseFlag.FINAL) != 0]
         if self._generation is None:
             self._return_credits(self._entry, self._entry_of, final)
         else:
-            # The context instance is done with what it has handed over, and with what nothing is handed over of (see ctx.py).
+            # The context instance is done with what it has handed over, and with what nothing is handed over of (see context.py).
             left = rows["id"][((flags & ResponseFlag.CONTEXT_DONE) != 0) | ((flags & _ALONE) == _ALONE)]
             self._return_credits(self._generation, self._generation_of, final)
             if instance not in self._generation.instances:
                 self._return_credits(self._entry, self._entry_of, left)
-        self._route.send(self._harness, Tag.ANSWER, received.buffer)
+        self._route.send(self._harness, ANSWER.tag, received.buffer)
 
     # --- dispatch ---
 
@@ -143,7 +144,7 @@ class Leader(Role):
             self._touch(int(self._generation.instances[generation]))
         self._touch(instance)
         n_tokens = int(rows["n_tokens"].sum())
-        self._route.send(self._rank_of[instance], Tag.WORK, Batch(rows, batch.tokens[:n_tokens]).pack())
+        WORK.send(self._route, self._rank_of[instance], Batch(rows, batch.tokens[:n_tokens]))
         if n == len(batch):
             self._waiting.popleft()
         else:
@@ -160,7 +161,7 @@ class Leader(Role):
         position_of[ids] = -1
 
     def _grant_harness(self, requests: int) -> None:
-        self._route.send(self._harness, Tag.WINDOW, np.array([requests], np.int64).view(np.uint8))
+        WINDOW.send(self._route, self._harness, requests)
 
     # --- an instance that owes and says nothing ---
 
@@ -179,8 +180,8 @@ class Leader(Role):
             elif now - self._heard[instance.index] > self._stall_timeout_s:
                 raise RunError(
                     Failure(
-                        f"instance {instance.index} ({instance.role}) owes {n} requests and has sent nothing"
-                        f" for the stall timeout of {self._stall_timeout_s:g} s",
+                        f"instance {instance.index} ({instance.role}) sent nothing for {self._stall_timeout_s:g} s (--stall_timeout);"
+                        f" open requests: {n}",
                         instance.leader,
                         code=ExitCode.TEST_FAILED,
                     )

@@ -1,1 +1,1 @@
-"""A submission to MLPerf Inference, made of run directories: the rules, the runs that fit together, the descriptions, the files."""
+"""A submission to MLPerf Inference, made from run directories: rules, scores, compliance, files."""

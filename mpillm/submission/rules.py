@@ -1,6 +1,7 @@
-"""What MLCommons asks of a submission.
+"""MLCommons' rules for a submission.
 
-The facts are those of the submission checker in mlcommons/inference (tools/submission/submission_checker/constants.py, August 2026).
+The facts are from the submission checker in mlcommons/inference
+(tools/submission/submission_checker/constants.py, August 2026).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from disagg.errors import ConfigError
 STATUSES = ("available", "preview", "rdi")
 SYSTEM_TYPES = ("datacenter", "edge", "datacenter,edge", "edge,datacenter")
 
-# A benchmark with two accuracy targets, 99 % and 99.9 %, has the target in its name.
+# The checker's name of a benchmark with two accuracy targets, 99 % and 99.9 %, contains the target.
 _TWO_TARGETS = ("llama2-70b",)
 _INTERACTIVE = "-interactive"
 
@@ -22,7 +23,7 @@ _INTERACTIVE = "-interactive"
 class Round:
     """A round of MLPerf Inference. A run belongs to the round whose seeds its LoadGen has."""
 
-    name: str  # what the checker calls it
+    name: str  # the checker's
     seeds: tuple[int, int, int]  # qsl, sample index, schedule
     benchmarks: tuple[str, ...]
 
@@ -41,15 +42,16 @@ _SEEDS = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effectiv
 
 
 def round_of(detail: Mapping[str, object]) -> Round | None:
-    """The round of a run, by its detailed log; None if its seeds are those of no round whose layout is written here."""
+    """Return the round of a run from its detailed log; None if no round known here has its seeds."""
     seeds = tuple(detail.get(key) for key in _SEEDS)
     return next((r for r in ROUNDS if r.seeds == seeds), None)
 
 
 def place(workload: str, accuracy_target: float, loadgen_scenario: str) -> tuple[str, str]:
-    """The names of the folders for benchmark and scenario.
+    """Return the names of the folders for benchmark and scenario.
 
-    A workload's interactive form is a scenario of the benchmark, which LoadGen runs as Server under limits of its own.
+    A workload's interactive form is a scenario of its benchmark; LoadGen runs it as Server with limits of its
+    own.
     """
     benchmark = workload.removesuffix(_INTERACTIVE)
     scenario = loadgen_scenario
@@ -60,8 +62,42 @@ def place(workload: str, accuracy_target: float, loadgen_scenario: str) -> tuple
     return (f"{benchmark}-{100 * accuracy_target:g}" if benchmark in _TWO_TARGETS else benchmark), scenario
 
 
+@dataclass(frozen=True)
+class Problem:
+    """A reason why a submission is not accepted."""
+
+    text: str
+    checks: tuple[str, ...] = ()  # of the submission checker, that fail; empty if only the rules forbid it
+
+
+STOPS = "it stops there"
+"""Stands for a check where the checker ends with a traceback."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The latencies that the checker allows a Server run."""
+
+    ttft_ms: float
+    tpot_ms: float
+    target_ms: float  # of a whole answer, if user.conf sets one
+
+
+LATENCY_LIMITS = {
+    "llama2-70b-99": Limits(2000, 200, 20_000),
+    "llama2-70b-99.9": Limits(2000, 200, 20_000),
+    "mixtral-8x7b": Limits(2000, 200, 20_000),
+    "llama3.1-405b": Limits(6000, 175, 60_000),
+}
+
+
+def has_scenarios(system_type: str) -> bool:
+    """Return whether the closed division has these benchmarks for this kind of system."""
+    return "datacenter" in system_type
+
+
 def missing_scenarios(benchmark: str, scenarios: set[str]) -> list[str]:
-    """What a closed datacenter submission of `benchmark` needs and lacks."""
+    """Return the scenarios that a closed datacenter submission of `benchmark` lacks."""
     required = ("Offline", "Server") if benchmark == "mixtral-8x7b" else ("Offline",)
     missing = [name for name in required if name not in scenarios]
     if benchmark != "mixtral-8x7b" and not scenarios & {"Server", "Interactive"}:
@@ -70,15 +106,15 @@ def missing_scenarios(benchmark: str, scenarios: set[str]) -> list[str]:
 
 
 MIN_DURATION_MS = 600_000
-"""A performance test's shortest duration."""
+"""The shortest duration of a performance test."""
 
 FREE_SETTINGS = (
     *("target_qps", "min_duration", "min_query_count", "performance_sample_count_override"),
     *("coalesce_queries", "max_async_queries", "print_timestamps"),
 )
-"""What a submitter's user.conf may set, by the last word of its keys; the other settings are the benchmark's."""
+"""What a submitter's user.conf may set, by the last word of its keys; the benchmark fixes the rest."""
 
-# The system description: what must be there, and for which of them an empty value won't do.
+# The system description: the required fields, and those of them that must not be empty.
 SYSTEM_MEANINGFUL = (
     "division",
     "submitter",
@@ -118,4 +154,10 @@ SYSTEM_MAY_BE_EMPTY = (
     "sw_notes",
     "system_type_detail",
 )
-MEASUREMENTS = ("input_data_types", "retraining", "starting_weights_filename", "weight_data_types", "weight_transformations")
+MEASUREMENTS = (
+    "input_data_types",
+    "retraining",
+    "starting_weights_filename",
+    "weight_data_types",
+    "weight_transformations",
+)

@@ -1,4 +1,4 @@
-"""The runs of a submission: which there are, and which belong together."""
+"""The runs of a submission, and which of them belong together."""
 
 from __future__ import annotations
 
@@ -9,20 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from mpillm.compliance import is_test06
-from mpillm.engine.model_config import PRESETS
-from mpillm.json_files import as_written, read_json
+from mpillm.engine.model.model_config import PRESETS
+from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.run_directory import RunDirectory
-from mpillm.submission.rules import FREE_SETTINGS, MIN_DURATION_MS, Round, place, round_of
+from mpillm.submission.rules import FREE_SETTINGS, Problem, Round, place, round_of
+from mpillm.submission.test06 import is_test06
 
 KINDS = ("performance", "accuracy", "TEST06")
-# What the runs of one result must have in common: they are said to be of one system under test.
+# What the runs of one result must have in common: they are of one system under test.
 _SAME = ("core_type", "mode", "model_path", "model_scale", "dtype", "quantization", "engine_dir")
-# Options that a workload decides, which the closed division leaves alone.
+# Options that a workload sets and the closed division does not allow to change.
 _OF_THE_WORKLOAD = ("max_output_len", "min_output_len", "stop_words")
-# What of a node is described.
-_OF_MACHINE = ("cpu", "memory_bytes", "storage", "network", "gpus", "gpu_driver", "operating_system", "kernel", "software")
+# The entries of `describe_machine` that a submission describes.
+_OF_MACHINE = (
+    "cpu",
+    "memory_bytes",
+    "storage",
+    "network",
+    "gpus",
+    "gpu_driver",
+    "operating_system",
+    "kernel",
+    "software",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Run:
 
     @cached_property
     def detail(self) -> dict[str, Any]:
-        """LoadGen's detailed log."""
+        """The values of LoadGen's detailed log."""
         return read_detail(self.path)
 
     @cached_property
@@ -49,11 +59,14 @@ class Run:
 
     @cached_property
     def machines(self) -> dict[str, Any]:
-        """`describe_machine` of each node that has workers."""
+        """What `describe_machine` said of each node that has workers."""
         file = self.path / "machines.json"
         with as_written(file):
             machines = read_json(file)
-            return {rank["node"]: {key: machines[rank["node"]][key] for key in _OF_MACHINE} for rank in self.workers}
+            return {
+                rank["node"]: {key: machines[rank["node"]][key] for key in _OF_MACHINE}
+                for rank in self.workers
+            }
 
     @cached_property
     def workers(self) -> list[dict[str, Any]]:
@@ -62,53 +75,40 @@ class Run:
         with as_written(file):
             workers = [rank for rank in read_json(file)["ranks"] if rank["device"] is not None]
         if not workers:
-            raise ConfigError(f"{file} is not what a run writes: no rank has a device")
+            raise ConfigError(f"{file}: damaged, or not written by a run: no rank has a device")
         return workers
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """Of what all ranks ran."""
+        """The versions that the ranks ran with."""
         file = self.path / "ranks.json"
         with as_written(file):
             return dict(read_json(file)[0]["versions"])
 
     def problems(self) -> list[str]:
-        """Why this run, as it is, would not be accepted."""
+        """Return what the rules forbid in both divisions and the submission checker does not check."""
         found = []
         result, config = self.directory.result, self.directory.config
-        # 100 queries are too few for LoadGen's early stopping, so that TEST06 in the Server scenario is never VALID; nobody asks.
+        # TEST06 has 100 queries: too few for early stopping, so in scenario Server it is never VALID; no rule
+        # asks.
         if result["status"] != "VALID" and self.kind != "TEST06":
-            conditions = result.get("loadgen_unsatisfied") or unsatisfied(self.path)
-            why = ", ".join(f"{condition}: no" for condition in conditions) or "not every sample was answered"
+            conditions = ", ".join(unsatisfied(self.path))
+            why = f"not satisfied: {conditions}" if conditions else "not every sample was answered"
             found.append(f"LoadGen calls it {result['status']} ({why})")
         if config.get("enable_kv_cache_reuse"):
             found.append("KV cache reuse was on, which MLPerf forbids")
-        if self.round is None:
-            found.append(f"its LoadGen ({self.detail.get('loadgen_version')}) has the seeds of no round that this layout is for")
-        elif self.benchmark not in self.round.benchmarks:
-            found.append(f"round {self.round.name}, whose seeds its LoadGen has, has no {self.benchmark}")
-        return found + ([] if self.directory.workload.scaled else self._reduced())
-
-    def _reduced(self) -> list[str]:
-        """What was asked of LoadGen that is less than the benchmark's, or other: it calls such a run VALID, too."""
-        found = []
-        samples = self.directory.workload.n_samples
-        for kind, key, least, unit in (
-            ("performance", "effective_min_duration_ms", MIN_DURATION_MS, "ms"),
-            ("performance", "effective_performance_sample_count", samples, "samples"),
-            ("accuracy", "effective_accuracy_sample_count", samples, "samples"),
-        ):
-            value = self.detail.get(key, least)
-            if self.kind == kind and value < least:
-                found.append(f"{key.removeprefix('effective_')} was {value} {unit}, less than the {least} that are asked for")
         file = self.path / "user.conf"
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-        keys = [line.partition("=")[0].strip().rpartition(".")[2] for line in lines if "=" in line and not line.lstrip().startswith("#")]
+        keys = [
+            line.partition("=")[0].strip().rpartition(".")[2]
+            for line in lines
+            if "=" in line and not line.lstrip().startswith("#")
+        ]
         fixed = [key for key in dict.fromkeys(keys) if key not in FREE_SETTINGS]
         return found + ([f"{file} sets {', '.join(fixed)}: that is the benchmark's"] if fixed else [])
 
     def changed(self) -> list[str]:
-        """Options that make another task of the benchmark than the closed division has."""
+        """Return changes to the benchmark's task: forbidden in the closed division, unseen by the checker."""
         config, workload = self.directory.config, self.directory.workload
         defaults = {field.name: value for field, value in workload.defaults(self.directory.scenario).items()}
         found = []
@@ -117,11 +117,9 @@ class Run:
                 found.append(f"--{name} was {given}, the benchmark's is {defaults[name]}")
         if more := set(config.get("end_ids") or ()).difference(workload.end_ids):
             found.append(f"--end_ids had {sorted(more)}, which end no answer of the benchmark")
-        asked = self.detail.get("effective_samples_per_query", workload.n_samples)
-        if self.kind == "performance" and self.directory.scenario == "Offline" and asked < workload.n_samples:
-            found.append(f"samples_per_query was {asked}, less than the {workload.n_samples} that are asked for")
         if config.get("temperature") and config.get("top_k") != 1:
-            found.append(f"answers were sampled (--temperature {config['temperature']}), the benchmark's are greedy")
+            temperature = config["temperature"]
+            found.append(f"answers were sampled (--temperature {temperature}), the benchmark's are greedy")
         model = Path(str(config.get("model_path")))
         is_preset = (PRESETS / f"{model}.json").is_file() and not model.is_dir()
         if not workload.scaled and (is_preset or config.get("load_format") == "dummy"):
@@ -132,9 +130,14 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """ConfigError: `path` is no run directory of a workload, the run failed, or it is none that a submission has a place for."""
+    """Read the run in `path`.
+
+    ConfigError: it is not a run directory of a workload, the run failed, or a submission has no place for it.
+    """
     directory = RunDirectory.read(path)
-    benchmark, scenario = place(directory.workload.name, float(directory.config["accuracy_target"]), directory.scenario)
+    benchmark, scenario = place(
+        directory.workload.name, float(directory.config["accuracy_target"]), directory.scenario
+    )
     kind = "performance"
     if directory.is_accuracy:
         kind = "accuracy"
@@ -142,28 +145,40 @@ def read_run(path: Path) -> Run:
         kind = "TEST06"
     elif directory.config.get("audit_conf"):
         raise ConfigError(
-            f"{path} was run under an audit.config that is not TEST06's: it is neither a performance run nor a compliance run"
+            f"{path} was run with an audit.config that is not TEST06's: "
+            "it is neither a performance run nor a compliance run"
         )
     return Run(directory, kind, benchmark, scenario)
 
 
 @dataclass
 class Result:
-    """What is submitted for a benchmark in a scenario."""
+    """The submission's result for a benchmark in a scenario."""
 
     benchmark: str
     scenario: str
     runs: dict[str, Run] = field(default_factory=dict)  # by kind
     measurements: dict[str, Any] = field(default_factory=dict)  # measurements.json
 
+    def forbidden(self, division: str) -> list[Problem]:
+        """What the rules forbid in its runs."""
+        closed = division == "closed"
+        tiny = closed and any(run.directory.workload.scaled for run in self.runs.values())
+        found = ["the model is a tiny one (--model_scale tiny)"] if tiny else []
+        for run in self.runs.values():
+            found += [f"{run.path}: {text}" for text in run.problems() + (run.changed() if closed else [])]
+        return [Problem(f"{self.benchmark} {self.scenario}: {text}") for text in found]
+
 
 def group(runs: Iterable[Run]) -> list[Result]:
-    """Results, sorted by benchmark and scenario. ConfigError: two runs for one place, or runs that don't fit together."""
+    """Return results by benchmark and scenario. ConfigError: two runs for one place, or runs that differ."""
     results: dict[tuple[str, str], Result] = {}
     for run in runs:
         result = results.setdefault((run.benchmark, run.scenario), Result(run.benchmark, run.scenario))
         if (other := result.runs.get(run.kind)) is not None:
-            raise ConfigError(f"{other.path} and {run.path} are both the {run.kind} run of {run.benchmark} {run.scenario}")
+            raise ConfigError(
+                f"{other.path} and {run.path} are both the {run.kind} run of {run.benchmark} {run.scenario}"
+            )
         for other in result.runs.values():
             _fit(other, run)
         result.runs[run.kind] = run
@@ -175,5 +190,6 @@ def _fit(a: Run, b: Run) -> None:
         first, second = a.directory.config.get(name), b.directory.config.get(name)
         if first != second:
             raise ConfigError(
-                f"{a.path} and {b.path} can't be one result of {a.benchmark} {a.scenario}: --{name} is {first!r} and {second!r}"
+                f"{a.path} and {b.path} can't be one result of {a.benchmark} {a.scenario}: "
+                f"--{name} is {first!r} and {second!r}"
             )

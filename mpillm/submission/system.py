@@ -1,4 +1,4 @@
-"""The system description and the measurements description: JSON that the checker requires, from what the runs recorded."""
+"""The system and measurements descriptions: JSON that the checker requires, from what the runs recorded."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
-from mpillm.engine.model_config import PRESETS
-from mpillm.json_files import read_object
-from mpillm.model_files import EngineConfig
-from mpillm.submission.rules import MEASUREMENTS, STATUSES, SYSTEM_MAY_BE_EMPTY, SYSTEM_MEANINGFUL, SYSTEM_TYPES
+from mpillm.cores.base import LLMCore
+from mpillm.cores.registry import BackendRegistry
+from mpillm.engine.model.model_config import PRESETS
+from mpillm.files import read_object
+from mpillm.models.model_files import EngineConfig
+from mpillm.submission.rules import (
+    MEASUREMENTS,
+    STATUSES,
+    SYSTEM_MAY_BE_EMPTY,
+    SYSTEM_MEANINGFUL,
+    SYSTEM_TYPES,
+)
 from mpillm.submission.runs import Run
 
 SYSTEM_FIELDS = SYSTEM_MEANINGFUL + SYSTEM_MAY_BE_EMPTY
 _NOT_APPLICABLE = "N/A"
-# What no program can find out without privileges. The checker wants words there.
+# What a program without privileges cannot find out. The checker requires a text there.
 _FOR_A_PERSON = (
     "host_memory_configuration",
     "host_networking_topology",
@@ -29,7 +37,7 @@ _FOR_A_PERSON = (
 
 
 def system_description(run: Run, submitter: str, division: str, system_name: str) -> dict[str, Any]:
-    """The ``systems/<system>.json`` of what `run` ran on. ConfigError: the run's files can't be read, or its nodes are not alike."""
+    """Return the ``systems/<system>.json`` of `run`. ConfigError: unreadable files, or nodes that differ."""
     machine = _one_kind(run)
     cpu, gpus = machine["cpu"], machine["gpus"]
     n_gpus = max(Counter(worker["node"] for worker in run.workers).values()) if gpus else 0
@@ -52,38 +60,49 @@ def system_description(run: Run, submitter: str, division: str, system_name: str
         "host_storage_type": ", ".join(dict.fromkeys(disk["type"] for disk in machine["storage"]["disks"])),
         "host_networking": ", ".join(_card(card) for card in machine["network"]),
         "host_network_card_count": ", ".join(f"{n}x {kind}" for kind, n in sorted(cards.items())),
-        # A number as text: the checker takes 0 for a field without an answer.
+        # A number as text: the checker takes the number 0 for a missing answer.
         "accelerators_per_node": str(n_gpus),
         "accelerator_model_name": gpus[0]["name"] if n_gpus else _NOT_APPLICABLE,
         "accelerator_memory_capacity": _gib(gpus[0]["memory_bytes"]) if n_gpus else _NOT_APPLICABLE,
         "accelerator_frequency": "",
         "accelerator_interconnect_topology": "",
         "accelerator_on-chip_memories": "",
-        "framework": _framework(str(run.directory.config["core_type"]), machine["software"]),
+        "framework": _framework(run, machine["software"]),
         "operating_system": f"{machine['operating_system']}, kernel {machine['kernel']}",
         "other_software_stack": _stack(run, machine),
         "hw_notes": "",
         "sw_notes": "",
         "system_type_detail": _NOT_APPLICABLE,
     }
-    for name in (*_FOR_A_PERSON, "host_networking", "host_network_card_count", "host_storage_type", "host_processor_model_name"):
+    for name in (
+        *_FOR_A_PERSON,
+        "host_networking",
+        "host_network_card_count",
+        "host_storage_type",
+        "host_processor_model_name",
+    ):
         description[name] = description.get(name) or _NOT_APPLICABLE
     return description
 
 
 def unknown(description: Mapping[str, Any]) -> list[str]:
-    """The fields that a person should fill in."""
+    """Return the fields that the submitter should fill in."""
     without_gpus = description["accelerators_per_node"] == "0"
     return [
         name
         for name, value in description.items()
-        if value == _NOT_APPLICABLE and name in SYSTEM_MEANINGFUL and not (without_gpus and name.startswith("accelerator_"))
+        if value == _NOT_APPLICABLE
+        and name in SYSTEM_MEANINGFUL
+        and not (without_gpus and name.startswith("accelerator_"))
     ]
 
 
-def overlay(description: Mapping[str, Any], file: str | None, known: Iterable[str], option: str) -> dict[str, Any]:
-    """`description` with a person's JSON object laid over it. ConfigError names `option`, the file and a key that is not `known`, or a
-    value that is not allowed.
+def overlay(
+    description: Mapping[str, Any], file: str | None, known: Iterable[str], option: str
+) -> dict[str, Any]:
+    """Return `description`, overridden by the JSON object in `file`.
+
+    ConfigError names `option`, the file, and a key that is not `known` or a value that is not allowed.
     """
     if file is None:
         return dict(description)
@@ -96,15 +115,20 @@ def overlay(description: Mapping[str, Any], file: str | None, known: Iterable[st
         if allowed and value not in allowed:
             raise ConfigError(f"{option} {file}: {key} {value!r}: not one of {', '.join(allowed)}")
         if key in SYSTEM_MEANINGFUL + MEASUREMENTS and value in ("", None, 0):
-            raise ConfigError(f"{option} {file}: {key} is empty; the submission checker wants an answer there")
-    fixed = [key for key in ("submitter", "division", "system_name") if key in given and given[key] != description.get(key)]
+            raise ConfigError(f"{option} {file}: {key} is empty; the submission checker requires an answer")
+    fixed = [
+        key
+        for key in ("submitter", "division", "system_name")
+        if key in given and given[key] != description.get(key)
+    ]
     if fixed:
-        raise ConfigError(f"{option} {file}: {fixed[0]} is {given[fixed[0]]!r}, but --{fixed[0]} {description[fixed[0]]}")
+        key = fixed[0]
+        raise ConfigError(f"{option} {file}: {key} is {given[key]!r}, but --{key} {description[key]}")
     return {**description, **given}
 
 
 def same_system(runs: Sequence[Run]) -> None:
-    """ConfigError if the runs were not all made on the same kind and number of nodes, GPUs and versions."""
+    """Raise ConfigError if the runs differ in kind or number of nodes, GPUs or versions."""
     first = runs[0]
     for other in runs[1:]:
         if difference := _difference(_system(first), _system(other)):
@@ -112,7 +136,7 @@ def same_system(runs: Sequence[Run]) -> None:
 
 
 def measurements(run: Run) -> dict[str, str]:
-    """The ``measurements.json`` of a result; empty where it is not known."""
+    """Return the ``measurements.json`` of a result; empty strings for what is not known."""
     config = run.directory.config
     weights, transformations = _weights(config)
     return {
@@ -125,11 +149,15 @@ def measurements(run: Run) -> dict[str, str]:
 
 
 def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Data type of the weights, and what was done to them; empty where neither options nor files tell."""
+    """Return the weights' data type and what was done to them; empty if neither options nor files tell."""
     model_path = str(config.get("model_path") or "")
     engine = Path(str(config.get("engine_dir") or "")) / "config.json"
     dtype, algorithm = config.get("dtype"), str(config.get("quantization") or "")
-    if config.get("engine_dir") and engine.is_file() and (built := EngineConfig.from_file(engine).pretrained_config).dtype:
+    if (
+        config.get("engine_dir")
+        and engine.is_file()
+        and (built := EngineConfig.from_file(engine).pretrained_config).dtype
+    ):
         dtype, algorithm = built.dtype, built.quantization.quant_algo
     else:
         model = _model(model_path)
@@ -141,7 +169,7 @@ def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _weight_number(algorithm: str) -> str:
-    """The weights' type under a quantisation algorithm of TensorRT-LLM, FP8_PER_CHANNEL_PER_TOKEN or W4A16_AWQ for example."""
+    """Return the weights' type for a TensorRT-LLM algorithm, e.g. FP8_PER_CHANNEL_PER_TOKEN or W4A16_AWQ."""
     if found := re.match(r"W(\d+)A\d+", algorithm):
         return f"int{found[1]}"
     return algorithm.partition("_")[0].lower()
@@ -152,37 +180,47 @@ _QUANTIZED = ("int8", "fp8")
 
 
 def _model(model_path: str) -> dict[str, Any]:
-    """The model's config.json, of a folder or a preset; empty if there is none here."""
+    """Return the config.json of the model's folder or preset; empty if it is not on this machine."""
     files = (Path(model_path) / "config.json", PRESETS / f"{model_path}.json")
     return next((read_object(file) for file in files if model_path and file.is_file()), {})
 
 
 def _algorithm(quantization: Mapping[str, Any] | None) -> str:
-    """From a checkpoint's `quantization_config`: of compressed-tensors the kind of number, else the method's name."""
+    """Name a checkpoint's `quantization_config`: compressed-tensors by kind of number, others by method."""
     if not quantization:
         return ""
     for group in quantization.get("config_groups", {}).values():
         weights = group.get("weights") or {}
-        return {"int": "int", "float": "fp"}.get(str(weights.get("type")), "") + str(weights.get("num_bits", ""))
+        return {"int": "int", "float": "fp"}.get(str(weights.get("type")), "") + str(
+            weights.get("num_bits", "")
+        )
     return str(quantization.get("quant_algo") or quantization.get("quant_method") or "")
 
 
 def _one_kind(run: Run) -> dict[str, Any]:
-    """What all nodes with workers are."""
+    """Return the description that all nodes with workers share."""
     machines = list(run.machines.values())
     for node, machine in run.machines.items():
         if difference := _difference(machines[0], machine):
-            raise ConfigError(f"{run.path}: the nodes are not alike ({node}: {difference}); a submission describes one kind of node")
+            raise ConfigError(
+                f"{run.path}: the nodes are not alike ({node}: {difference}); "
+                "a submission describes one kind of node"
+            )
     first: dict[str, Any] = machines[0]
     return first
 
 
 def _system(run: Run) -> dict[str, Any]:
-    return {**_one_kind(run), "nodes": len(run.machines), "workers": len(run.workers), "versions": run.versions}
+    return {
+        **_one_kind(run),
+        "nodes": len(run.machines),
+        "workers": len(run.workers),
+        "versions": run.versions,
+    }
 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """The first entry that differs, with both values; the size of disks and the links of network cards may."""
+    """Return the first entry that differs, with both values; sizes of disks and links of cards may differ."""
     for key in dict.fromkeys((*a, *b)):
         first, second = a.get(key), b.get(key)
         if first == second or key in ("storage", "network"):
@@ -202,18 +240,27 @@ def _card(card: Mapping[str, Any]) -> str:
     return f"{card['type']} {speed / 1000:g} Gbit/s" if speed else str(card["type"])
 
 
-def _framework(core_type: str, software: Mapping[str, str]) -> str:
-    """What computes; a server's own version is not known here."""
-    if core_type == "torch":
-        return f"PyTorch {software['torch']}"
-    if core_type.startswith(("trtllm", "triton")):
-        return f"TensorRT-LLM {software.get('tensorrt_llm', '')}".strip()
-    return f"mpillm, core {core_type}"
+def _core(run: Run) -> type[LLMCore] | None:
+    """Return the run's core; None for a plug-in that is not installed on this machine."""
+    try:
+        return BackendRegistry.declared(str(run.directory.config["core_type"]))
+    except ConfigError:
+        return None
+
+
+def _framework(run: Run, software: Mapping[str, str]) -> str:
+    """Name what computes; a server's own version is not known here."""
+    core = _core(run)
+    if core is None or core.framework is None:
+        return f"mpillm, core {run.directory.config['core_type']}"
+    return " ".join([core.framework, *(software[name] for name in core.packages[:1] if name in software)])
 
 
 def _stack(run: Run, machine: Mapping[str, Any]) -> str:
     parts = [f"mpillm {run.versions['mpillm']}", run.versions["MPI"], f"Python {run.versions['Python']}"]
-    parts += [f"{name} {version}" for name, version in machine["software"].items() if name not in ("torch", "tensorrt_llm")]
+    core = _core(run)
+    framework = core.packages[:1] if core else ()
+    parts += [f"{name} {version}" for name, version in machine["software"].items() if name not in framework]
     if machine["gpu_driver"]:
         parts.append(f"NVIDIA driver {machine['gpu_driver']}")
     return ", ".join(parts)

@@ -1,26 +1,32 @@
-"""``--model_scale tiny``: a workload small enough for any machine, through the code of the full one.
+"""``--model_scale tiny``: a workload small enough for any machine, run by the code of the full one.
 
-The model is a preset with random weights, the data set is made, in the published format, and LoadGen's sample count and duration are
-reduced through settings that it records. Everything else is the benchmark's: LoadGen's name of the model and so its latency limits, the
-loader, the end and stop tokens' handling, the columns.
+The model is a preset with random weights; the data set is generated, in the published format; LoadGen's
+sample count and duration are reduced through settings that it records. Everything else is the benchmark's:
+LoadGen's name of the model and so its latency limits, the loader, the handling of end and stop tokens, the
+columns.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mpillm import fields
-from mpillm.workloads import Workload
+from mpillm.workloads.benchmarks import Workload
+from mpillm.workloads.early_stopping import SERVER_PERCENTILE, queries_needed
 
-_SAMPLES = 512  # one sample for so many
-_PROMPT_TOKENS = {"llama2-70b": 16, "mixtral-8x7b": 16, "llama3.1-405b": 64}  # one for so many
-_ANSWER_TOKENS = 64  # one for so many
+DATASET, REFERENCES = "dataset", "references.jsonl"  # a folder in the run directory, and a file in it
+
+# Divisors.
+_SAMPLES = 512
+_PROMPT_TOKENS = {"llama2-70b": 16, "mixtral-8x7b": 16, "llama3.1-405b": 64}
+_ANSWER_TOKENS = 64
 _VOCAB_SIZE, _END_ID = 512, 257  # of the presets tiny-llama and tiny-mixtral
 _PLAIN_TOKENS = 256  # below the presets' special ones
 _QPS = 10.0
-_QUERIES = 500  # LoadGen's early stopping needs 458 to be sure of a 99th percentile
+_QUERIES = queries_needed(SERVER_PERCENTILE)
+_ANSWERS = ("1. Apples 2. Pears 3. Plums", "5", "return a + b")
 _TEXTS = {
     "dataset": ("OpenOrca", "GSM8K", "MBXP"),
     "metric": ("rouge", "niah_em", "qa_em"),
@@ -30,7 +36,7 @@ _TEXTS = {
 
 
 def tiny(workload: Workload) -> Workload:
-    """`workload` scaled down; its `scaled` says to what, and its data set is to be made by `write_dataset`."""
+    """Return `workload` scaled down, as its `scaled` says; `write_dataset` makes its data set."""
     model = "tiny-mixtral" if workload.stop_words else "tiny-llama"
     small = replace(
         workload,
@@ -52,32 +58,36 @@ def tiny(workload: Workload) -> Workload:
     )
     return replace(
         small,
-        scaled=f"model {model} with random weights for {workload.hf_model}, {small.n_samples} made samples for {workload.n_samples},"
-        f" prompts to {small.max_input_len} tokens for {workload.max_input_len}, answers to {small.max_output_len} for"
-        f" {workload.max_output_len}, token ids below {_VOCAB_SIZE}; LoadGen: performance_sample_count, min_query_count, min_duration",
+        scaled=f"model {model} with random weights instead of {workload.hf_model},"
+        f" {small.n_samples} made samples instead of {workload.n_samples},"
+        f" prompts to {small.max_input_len} tokens instead of {workload.max_input_len},"
+        f" answers to {small.max_output_len} instead of {workload.max_output_len},"
+        f" token ids below {_VOCAB_SIZE};"
+        " LoadGen: performance_sample_count, min_query_count, min_duration",
     )
 
 
 def write_dataset(workload: Workload, folder: Path) -> None:
-    """The scaled-down data set of a workload: its data frame, with the published name and columns, always the same."""
+    """Write the scaled-down data set, always the same: NVIDIA's arrays, and `REFERENCES` for scores."""
     import numpy as np
 
-    from mpillm.preprocessed.write import write_frame
+    from mpillm.data.preprocessed.loader import LENGTHS_FILE, STOP_FILE, TOKENS_FILE
 
     random = np.random.default_rng(workload.n_samples)
-    n, columns = workload.n_samples, workload.columns
-    mean = workload.max_input_len / 3.5  # about where the published prompts' mean is
-    lengths = np.clip(random.normal(mean, mean / 2, n).round(), 1, workload.max_input_len).astype(np.int64)
-    lengths[0] = workload.max_input_len
-    made: dict[str, Any] = {
-        name: [_TEXTS.get(name, ("1. Apples 2. Pears 3. Plums", "5", "return a + b"))[i % 3] for i in range(n)]
-        for name in columns.references
-    }
-    made[columns.tokens] = [random.integers(0, _PLAIN_TOKENS, length).tolist() for length in lengths]
-    if columns.lengths:
-        made[columns.lengths] = lengths
-    if columns.stop_words:
-        words = ((_END_ID,), (_END_ID,), *workload.stop_words)  # MBXP's, as `_TEXTS` has it, are every third
-        made[columns.stop_words] = [list(words[i % 3]) for i in range(n)]
+    n, width = workload.n_samples, workload.max_input_len
+    mean = width / 3.5  # roughly as in the published data sets
+    lengths = np.clip(random.normal(mean, mean / 2, n).round(), 1, width).astype(np.int32)
+    lengths[0] = width
+    tokens = random.integers(0, _PLAIN_TOKENS, (n, width), np.int32)
+    tokens[np.arange(width) >= lengths[:, None]] = _END_ID
     folder.mkdir(parents=True, exist_ok=True)
-    write_frame(folder / workload.frame_file, made)
+    np.save(folder / TOKENS_FILE, tokens)
+    np.save(folder / LENGTHS_FILE, lengths)
+    for word in workload.stop_words:
+        stops = np.full((n, len(word)), _END_ID, np.int32)
+        stops[2::3] = word  # MBXP's samples, as `_TEXTS` has them
+        np.save(folder / STOP_FILE, stops)
+    with (folder / REFERENCES).open("w", encoding="utf-8") as stream:
+        for i in range(n):
+            texts = {name: _TEXTS.get(name, _ANSWERS)[i % 3] for name in workload.columns.references}
+            stream.write(json.dumps(texts) + "\n")

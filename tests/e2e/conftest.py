@@ -6,15 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import PYTHONS, Samples, Starter, make_samples
+
+from tests.helpers.support import PYTHONS, Samples, Starter, make_samples
+
+
+@pytest.fixture
+def mpich() -> str:
+    """A Python whose mpi4py uses MPICH."""
+    if not PYTHONS["mpich"]:
+        pytest.skip("MPILLM_MPICH_PYTHON is not set: no environment with MPICH")
+    return PYTHONS["mpich"]
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
 def mpi(request: pytest.FixtureRequest) -> str:
     """Each MPI in turn."""
     name = str(request.param)
-    if not PYTHONS[name]:
-        pytest.skip("MPILLM_MPICH_PYTHON is not set: no environment with MPICH")
+    if name == "mpich":
+        request.getfixturevalue("mpich")
     return name
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from support import Starter
+
+from tests.helpers.support import Starter
 
 SMALL = ("--device", "cpu", "--models", "tiny-llama", "--prompt_lens", 64, "--mebibytes", 1, "--repeats", 1)
 
@@ -11,6 +14,16 @@ SMALL = ("--device", "cpu", "--models", "tiny-llama", "--prompt_lens", 64, "--me
 def test_a_handoff_is_measured(one: Starter) -> None:
     ended = one.mpillm("mpirun", "-n", 2, "bench", "handoff", *SMALL).must(0)
     assert "tiny-llama" in ended.out and "all are equal" in ended.out
+
+
+def test_a_table_of_whole_runs(one: Starter) -> None:
+    """A line for each pair; a run that cannot be is one of them, and the exit code says so."""
+    small = ("--models", "tiny-llama", "--num_samples", 3, "--max_batch_size", 2, "--max_num_tokens", 64)
+    ended = one.mpillm("bench", "table", *small, "--pairs", "9/4,90000/4", "--extra", "device:cpu,min_duration:0")
+    assert ended.code == 1
+    assert re.search(r"tiny-llama +9/4 +3 +[\d.]+ +[\d,]+ +VALID", ended.out), ended.out
+    assert re.search(r"tiny-llama +90000/4 +3 failed: .*max_seq_len", ended.out), ended.out
+    assert "expected tokens in/out" in one.mpillm("bench", "table", *small, "--pairs", "9x4").must(2).message
 
 
 def test_a_bench_that_takes_too_long(one: Starter) -> None:

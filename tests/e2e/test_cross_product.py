@@ -6,14 +6,15 @@ import itertools
 from pathlib import Path
 
 import pytest
-from support import Starter
+
+from tests.helpers.support import Starter
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_handoff_layouts import LAYOUTS, check, sections
-from test_parallel import Answers
-from test_scheduling import CHUNKINGS, N_NEW, SCARCE, prompts_alike
+from tests.e2e.test_handoff_layouts import LAYOUTS, check, sections
+from tests.e2e.test_parallel import Answers
+from tests.e2e.test_scheduling import CHUNKINGS, N_NEW, SCARCE, prompts_alike
 
 POLICIES = ("max_util", "no_evict", "static")
 

@@ -16,7 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import DONE, INSTANCE_LOST, NOT_READY, ROOT, TEST_FAILED, USAGE, Command, Ended, Samples, Starter, make_samples, wait_until
+
+from tests.helpers.support import (
+    DONE,
+    INSTANCE_LOST,
+    NOT_READY,
+    ROOT,
+    TEST_FAILED,
+    USAGE,
+    Command,
+    Ended,
+    Samples,
+    Starter,
+    make_samples,
+    wait_until,
+)
 
 HERE = Path(__file__).parent
 START_S = 45.0  # to start and to end: far more than it takes, because other tests may have the cores
@@ -83,8 +97,9 @@ USAGE_ERRORS: dict[str, tuple[int, list[object], list[str]]] = {
     "no user.conf": (2, ["--user_conf", "no.conf"], ["--user_conf no.conf", "no such file"]),
     "log_dir is a file": (2, ["--log_dir", "file"], ["file", "can't be written", "File exists"]),
     "log_dir in a file": (2, ["--log_dir", "file/run"], ["file/run", "can't be written", "Not a directory"]),
-    "log_dir is a model's": (2, ["--log_dir", "."], ["--log_dir .", "config.json", "not a run's"]),
+    "log_dir is a model's": (2, ["--log_dir", "."], ["--log_dir .", "config.json of a model or an engine"]),
     "no such core": (2, ["--core_type", "dumy"], ["dumy", "did you mean", "dummy"]),
+    "a core that is not built": (2, ["--core_type", "triton_grpc"], ["--core_type triton_grpc: not built", "run-llm-server", "dummy"]),
 }  # fmt: skip
 
 
@@ -216,14 +231,14 @@ def test_a_context_or_generation_core_that_raises_in_the_test(one: Starter, rank
     [("ready", NOT_READY), ("answer", TEST_FAILED), ("handoff", TEST_FAILED), ("drain", TEST_FAILED), ("stop", TEST_FAILED)],
 )
 def test_a_core_that_raises_elsewhere(one: Starter, where: str, code: int) -> None:
-    env = {"PYTHONPATH": f"{ROOT}:{HERE}", "MPILLM_TEST_FAULT": f"{where}:raise:2"}
-    ended = one.run(4, "--mode", "disaggregated", *GRACE, core="plugin_cores:Faulty", env=env)
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": f"{where}:raise:2"}
+    ended = one.run(4, "--mode", "disaggregated", *GRACE, core="tests.helpers.plugin_cores:Faulty", env=env)
     check_failure(ended, code, f"ValueError: broken in {where}", rank=2)
 
 
 def test_a_core_that_answers_twice(one: Starter) -> None:
-    env = {"PYTHONPATH": f"{ROOT}:{HERE}", "MPILLM_TEST_FAULT": "twice:raise:2"}
-    ended = one.run(4, *GRACE, core="plugin_cores:Faulty", env=env)
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": "twice:raise:2"}
+    ended = one.run(4, *GRACE, core="tests.helpers.plugin_cores:Faulty", env=env)
     check_failure(ended, TEST_FAILED, "answered twice")
 
 
@@ -240,7 +255,9 @@ def test_a_core_that_answers_twice(one: Starter) -> None:
 def test_a_core_that_never_answers(both: Starter, mode: str, rank: int) -> None:
     options = ["--mode", mode, "--stall_timeout", 1.5, *GRACE, "--core_options", f"fault:silent,fault_rank:{rank},fault_at:9"]
     ended = both.run(4, *options)
-    check_failure(ended, TEST_FAILED, "owes 1 request", "stall timeout of 1.5 s", rank=rank, phase="test", within=START_S + 1.5)
+    check_failure(
+        ended, TEST_FAILED, "sent nothing for 1.5 s (--stall_timeout); open requests: 1", rank=rank, phase="test", within=START_S + 1.5
+    )
 
 
 def test_a_slow_core_is_no_failure(one: Starter) -> None:
@@ -269,7 +286,7 @@ def test_a_core_that_hangs(both: Starter, phase: str, code: int) -> None:
     options = [f"--{shown}_deadline", 2, *GRACE, "--core_options", f"fault:hang,fault_phase:{phase},fault_rank:3"]
     ended = both.run(4, *options)
     # Who, for how long, and where: the stack of the rank's main thread.
-    causes = [f"phase '{shown}' was not done after its deadline of 2 s", "stuck for", "in _fault", "time.sleep"]
+    causes = [f"phase '{shown}' missed its deadline of 2 s", "stuck for", "in _fault", "time.sleep"]
     check_failure(ended, code, *causes, rank=3, phase=shown, within=START_S + 2 + GRACE_S)
     if phase != "test":  # in the test the harness waits for the answers, and is late too
         assert [failure["rank"] for failure in ended.result["failures"]] == [3]
@@ -278,9 +295,9 @@ def test_a_core_that_hangs(both: Starter, phase: str, code: int) -> None:
 
 @pytest.mark.parametrize(("phase", "code"), [("ready", NOT_READY), ("drain", TEST_FAILED), ("stop", TEST_FAILED)])
 def test_a_core_that_hangs_late(one: Starter, phase: str, code: int) -> None:
-    env = {"PYTHONPATH": f"{ROOT}:{HERE}", "MPILLM_TEST_FAULT": f"{phase}:hang:2"}
-    ended = one.run(4, f"--{phase}_deadline", 2, *GRACE, core="plugin_cores:Faulty", env=env)
-    causes = [f"phase '{phase}' was not done after its deadline of 2 s", "in _at", "time.sleep"]
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": f"{phase}:hang:2"}
+    ended = one.run(4, f"--{phase}_deadline", 2, *GRACE, core="tests.helpers.plugin_cores:Faulty", env=env)
+    causes = [f"phase '{phase}' missed its deadline of 2 s", "in _at", "time.sleep"]
     check_failure(ended, code, *causes, rank=2, phase=phase, within=START_S + 2 + GRACE_S)
 
 
@@ -291,8 +308,8 @@ def start_endless(starter: Starter, phase: str, *options: object) -> Command:
         if phase != "start":
             command.wait_phase(phase)
         return command
-    env = {"PYTHONPATH": f"{ROOT}:{HERE}"}
-    command = starter.start(4, *ENDLESS, "--core_options", "load_s:100", *options, core="plugin_cores:Loading", env=env)
+    env = {"PYTHONPATH": str(ROOT)}
+    command = starter.start(4, *ENDLESS, "--core_options", "load_s:100", *options, core="tests.helpers.plugin_cores:Loading", env=env)
     for rank in (2, 3):
         wait_until((starter.folder / f"loading_{rank}").exists, f"rank {rank} to load")
     return command
@@ -352,7 +369,7 @@ def test_a_stopped_rank_0(both: Starter) -> None:
 def test_a_killed_rank(both: Starter, rank: int, phase: str) -> None:
     command = start_and_signal(both, rank, phase, signal.SIGKILL)
     ended = command.end()
-    check_failure(ended, INSTANCE_LOST, "the process is gone", rank=rank, phase=phase, within=START_S + GRACE_S)
+    check_failure(ended, INSTANCE_LOST, "the process has ended", rank=rank, phase=phase, within=START_S + GRACE_S)
     assert not ended.left, "shared memory"
 
 
@@ -364,43 +381,38 @@ def test_a_killed_rank_0(both: Starter, phase: str) -> None:
     command = start_and_signal(both, 0, phase, signal.SIGKILL, "--heartbeat_timeout", 3)
     ended = command.end()
     ended.must(INSTANCE_LOST)
-    assert "rank 0 is gone" in ended.err
+    assert "rank 0 ended without an exit code" in ended.err
     assert ended.seconds < START_S + 3 + 2 * GRACE_S, repr(ended)
 
 
 def test_a_killed_rank_makes_others_fail(both: Starter) -> None:
     """They end with it, and are not named: not as gone, and not for what followed."""
-    env = {"PYTHONPATH": f"{ROOT}:{HERE}", "MPILLM_TEST_RANK": "2"}
-    ended = both.run(4, *ENDLESS, core="plugin_cores:Orphaned", env=env)
-    check_failure(ended, INSTANCE_LOST, "the process is gone", rank=2, phase="test")
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_RANK": "2"}
+    ended = both.run(4, *ENDLESS, core="tests.helpers.plugin_cores:Orphaned", env=env)
+    check_failure(ended, INSTANCE_LOST, "the process has ended", rank=2, phase="test")
     assert [failure["rank"] for failure in ended.result["failures"]] == [2]
 
 
 def test_a_core_that_exits(one: Starter) -> None:
     ended = one.run(4, *GRACE, "--core_options", "fault:exit,fault_rank:2,fault_at:5")
-    check_failure(ended, INSTANCE_LOST, "the process is gone", rank=2, phase="test")
+    check_failure(ended, INSTANCE_LOST, "the process has ended", rank=2, phase="test")
 
 
 # --- interrupts ---
 
 
 @pytest.mark.parametrize(
-    ("phase", "number", "whole_group", "code"),
-    [
-        ("load", signal.SIGINT, True, NOT_READY),
-        ("test", signal.SIGINT, False, TEST_FAILED),
-        ("test", signal.SIGTERM, True, TEST_FAILED),
-    ],
+    ("phase", "number", "whole_group"), [("load", signal.SIGINT, True), ("test", signal.SIGINT, False), ("test", signal.SIGTERM, True)]
 )
-def test_an_interrupt(both: Starter, phase: str, number: signal.Signals, whole_group: bool, code: int) -> None:
+def test_an_interrupt(both: Starter, phase: str, number: signal.Signals, whole_group: bool) -> None:
     command = start_endless(both, phase)
     if whole_group:
         command.signal_group(number)
     else:
         command.process.send_signal(number)
     ended = command.end()
-    check_failure(ended, code, "interrupted", phase=phase)
-    assert "interrupted" in ended.result["failures"][0]["cause"]
+    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
+    check_failure(ended, 128 + number, f"interrupted ({name})", phase=phase)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -410,7 +422,7 @@ def test_an_interrupt_before_mpi_is_there(both: Starter, rank: int) -> None:
     command.wait_rank(rank)
     command.signal_group(signal.SIGINT)
     ended = command.end()
-    assert ended.code in (NOT_READY, 128 + signal.SIGINT), repr(ended)
+    ended.must(128 + signal.SIGINT)
     assert len(ended.messages) <= 1, repr(ended)
     assert "Traceback" not in ended.err, repr(ended)
     assert ended.seconds < START_S + GRACE_S, repr(ended)

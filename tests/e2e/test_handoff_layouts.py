@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import CHUNKED, DONE, INSTANCE_LOST, ROOT, TEST_FAILED, Starter
+
+from tests.helpers.support import CHUNKED, DONE, INSTANCE_LOST, ROOT, TEST_FAILED, Starter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from test_parallel import Answers, preset_answers, smollm2_answers  # noqa: E402 - needs torch
-
-from mpillm.engine.weights import save_preset  # noqa: E402 - needs torch
-from mpillm.models import fetch_model  # noqa: E402
+from mpillm.engine.weights.parameters import save_preset  # noqa: E402 - needs torch
+from mpillm.models.fetch import fetch_model  # noqa: E402
+from tests.e2e.test_parallel import Answers, preset_answers, smollm2_answers  # noqa: E402 - needs torch
 
 Shape = tuple[int, int, int]  # TP, PP, EP
 
 LAYOUTS: dict[str, Shape] = {"tp1": (1, 1, 1), "tp2": (2, 1, 1), "tp4": (4, 1, 1), "pp2": (1, 2, 1), "tp2pp2": (2, 2, 1)}
-PLUGINS = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+PLUGINS = {"PYTHONPATH": str(ROOT)}
 SMALL_CHUNKS: list[object] = [*CHUNKED, "--max_num_tokens", 16]  # a context takes several steps: it is accepted before the last of them
 
 
@@ -129,7 +129,7 @@ def test_a_killed_follower(one: Starter, rank: int) -> None:
     os.kill(pid, signal.SIGKILL)
     ended = command.end().must(INSTANCE_LOST)
     role = "ctx, instance 0" if rank == 2 else "gen, instance 1"
-    assert re.search(rf"\brank {rank} \({role}\), .*, pid {pid}: the process is gone", ended.message), repr(ended)
+    assert re.search(rf"\brank {rank} \({role}\), .*, pid {pid}: the process has ended", ended.message), repr(ended)
 
 
 @pytest.mark.parametrize("rank", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -137,7 +137,7 @@ def test_a_follower_that_raises_in_a_handoff(one: Starter, rank: int) -> None:
     file = sections(one.folder / "run.yaml", LAYOUTS["tp2"], LAYOUTS["pp2"])
     env = PLUGINS | {"MPILLM_TEST_RANK": str(rank)}
     options = ["--disagg_config", file, "--model_path", "tiny-llama", "--max_output_len", 8, "--grace", 3, "--num_threads", 1, *CHUNKED]
-    ended = one.run(5, *options, core="plugin_torch_cores:FailingHandoff", env=env).must(TEST_FAILED)
+    ended = one.run(5, *options, core="tests.helpers.plugin_torch_cores:FailingHandoff", env=env).must(TEST_FAILED)
     role = "ctx, instance 0" if rank == 2 else "gen, instance 1"
     assert re.search(rf"\brank {rank} \({role}\), .*: ValueError: broken in the handoff", ended.message), repr(ended)
     assert [failure["rank"] for failure in ended.result["failures"]] == [rank]

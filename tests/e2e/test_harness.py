@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from make_folder import make_folder
-from support import DONE, USAGE, Starter
+from tests.helpers.make_folder import make_folder
+from tests.helpers.support import DONE, USAGE, Starter
 
 DUMMY = ("--core_type=dummy", "--min_query_count=8", "--max_output_len=4")
 
@@ -17,8 +17,8 @@ def test_every_scenario_named(one: Starter, tmp_path: Path) -> None:
     ended = one.command(["make", "run_harness", f"RUN_ARGS={args}"]).end(90).must(DONE)
     assert ended.out.splitlines()[-3].split() == ["test", "status", "samples/s", "exit", "code"]
     for line, scenario in zip(ended.out.splitlines()[-2:], ("Offline", "Server"), strict=True):
-        result = json.loads((tmp_path / "runs" / scenario / "result.json").read_text())
-        assert line.split() == [scenario, result["status"], f"{result['samples_per_second']:.2f}", "0"]
+        result = json.loads((tmp_path / "runs" / f"dummy-{scenario}" / "result.json").read_text())
+        assert line.split() == [f"dummy-{scenario}", result["status"], f"{result['samples_per_second']:.2f}", "0"]
         assert result["status"] in ("VALID", "INVALID")
 
 
@@ -26,12 +26,12 @@ def test_the_worst_exit_code_and_the_tests_after_it(one: Starter, tmp_path: Path
     """Server has too few samples: it fails, the other is run all the same. What an earlier run left in its folder is not its result."""
     conf = "*.*.min_duration = 0\n*.Offline.min_query_count = 1\n*.Server.performance_sample_count_override = 99999\n"
     (tmp_path / "user.conf").write_text(conf)
-    (tmp_path / "runs" / "Server").mkdir(parents=True)
-    (tmp_path / "runs" / "Server" / "result.json").write_text('{"status": "VALID"}')
+    (tmp_path / "runs" / "dummy-Server").mkdir(parents=True)
+    (tmp_path / "runs" / "dummy-Server" / "result.json").write_text('{"status": "VALID"}')
     ended = one.mpillm("run-harness", *DUMMY, "--scenarios=Server,Offline", "--user_conf=user.conf", "--world_size=2", "--log_dir=runs")
     server, offline = ended.must(USAGE).out.splitlines()[-2:]
     assert server.split()[-1] == str(USAGE) and "no result" in server
-    assert offline.startswith("Offline")
+    assert offline.startswith("dummy-Offline")
 
 
 def test_dry_run_passes_everything_else_on(one: Starter, tmp_path: Path) -> None:

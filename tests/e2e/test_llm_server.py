@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,8 +13,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from make_folder import make_folder
-from support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, wait_until
+
+from tests.helpers.make_folder import make_folder
+from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, wait_until
 
 SERVER = f"""#!{sys.executable}
 import http.server, os, re, socketserver, sys, time
@@ -25,6 +28,9 @@ if os.environ.get("STAND_IN") == "fails":
 if "disaggregated_mpi_worker" in words:
     import yaml
     made = yaml.safe_load(open(words[words.index("-c") + 1]))
+    for section in (made["context_servers"], made["generation_servers"]):
+        if not (section.get("model") or made.get("model")):
+            sys.exit("TypeError: get_llm_args() missing 1 required positional argument: 'model'")
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))
     first, port = 0, None
     for section in (made["context_servers"], made["generation_servers"]):
@@ -77,6 +83,19 @@ def free_ports(n: int) -> list[int]:
     return ports
 
 
+def ports_in_a_row(n: int) -> int:
+    """The first of `n` free ports."""
+    while True:
+        (first,) = free_ports(1)
+        with contextlib.ExitStack() as probes:
+            try:
+                for port in range(first, first + n):
+                    probes.enter_context(socket.socket()).bind(("", port))
+            except (OSError, OverflowError):
+                continue
+            return first
+
+
 def triton_options(ports: list[int]) -> list[str]:
     return ["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", f"--triton_grpc_ports=localhost:{ports[0]},{ports[1]}"]
 
@@ -97,7 +116,7 @@ def test_a_server_that_dies(place: Path, one: Starter) -> None:
     (victim,) = [pid for pid in command.pids() if b"repo_1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(victim, signal.SIGKILL)
     ended = command.end(20).must(INSTANCE_LOST)
-    assert "tritonserver 1 was ended by signal 9 after it was ready; its log, logs/tritonserver_1.log, ends:\n  | $" in ended.message
+    assert "tritonserver 1 was ended by signal 9 after it was ready; the end of logs/tritonserver_1.log:\n  | $" in ended.message
 
 
 def test_a_server_that_never_starts_and_one_that_is_never_ready(place: Path, one: Starter) -> None:
@@ -114,7 +133,7 @@ def test_a_taken_port(place: Path, one: Starter) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         ended = one.command([one.python, "-m", "mpillm", *triton_options([free_ports(1)[0], port])]).end(30).must(USAGE)
-    assert f"port {port}, for gRPC of tritonserver 1, can't be had: process {os.getpid()}" in ended.message
+    assert f"can't listen on port {port} for gRPC of tritonserver 1: process {os.getpid()}" in ended.message
     assert not (place / "build").exists()
 
 
@@ -146,7 +165,8 @@ def test_endpoints(place: Path, one: Starter) -> None:
 def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> None:
     """mpirun -n N make generate_disagg_config; then workers under mpirun, and a leader under another."""
     make_folder(place)
-    port, worker_port, *_ = free_ports(6)
+    port = ports_in_a_row(3)
+    worker_port = port + 1
     args = "--benchmarks=llama2-70b --scenarios=offline --core_type=trtllm_disagg --trtllm_disagg_config_path=disagg.yaml"
     mpirun = [one.python, "-m", "launch_with_mpirun"]
     (place / "launch_with_mpirun.py").write_text(
@@ -161,7 +181,7 @@ def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> 
 
     run_llm_server = ["make", "run_llm_server", f"RUN_ARGS={args} --log_dir=logs"]
     wrong = one.command([*mpirun, 2, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"}).end(60)
-    assert wrong.code != DONE and "disagg.yaml has 3 workers, and this mpirun has 2 ranks" in wrong.err
+    assert wrong.code != DONE and wrong.err.count("disagg.yaml has 3 workers, but Open MPI's mpirun started 2 ranks") == 1
 
     workers = one.command([*mpirun, 3, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"})
     leader = one.command([*mpirun, 1, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "leader"})
@@ -174,6 +194,23 @@ def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> 
     for command in (leader, workers):
         command.signal_group(signal.SIGINT)
         command.end(30, tidy=False)
+
+
+def test_workers_under_mpillm_mpirun(place: Path, both: Starter) -> None:
+    """Ctrl-C ends them all."""
+    make_folder(place)
+    port = ports_in_a_row(3)
+    worker_port = port + 1
+    options = ["--core_type=trtllm_disagg", "--trtllm_disagg_config_path=disagg.yaml", "--model_path=llama"]
+    ports = [f"--server_port={port}", f"--worker_start_port={worker_port}"]
+    mpirun = [both.python, "-m", "mpillm", "mpirun", "-n", 2]
+    both.command([*mpirun, "generate-disagg-config", *options, *ports]).end().must(DONE)
+    workers = both.command([*mpirun, "run-llm-server", *options, "--log_dir=logs"], env={"MLPERF_DISAGG_LAUNCH_TYPE": "worker"})
+    wait_until(lambda: workers.out.count("ready after") == 2 or workers.process.poll() is not None, "both workers")
+    assert f": localhost:{worker_port}\n" in workers.out, workers.out
+    workers.signal_group(signal.SIGINT)
+    ended = workers.end(30, tidy=False).must(128 + signal.SIGINT)
+    assert "mpillm mpirun: interrupted (Ctrl-C)" in ended.err and "Traceback" not in ended.err
 
 
 DRY = {
@@ -190,7 +227,7 @@ DRY = {
         ],
     ),
     "trtllm_disagg": (
-        ["--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2"],
+        ["--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2", "--model_path=llama"],
         [
             "# can't run here: --trtllm_disagg_config_path d.yaml: no such file; generate-disagg-config writes it",
             "# assumed: d.yaml, as generate-disagg-config writes it for 3 workers on this host",
@@ -205,12 +242,12 @@ DRY = {
 def test_a_dry_run_needs_nothing_of_the_stages_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    from mpillm import serving
     from mpillm.cli import main
+    from mpillm.commands import run_llm_server
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(serving, "find_program", lambda program, hint: find_nothing(program))
+    monkeypatch.setattr(run_llm_server, "find_program", lambda program, hint: find_nothing(program))
     monkeypatch.delenv("MLPERF_DISAGG_LAUNCH_TYPE", raising=False)
     options, expected = DRY[name]
     assert main(["run-llm-server", *options, "--dry_run"]) == DONE
@@ -225,38 +262,66 @@ def test_a_dry_run_needs_nothing_of_the_stages_before(
         assert capsys.readouterr().out.splitlines()[-1] == "trtllm-serve disaggregated -c d.yaml -t 1800 -r 300"
 
 
+@pytest.mark.parametrize("given", ["WORKER", "Worker", "leader", "LEADER"])
+def test_a_launch_type_in_any_case(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from launch.environment import launch_type
+
+    monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", given)
+    assert launch_type() == given.lower()
+
+
+@pytest.mark.parametrize(("given", "message"), [("WORKERS", "WORKERS: not worker or leader (did you mean 'worker'?)"), ("", "")])
+def test_a_launch_type_that_is_none(
+    given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mpillm.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", given)
+    options = ["run-llm-server", "--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2", "--dry_run"]
+    assert main(options) == (USAGE if message else DONE)
+    captured = capsys.readouterr()
+    assert message in captured.err and ("trtllm-serve" in captured.out) == (not message)
+
+
+@pytest.mark.parametrize(
+    "words", [["plan", "--world_size", "4"], ["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", "--dry_run"]]
+)
+def test_a_launch_type_without_effect(
+    words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mpillm.cli import main
+
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", "worker")
+    assert main(words) == DONE
+    what = "plan" if words[0] == "plan" else "--core_type triton_grpc"
+    assert capsys.readouterr().err == (
+        f"mpillm: note: the environment variable MLPERF_DISAGG_LAUNCH_TYPE=worker has no effect on {what}:"
+        " only run-llm-server with --core_type trtllm_disagg reads it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("leader", "one leader is started alone, or by mpirun -n 1"), ("", "=worker makes each a worker")]
+)
+def test_several_ranks_that_are_no_workers(
+    kind: str, message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mpillm.cli import main
+
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", kind)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert main(["run-llm-server", "--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2", "--dry_run"]) == USAGE
+    assert "Open MPI's mpirun started 3 ranks of run-llm-server: " in (err := capsys.readouterr().err) and message in err
+
+
 def find_nothing(program: str) -> str:
-    from mpillm.builder.preconditions import NotHere
+    from launch.command import NotHere
 
     raise NotHere(f"there is no {program}")
-
-
-def test_a_server_that_answers_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is there, and does nothing: after --stall_timeout it is called lost."""
-    from mpillm import server
-    from mpillm.builder.operation import Command
-    from mpillm.serving import Server
-
-    (port,) = free_ports(1)
-    once = (
-        "import http.server, time\n"
-        "class Handler(http.server.BaseHTTPRequestHandler):\n"
-        "    def do_GET(self):\n"
-        "        self.send_response(200)\n"
-        "        self.end_headers()\n"
-        f"http.server.HTTPServer(('localhost', {port}), Handler).handle_request()\n"
-        "print('stuck', flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    monkeypatch.setattr(server, "_POLL_S", 0.05)
-    monkeypatch.setattr(server, "_LOOK_S", 0.1)
-    url = f"localhost:{port}"
-    servers = [Server("one", Command((sys.executable, "-c", once)), {}, (f"http://{url}/",), (url,))]
-    assert server.serve(servers, tmp_path, 60, 0.5) == INSTANCE_LOST
-    captured = capsys.readouterr()
-    assert "ready after" in captured.out
-    assert "no answer to a health check for 0.5 s (--stall_timeout): one; the log ends:" in captured.err
-    assert "  | stuck" in captured.err
 
 
 WRONG = {
@@ -266,6 +331,14 @@ WRONG = {
     "running already": (["--harness_type=triton", "--triton_skip_server_spawn"], "nothing to start"),
     "no YAML": (["--core_type=trtllm_disagg"], "needs --trtllm_disagg_config_path"),
     "no model": (["--core_type=trtllm_endpoint"], "needs --model_path"),
+    "no checkpoint": (
+        ["--core_type=trtllm_endpoint", "--model_path=llama", "--trtllm_checkpoint_flags=qformat:fp8"],
+        "--model_path llama, from which generate-engines makes build/checkpoints/llama-fp8-hf: there is no folder",
+    ),
+    "no engine": (
+        ["--core_type=trtllm_endpoint", "--model_path=llama", "--trtllm_runtime_flags=trtllm_backend:cpp", "--engine_dir=nowhere"],
+        "--engine_dir nowhere: there is no folder nowhere; generate-engines makes it",
+    ),
 }  # fmt: skip
 
 
@@ -277,6 +350,59 @@ def test_bad_input(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     options, message = WRONG[name]
     assert main(["run-llm-server", *options]) == USAGE
     assert message in capsys.readouterr().err
+
+
+# What a YAML has beside its sections, what each section has, the options, and what must be said.
+YAMLS: dict[str, tuple[dict[str, object], dict[str, object], list[str], str]] = {
+    "no model in the YAML": ({}, {}, ["--model_path=llama"], "d.yaml: there is no model in it, which trtllm-serve's workers need"),
+    "another model": ({"model": "llama"}, {}, ["--model_path=o"], "--model_path o, but d.yaml: model is llama, which would be served"),
+    "the model before it was quantised": (
+        {"model": "llama"}, {}, ["--model_path=llama", "--llm_quantizer_outdir=q"], "--llm_quantizer_outdir q, but d.yaml: model is llama",
+    ),
+    "another backend": (
+        {"model": "llama"}, {}, ["--trtllm_runtime_flags=trtllm_backend:cpp"], "trtllm_backend cpp, but d.yaml: backend is pytorch",
+    ),
+    "another port": ({"model": "llama"}, {}, ["--server_port=9000"], "--server_port 9000, but d.yaml: port is 8000"),
+    "other workers' ports": (
+        {"model": "llama"}, {}, ["--worker_start_port=9000"], "--worker_start_port 9000, but d.yaml: the first port of urls is 8101",
+    ),
+    "another limit": (
+        {"model": "llama"}, {"max_batch_size": 4}, ["--max_batch_size=8"], "but d.yaml: context_servers.max_batch_size is 4: leave one",
+    ),
+    "a limit that the servers are not told": (
+        {"model": "llama"}, {}, ["--max_batch_size=8"], "--max_batch_size 8, but there is no context_servers.max_batch_size in d.yaml",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_a_yaml_that_would_serve_something_else(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    from mpillm.cli import main
+
+    monkeypatch.chdir(place)
+    whole, section, options, message = YAMLS[name]
+    sections = {f"{kind}_servers": {"urls": [f"localhost:{port}"], **section} for kind, port in (("context", 8101), ("generation", 8102))}
+    (place / "d.yaml").write_text(json.dumps({**whole, **sections}))
+    command = ["run-llm-server", "--core_type=trtllm_disagg", "--disagg_config=d.yaml", *options]
+    assert main([*command, "--dry_run"]) == main(command) == USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_a_yaml_that_says_what_the_options_say(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What generate-disagg-config writes is served with the same options."""
+    from mpillm.cli import main
+
+    monkeypatch.chdir(place)
+    options = ["--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--model_path=llama", "--trtllm_checkpoint_flags=qformat:fp8"]
+    options += ["--max_batch_size=8", "--kv_cache_tokens=640", "--traffic_distribution_policy=round_robin", "--server_port=8001"]
+    options += ["--worker_start_port=9000", "--trtllm_runtime_flags=batch_scheduler_policy:no_evict", "--benchmarks=llama2-70b"]
+    options += ["--ctx_tp_size=1", "--enable_kv_cache_reuse"]
+    assert main(["generate-disagg-config", *options]) == DONE
+    assert main(["run-llm-server", *options, "--dry_run"]) == DONE
+    out = capsys.readouterr().out
+    assert "disaggregated_mpi_worker -c d.yaml" in out and "trtllm-serve disaggregated -c d.yaml" in out
 
 
 def test_an_engine_of_several_ranks_is_started_by_mpirun(
@@ -303,13 +429,13 @@ def test_an_engine_of_several_ranks_is_started_by_mpirun(
 def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], visible: str | None, shares: list[str]
 ) -> None:
-    from mpillm import serving
     from mpillm.builder import preconditions
     from mpillm.cli import main
+    from mpillm.commands import run_llm_server
     from mpillm.devices import Gpu
 
     gpus = tuple(Gpu(f"GPU-{i}", "NVIDIA H200", 141 << 30, 140 << 30) for i in range(4))
-    for module in (serving, preconditions):
+    for module in (run_llm_server, preconditions):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
     monkeypatch.chdir(place)
     if visible is None:

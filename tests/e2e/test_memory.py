@@ -7,7 +7,7 @@ import re
 import time
 from pathlib import Path
 
-from support import DONE, ROOT, Starter, make_samples
+from tests.helpers.support import DONE, ROOT, Starter, make_samples
 
 N_SAMPLES = 200_000
 
@@ -28,7 +28,7 @@ def test_memory_does_not_grow_with_completed_requests(one: Starter, tmp_path: Pa
     options = ["--dataset_path", samples.path, "--min_query_count", N_SAMPLES, "--max_output_len", 16]
     # A core that keeps time answers each request by itself, which makes the test last long enough to be looked at.
     options += ["--core_options", "ttft_ms:0.1", "--max_batch_size", 256]
-    command = one.start(4, *options, core="plugin_cores:Counting", env={"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"})
+    command = one.start(4, *options, core="tests.helpers.plugin_cores:Counting", env={"PYTHONPATH": str(ROOT)})
     files = [tmp_path / "answered_2", tmp_path / "answered_3"]
     seen: list[tuple[int, list[int]]] = []
     end = time.monotonic() + 90

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import DONE, ROOT, Starter
-from test_parallel import Answers, preset_answers, smollm2_answers
 
-from mpillm.models import fetch_model
+from mpillm.models.fetch import fetch_model
+from tests.e2e.test_parallel import Answers, preset_answers, smollm2_answers
+from tests.helpers.support import DONE, ROOT, Starter
 
 NEW_TOKENS = 64
 N_PROMPTS = 64
@@ -60,7 +60,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 CASES = [
-    # Batches and chunks of an engine on its own are tests/unit/test_engine_torch.py's, too.
+    # Batches and chunks of an engine on its own are tests/unit/engine/test_engine_torch.py's, too.
     pytest.param(
         mode, ranks, variant, marks=pytest.mark.slow if variant == "small batch" or (ranks, variant) == (3, "small chunks") else ()
     )

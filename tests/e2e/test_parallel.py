@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import CHUNKED, DONE, INSTANCE_LOST, ROOT, TEST_FAILED, USAGE, Starter, wait_until
+
+from tests.helpers.support import CHUNKED, DONE, INSTANCE_LOST, ROOT, TEST_FAILED, USAGE, Starter, wait_until
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from mpillm.engine.weights import save_preset  # noqa: E402 - needs torch
-from mpillm.models import fetch_model  # noqa: E402
+from mpillm.engine.weights.parameters import save_preset  # noqa: E402 - needs torch
+from mpillm.models.fetch import fetch_model  # noqa: E402
 
 N_PROMPTS, NEW_TOKENS = 16, 40
 Answers = tuple[Path, list[list[int]]]  # data set, transformers' answers
@@ -164,14 +165,14 @@ def test_a_killed_rank_of_an_instance(one: Starter, tp: int, pp: int, rank: int)
     wait_until(lambda: "\n  ready " in command.out, "the test")
     os.kill(pid, signal.SIGKILL)
     ended = command.end().must(INSTANCE_LOST)
-    assert re.search(rf"\brank {rank} \(executor, instance 0\), .*, pid {pid}: the process is gone", ended.message)
+    assert re.search(rf"\brank {rank} \(executor, instance 0\), .*, pid {pid}: the process has ended", ended.message)
 
 
 @pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 2), (1, 2, 2)])
 def test_a_rank_of_an_instance_that_raises(one: Starter, tp: int, pp: int, rank: int) -> None:
-    env = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "MPILLM_TEST_RANK": str(rank)}
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_RANK": str(rank)}
     options = ["--model_path", "tiny-llama", "--max_output_len", 40, "--grace", 3, *layout(tp, pp), *CHUNKED]
-    ended = one.run(tp * pp + 1, *options, core="plugin_torch_cores:Failing", env=env).must(TEST_FAILED)
+    ended = one.run(tp * pp + 1, *options, core="tests.helpers.plugin_torch_cores:Failing", env=env).must(TEST_FAILED)
     assert re.search(rf"\brank {rank} \(executor, instance 0\), .*: ValueError: broken in a step", ended.message)
     assert [failure["rank"] for failure in ended.result["failures"]] == [rank]
 
@@ -188,8 +189,8 @@ EVERY_LAYOUT = {
 
 def smollm2_answers(model: Path, folder: Path, n_prompts: int = 64) -> Answers:
     """Of the first prompts of the data set that comes with mpillm."""
-    from mpillm.dataset import BUILTIN_PROMPTS
-    from mpillm.tokenizer import load_tokenizer
+    from mpillm.data.dataset import BUILTIN_PROMPTS
+    from mpillm.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     lines = BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()[:n_prompts]

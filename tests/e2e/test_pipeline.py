@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from make_folder import make_folder
-from support import CHUNKED, DONE, USAGE, Starter
+
+from tests.helpers.make_folder import make_folder
+from tests.helpers.support import CHUNKED, DONE, USAGE, Starter
 
 pytest.importorskip("torch")
 
-from mpillm.engine.weights import save_preset
+from mpillm.engine.weights.parameters import save_preset
 
 ARGS = (
     "--core_type=torch --model_path=llama --llm_quantizer_outdir=checkpoint --engine_dir=engine --trtllm_checkpoint_flags=qformat:int8_wo"

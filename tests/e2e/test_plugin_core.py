@@ -1,10 +1,10 @@
-"""A core is added in a test file and runs by name: adding a backend is one file and one registry line."""
+"""Cores that are no part of mpillm run like its own: by class, by entry point, by registration."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from support import DONE, ROOT, USAGE, Ended, Samples, Starter
+from tests.helpers.support import DONE, ROOT, USAGE, Ended, Samples, Starter
 
 HERE = str(Path(__file__).parent)
 
@@ -12,8 +12,8 @@ HERE = str(Path(__file__).parent)
 START = """
 import sys
 from mpillm.cli import main
-from mpillm.cores import BackendRegistry
-BackendRegistry.register("echo", "plugin_cores:Echo")
+from mpillm.cores.registry import BackendRegistry
+BackendRegistry.register("echo", "tests.helpers.plugin_cores:Echo")
 sys.exit(main(sys.argv[1:]))
 """
 LAUNCH = """
@@ -32,9 +32,26 @@ def check(ended: Ended, samples: Samples) -> None:
 
 def test_a_core_by_module_and_class(both: Starter, samples: Samples) -> None:
     options = ["--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs"]
-    ended = both.run(5, *options, core="plugin_cores:Echo", env={"PYTHONPATH": f"{ROOT}:{HERE}"})
+    ended = both.run(5, *options, core="tests.helpers.plugin_cores:Echo", env={"PYTHONPATH": str(ROOT)})
     check(ended, samples)
-    assert ended.result["core_type"] == "plugin_cores:Echo"
+    assert ended.result["core_type"] == "tests.helpers.plugin_cores:Echo"
+
+
+def test_the_example_core(one: Starter, samples: Samples) -> None:
+    options = ["--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs"]
+    check(one.run(3, *options, core="echo_core:EchoCore", env={"PYTHONPATH": f"{ROOT / 'examples'}:{ROOT}"}), samples)
+    assert len((ROOT / "examples/echo_core.py").read_text().splitlines()) <= 60
+
+
+def test_a_core_by_entry_point(one: Starter, samples: Samples, tmp_path: Path) -> None:
+    package = tmp_path / "echo-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: echo\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[mpillm.cores]\necho = echo_core:EchoCore\n")
+    options = ["--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs"]
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'examples'}:{ROOT}"}
+    check(one.run(3, *options, core="echo", env=env), samples)
+    assert "did you mean" in one.run(3, core="ecko", env=env).must(USAGE).message
 
 
 def test_a_core_by_registered_name(one: Starter, samples: Samples, tmp_path: Path) -> None:
@@ -42,11 +59,15 @@ def test_a_core_by_registered_name(one: Starter, samples: Samples, tmp_path: Pat
     start.write_text(START)
     options = ["--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs", "--log_dir", tmp_path / "run"]
     line = [one.python, "-c", LAUNCH, start, "-n", 3, "run", "--core_type", "echo", *options]
-    check(one.command(line, env={"PYTHONPATH": f"{ROOT}:{HERE}"}).end(), samples)
+    check(one.command(line, env={"PYTHONPATH": str(ROOT)}).end(), samples)
 
 
 def test_a_module_that_is_not_there(one: Starter) -> None:
-    for core, word in (("no_such_module:Core", "no_such_module"), ("plugin_cores:Ecko", "Ecko"), ("support:Ended", "not an LLMCore")):
-        ended = one.run(2, core=core, env={"PYTHONPATH": f"{ROOT}:{HERE}"}).must(USAGE)
+    for core, word in (
+        ("no_such_module:Core", "no_such_module"),
+        ("tests.helpers.plugin_cores:Ecko", "Ecko"),
+        ("tests.helpers.support:Ended", "not an LLMCore"),
+    ):
+        ended = one.run(2, core=core, env={"PYTHONPATH": str(ROOT)}).must(USAGE)
         assert core in ended.message
         assert word in ended.message

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import ROOT, USAGE, Starter
-from test_parallel import Answers, check, layout, oracle
+
+from tests.e2e.test_parallel import Answers, check, layout, oracle
+from tests.helpers.support import ROOT, USAGE, Starter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 
-from quantized_models import dequantized  # noqa: E402
-
-from mpillm.engine.quantize import quantize  # noqa: E402 - needs torch
-from mpillm.engine.shards import build  # noqa: E402
-from mpillm.engine.weights import save_preset  # noqa: E402
+from mpillm.engine.weights.parameters import save_preset  # noqa: E402
+from mpillm.engine.weights.quantize import quantize  # noqa: E402 - needs torch
+from mpillm.engine.weights.shards import build  # noqa: E402
+from tests.helpers.quantized_models import dequantized  # noqa: E402
 
 N_NEW = 16
 

@@ -1,4 +1,4 @@
-"""run-llm-server with a real tritonserver, which loads the model configuration that our writer has written.
+"""run-llm-server with a real tritonserver, which loads the model configurations that our writer and generate-triton-config have written.
 
 Slow, and only where MPILLM_TRITONSERVER names one: the wheel nvidia-pytriton carries a tritonserver for CPUs (docs/pipeline.md says how to
 unpack it).
@@ -6,21 +6,40 @@ unpack it).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support import Starter, wait_until
 
 from mpillm.builder.pbtxt import Name, dump
+from tests.helpers.support import Starter, wait_until
 
 TRITONSERVER = os.environ.get("MPILLM_TRITONSERVER", "")
 
 MODEL = """
 class TritonPythonModel:
+    def execute(self, requests):
+        pass
+"""
+
+# Reads parameters as TensorRT-LLM's backend does: it fails without those that the backend reads outside of any `try`.
+AS_THE_BACKEND_READS = """
+import json
+
+class TritonPythonModel:
+    def initialize(self, args):
+        parameters = json.loads(args["model_config"])["parameters"]
+        needed = ("gpt_model_type", "tokenizer_dir", "xgrammar_tokenizer_info_path", "guided_decoding_backend")
+        values = [parameters[name]["string_value"] for name in needed]
+        if values != ["inflight_fused_batching", *("${%s}" % name for name in needed[1:])]:
+            raise ValueError(values)
+
     def execute(self, requests):
         pass
 """
@@ -46,14 +65,46 @@ def test_a_real_tritonserver(tmp_path: Path, one: Starter) -> None:
         "parameters": [{"key": "said", "value": {"string_value": SAID}}],
     }
     (model / "config.pbtxt").write_text(dump(config))
-    options = ("--harness_type=triton", "--triton_model_repo=repo", f"--tritonserver={TRITONSERVER}", "--triton_grpc_ports=localhost:18101")
+    with serving(one, "repo", "tokens") as served:
+        assert served["parameters"]["said"]["string_value"] == SAID
+        assert served["model_transaction_policy"]["decoupled"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRITONSERVER, reason="MPILLM_TRITONSERVER names no tritonserver")
+def test_a_generated_repository_has_what_the_backend_needs(tmp_path: Path, one: Starter) -> None:
+    """The real server reads the whole file. TensorRT-LLM's backend, which needs GPUs, has a stand-in with its way to read parameters."""
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    (engine / "config.json").write_text('{"pretrained_config": {"mapping": {}}, "build_config": {"max_batch_size": 64}}')
+    (engine / "rank0.engine").write_bytes(b"engine")
+    options = ("--benchmarks=llama2-70b", "--scenarios=Server", "--engine_dir=engine", "--triton_num_servers=1", "--triton_model_repo=mine")
+    one.command([one.python, "-m", "mpillm", "generate-triton-config", *options]).end(60).must(0)
+    model = tmp_path / "mine_0" / "llama2-70b-server-0"
+    text = (model / "config.pbtxt").read_text()
+    (model / "config.pbtxt").write_text(text.replace('backend: "tensorrtllm"', 'backend: "python"'))
+    (model / "1" / "model.py").write_text(AS_THE_BACKEND_READS)
+    with serving(one, "mine", model.name) as served:
+        assert served["max_batch_size"] == 64 and served["model_transaction_policy"]["decoupled"] is True
+        assert served["parameters"]["gpt_model_path"]["string_value"] == str(engine)
+
+
+@contextlib.contextmanager
+def serving(one: Starter, repo: str, model: str) -> Iterator[dict[str, Any]]:
+    """The model's configuration as a tritonserver has it that run-llm-server has started; it is stopped afterwards."""
+    options = (
+        "--harness_type=triton",
+        f"--triton_model_repo={repo}",
+        f"--tritonserver={TRITONSERVER}",
+        "--triton_grpc_ports=localhost:18101",
+    )
     command = one.command([one.python, "-m", "mpillm", "run-llm-server", *options])
     wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 60)
-    with urllib.request.urlopen("http://localhost:8000/v2/models/tokens/config") as answer:
-        served = json.load(answer)
-    assert served["parameters"]["said"]["string_value"] == SAID
-    assert served["model_transaction_policy"]["decoupled"] is True
-    with urllib.request.urlopen("http://localhost:8000/v2/models/tokens/ready") as answer:
+    if command.process.poll() is not None:
+        command.end(30).must(128 + signal.SIGINT)  # shows what it has said
+    with urllib.request.urlopen(f"http://localhost:8000/v2/models/{model}/ready", timeout=10) as answer:
         assert answer.status == 200
+    with urllib.request.urlopen(f"http://localhost:8000/v2/models/{model}/config", timeout=10) as answer:
+        yield json.load(answer)
     command.process.send_signal(signal.SIGINT)
-    assert command.end(30).code == 128 + signal.SIGINT
+    command.end(30).must(128 + signal.SIGINT)

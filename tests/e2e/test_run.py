@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import DONE, ROOT, TEST_FAILED, Ended, Samples, Starter, make_samples, wait_until
+
+from tests.helpers.support import DONE, ROOT, TEST_FAILED, Ended, Samples, Starter, make_samples, wait_until
 
 PHASES = ["join", "load", "health", "warmup", "ready", "test", "drain", "stop"]
 FILES = {
@@ -99,7 +101,7 @@ def test_answers_that_overtake_the_context_instance(both: Starter, tmp_path: Pat
     # KV caches of a megabyte: no MPI sends that eagerly, so it is the sender's next look that ends it.
     options = ["--mode", "disaggregated", "--scenarios", "Server", "--server_target_qps", 150, "--min_query_count", 150]
     options += ["--core_options", "kv_bytes_per_token:20000", "--dataset_path", samples.path, "--max_output_len", 3, "--save_outputs"]
-    ended = both.run(3, *options, core="plugin_cores:SlowContext", env={"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"})
+    ended = both.run(3, *options, core="tests.helpers.plugin_cores:SlowContext", env={"PYTHONPATH": str(ROOT)})
     ended.must(DONE)
     check_outputs(ended, samples, 3, ended.loadgen()["generated_query_count"])
 
@@ -141,7 +143,7 @@ def test_small_credits(one: Starter, samples: Samples, mode: str, policy: str) -
     ended = one.run(6, *options, "--core_options", timed, "--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs")
     check_outputs(ended, samples, 4)
     shares = [instance["samples"] for instance in ended.result["per_instance"]]
-    # Not that shares are even: who has a credit when its turn comes depends on the machine (tests/unit/test_routing.py has the policies).
+    # Not that shares are even: who has a credit when its turn comes depends on the machine (see tests/unit/roles/test_routing.py).
     assert min(shares) > 0
 
 
@@ -223,6 +225,8 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
         "tpot_ms": dict,
         "phases_s": dict,
         "per_instance": list,
+        "compiled_in_test": int,
+        "compiled": list,
     }
     for key, expected in types.items():
         assert type(result[key]) is expected, key
@@ -284,6 +288,53 @@ def test_the_progress_bar_on_a_terminal(both: Starter) -> None:
     wait_until(lambda: "samples/s" in command.out or "drain" in command.out, "the bar")
     assert "drain" not in command.out, command.out
     assert "\x1b[2K" in command.end().must(DONE).out
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_is_computed_is_shown_before_it_is_answered(both: Starter, samples: Samples, ranks: int) -> None:
+    """Long answers: for seconds no sample is answered, and the instances generate all the time; on rank 0 or on others."""
+    options = ["--mode", "aggregated" if ranks == 1 else "disaggregated", "--dataset_path", samples.path, "--max_output_len", 41]
+    command = both.start(ranks, *options, "--max_batch_size", 512, "--core_options", "ttft_ms:1,tpot_ms:100", terminal=True)
+    command.wait_phase("test")
+    number = r"([\d.]+k?)"
+    pattern = (
+        rf" 0/256 samples  0\.0 samples/s  \d+ s\n    out {number} tok/s \(now {number}\)  in {number} \({number}\)  run 256  wait 0\x1b"
+    )
+    wait_until(lambda: re.search(pattern, command.out) or "  drain" in command.out, "the progress of what is computed")
+    assert re.search(pattern, command.out), command.out
+    ended = command.end().must(DONE)
+    result = ended.result
+    metrics = [instance["metrics"] for instance in result["per_instance"]]
+    assert sum(m["generated_tokens"] for m in metrics) == result["tokens"] == 41 * 256
+    assert sum(m["prompt_tokens"] for m in metrics) == sum(map(len, samples.prompts))
+    last = metrics[-1]
+    assert last["running"]["peak"] == 256 and last["running"]["last"] == last["waiting"]["last"] == 0
+    assert 0 < last["generated_tokens_per_second"]["mean"] <= last["generated_tokens_per_second"]["peak"]
+    assert last["kv_cache_usage"] is None
+    rows = [json.loads(line) for line in (ended.log_dir / "timeline.jsonl").read_text().splitlines()]
+    assert {row["instance"] for row in rows} == set(range(len(metrics)))
+    generated = [row["generated_tokens"] for row in rows if row["instance"] == len(metrics) - 1]
+    assert len(generated) > 2 and generated == sorted(set(generated))
+
+
+def test_a_core_that_does_not_say_what_it_computes(one: Starter) -> None:
+    environment = {"PYTHONPATH": str(ROOT)}
+    ended = one.run(3, "--max_output_len", 4, core="tests.helpers.plugin_cores:Echo", env=environment).must(DONE)
+    assert [instance["metrics"] for instance in ended.result["per_instance"]] == [None, None]
+    assert not (ended.log_dir / "timeline.jsonl").exists()
+
+
+def test_what_was_compiled_in_the_test_is_counted_on_all_ranks(one: Starter) -> None:
+    """Two instances of two ranks, of which one each leads."""
+    environment = {"PYTHONPATH": str(ROOT)}
+    options = ["--max_output_len", 4, "--tensor_parallelism", 2]
+    ended = one.run(6, *options, core="tests.helpers.plugin_cores:Compiling", env=environment).must(DONE)
+    result = ended.result
+    assert result["compiled_in_test"] == 8
+    assert result["compiled"][2:4] == ["rank 3: kernel 0 of instance 0", "rank 3: kernel 1 of instance 0"]
+    assert "compiled in the test   8 kernels or graphs" in ended.out
+    assert "compiled in the test: kernel 1 of instance 1" in (ended.log_dir / "ranks/rank_0005.log").read_text()
+    assert all("compiled" not in instance for instance in result["per_instance"])
 
 
 def test_a_second_run_into_the_same_directory(one: Starter, samples: Samples, tmp_path: Path) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import DONE, ROOT, USAGE, Starter
+
+from tests.helpers.support import DONE, ROOT, USAGE, Starter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from test_parallel import Answers, layout, oracle  # noqa: E402 - needs torch
-
-from mpillm.engine.weights import save_preset  # noqa: E402
+import disagg  # noqa: E402
+from mpillm.engine.weights.parameters import save_preset  # noqa: E402
+from tests.e2e.test_parallel import Answers, layout, oracle  # noqa: E402 - needs torch
 
 N_NEW = 64
 # 10 blocks, of which a sequence has 2 when it starts and 4 when it ends.
@@ -51,8 +52,8 @@ def check(starter: Starter, answers: Answers, tp: int, pp: int, *options: object
     ended = starter.run(
         tp * pp + 1,
         *(*given, "--max_output_len", N_NEW, "--min_query_count", len(expected)),
-        core="plugin_torch_cores:Greedy",
-        env={"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+        core="tests.helpers.plugin_torch_cores:Greedy",
+        env={"PYTHONPATH": str(ROOT)},
         log_dir=starter.folder / name,
         timeout=600,
     ).must(DONE)
@@ -83,19 +84,23 @@ def test_policies_on_several_ranks(one: Starter, alike: Answers, tp: int, pp: in
     see(check(one, alike, tp, pp, *options), policy, reuse)
 
 
-def test_a_file_says_it_and_the_command_line_has_the_last_word(one: Starter, alike: Answers) -> None:
-    """In TensorRT-LLM's words; stop words end an answer, and reuse is not for submissions."""
+def test_a_yaml_says_it(one: Starter, alike: Answers) -> None:
+    """In TensorRT-LLM's words, the model too; the run directory's YAML says what ran. Stop words end an answer, and reuse is not for
+    submissions.
+    """
     dataset, expected = alike
     yaml = one.folder / "disagg.yaml"
     yaml.write_text(
-        "executors:\n  num_instances: 1\n  kv_cache_config: {enable_block_reuse: true, max_tokens: 320, tokens_per_block: 32}\n"
-        "  scheduler_config: {capacity_scheduler_policy: STATIC_BATCH, context_chunking_policy: EQUAL_PROGRESS}\n"
+        "model: tiny-llama\nexecutors:\n  kv_cache_config: {enable_block_reuse: true, max_tokens: 320, tokens_per_block: 32}\n"
+        "  scheduler_config: {capacity_scheduler_policy: GUARANTEED_NO_EVICT, context_chunking_policy: EQUAL_PROGRESS}\n"
+        "  moe_config: {backend: CUTLASS}\n"
     )
     word = expected[0][6:8]
-    options = ["--disagg_config", yaml, "--batch_scheduler_policy", "no_evict", "--stop_words", json.dumps([word]), "--save_outputs"]
-    options += ["--model_path", "tiny-llama", "--dataset_path", dataset, "--max_output_len", N_NEW, "--max_seq_len", 200]
+    options = ["--disagg_config", yaml, "--stop_words", json.dumps([word]), "--save_outputs", "--num_threads", 1]
+    options += ["--dataset_path", dataset, "--max_output_len", N_NEW, "--max_seq_len", 200]
     ended = one.run(2, *options, "--min_query_count", 16, core="torch").must(DONE)
     assert "KV cache reuse is on: MLPerf forbids it" in ended.out
+    assert "executors: has no effect on the torch core: moe_config\n" in ended.out
     (instance,) = ended.result["per_instance"]
     see(instance, "no_evict", True)
     found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
@@ -104,11 +109,18 @@ def test_a_file_says_it_and_the_command_line_has_the_last_word(one: Starter, ali
         ends = [n for n in range(1, len(tokens)) if tokens[:n][-2:] == word]
         assert found[index] == tokens[: min(ends, default=len(tokens))]
 
+    assert ended.result["model"] == "tiny-llama"
+    ran = disagg.load(str(ended.log_dir / "disagg.yaml"))
+    assert ran.model == "tiny-llama" and ran.executors is not None
+    assert (ran.executors.max_batch_size, ran.executors.max_seq_len, ran.executors.kv_cache_config["max_tokens"]) == (64, 200, 320)
+    contradiction = one.run(2, *options, "--model_path", "tiny-mixtral", core="torch", log_dir=one.folder / "other").must(USAGE)
+    assert f"--model_path tiny-mixtral, but {yaml}: model is tiny-llama: leave one of them out" in contradiction.message
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model_path", "tiny-llama", "--beam_width", 2], "--beam_width 2: the torch core has no beam search, only 1 is supported"),
+        (["--model_path", "tiny-llama", "--beam_width", 2], "--beam_width 2: must be 1; the torch core has no beam search"),
         (["--model_path", "llama3.1-405b", "--load_format", "dummy"], "llama3.1-405b does not fit: it needs"),
     ],
     ids=["beams", "too large"],

@@ -6,7 +6,6 @@ MPILLM_INFERENCE_REPO names a clone of mlcommons/inference; without it the tests
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import DONE, TEST_FAILED, Starter
 
-INFERENCE = os.environ.get("MPILLM_INFERENCE_REPO", "")
+from tests.helpers.official_checker import INFERENCE, check_submission, listed, needs_checker
+from tests.helpers.support import DONE, TEST_FAILED, Starter
+
 KINDS = {"performance": (), "accuracy": ("--test_mode", "AccuracyOnly", "--save_outputs"), "TEST06": ("--compliance_test", "TEST06")}
-needs_checker = pytest.mark.skipif(not INFERENCE, reason="MPILLM_INFERENCE_REPO is not set: no clone of mlcommons/inference")
+SIZES = ("performance_sample_count_check", "min_duration_check", "dataset_check")
 
 
 class Runs:
@@ -80,15 +80,15 @@ def test_compliance_run(runs: Runs) -> None:
     assert (run / "TEST06" / "verify_accuracy.txt").read_text().splitlines()[-1] == "TEST06 verification complete"
 
 
-def submit(runs: Runs, scenarios: list[str], division: str) -> tuple[Path, str]:
-    """The submission of these scenarios' runs, and what was printed."""
+def submit(runs: Runs, scenarios: list[str], division: str) -> tuple[Path, str, int]:
+    """The submission of these scenarios' runs, what was printed, and the exit code."""
     paths = [path for scenario in scenarios for path in runs.result(scenario)]
     for path in paths:
         if path.name.endswith("accuracy"):
             runs.starter.mpillm("accuracy", path).must(DONE)
         if path.name.endswith("TEST06"):
             runs.starter.mpillm("compliance", path).must(DONE)
-    output = runs.starter.folder / f"submission-{'-'.join(scenarios)}"
+    output = runs.starter.folder / f"submission-{division}-{'-'.join(scenarios)}"
     measured = runs.starter.folder / "measurements.json"
     measured.write_text(json.dumps({"weight_data_types": "none: the dummy core has no weights"}))
     ended = runs.starter.mpillm(
@@ -96,12 +96,13 @@ def submit(runs: Runs, scenarios: list[str], division: str) -> tuple[Path, str]:
         *("--measurements", measured, *paths),
     )
     assert ended.code in (DONE, TEST_FAILED), ended
-    return output, ended.out
+    return output, ended.out, ended.code
 
 
 def test_submission(runs: Runs) -> None:
     pytest.importorskip("rouge_score")
-    output, said = submit(runs, ["Server"], "closed")
+    output, said, code = submit(runs, ["Server"], "closed")
+    assert code == TEST_FAILED
     result = output / "closed" / "Us" / "results" / "box" / "llama2-70b-99.9" / "Server"
     accuracy = (result / "accuracy" / "accuracy.txt").read_text()
     assert "'rouge1': " in accuracy and "\nhash=" in accuracy
@@ -118,53 +119,41 @@ def test_submission(runs: Runs) -> None:
         "--compliance_test TEST06",
     ):
         assert option in readme
-    listed = [line.partition("missing or wrong: ")[2] for line in said.splitlines() if "missing or wrong" in line]
-    assert "llama2-70b-99.9: the closed division asks for Offline as well" in listed
-    assert "llama2-70b-99.9 Server: the model is a tiny one (--model_scale tiny)" in listed
+    assert "rejected by the checker (scenarios_check): llama2-70b-99.9: the closed division needs Offline too" in said
+    assert said.count("against the rules: llama2-70b-99.9 Server: the model is a tiny one (--model_scale tiny)") == 1
+
+
+@pytest.mark.parametrize("division", ["closed", "open"])
+def test_what_is_too_small_is_listed(runs: Runs, division: str) -> None:
+    """In both divisions: the checker makes no difference between them there."""
+    pytest.importorskip("rouge_score")
+    _, said, code = submit(runs, ["Server"], division)
+    assert code == TEST_FAILED
+    assert {("llama2-70b-99.9", "Server", check) for check in SIZES} <= listed(said)
+    performance, accuracy = (runs.get("Server", kind) for kind in ("performance", "accuracy"))
+    for text in (
+        f"{performance}: performance_sample_count was 48 samples; must be at least 24576",
+        f"{performance}: min_duration_ms was 0 ms; must be at least 600000",
+        f"{accuracy}: accuracy_sample_count was 48 samples; the benchmark has 24576",
+    ):
+        assert text in said
 
 
 # --- MLCommons' own programs ---
-
-# What a scaled-down run can't have: the samples, the 600 s, the accuracy of a real model (and on a slow machine the latencies).
-SIZE = {"performance_sample_count_check", "min_query_count_check", "min_duration_check", "accuracy_result_check", "dataset_check"}
-SPEED = {"latency_check", "llm_check"}
-DRIVER = """
-import json, sys
-from submission_checker.checks.base import BaseCheck
-plain = BaseCheck.execute
-def execute(self, check):
-    try:
-        passed = bool(plain(self, check))
-    except Exception as error:
-        passed = repr(error)
-    print("CHECK", json.dumps([type(self).__name__, check.__name__, passed]), flush=True)
-    return passed is True
-BaseCheck.execute = execute
-from submission_checker import main
-sys.exit(main.main())
-"""
 
 
 @pytest.mark.slow
 @needs_checker
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_checker(runs: Runs, division: str) -> None:
-    """Of the submission checker's checks none fails but those that a small run can't pass."""
+    """Scaled-down runs are rejected, for their size above all; every check that fails is listed, and no other."""
     pytest.importorskip("rouge_score")
-    output, _ = submit(runs, ["Offline", "Server"], division)
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, "--input", output, "--version", "v6.1", "--submitter", "Us"],
-        cwd=runs.starter.folder,
-        env={**os.environ, "PYTHONPATH": str(Path(INFERENCE) / "tools" / "submission")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    checks = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("CHECK")]
-    assert len(checks) >= 2 * 30, done.stderr[-2000:]
-    failed = {(group, check) for group, check, passed in checks if passed is not True}
-    assert {check for _, check in failed} <= SIZE | SPEED, done.stderr[-4000:]
-    assert {"PerformanceCheck", "AccuracyCheck", "SystemCheck", "MeasurementsCheck", "ComplianceCheck"} <= {group for group, *_ in checks}
+    output, said, _ = submit(runs, ["Offline", "Server"], division)
+    verdict = check_submission(output)
+    assert verdict.checks >= 2 * 30, verdict.log[-2000:]
+    assert verdict.failed == listed(said), f"{said}\n{verdict.log[-4000:]}"
+    sizes = {(scenario, check) for scenario in ("Offline", "Server") for check in SIZES}
+    assert sizes <= {(scenario, check) for _, scenario, check in verdict.failed} and not verdict.accepts
 
 
 @pytest.mark.slow
@@ -183,7 +172,7 @@ def test_official_verification_agrees(runs: Runs, scenario: str, tmp_path: Path)
 @needs_checker
 def test_official_truncation_agrees(runs: Runs, tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
-    ours, _ = submit(runs, ["Server"], "closed")
+    ours, *_ = submit(runs, ["Server"], "closed")
     whole = tmp_path / "whole"
     shutil.copytree(ours, whole)
     where = Path("closed/Us/results/box/llama2-70b-99.9/Server/accuracy")

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
-from support import DONE, Ended, Starter
 
 from mpillm import workloads
-from mpillm.preprocessed.loader import LLMDataLoader
+from mpillm.data.preprocessed.loader import PreprocessedLoader
+from tests.helpers.support import DONE, Ended, Starter, make_samples
 
 # TTFT and TPOT limits of Server in ms, as MLPerf's rules have them.
 LIMITS = {
@@ -24,9 +25,9 @@ CASES = [
     (name, scenario, mode) for name in LIMITS for scenario in workloads.get(name).scenarios for mode in ("aggregated", "disaggregated")
 ]
 FAST = (("mixtral-8x7b", "Offline", "disaggregated"), ("llama2-70b", "Server", "aggregated"))
-FEW = ("--min_query_count", 60, "--server_target_qps", 20)  # of 500 at 10 per second: VALID needs 458 at least
-# What LoadGen says in the summary of a test that is INVALID because the machine is slow or the test short.
-REASONS = {"Performance constraints satisfied", "Early stopping satisfied", "Min duration satisfied", "Min queries satisfied"}
+FEW = ("--min_query_count", 60, "--server_target_qps", 20)  # of 459 at 10 per second, fewer than which can't be VALID
+# Why a test is INVALID when the machine is slow or the test short.
+REASONS = {"latency limits", "early stopping", "minimum duration", "minimum query count"}
 
 
 def run(one: Starter, name: str, scenario: str, mode: str, *more: object) -> Ended:
@@ -74,9 +75,22 @@ def test_tiny(one: Starter, name: str, scenario: str, mode: str) -> None:
     config = ended.json("config.json")
     for option in ("model_path", "max_output_len", "max_seq_len", "end_ids", "min_query_count", "dataset_path"):
         assert config[option]["source"] in (f"workload {name} (tiny)", "command line")
-    made = LLMDataLoader(ended.log_dir, tiny.columns, tiny.frame_file)
-    assert config["dataset_path"]["value"] == str(ended.log_dir / tiny.frame_file)
-    assert len(made.load().lengths) == tiny.n_samples
+    made = ended.log_dir / "dataset"
+    assert config["dataset_path"]["value"] == str(made)
+    assert len(PreprocessedLoader(made, tiny.columns).load().lengths) == tiny.n_samples
+
+
+def test_a_data_frame_is_converted_by_the_first_run(one: Starter) -> None:
+    """Answers are those to the frame's prompts, from the frame and from its arrays."""
+    samples = make_samples(one.folder / "samples.jsonl", [400] * 1500)
+    frame = one.folder / "set.pkl"
+    pd.DataFrame({"tok_input": samples.prompts}).to_pickle(frame)
+    for name, notes in (("first", 1), ("second", 0)):
+        ended = one.run(3, "--dataset_path", frame, "--test_mode", "AccuracyOnly", "--max_output_len", 2, log_dir=one.folder / name).must(
+            DONE
+        )
+        assert ended.out.count(f"data set converted for later runs: {frame}.arrays\n") == notes
+        assert sorted(ended.accuracy_log()) == [(i, samples.answer(i, 2)) for i in range(1500)]
 
 
 @pytest.mark.slow

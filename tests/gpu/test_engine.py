@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from test_engine_torch import N_OUTPUT, Answers, Tokens, make_batch, make_core, oracle
+import triton
 
 from mpillm.cores.torch_core import TorchCore
-from mpillm.devices import local_gpus
-from mpillm.engine import weights
-from mpillm.engine.fp8_kernels import WIDENED_ROWS
-from mpillm.engine.gpu import GpuWorker, ladder
-from mpillm.engine.linear import Fp8Linear, Linear
-from mpillm.engine.quantize import dequantize_rows, quantize, quantize_rows
-from mpillm.engine.shards import build
-from mpillm.engine.weights import save_preset
+from mpillm.engine import compilations
+from mpillm.engine.cache.kv_cache import Held, KVCache
+from mpillm.engine.gpu_worker import GpuWorker, ladder
+from mpillm.engine.kernels import expert_kernels, fp8_kernels
+from mpillm.engine.kernels import step_kernels as kernels
+from mpillm.engine.kernels.fp8_kernels import WIDENED_ROWS
+from mpillm.engine.model.linear import Fp8Linear, Linear
+from mpillm.engine.weights import parameters as weights
+from mpillm.engine.weights.parameters import save_preset
+from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
+from mpillm.engine.weights.shards import build
+from tests.unit.engine.test_engine_torch import N_OUTPUT, Answers, Tokens, make_batch, make_core, oracle
 
 SCARCE = {"kv_cache_tokens": 160, "max_seq_len": None}
 
@@ -50,7 +52,7 @@ def random_prompts(lengths: list[int]) -> Tokens:
 
 def test_the_driver_counts_as_pytorch_does() -> None:
     uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
-    assert [gpu.uuid for gpu in local_gpus()] == uuids
+    assert [gpu.uuid for gpu in TorchCore.gpus()] == uuids
 
 
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mixtral"])
@@ -103,6 +105,67 @@ def test_a_mixture_is_a_graph_like_any_model() -> None:
         assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 61
 
 
+def forget_kernels() -> None:
+    """As in a new process; what Triton has on disk stays."""
+    for module in (kernels, fp8_kernels, expert_kernels):
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.runtime.jit.JITFunction):
+                kernel.device_caches.clear()
+
+
+@pytest.mark.parametrize("limits", [(64, 1024), (3, 50), (70, 300)])
+@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), [("none", "auto"), ("fp8", "fp8")])
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mixtral"])
+def test_nothing_is_compiled_after_the_load(preset: str, quantization: str, kv_cache_dtype: str, limits: tuple[int, int]) -> None:
+    """Whatever number of sequences and tokens comes together, and however a token is chosen."""
+    forget_kernels()
+    before = compilations.count()
+    started = time.perf_counter()
+    core = make_core(
+        preset,
+        dtype="bfloat16",
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        gpu_bytes=8 << 30,
+        device=0,
+        max_batch_size=limits[0],
+        max_num_tokens=limits[1],
+    )
+    print(f"{preset} {quantization} {limits}: {compilations.count() - before} compiled in {time.perf_counter() - started:.1f} s")
+    assert compilations.count() > before + 10
+    core.start_test()
+    rng = np.random.default_rng(9)
+    for n in (1, 2, 3, 5, 9, 17, 40, 64, 90, 150):
+        prompts = random_prompts(rng.integers(1, 200, n).tolist())
+        answer(core, make_batch(prompts, max_output=rng.integers(1, N_OUTPUT, n)))
+    for fields in ({"top_k": 5}, {"top_p": 0.7}, {}, {"min_output": 4}):
+        answer(core, make_batch(random_prompts(rng.integers(1, 60, 33).tolist()), temperature=rng.integers(0, 2, 33) * 0.8, **fields))
+    assert core.compiled_in_test() == []
+
+
+def test_what_is_compiled_in_a_test_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a warm-up: kernels of contexts, and others whose number of rows no graph has."""
+    forget_kernels()
+    monkeypatch.setattr(GpuWorker, "warm_up", lambda *_: None)
+    core = make_core("tiny-mixtral", dtype="bfloat16", gpu_bytes=8 << 30, device=0, max_batch_size=3)
+    core.start_test()
+    answer(core, make_batch(random_prompts([20, 100, 200])))
+    compiled = core.compiled_in_test()
+    print(compiled)
+    assert {"_context", "_route", "_grouped_product"} <= {name.partition(" ")[0] for name in compiled}
+
+
+def test_pieces_of_a_handoff_are_one_kernel_each_way() -> None:
+    """However long a cache is, and wherever its layers and heads begin."""
+    forget_kernels()
+    compilations.watch_triton()
+    cache, before = KVCache(4, 50, 4, 32, 64, torch.bfloat16, "cuda"), compilations.count()
+    for n_tokens, layer, head in ((8, 0, 0), (1, 1, 0), (16, 0, 1), (17, 3, 2), (320, 2, 1), (321, 0, 2), (1500, 0, 0)):
+        where = [Held(list(range(1, 48)), n_tokens)], slice(layer, 4), slice(head, head + 2)
+        cache.write(*where, cache.read(*where))
+    assert compilations.count() == before + 2, compilations.since(before)
+
+
 class Watched(GpuWorker):
     """Notes the positions that lie in the buffers whenever kernels are launched, but for a capture: nothing runs then."""
 
@@ -117,7 +180,7 @@ class Watched(GpuWorker):
 def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more slots than positions: what the larger size left in the buffers was taken for positions, past the tables' end."""
     monkeypatch.setattr(Watched, "highest", {}, raising=False)
-    monkeypatch.setattr("mpillm.engine.gpu.GpuWorker", Watched)
+    monkeypatch.setattr("mpillm.engine.gpu_worker.GpuWorker", Watched)
     core = make_core("tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=200, max_seq_len=48)
     assert list(Watched.highest) == ladder(200)[::-1]
     assert max(Watched.highest.values()) < core.info.max_seq_len
@@ -181,9 +244,23 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> No
         build(folder, tmp_path / "engine")
         options = {"engine_dir": str(tmp_path / "engine")}
     core = make_core(folder, gpu_bytes=8 << 30, device=0, **options)
-    assert core.info.quantization == "fp8" and type(core.worker.model.layers[0].qkv) is Fp8Linear
+    assert core.info.quantization == "fp8"
+    assert core.worker is not None and type(core.worker.model.layers[0].qkv) is Fp8Linear
     found = answer(core, make_batch(prompts))
     same = sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True))
     parted = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), N_OUTPUT) for a, b in zip(found, wanted, strict=True)]
     print(f"fp8 {source}: {same} of 20 first tokens as on the CPU, parted after {np.mean(parted):.1f} of {N_OUTPUT} tokens on average")
     assert same >= 18
+
+
+@pytest.mark.parametrize("options", [{}, {"max_batch_size": 5, "max_num_tokens": 7}, SCARCE], ids=str)
+def test_a_cache_in_fp8(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Answers in float32 are those of the CPU, but where a last bit rounds a key or a value to another number."""
+    save_preset("tiny-llama", tmp_path)
+    prompts = random_prompts(np.random.default_rng(3).integers(1, 90, 20).tolist())
+    on_cpu = make_core(tmp_path, kv_cache_dtype="fp8")
+    on_cpu.enqueue(make_batch(prompts))
+    wanted = Answers().run(on_cpu).tokens()
+    core = make_core(tmp_path, kv_cache_dtype="fp8", gpu_bytes=8 << 30, device=0, **options)
+    assert core.engine.cache.keys.dtype == torch.float8_e4m3fn
+    assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 17

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("no GPU", allow_module_level=True)
 
-import plain_kernels as plain  # noqa: E402
-
-from mpillm.engine import fp8_kernels, kernels  # noqa: E402
-from mpillm.engine.expert_kernels import grouped_product  # noqa: E402
-from mpillm.engine.kv_cache import Held, KVCache  # noqa: E402
-from mpillm.engine.linear import GroupedLinear, Linear  # noqa: E402
-from mpillm.engine.ops import Choice  # noqa: E402
-from mpillm.engine.quantize import quantize_rows  # noqa: E402
+from mpillm.engine.cache.kv_cache import KV_DTYPES, Held, KVCache, rounded  # noqa: E402
+from mpillm.engine.kernels import fp8_kernels  # noqa: E402
+from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
+from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
+from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
+from mpillm.engine.model.ops import Choice, Rounded  # noqa: E402
+from mpillm.engine.weights.quantize import quantize_rows  # noqa: E402
+from tests.helpers import plain_kernels as plain  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 
 
-def error(out: torch.Tensor, wanted: torch.Tensor) -> float:
+def error(out: torch.Tensor | Rounded, wanted: torch.Tensor | Rounded) -> float:
+    assert isinstance(out, torch.Tensor) and isinstance(wanted, torch.Tensor)
     return float((out.float() - wanted.float()).norm() / wanted.float().norm())
 
 
@@ -37,7 +35,7 @@ def limit(dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_between_the_products(dtype: torch.dtype) -> None:
-    for n, width in ((1, 64), (3, 576), (5, 4096)):
+    for n, width in ((1, 64), (3, 576), (5, 4096), (140, 576)):
         x, delta = torch.randn(2, n, width, device=DEVICE).to(dtype)
         weight = torch.randn(width, device=DEVICE).to(dtype)
         x2 = x.clone()
@@ -46,6 +44,16 @@ def test_between_the_products(dtype: torch.dtype) -> None:
         assert torch.equal(x, x2)
         gate_up = torch.randn(n, 2 * width, device=DEVICE).to(dtype)
         assert error(kernels.silu_mul(gate_up), plain.silu_mul(gate_up.clone())) < limit(dtype)
+        for in_fp8, floats in (
+            (kernels.add_norm(x, delta, weight, 1e-5, True), kernels.add_norm(x2, delta, weight, 1e-5)),
+            (kernels.silu_mul(gate_up, True), kernels.silu_mul(gate_up)),
+        ):
+            assert isinstance(in_fp8, Rounded) and isinstance(floats, torch.Tensor)
+            wanted = fp8_kernels.quantize_rows(floats)
+            assert in_fp8.dtype == dtype
+            torch.testing.assert_close(in_fp8.scales, wanted.scales, atol=0, rtol=1e-6)
+            assert (in_fp8.numbers.float() != wanted.numbers.float()).float().mean() < (0 if dtype == torch.bfloat16 else 2e-3) + 1e-9
+        assert torch.equal(x, x2)
     table = torch.randn(50, 576, device=DEVICE).to(dtype)
     tokens = torch.tensor([-1, 10, 59, 60, 9, -1], device=DEVICE)
     slots = torch.tensor([2, 0, 0, 0, 0, 1], device=DEVICE)
@@ -59,7 +67,7 @@ def test_rows_in_fp8(dtype: torch.dtype) -> None:
     for n, width in ((1, 64), (3, 576), (70, 4096), (5, 14336)):
         x = (torch.randn(n, width, device=DEVICE) * torch.logspace(-4, 4, n, device=DEVICE)[:, None]).to(dtype)
         x[n // 2] = 0
-        (rows, scales), (rows_too, scales_too) = fp8_kernels.quantize_rows(x), quantize_rows(x, "fp8")
+        (rows, scales, _), (rows_too, scales_too) = fp8_kernels.quantize_rows(x), quantize_rows(x, "fp8")
         assert rows.dtype == torch.float8_e4m3fn and scales.shape == (n, 1)
         torch.testing.assert_close(scales, scales_too, atol=0, rtol=1e-6)
         differing = rows.float() != rows_too.float()
@@ -79,27 +87,31 @@ def test_every_fp8_number() -> None:
         x = torch.zeros(8, weight.shape[1], device=DEVICE)
         n = min(8, 254 - start)
         x[torch.arange(n), 254 * 13 + start + torch.arange(n)] = 1
-        found = fp8_kernels.product(x, weight, torch.ones(16, device=DEVICE), arrived)
+        found = fp8_kernels.product(x, None, weight, torch.ones(16, device=DEVICE), arrived, x.dtype)
         assert torch.equal(found[:n, 3], codes[start : start + n].view(torch.float8_e4m3fn).float())
     assert not arrived.any()
 
 
+@pytest.mark.parametrize("held", ["as computed", "bfloat16", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "d", "size"), [(32, 8, 128, 32), (9, 3, 64, 16), (8, 4, 16, 8), (4, 4, 80, 64), (8, 1, 128, 32)]
 )
-def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dtype) -> None:
-    """Contexts of many lengths, blocks anywhere, what no row may see is not a number."""
+def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dtype, held: str) -> None:
+    """Contexts of many lengths, blocks anywhere, what no row may see is not a number; in caches of every type."""
     torch.manual_seed(heads)
+    held_dtype = KV_DTYPES.get(held, dtype)
+    scales = torch.rand(2, kv_heads, device=DEVICE) / 50 + 0.002 if held == "fp8" else None  # the largest are cut off
     lengths = [0, 1, 5, size - 1, size, 3 * size + 2, 200] if INTERPRETED else [0, 1, 5, size - 1, size, 3 * size + 2, 200, 1000, 3333]
     n, per_slot = len(lengths), (max(lengths) + 70) // size + 1
     blocks = torch.randperm(n * per_slot, device=DEVICE) + 1
     table = blocks.view(n, per_slot).to(torch.int32)
     slots = torch.randperm(n, device=DEVICE)
-    ours = torch.full((2, n * per_slot + 1, kv_heads, size, d), torch.nan, device=DEVICE).to(dtype)
+    ours = torch.full((2, n * per_slot + 1, kv_heads, size, d), torch.nan, device=DEVICE).to(held_dtype)
     for i, length in enumerate(lengths):
         for j in range(length):
-            ours[:, table[slots[i], j // size], :, j % size] = torch.randn(2, kv_heads, d, device=DEVICE).to(dtype)
+            for pool, some in zip(ours, [None, None] if scales is None else scales, strict=True):
+                pool[table[slots[i], j // size], :, j % size] = rounded(torch.randn(kv_heads, d, device=DEVICE).to(dtype), held_dtype, some)
     theirs = ours.clone()
     angles = torch.randn(5000, d // 2, device=DEVICE)
     rotations = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1)
@@ -107,18 +119,25 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
     positions = torch.tensor(lengths, device=DEVICE)
     qkv = torch.randn(n, heads + 2 * kv_heads, d, device=DEVICE).to(dtype)
     qkv2 = qkv.clone()
-    kernels.rotate_store(qkv, *ours, rotations, table, slots, positions, heads)
-    plain.rotate_store(qkv2, *theirs, rotations, table, slots, positions, heads)
+    kernels.rotate_store(qkv, ours[0], ours[1], scales, rotations, table, slots, positions, heads)
+    plain.rotate_store(qkv2, theirs[0], theirs[1], scales, rotations, table, slots, positions, heads)
     assert error(qkv[:, :heads], qkv2[:, :heads]) < limit(dtype)
-    assert error(ours.nan_to_num(), theirs.nan_to_num()) < limit(dtype)
-    assert torch.equal(ours.isnan(), theirs.isnan())
+    stored, wanted = ours.float(), theirs.float()
+    assert torch.equal(stored.isnan(), wanted.isnan())
+    if held_dtype == dtype:
+        assert error(stored.nan_to_num(), wanted.nan_to_num()) < limit(dtype)
+    else:  # a last bit of what is rounded may make it another number
+        # Triton's interpreter loses the carry where a number is rounded up to a power of two.
+        new = ~(stored == 0) & ~stored.isnan() if INTERPRETED else ~stored.isnan()
+        assert float((stored != wanted)[new].float().mean()) < (0.04 if INTERPRETED else 5e-3)
+        ours = theirs.clone()
     out, wanted = torch.full((2, n, heads * d), torch.nan, device=DEVICE).to(dtype)
     for few in (1, n):  # one sequence alone is split into many parts
         for which in range(n - few + 1):
             rows = slice(which, which + few)
             arguments = table, slots[rows], positions[rows]
-            kernels.decode_attention(qkv[rows], *ours, *arguments, out[rows], heads)
-            plain.decode_attention(qkv[rows], *ours, *arguments, wanted[rows], heads)
+            kernels.decode_attention(qkv[rows], ours[0], ours[1], scales, *arguments, out[rows], heads)
+            plain.decode_attention(qkv[rows], ours[0], ours[1], scales, *arguments, wanted[rows], heads)
             assert error(out[rows], wanted[rows]) < limit(dtype)
 
     news = [2, 3, 17, 40, 64, 5, 33][:n] + [2] * max(0, n - 7)
@@ -128,7 +147,7 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
     qkv = torch.randn(sum(news), heads + 2 * kv_heads, d, device=DEVICE).to(dtype)
     if not all((length + new) // size < per_slot for length, new in zip(lengths, news, strict=True)):
         raise AssertionError("the table is too small")
-    kernels.rotate_store(qkv, *ours, rotations, table, row_slots, positions, heads)
+    kernels.rotate_store(qkv, ours[0], ours[1], scales, rotations, table, row_slots, positions, heads)
 
     def tiles(size: int) -> torch.Tensor:
         return torch.tensor(
@@ -141,18 +160,20 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
         )
 
     out, wanted = torch.full((2, sum(news), heads * d), torch.nan, device=DEVICE).to(dtype)
-    kernels.context_attention(qkv, *ours, table, tiles(kernels.context_tile(heads, kv_heads, dtype)), out, heads)
-    plain.context_attention(qkv, *ours, table, tiles(plain.context_tile(heads, kv_heads, dtype)), wanted, heads)
+    size = kernels.context_tile(heads, kv_heads, dtype)
+    kernels.context_attention(qkv, ours[0], ours[1], scales, table, tiles(size), out, heads)
+    size = plain.context_tile(heads, kv_heads, dtype)
+    plain.context_attention(qkv, ours[0], ours[1], scales, table, tiles(size), wanted, heads)
     assert error(out, wanted) < limit(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
 def test_pieces_of_a_handoff(dtype: torch.dtype) -> None:
     """Out of blocks and into others, as the CPU does it, and nothing else is written."""
     for size, dim, n_tokens in ((4, 16, 1), (4, 16, 8), (4, 16, 11), (32, 128, 65), (32, 80, 64)):
         caches = [KVCache(5, 9, 3, size, dim, dtype, device) for device in ("cpu", DEVICE)]
         for pool in (caches[0].keys, caches[0].values):
-            pool.normal_()
+            pool.copy_(torch.randn(pool.shape))
         for name in ("keys", "values"):
             getattr(caches[1], name).copy_(getattr(caches[0], name))
         for layers, heads in ((slice(0, 5), slice(0, 3)), (slice(2, 4), slice(1, 3))):
@@ -164,7 +185,7 @@ def test_pieces_of_a_handoff(dtype: torch.dtype) -> None:
             for cache, some in zip(caches, pieces, strict=True):
                 cache.write(here, layers, heads, some)
             for name in ("keys", "values"):
-                assert torch.equal(getattr(caches[0], name), getattr(caches[1], name).cpu())
+                assert torch.equal(*(getattr(cache, name).cpu().view(torch.uint8) for cache in caches))
 
 
 SIZES = [(0, 64, 48), (1, 64, 48), (3, 80, 33), (17, 130, 64), (140, 40, 17)]

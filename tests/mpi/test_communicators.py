@@ -7,7 +7,8 @@ from mpi4py import MPI
 
 import disagg
 from disagg import WorldPlan
-from mpillm.comms.world import create_communicators, launcher_rank, route_ranks
+from launch.launcher import find_launcher
+from mpillm.comms.communicators import create_communicators, route_ranks
 
 SECTION = "num_instances: {}, tensor_parallel_size: {}, pipeline_parallel_size: {}, moe_expert_parallel_size: {}"
 
@@ -28,10 +29,11 @@ def check(plan: WorldPlan, expected: dict[str, list[list[int]]]) -> None:
     rank = MPI.COMM_WORLD.rank
     control = MPI.COMM_WORLD.Dup()
     comms = create_communicators(MPI.COMM_WORLD, control, plan)
-    found = {name: members(getattr(comms, name)) for name in expected}
+    every = {"route": comms.route, "handoff": comms.handoff}
+    every |= comms.instance._asdict() if comms.instance else dict.fromkeys(("instance", "tp", "pp"))
+    found = {name: members(every[name]) for name in expected}
     assert found == {name: next((group for group in groups if rank in group), None) for name, groups in expected.items()}
-    for name in ("route", "handoff", "instance", "tp", "pp", "ep", "node"):
-        comm = getattr(comms, name)
+    for name, comm in every.items():
         if comm is not None:
             assert comm.allreduce(1) == comm.size  # it works
             assert comm.Get_errhandler() != MPI.ERRORS_ARE_FATAL, f"{name} aborts on an error"
@@ -48,7 +50,7 @@ def test_one_executor_for_each_worker() -> None:
     workers = list(range(1, size))
     plan = disagg.plan(disagg.parse(yaml(executors=(size - 1, 1, 1, 1))), size)
     alone = [[rank] for rank in workers]
-    check(plan, {"route": [list(range(size))], "handoff": [], "instance": alone, "tp": alone, "pp": alone, "ep": alone})
+    check(plan, {"route": [list(range(size))], "handoff": [], "instance": alone, "tp": alone, "pp": alone})
 
 
 @pytest.mark.mpi(min_size=5)
@@ -58,16 +60,7 @@ def test_tp_and_pp() -> None:
         pytest.skip("for 5 ranks")
     plan = disagg.plan(disagg.parse(yaml(executors=(1, 2, 2, 1))), 5)
     groups = {"route": [[0, 1]], "handoff": [], "instance": [[1, 2, 3, 4]], "tp": [[1, 2], [3, 4]], "pp": [[1, 3], [2, 4]]}
-    check(plan, groups | {"ep": [[1], [2], [3], [4]], "node": [[0, 1, 2, 3, 4]]})
-
-
-@pytest.mark.mpi(min_size=5)
-@pytest.mark.parametrize(("ep_size", "ep"), [(1, [[1], [2], [3], [4]]), (2, [[1, 2], [3, 4]]), (4, [[1, 2, 3, 4]])])
-def test_experts_live_inside_the_tp_group(ep_size: int, ep: list[list[int]]) -> None:
-    if MPI.COMM_WORLD.size != 5:
-        pytest.skip("for 5 ranks")
-    plan = disagg.plan(disagg.parse(yaml(executors=(1, 4, 1, ep_size))), 5)
-    check(plan, {"instance": [[1, 2, 3, 4]], "tp": [[1, 2, 3, 4]], "pp": [[1], [2], [3], [4]], "ep": ep})
+    check(plan, groups)
 
 
 @pytest.mark.mpi(min_size=5)
@@ -101,5 +94,5 @@ def test_disaggregated(sections: dict[str, tuple[int, int, int, int]], expected:
 
 @pytest.mark.mpi(min_size=2)
 def test_the_launcher_names_this_rank() -> None:
-    assert launcher_rank() == str(MPI.COMM_WORLD.rank)
-    assert launcher_rank({}) == "?"
+    launcher = find_launcher()
+    assert launcher is not None and (launcher.size, launcher.rank) == (MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from mpi4py import MPI
 
-from mpillm.comms.control import PHASES, Coordinator, Limits, Member, Stopped
+from launch.environment import EXIT_FILE, tell_signal
+from mpillm.comms.control import Limits, Rank0Control, RankControl, Stopped
 from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import JoinReport
 from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.phases import PHASES, Phase
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -30,43 +35,43 @@ class QuietWatch:
 
 
 class Rank:
-    """A member, on rank 0 with the coordinator."""
+    """Its control, on rank 0 that of all ranks too."""
 
     def __init__(self, comm: MPI.Intracomm, deadline: float = 20.0, transport: Callable[[MPI.Intracomm], Any] = Transport) -> None:
         watch: Any = QuietWatch()
         limits = Limits(dict.fromkeys(PHASES, deadline), grace=5.0, heartbeat=60.0)
         self.rank, self.size = comm.rank, comm.size
-        self.member = Member(transport(comm), watch, limits)
+        self.control = RankControl(transport(comm), watch, limits)
         self.loop = EventLoop(watch)
-        self.loop.pollers.append(self.member.poll)
+        self.loop.pollers.append(self.control.poll)
         self.completed: list[tuple[str, float, dict[int, Any]]] = []
         if comm.rank == 0:
-            self.coordinator = Coordinator(self.member, comm.size, time.monotonic(), self.complete)
-            self.loop.pollers.append(self.coordinator.poll)
+            self.rank0 = Rank0Control(self.control, comm.size, time.monotonic(), self.complete)
+            self.loop.pollers.append(self.rank0.poll)
 
     def complete(self, phase: str, seconds: float, reports: dict[int, Any]) -> str:
         self.completed.append((phase, seconds, reports))
         return f"released {phase}"
 
-    def phase(self, name: str, slow: float = 0.0) -> Any:
+    def phase(self, name: Phase, slow: float = 0.0) -> Any:
         """Take part; done only after `slow` seconds."""
         end = time.monotonic() + slow
-        report = {"host": "here", "pid": os.getpid(), "rank": self.rank}
-        return self.member.run_phase(self.loop, name, lambda: None, lambda: time.monotonic() >= end, lambda: report)
+        report = JoinReport("here", os.getpid(), 0.0, {"rank": str(self.rank)})
+        return self.control.run_phase(self.loop, name, lambda: None, lambda: time.monotonic() >= end, lambda: report)
 
     def wait_for_stop(self) -> Stopped:
         """As a rank that is busy with something else: it only looks for messages."""
         with pytest.raises(Stopped) as stopped:
             end = time.monotonic() + 20
             while time.monotonic() < end:
-                self.member.transport.dispatch()
-        self.member.say_bye()
+                self.control.transport.dispatch()
+        self.control.say_bye()
         return stopped.value
 
     def end(self, code: ExitCode) -> None:
         """Rank 0 ends the run, and all others do."""
         if self.rank == 0:
-            stopped = self.coordinator.stop_all(code)
+            stopped = self.rank0.stop_all(code)
             assert stopped is not None
             assert (stopped.code, stopped.finalize) == (code, True)
 
@@ -87,7 +92,7 @@ def test_all_phases(comm: MPI.Intracomm) -> None:
         assert [phase for phase, _, _ in rank.completed] == list(PHASES)
         for _, seconds, reports in rank.completed:
             assert 0 <= seconds < 20
-            assert {r: report["rank"] for r, report in reports.items()} == {r: r for r in range(comm.size)}
+            assert {r: report.versions["rank"] for r, report in reports.items()} == {r: str(r) for r in range(comm.size)}
 
 
 def test_no_rank_is_released_before_all_have_arrived(comm: MPI.Intracomm) -> None:
@@ -110,7 +115,7 @@ def test_a_deadline_names_the_missing_rank(comm: MPI.Intracomm) -> None:
         assert 0.8 < time.monotonic() - start < 15
         (failure,) = error.value.failures
         assert failure.rank == missing
-        assert "phase 'load' was not done after its deadline of 1 s" in failure.cause
+        assert "phase 'load' missed its deadline of 1 s (--load_deadline)" in failure.cause
         rank.end(ExitCode.NOT_READY)
     elif comm.rank == missing:
         assert rank.wait_for_stop().code == ExitCode.NOT_READY
@@ -118,7 +123,7 @@ def test_a_deadline_names_the_missing_rank(comm: MPI.Intracomm) -> None:
         with pytest.raises(Stopped) as stopped:
             rank.phase("load")
         assert stopped.value.code == ExitCode.NOT_READY
-        rank.member.say_bye()
+        rank.control.say_bye()
 
 
 class BereavedTransport(Transport):
@@ -135,56 +140,62 @@ class BereavedTransport(Transport):
 
 @pytest.mark.parametrize("losses", [0, 3])
 def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm, losses: int) -> None:
-    """Every rank but 0 fails: rank 0 hears of all, in one error; also when another loss is reported meanwhile."""
-    rank = Rank(comm, transport=BereavedTransport)
+    """Every rank but 0 fails: rank 0 understands of all, in one error; also when another loss is reported meanwhile."""
+    transport = BereavedTransport(comm)
+    rank = Rank(comm, transport=lambda _: transport)
     rank.phase("join")
-    rank.member.transport.losses = losses if comm.rank else 0
+    transport.losses = losses if comm.rank else 0
     if comm.rank == 0:
         with pytest.raises(RunError) as error:
             rank.phase("load")
-        failures = rank.coordinator.settle(error.value.failures)
+        failures = rank.rank0.settle(error.value.failures)
         assert {(f.rank, f.cause, f.traceback) for f in failures} == {(r, f"broken {r}", "trace") for r in range(1, comm.size)}
         rank.end(ExitCode.TEST_FAILED)
     else:
-        stopped = rank.member.fail(Failure(f"broken {comm.rank}", comm.rank, "trace"))
+        stopped = rank.control.fail(Failure(f"broken {comm.rank}", comm.rank, "trace"))
         assert (stopped.code, stopped.finalize) == (ExitCode.TEST_FAILED, True)
-        rank.member.say_bye()
+        rank.control.say_bye()
 
 
-def test_an_interrupt_is_told_once_and_never_hides_a_cause(comm: MPI.Intracomm) -> None:
+def test_an_interrupt_is_told_once_and_never_hides_a_cause(comm: MPI.Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(comm)
     rank.phase("join")
     if comm.rank == 0:
         mine = Failure("interrupted by SIGTERM", 0, interrupted=True)
         end = time.monotonic() + 10
-        while len(rank.coordinator._failures) < comm.size - 1:
+        while len(rank.rank0._failures) < comm.size - 1:
             assert time.monotonic() < end
-            rank.member.transport.dispatch()
-        assert [f.cause for f in rank.coordinator.settle((mine,))] == ["the cause"]
-        rank.coordinator._failures = {r: Failure("interrupted", r, interrupted=True) for r in range(1, comm.size)}
-        assert rank.coordinator.settle((mine,)) == (mine,)
+            rank.control.transport.dispatch()
+        assert [f.cause for f in rank.rank0.settle((mine,))] == ["the cause"]
+        rank.rank0._failures = {r: Failure("interrupted", r, interrupted=True) for r in range(1, comm.size)}
+        assert rank.rank0.settle((mine,)) == (mine,)
+        # The launcher's signal is about the whole run, also when it reaches another rank first.
+        monkeypatch.setenv(EXIT_FILE, str(tmp_path / "exit"))
+        tell_signal(signal.SIGTERM, tmp_path / "exit")
+        other = Failure("interrupted (SIGTERM)", 1, interrupted=True)
+        assert rank.rank0.settle((other,)) == (Failure("interrupted (SIGTERM)", code=143, interrupted=True),)
         rank.end(ExitCode.NOT_READY)
     else:
         cause = Failure("the cause", 1) if comm.rank == 1 else Failure("interrupted", comm.rank, interrupted=True)
-        rank.member.fail(cause)
-        rank.member.say_bye()
+        rank.control.fail(cause)
+        rank.control.say_bye()
 
 
 def test_a_process_that_is_gone_is_noticed(comm: MPI.Intracomm) -> None:
     rank = Rank(comm)
     rank.phase("join")
     if comm.rank == 0:
-        state = rank.coordinator.ranks[1]
-        assert rank.coordinator.gone() == []
+        state = rank.rank0.ranks[1]
+        assert rank.rank0.gone() == []
         child = os.fork()
         if child == 0:
             os._exit(0)
         state.pid = child  # a zombie, then nothing
         end = time.monotonic() + 10
-        while rank.coordinator.gone() != [1]:
+        while rank.rank0.gone() != [1]:
             assert time.monotonic() < end
         os.waitpid(child, 0)
-        assert rank.coordinator.gone() == [1]
+        assert rank.rank0.gone() == [1]
         with pytest.raises(RunError) as error:
             rank.phase("load")
         assert (error.value.failures[0].rank, error.value.failures[0].code) == (1, ExitCode.INSTANCE_LOST)
@@ -194,8 +205,8 @@ def test_rank_0_that_says_nothing_is_missed(comm: MPI.Intracomm) -> None:
     rank = Rank(comm)
     rank.phase("join")
     if comm.rank != 0:
-        rank.member.limits = Limits(dict.fromkeys(PHASES, 20.0), grace=5.0, heartbeat=0.5)
-        rank.member.rank0 = ("another host", 1)
+        rank.control.limits = Limits(dict.fromkeys(PHASES, 20.0), grace=5.0, heartbeat=0.5)
+        rank.control.rank0 = ("another host", 1)
         end = time.monotonic() + 10
         with pytest.raises(RunError) as error:
             rank.loop.run_until(lambda: time.monotonic() > end)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpillm.comms.handoff import HandoffReceiver, HandoffSender
+from mpillm.comms.messages import REQUEST, Batch
 from mpillm.comms.mover import Moving, MpiMover, Peer
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Transport
-from mpillm.messages import REQUEST, Batch
+from mpillm.roles.handoff import HandoffReceiver, HandoffSender
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -146,7 +146,8 @@ def test_every_request_arrives_once_with_its_own_cache(comm: MPI.Intracomm, move
         context = ContextCore(mover, set(mine))
         sender = HandoffSender(transport, context, {rank: rank for rank in generations})  # type: ignore[arg-type]
         random = np.random.default_rng(comm.rank)
-        to_offer, to_tell = mine[:], []
+        to_offer = mine[:]
+        to_tell: list[int] = []
         left: list[int] = []
         while len(left) < len(mine):
             assert time.monotonic() < end
@@ -156,7 +157,7 @@ def test_every_request_arrives_once_with_its_own_cache(comm: MPI.Intracomm, move
             told, to_tell = to_tell[:4], to_tell[4:]
             sender.tell_first({id_: first_token(id_) for id_ in told})
             transport.dispatch()
-            done = sender.poll()
+            done = [id_ for id_, _ in sender.poll()]
             assert not set(done) & context.held  # released before it is told
             left += done
         assert sorted(left) == mine
@@ -202,14 +203,14 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
         while not set(left) >= {2} | ({4} if roomy else set()):
             assert time.monotonic() < end
             transport.dispatch()
-            left += sender.poll()
+            left += [id_ for id_, _ in sender.poll()]
         assert not waiting & set(left)
         assert context.sent == ([4] if roomy else [])
         quiet = comm.Ibarrier()
         while len(left) < (5 if roomy else 4):
             assert time.monotonic() < end
             transport.dispatch()
-            left += sender.poll()
+            left += [id_ for id_, _ in sender.poll()]
         assert [id_ for id_ in left if id_ in waiting] == [0, 1, 3]
         assert context.sent == ([4] if roomy else []) + [0, 1, 3]
         quiet.Wait()
@@ -235,10 +236,10 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
 def test_caches_are_cut_again(mover: MpiMover, sender: tuple[int, int], receiver: tuple[int, int]) -> None:
     """From (TP, PP) to (TP, PP): every rank of the receiver holds its layers and heads of what the senders' ranks held."""
     torch = pytest.importorskip("torch")
-    from mpillm.engine.kv_cache import KVCache
-    from mpillm.engine.layout import Layout
-    from mpillm.engine.model_config import load_model_config
-    from mpillm.engine.transfer import Kind, Transfer, Transfers
+    from mpillm.engine.cache.kv_cache import KVCache
+    from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
+    from mpillm.engine.model.model_config import load_model_config
+    from mpillm.engine.parallel.layout import Layout
 
     world = MPI.COMM_WORLD
     n_senders, n_receivers = sender[0] * sender[1], receiver[0] * receiver[1]

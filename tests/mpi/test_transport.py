@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpillm.comms.messages import BEAT, STOP, Beat, Stop
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received, Transport
 
@@ -107,29 +108,29 @@ def test_messages_to_itself(comm: MPI.Intracomm) -> None:
     transport = Transport(comm)
     assert transport.poll() is None
     transport.send(comm.rank, Tag.WORK, bytes_of(1))
-    transport.send_object(comm.rank, Tag.STOP, {"code": 3})
+    STOP.send(transport, comm.rank, Stop(3, True))
     first, second = transport.poll(), transport.poll()
     assert first is not None
     assert second is not None
     assert (first.source, first.tag, value_of(first)) == (comm.rank, Tag.WORK, 1)
-    assert (second.tag, second.object()) == (Tag.STOP, {"code": 3})
+    assert (second.tag, STOP.read(second.buffer)) == (Tag.STOP, Stop(3, True))
     assert transport.poll() is None
 
 
 def test_take_is_out_of_turn(comm: MPI.Intracomm) -> None:
     transport = Transport(comm)
     if comm.rank == 0:
-        transport.send_object(1, Tag.BEAT, "beat")
-        transport.send_object(1, Tag.STOP, 5)
+        BEAT.send(transport, 1, Beat("load", 0.0, ""))
+        STOP.send(transport, 1, Stop(5, False))
         transport.flush(20)
     if comm.rank == 1:
-        taken: list[Received] = []
-        until(lambda: bool(taken), lambda: taken.extend(filter(None, [transport.take(0, Tag.STOP)])))
-        assert taken[0].object() == 5
-        assert transport.take(0, Tag.STOP) is None
+        taken: list[Stop] = []
+        until(lambda: bool(taken), lambda: taken.extend(filter(None, [STOP.take(transport, 0)])))
+        assert taken == [Stop(5, False)]
+        assert STOP.take(transport, 0) is None
         left: list[Received] = []
         until(lambda: bool(left), lambda: left.extend(filter(None, [transport.poll()])))
-        assert (left[0].tag, left[0].object()) == (Tag.BEAT, "beat")
+        assert (left[0].tag, BEAT.read(left[0].buffer)) == (Tag.BEAT, Beat("load", 0.0, ""))
 
 
 def test_dispatch_is_bounded(comm: MPI.Intracomm) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm.devices import Gpu, OwnGpu, assign, local_gpus
+from mpillm.cores.torch_core import TorchCore
+from mpillm.devices import Gpu, OwnGpu, assign
 
 
 def gpu(name: str, free: int = 90) -> Gpu:
@@ -16,9 +17,9 @@ def gpu(name: str, free: int = 90) -> Gpu:
 A, B, C, D = gpu("a"), gpu("b", 40), gpu("c"), gpu("d", 40)
 
 
-def plan(workers: int, nodes: list[str] | None = None, **options: int) -> disagg.WorldPlan:
+def plan(workers: int, nodes: list[str] | None = None, tensor_parallelism: int = 1) -> disagg.WorldPlan:
     size = workers + (1 if workers < 3 else 2)
-    return disagg.plan(disagg.generate("aggregated", size, **options), size, nodes)
+    return disagg.plan(disagg.generate("aggregated", size, tensor_parallelism=tensor_parallelism), size, nodes)
 
 
 def test_no_gpu_is_the_cpu_and_none_is_asked_for() -> None:
@@ -57,19 +58,21 @@ def test_ranks_that_see_all_in_another_order() -> None:
 def test_more_workers_than_gpus(device: str) -> None:
     """Also if each sees one, and it is the same."""
     for nodes, seen in ((["a", "b", "b"], [(A, B), (A,), (A,)]), (["a", "b", "b"], [(), (A,), (A,)])):
-        with pytest.raises(ConfigError, match=rf"--device {device}: 2 worker ranks on node b, one GPU each, and PyTorch can use 1 there"):
+        with pytest.raises(
+            ConfigError, match=rf"--device {device}: node b needs one GPU per worker rank \(2\), but the core can use 1 there"
+        ):
             assign(device, plan(2, nodes), seen)
 
 
 def test_a_worker_that_sees_none_among_others_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"--device auto: 1 worker rank on node b, one GPU each, and PyTorch can use 0 there"):
+    with pytest.raises(ConfigError, match=r"--device auto: node b needs one GPU per worker rank \(1\), but the core can use 0 there"):
         assign("auto", plan(2, ["a", "a", "b"]), [(A, B), (A, B), ()])
 
 
 def test_cuda_without_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"1 worker rank on node .*, one GPU each, and PyTorch can use 0 there"):
+    with pytest.raises(ConfigError, match=r"node .* needs one GPU per worker rank \(1\), but the core can use 0 there"):
         assign("cuda", plan(1), [()] * 2)
 
 
 def test_looking_for_gpus_needs_none() -> None:
-    assert all(gpu.free <= gpu.total and gpu.uuid for gpu in local_gpus())
+    assert all(gpu.free <= gpu.total and gpu.uuid for gpu in TorchCore.gpus())

@@ -50,11 +50,15 @@ def test_importing_disagg_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("code", "unwanted"),
     [
-        ("import mpillm.config; mpillm.config.workloads.get('moe', 'tiny').defaults('Server')", HEAVY),
-        # What every rank imports; the harness's imports mpillm.director as well.
-        ("import mpi4py; mpi4py.rc.initialize = False; import mpillm.rank", ("mpillm.dataset", "mpillm.preprocessed.loader", "torch")),
+        ("import mpillm.config.options; mpillm.config.options.workloads.get('moe', 'tiny').defaults('Server')", HEAVY),
+        # What every rank imports; the harness's imports mpillm.run.session as well.
+        (
+            "import mpi4py; mpi4py.rc.initialize = False; import mpillm.run.rank",
+            ("mpillm.data.dataset", "mpillm.data.preprocessed.loader", "torch"),
+        ),
+        ("import mpillm.run.choose_samples", ("pandas",)),  # which only pickled data frames need
     ],
-    ids=["workloads are light", "no data set but on the harness's rank"],
+    ids=["workloads are light", "no data set but on the harness's rank", "no pandas but for a data frame"],
 )
 def test_what_is_not_imported(code: str, unwanted: tuple[str, ...]) -> None:
     code = f"{code}; import sys; print([name for name in {unwanted!r} if name in sys.modules])"

@@ -1,0 +1,211 @@
+"""The world plan: each rank's role, instance, TP/PP/EP coordinates, node and device.
+
+Rank 0 is always control. With workers + 1 ranks, rank 0 is the harness and the leader; with workers + 2, rank
+0 is the harness and rank 1 the leader. A world of one rank has every role on it (one executor, for
+debugging).
+
+Instances are numbered in the file's order (context, generation, executors) and take the worker ranks in that
+order, contiguously, as in TensorRT-LLM. Only if that would split TP groups over more nodes than necessary
+does `placement` choose the ranks. Inside an instance the order is that of TensorRT-LLM's Mapping: tp_rank
+varies fastest, then the context-parallel rank, then pp_rank; the first rank is the instance leader; ep_rank =
+tp_rank % ep_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .config import DisaggConfig, ServerConfig
+from .errors import ConfigError
+from .placement import place
+
+ROLES = {"context_servers": "ctx", "generation_servers": "gen", "executors": "executor"}
+_MAX_RANKS = 1 << 20  # a larger slot count is a typing error
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank. A control rank has no instance and no device: those fields are None."""
+
+    rank: int
+    roles: tuple[str, ...]  # of harness, leader, ctx, gen, executor
+    instance: int | None
+    instance_rank: int | None  # its index in the instance
+    tp_rank: int | None
+    pp_rank: int | None
+    ep_rank: int | None
+    node: str
+    device: int | None  # index among the workers of its node
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePlan:
+    """One copy of the model."""
+
+    index: int  # among all instances of the world
+    role: str  # ctx, gen or executor
+    ranks: tuple[int, ...]  # in instance order
+    server: ServerConfig
+
+    @property
+    def leader(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def tp_size(self) -> int:
+        return self.server.tensor_parallel_size
+
+    @property
+    def pp_size(self) -> int:
+        return self.server.pipeline_parallel_size
+
+    @property
+    def ep_size(self) -> int:
+        return self.server.moe_expert_parallel_size
+
+    @property
+    def tp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each TP group, in instance order."""
+        return tuple(self.ranks[i : i + self.tp_size] for i in range(0, len(self.ranks), self.tp_size))
+
+
+@dataclass(frozen=True, slots=True)
+class WorldPlan:
+    """What runs where."""
+
+    ranks: tuple[RankPlan, ...]
+    instances: tuple[InstancePlan, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def harness_rank(self) -> int:
+        return 0
+
+    @property
+    def leader_rank(self) -> int:
+        return next(rank.rank for rank in self.ranks if "leader" in rank.roles)
+
+    @property
+    def tp_splits(self) -> int:
+        """Return each TP group's nodes beyond its first, summed; the fewest possible (see `placement`)."""
+        return _splits(self.instances, [rank.node for rank in self.ranks])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON data: `{"world_size", "ranks": [{"rank", "roles", "instance", ...}]}`.
+
+        None where a field does not apply.
+        """
+        ranks = [{**asdict(rank), "roles": list(rank.roles)} for rank in self.ranks]
+        return {"world_size": self.world_size, "ranks": ranks}
+
+
+def plan(config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = None) -> WorldPlan:
+    """Plan `world_size` ranks, with rank i on host ``nodes[i]`` (None: all on "localhost").
+
+    Raises ConfigError if the configuration's workers do not fit `world_size`; it names the sizes that would.
+    """
+    n_workers = config.n_workers
+    n_control = world_size - n_workers
+    alone = world_size == 1 and n_workers == 1 and config.mode == "aggregated"
+    if n_control not in (1, 2) and not alone:
+        raise ConfigError(_wrong_size(config, world_size))
+    if nodes is None:
+        nodes = ["localhost"] * world_size
+    if len(nodes) != world_size:
+        raise ConfigError(f"nodes: {len(nodes)} given; must be {world_size}, one for each rank")
+
+    instances = _assign(config, range(n_control, world_size), nodes)
+    control = {0: ("harness", "leader")} if n_control < 2 else {0: ("harness",), 1: ("leader",)}
+    where = {rank: (instance, index) for instance in instances for index, rank in enumerate(instance.ranks)}
+    devices: dict[str, int] = {}
+    ranks = []
+    for rank, node in enumerate(nodes):
+        roles = control.get(rank, ())
+        if rank not in where:
+            ranks.append(RankPlan(rank, roles, None, None, None, None, None, node, None))
+            continue
+        instance, index = where[rank]
+        tp_rank = index % instance.tp_size
+        pp_rank = index // (len(instance.ranks) // instance.pp_size)
+        device = devices.get(node, 0)
+        devices[node] = device + 1
+        ep_rank = tp_rank % instance.ep_size
+        ranks.append(
+            RankPlan(
+                rank, (*roles, instance.role), instance.index, index, tp_rank, pp_rank, ep_rank, node, device
+            )
+        )
+    return WorldPlan(tuple(ranks), instances)
+
+
+def parse_nodes(text: str) -> list[str]:
+    """Return each rank's host from `a:4,b:8`: four ranks on a, then eight on b; `a` is one rank."""
+    hosts: list[str] = []
+    for item in text.split(","):
+        host, colon, slots = item.strip().partition(":")
+        count = int(slots) if slots.isascii() and slots.isdigit() and len(slots) < 8 else 0
+        if not host or (colon and not 1 <= count <= _MAX_RANKS):
+            raise ConfigError(f"nodes: {item!r} in {text!r}; must be host:slots, with at least 1 slot")
+        hosts += [host] * (count if colon else 1)
+    return hosts
+
+
+def _wrong_size(config: DisaggConfig, world_size: int) -> str:
+    terms = [f"{s.num_instances} x {s.ranks_per_instance} in {name}" for name, s in config.sections]
+    n = config.n_workers
+    fits = f"{n + 1} (harness and leader on one rank) or {n + 2} (on two)"
+    if n == 1 and config.mode == "aggregated":
+        fits = f"1 (all on one rank), {fits}"
+    workers = f"the configuration has {n} worker ranks ({', '.join(terms)})"
+    return f"world size: {world_size}; {workers}, so it must be {fits}"
+
+
+def _assign(config: DisaggConfig, workers: range, nodes: Sequence[str]) -> tuple[InstancePlan, ...]:
+    """Give the instances their ranks: contiguous, unless that splits TP groups that need not be split."""
+    servers = [(ROLES[name], server) for name, server in config.sections for _ in range(server.num_instances)]
+
+    def numbered(ranks: Sequence[Sequence[int]]) -> tuple[InstancePlan, ...]:
+        return tuple(
+            InstancePlan(i, role, tuple(ranks[i]), server) for i, (role, server) in enumerate(servers)
+        )
+
+    contiguous, start = [], workers.start
+    for _, server in servers:
+        contiguous.append(range(start, start + server.ranks_per_instance))
+        start += server.ranks_per_instance
+    in_order = numbered(contiguous)
+    n_splits = _splits(in_order, nodes)
+    if n_splits == 0:
+        return in_order
+
+    on_node: dict[str, list[int]] = {}
+    for rank in workers:
+        on_node.setdefault(nodes[rank], []).append(rank)
+    sections = [server for _, server in config.sections]
+    first, last = (
+        sections[0],
+        sections[-1],
+    )  # in an aggregated run the same section: all groups count as the first's
+    n_groups = [s.num_instances * s.ranks_per_instance // s.tensor_parallel_size for s in sections]
+    chosen = place(
+        list(on_node.values()),
+        (first.tensor_parallel_size, last.tensor_parallel_size),
+        (n_groups[0], n_groups[1] if len(sections) == 2 else 0),
+        (
+            first.ranks_per_instance // first.tensor_parallel_size,
+            last.ranks_per_instance // last.tensor_parallel_size,
+        ),
+    )
+    moved = numbered(chosen[0] + chosen[1])
+    return moved if _splits(moved, nodes) < n_splits else in_order
+
+
+def _splits(instances: Sequence[InstancePlan], nodes: Sequence[str]) -> int:
+    return sum(
+        len({nodes[rank] for rank in group}) - 1 for instance in instances for group in instance.tp_groups
+    )

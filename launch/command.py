@@ -1,0 +1,42 @@
+"""Command lines, and the programs that they name."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from disagg.errors import ConfigError
+from launch.environment import clean_environment
+
+
+class NotHere(ConfigError):
+    """Something that a command needs and this machine lacks. A dry run reports it and prints the commands."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line as a user could type it."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)  # added to the environment
+
+    def __str__(self) -> str:
+        """In shell syntax, to copy and paste."""
+        overlay = "".join(f"{name}={shlex.quote(value)} " for name, value in self.env.items())
+        return overlay + shlex.join(self.argv)
+
+    def environment(self, keep_job: bool = False) -> dict[str, str]:
+        """Its environment: this process's, without what makes that a rank of an mpirun unless `keep_job`."""
+        return {**(os.environ if keep_job else clean_environment(os.environ)), **self.env}
+
+
+def find_program(name: str, hint: str) -> str:
+    """Find a program beside this Python or in PATH. NotHere if there is none; `hint`: how to install it."""
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))  # noqa: PTH120
+    if (found := shutil.which(name, path=path)) is None:
+        raise NotHere(f"there is no {name} beside {sys.executable} or in PATH; {hint}")
+    return found

@@ -1,0 +1,92 @@
+"""Which launcher started this process, as which of how many ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from disagg.errors import ConfigError
+
+RANK_COMMANDS = ("run", "bench", "generate-disagg-config", "run-llm-server")
+"""The mpillm commands that may run as several ranks of one launcher."""
+
+OPEN_MPI = "Open MPI's mpirun"
+Protocol = Literal["PMIx", "PMI", ""]
+
+
+class EveryRankError(ConfigError):
+    """Bad input that every rank finds. Only rank 0 reports it."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The program that started this process as one of its ranks."""
+
+    name: str
+    size: int | None  # how many ranks it started; None: it does not tell
+    rank: int | None
+    protocol: Protocol = ""  # how its ranks find each other; "": not at all
+    is_srun: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank reports what all ranks find."""
+        return not self.rank
+
+
+def find_launcher(env: Mapping[str, str] = os.environ) -> Launcher | None:
+    """Find the launcher in an environment; None for a process that was started alone.
+
+    If one launcher started another, as in a Slurm job that calls mpirun, both have set variables. The inner
+    one counts.
+    """
+
+    def number(name: str) -> int | None:
+        return int(env[name]) if env.get(name, "").isdecimal() else None
+
+    def started(name: str, size: str, rank: str, protocol: Protocol, is_srun: bool = False) -> list[Launcher]:
+        return [Launcher(name, number(size), number(rank), protocol, is_srun)] if rank in env else []
+
+    namespace = env.get("PMIX_NAMESPACE", "")
+    given: Protocol = (
+        "PMIx" if namespace else "PMI" if "PMI_SIZE" in env else ""
+    )  # by srun or Flux, which speak either
+    found = started(OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMIx")
+    if "HYDI_CONTROL_FD" in env or "MPI_LOCALNRANKS" in env:
+        found += started(
+            "MPICH's mpirun (Hydra)", "PMI_SIZE", "PMI_RANK" if "PMI_RANK" in env else "PMI_ID", "PMI"
+        )
+    if found:  # of two nested mpiruns, the outer one has one rank: the inner mpirun
+        return max(found, key=lambda launcher: launcher.size or 0)
+    found += started("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", given)
+    if not namespace.startswith("slurm."):
+        found += started(
+            "PRRTE's prun" if namespace.startswith("pr") else "A PMIx launcher", "", "PMIX_RANK", "PMIx"
+        )
+    if "SLURM_STEP_NUM_TASKS" in env:  # a batch script has a SLURM_PROCID, too, before any srun
+        found += started("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", given, is_srun=True)
+    found += started("A PMI launcher", "PMI_SIZE", "PMI_RANK", "PMI")
+    return found[0] if found else None
+
+
+def one_of_several(env: Mapping[str, str] = os.environ) -> Launcher | None:
+    """The launcher, if it started several ranks or does not tell how many."""
+    launcher = find_launcher(env)
+    return None if launcher is None or launcher.size == 1 else launcher
+
+
+def refuse_copies(command: str, env: Mapping[str, str] = os.environ) -> None:
+    """Raise EveryRankError if a launcher started several processes of a command that runs as one.
+
+    In an interactive shell (``srun --pty``) there is one process, whatever the number of tasks.
+    """
+    launcher = find_launcher(env)
+    if launcher is None or (launcher.is_srun and "SLURM_PTY_PORT" in env):
+        return
+    if command not in RANK_COMMANDS and (launcher.size or 1) > 1:
+        raise EveryRankError(
+            f"{launcher.name} started {launcher.size} processes of '{command}', which runs as one:"
+            " start it once"
+        )

@@ -1,0 +1,232 @@
+"""Servers: start them, wait until they are ready, watch them, end them.
+
+    check_ports(servers)
+    with Servers(folder) as running:
+        for server in servers:
+            running.start(server)
+        running.wait_ready(deadline_s)
+        running.watch(stall_s)
+
+`ServerFailed` names the server and shows the end of its log. On leaving the context every server has ended,
+whatever ended the context. A caller with a loop of its own calls `look` there instead of `watch`. `on_host`
+makes a server run on another node of a Slurm allocation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from disagg.errors import ConfigError
+from launch.children import Child, Children
+from launch.command import Command
+
+_POLL_S = 0.5
+_LOOK_S = 10.0  # between health checks of servers that were ready
+_ANSWER_S = 5.0  # for one health check
+_SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1")  # a step beside those that run on the node
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server to start."""
+
+    name: str
+    command: Command
+    ports: Mapping[str, int]  # that it opens, by what they are for
+    health: tuple[str, ...]  # URLs that answer 200 when it is ready; none: there is nothing to ask
+    urls: tuple[str, ...] = ()  # where clients reach it
+    files: Mapping[Path, str] = field(default_factory=dict)  # that it reads, written before it is started
+    keeps_job: bool = (
+        False  # it takes this process's place as a rank of an mpirun, and needs what that has set
+    )
+    host: str = ""  # another host
+
+
+class ServerFailed(Exception):
+    """A server ended, was not ready in time, or fell silent. `was_ready`: all were ready before."""
+
+    def __init__(self, message: str, was_ready: bool) -> None:
+        super().__init__(message)
+        self.was_ready = was_ready
+
+
+class Servers:
+    """A context: servers started in it have ended when it is left. Logs go to `folder`, which must exist."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._children = Children()
+        self._names: dict[str, str] = {}  # of the server behind each health URL
+        self._heard: dict[str, float] = {}  # when each health URL last answered
+        self._next_look = 0.0
+        self._ready = False
+
+    def __enter__(self) -> Servers:
+        self._children.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._children.__exit__(kind, error, trace)
+
+    def start(self, server: Server) -> Path:
+        """Start a server; its log. ConfigError if its program can't be started."""
+        log = self._folder / f"{server.name.replace(' ', '_')}.log"
+        log.write_text(f"$ {server.command}\n", encoding="utf-8")
+        self._children.start(
+            server.name, server.command.argv, server.command.environment(server.keeps_job), log
+        )
+        self._names |= dict.fromkeys(server.health, server.name)
+        return log
+
+    def wait_ready(self, deadline_s: float) -> float:
+        """Wait until every health URL has answered; the seconds that took.
+
+        ServerFailed after `deadline_s`, or as soon as a server has ended.
+        """
+        began = time.monotonic()
+        waiting = list(self._names)
+        while waiting:
+            if child := self._children.ended():
+                raise ServerFailed(_how_ended(child, "before it was ready"), False)
+            waiting = [url for url in waiting if not _answers(url)]
+            if waiting and time.monotonic() - began > deadline_s:
+                raise self._silent(waiting, f"not ready within {deadline_s:g} s (--load_deadline)")
+            time.sleep(_POLL_S if waiting else 0)
+        self._ready = True
+        now = time.monotonic()
+        self._heard, self._next_look = dict.fromkeys(self._names, now), now + _LOOK_S
+        return now - began
+
+    def watch(self, stall_s: float) -> str:
+        """Wait until a server ends with exit code 0; its name. ServerFailed: it failed or is silent."""
+        while (ended := self.look(stall_s)) is None:
+            time.sleep(_POLL_S)
+        return ended
+
+    def look(self, stall_s: float) -> str | None:
+        """Look once, with health checks when they are due: as `watch`, but None if all is well."""
+        if child := self._children.ended():
+            if child.process.returncode == 0:
+                return child.name
+            raise ServerFailed(_how_ended(child, "after it was ready" if self._names else ""), True)
+        if time.monotonic() >= self._next_look:
+            self._heard |= {url: time.monotonic() for url in self._heard if _answers(url)}
+            self._next_look = time.monotonic() + _LOOK_S
+            if silent := [url for url, heard in self._heard.items() if time.monotonic() - heard > stall_s]:
+                raise self._silent(silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
+        return None
+
+    def _silent(self, urls: Sequence[str], what: str) -> ServerFailed:
+        names = {self._names[url] for url in urls}
+        tails = "\n".join(child.tail() for child in self._children.running() if child.name in names)
+        return ServerFailed(f"{what}: {', '.join(sorted(names))}; the end of the log:\n{tails}", self._ready)
+
+
+def _how_ended(child: Child, when: str) -> str:
+    status = child.process.returncode
+    how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
+    return f"{child.name} {how} {when}".rstrip() + f"; the end of {child.log}:\n{child.tail()}"
+
+
+def write_files(folder: Path, servers: Collection[Server]) -> None:
+    """Make the folder for the logs, and write the files that servers read. OSError if that can't be done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in files_of(servers).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def files_of(servers: Iterable[Server]) -> dict[Path, str]:
+    """The files that servers read, each once."""
+    return {path: text for server in servers for path, text in server.files.items()}
+
+
+def on_host(server: Server, host: str) -> Server:
+    """The same server on another node of this Slurm allocation. Its URLs must name that host.
+
+    `srun` carries its environment there and its signals to it; the folder for logs and files must be one that
+    both hosts see.
+    """
+    command = Command((*_SRUN, f"--nodelist={host}", *server.command.argv), server.command.env)
+    return dataclasses.replace(server, command=command, host=host)
+
+
+def check_ports(servers: Iterable[Server]) -> None:
+    """Raise ConfigError if a port is wanted twice on a host, or taken; on this host it names by whom."""
+    wanted: dict[tuple[str, int], str] = {}
+    for server in servers:
+        for purpose, port in server.ports.items():
+            what = f"{purpose} of {server.name}"
+            if (server.host, port) in wanted:
+                raise ConfigError(f"port {port} is given to both {what} and {wanted[server.host, port]}")
+            wanted[server.host, port] = what
+            if problem := _taken_there(server.host, port) if server.host else _taken_here(port):
+                raise ConfigError(f"can't listen on port {port} for {what}: {problem}")
+
+
+def _taken_here(port: int) -> str:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return _holder(port) or str(error.strerror)
+    return ""
+
+
+def _taken_there(host: str, port: int) -> str:
+    try:
+        socket.create_connection((host, port), _ANSWER_S).close()
+    except socket.gaierror as error:
+        return f"there is no host {host} ({error.strerror})"
+    except OSError:
+        return ""  # nobody answers: srun says so if the host can't be reached
+    return f"another program on {host} uses it"
+
+
+def _holder(port: int) -> str:
+    try:
+        taken = [
+            c
+            for c in psutil.net_connections("tcp")
+            if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN
+        ]
+        process = next(psutil.Process(c.pid) for c in taken if c.pid)
+        return f"process {process.pid} ({process.name()}) uses it"
+    except (StopIteration, psutil.Error):
+        return ""
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
+        return False
+
+
+def ports_here(urls: Iterable[str]) -> dict[str, int]:
+    """The ports of those of the addresses ``host:port`` that are on this host."""
+    names = (
+        "localhost",
+        "127.0.0.1",
+        "0.0.0.0",
+        socket.gethostname(),
+        socket.getfqdn(),
+        os.environ.get("HOSTNAME"),
+    )
+    return {url: int(url.rpartition(":")[2]) for url in urls if url.rpartition(":")[0] in names}

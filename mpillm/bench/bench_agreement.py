@@ -1,0 +1,163 @@
+"""``bench agreement``: the same prompts through instances of growing tensor parallel size: how far answers and logits agree."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.bench.ranks import RankOptions
+from mpillm.comms.communicators import InstanceComms
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
+from mpillm.config.core_config import CoreConfig
+from mpillm.fields import Field, positive
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Options(RankOptions):
+    """Of ``bench agreement``."""
+
+    model_path = Field("model_path", "a Hugging Face folder or a preset", default="llama3.2-1b", group="benchmark")
+    num_prompts = Field("num_prompts", "how many random prompts", positive, default=32, group="benchmark")
+    prompt_len = Field("prompt_len", "tokens of the longest; the shortest has one", positive, default=64, group="benchmark")
+    output_len = Field("output_len", "new tokens of each", positive, default=64, group="benchmark")
+
+
+_PAUSE_S = 1e-4
+_MOST_ROWS = 1024  # whose logits are compared: float32, as long as the vocabulary
+
+
+class _Outcome(NamedTuple):
+    answers: list[list[int]]
+    logits: NDArray[np.float32]  # of every token of some prompts
+
+
+DESCRIPTION = "Greedy answers and logits of tensor parallel 2, 4, … in bfloat16 against those of one rank, and against float32."
+N_RANKS = None
+EPILOG = "example:\n  python -m mpillm mpirun -n 4 bench agreement --model_path llama3.2-1b"
+
+
+def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
+    """On every rank of an mpirun of as many ranks as the largest instance shall have; rank 0 prints."""
+    sizes = [size for size in (1 << i for i in range(8)) if size <= world.size]
+    outcomes = {f"TP {size}, bfloat16": _measure(config, world, device, size, "bfloat16") for size in sizes}
+    exact = _measure(config, world, device, 1, "float32")
+    first = outcomes.pop("TP 1, bfloat16")
+    if first is None or exact is None:
+        return
+    print(f"{config.model_path}, {config.num_prompts} prompts of 1 to {config.prompt_len} tokens, {config.output_len} new tokens, greedy")
+    print(f"  {'against TP 1, bfloat16':<24} {'same answers':>13} {'to the first difference: mean':>30} {'least':>6} {'logits apart':>13}")
+    for name, outcome in [*outcomes.items(), ("TP 1, float32", exact)]:
+        if outcome is not None:
+            lengths = [agreeing(a, b) for a, b in zip(first.answers, outcome.answers, strict=True)]
+            same = sum(length == config.output_len for length in lengths)
+            apart = float(np.abs(first.logits - outcome.logits).mean())
+            print(f"  {name:<24} {same:>7} of {len(lengths):<3} {np.mean(lengths):>29.1f} {min(lengths):>6} {apart:>13.5f}")
+    print(f"  logits apart: their mean |difference|; their mean |value| is {float(np.abs(exact.logits).mean()):.4f}", flush=True)
+
+
+def agreeing(a: list[int], b: list[int]) -> int:
+    """Tokens before the first difference."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def _measure(config: Options, world: MPI.Intracomm, device: int | None, size: int, dtype: str) -> _Outcome | None:
+    """One instance on the first `size` ranks; None on the others."""
+    from mpi4py import MPI
+
+    comm: Any = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
+    outcome = None
+    if comm != MPI.COMM_NULL:
+        outcome = _instance(config, comm, device, dtype)
+        comm.Free()
+    done = world.Ibarrier()
+    while not done.Test():
+        time.sleep(_PAUSE_S)
+    return outcome
+
+
+def _instance(config: Options, comm: MPI.Intracomm, device: int | None, dtype: str) -> _Outcome:
+    from mpi4py import MPI
+
+    from mpillm.cores.torch_core import TorchCore
+
+    core = TorchCore(
+        CoreConfig(
+            "torch",
+            tp_size=comm.size,
+            tp_rank=comm.rank,
+            device=device,
+            gpu_bytes=None if device is None else comm.allreduce(TorchCore.gpus()[device].free, MPI.MIN),
+            model_path=config.model_path,
+            dtype=dtype,
+            max_batch_size=config.num_prompts,
+            max_seq_len=config.prompt_len + config.output_len,
+            end_ids=(),
+            kv_cache_fraction=0.9,
+            enable_chunked_context=True,
+        ),
+        InstanceComms(comm, comm, MPI.COMM_SELF) if comm.size > 1 else None,
+    )
+    core.load()
+    random = np.random.default_rng(7)
+    lengths = 1 + np.arange(config.num_prompts) * (config.prompt_len - 1) // max(1, config.num_prompts - 1)
+    prompts = [random.integers(0, core.info.vocab_size, n).tolist() for n in lengths]
+    answers = answer(core, prompts, config.output_len) if comm.rank == 0 else {}
+    done = comm.Ibarrier()
+    while not done.Test():  # the others follow until rank 0 is here
+        if comm.rank and core.has_work():
+            core.poll_responses()
+        else:
+            time.sleep(_PAUSE_S)
+    outcome = _Outcome([answers.get(i, []) for i in range(len(prompts))], _logits(core, prompts))
+    core.notify_stop()
+    return outcome
+
+
+def answer(core: Any, prompts: list[list[int]], n_output: int, **fields: Any) -> dict[int, list[int]]:
+    """By prompt; `fields` are those of requests that are not greedy."""
+    rows = np.zeros(len(prompts), REQUEST)
+    rows["id"], rows["n_tokens"] = np.arange(len(prompts)), list(map(len, prompts))
+    rows["max_output"] = rows["min_output"] = n_output
+    rows["top_p"], rows["generation"] = 1, NO_INSTANCE
+    for name, value in fields.items():
+        rows[name] = value
+    core.enqueue(Batch(rows, np.array([token for prompt in prompts for token in prompt], np.int32)))
+    answers: dict[int, list[int]] = {}
+    while len(answers) < len(prompts):
+        batch = core.poll_responses() if core.has_work() else None
+        if batch is None:
+            time.sleep(_PAUSE_S)
+            continue
+        offsets = batch.offsets()
+        for i, row in enumerate(batch.rows):
+            if row["n_tokens"] == n_output:
+                answers[int(row["id"])] = batch.tokens[offsets[i] : offsets[i + 1]].tolist()
+    return answers
+
+
+def _logits(core: Any, prompts: list[list[int]]) -> NDArray[np.float32]:
+    """Of every token of as many of the last prompts as there is room for; on every rank of the instance at once."""
+    import torch
+
+    from mpillm.engine.model.attention import Span
+    from mpillm.engine.step import Step
+
+    step, block = Step(), 1
+    for slot, prompt in enumerate(reversed(prompts)):
+        if len(prompt) < 2 or len(step.tokens) + len(prompt) > min(_MOST_ROWS, core.config.max_num_tokens):
+            break
+        n_blocks = -(-len(prompt) // core.config.tokens_per_block)
+        step.spans.append(Span(0, len(prompt), list(range(block, block + n_blocks)), slot))
+        step.tokens += prompt
+        block += n_blocks
+    step.wanted = list(range(len(step.tokens)))
+    worker = core.worker
+    with torch.inference_mode():
+        logits = worker.model.logits(worker.forward(step)).float()
+        whole = worker.groups.gather(logits, core.info.layout.vocabulary_sizes(core.info.config))
+    return np.empty(0, np.float32) if whole is None else whole.cpu().numpy()

@@ -1,0 +1,251 @@
+"""``bench engine --device cuda``: decode on one GPU, its step time over the floor that the memory sets, and the pieces of it."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from disagg.errors import ConfigError
+from mpillm.config.core_config import CoreConfig
+from mpillm.config.values import Values
+from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.model.model_info import ModelInfo, check_model
+from mpillm.fields import Field, integers, not_negative, positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpillm.engine.engine import Engine
+    from mpillm.engine.gpu_worker import GpuWorker
+    from mpillm.engine.sequence import Sequence
+
+_WARM_UP = 4  # steps
+_PAUSE_S = 50e-6
+_REPLAYS = 5
+
+
+class Options(Values):
+    """Of ``bench engine``, on CPUs and on a GPU."""
+
+    device = Field(
+        "device", "cuda: steps of decode on one GPU, and what they are made of", default="cpu", choices=("cpu", "cuda"), group="benchmark"
+    )
+    model_path = Field(
+        "model_path", "folder of a Hugging Face checkpoint; on a GPU also a preset [default there: llama3.1-8b]", group="benchmark"
+    )
+    dataset_path = Field("dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark")
+    num_prompts = Field("num_prompts", "how many of the data set's prompts", positive, default=40, group="benchmark")
+    max_prompt_len = Field("max_prompt_len", "longer prompts are left out, tokens", positive, default=96, group="benchmark")
+    output_len = Field("output_len", "new tokens for each prompt", positive, default=32, group="benchmark")
+    dtype = Field(
+        "dtype",
+        "of weights and activations [default: float32; on a GPU the checkpoint's]",
+        choices=("float32", "bfloat16"),
+        group="benchmark",
+    )
+    quantization = Field(
+        "quantization",
+        "of the layers' weights; a checkpoint of floats is quantised as it is loaded",
+        default="auto",
+        choices=("auto", "none", "int8", "fp8"),
+        group="benchmark",
+    )
+    kv_cache_dtype = Field(
+        "kv_cache_dtype",
+        "auto is dtype, or fp8 where the checkpoint has scales for it",
+        default="auto",
+        choices=("auto", "bfloat16", "fp8"),
+        group="benchmark",
+    )
+    n_threads = Field("n_threads", "CPU threads", positive, default=2, group="benchmark")
+    max_batch_size = Field("max_batch_size", "of the engine", positive, default=64, group="benchmark")
+    max_num_tokens = Field("max_num_tokens", "of one step of the engine", positive, default=2048, group="benchmark")
+    batches = Field("batches", "GPU: batch sizes, with commas between them", integers, default=(1, 64, 256, 1024), group="benchmark")
+    context_len = Field("context_len", "GPU: tokens in the cache of each sequence", positive, default=512, group="benchmark")
+    bandwidth = Field("bandwidth", "GPU: of its memory, TB/s", not_negative, default=4.3, group="benchmark")
+    repeats = Field("repeats", "rounds of which the median is printed", positive, default=3, group="benchmark")
+
+
+def bench_decode(config: Options) -> int:
+    """Print the table of `config.batches` at `config.context_len`."""
+    gpus = TorchCore.gpus()
+    if not gpus:
+        raise ConfigError("--device cuda: there is no NVIDIA GPU")
+    batches, context, n_steps, block = config.batches, config.context_len, config.output_len, CoreConfig.tokens_per_block
+    longest = context + n_steps + _WARM_UP + 2 * block
+    core = CoreConfig(
+        core_type="torch",
+        model_path=config.model_path or "llama3.1-8b",
+        dtype=config.dtype or "auto",
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        gpu_bytes=gpus[0].free,
+        max_batch_size=max(batches),
+        max_num_tokens=max(config.max_num_tokens, *batches),
+        max_seq_len=longest,
+        kv_cache_tokens=max(batches) * (longest + block),
+        enable_chunked_context=True,
+    )
+    info = check_model(core)
+
+    import torch
+
+    from mpillm.engine.gpu_worker import GpuWorker
+    from mpillm.engine.parallel.groups import Groups
+
+    started = time.perf_counter()
+    worker = GpuWorker(info, block, Groups(), core.max_batch_size, dummy=info.folder is None, device="cuda:0")
+    torch.cuda.synchronize()
+    startup = time.perf_counter() - started
+    with torch.inference_mode():
+        for pool in (worker.cache.keys, worker.cache.values):
+            for layer in pool:
+                layer.copy_(torch.randn(layer.shape, device=layer.device))
+    dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
+    print(f"{gpus[0].name}, {core.model_path}, {dtypes}, KV cache in {info.kv_dtype}")
+    print(f"{context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
+    print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
+    print(f"  {'batch':>6} {'step ms':>9} {'floor ms':>9} {'ratio':>6} {'tokens/s':>9} {'attention':>10} {'products':>9}")
+    for batch in batches:
+        steps, n_context = _decode(worker, info, core, batch, context, n_steps)
+        step_s = statistics.median(steps)
+        floor_s = (_weight_bytes(info, batch) + n_context * info.config.kv_bytes_per_token(info.kv_dtype)) / (config.bandwidth * 1e12)
+        attention_s, products_s = _attention(worker, batch, n_context // batch), _products(worker, batch)
+        print(
+            f"  {batch:>6} {step_s * 1e3:>9.3f} {floor_s * 1e3:>9.3f} {step_s / floor_s:>6.2f}"
+            f" {batch / step_s:>9.0f} {attention_s * 1e3:>10.3f} {products_s * 1e3:>9.3f}",
+            flush=True,
+        )
+    return 0
+
+
+def _weight_bytes(info: ModelInfo, batch: int) -> int:
+    """Of the embedding a step reads the rows of its tokens; of a mixture's experts those that somebody chooses, on average, by chance."""
+    c, width = info.config, 4 if info.dtype == "float32" else 2
+    n_bytes = info.n_bytes - (0 if c.tie_word_embeddings else (c.vocab_size - batch) * c.hidden_size * width)
+    if c.n_experts:
+        experts = 3 * c.n_layers * c.n_experts * c.intermediate_size * c.hidden_size * (width if info.quantization == "none" else 1)
+        n_bytes -= round(experts * (1 - c.n_experts_per_token / c.n_experts) ** batch)
+    return n_bytes
+
+
+def _decode(worker: GpuWorker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int) -> tuple[list[float], int]:
+    """Seconds from one step's tokens to the next one's, with the whole engine around; and tokens in the cache half way."""
+    from mpillm.engine.engine import Engine, EngineLimits
+
+    engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
+    sequences = [_admitted(engine, i, context, _WARM_UP + n_steps + 1) for i in range(batch)]
+    arrivals: list[float] = []
+    seen = 1
+    while not engine.is_idle():
+        if not engine.has_work():
+            time.sleep(_PAUSE_S)
+        engine.step()
+        if len(sequences[0].output) > seen:
+            seen = len(sequences[0].output)
+            arrivals.append(time.perf_counter())
+    times = [b - a for a, b in itertools.pairwise(arrivals)][_WARM_UP - 1 :]
+    return times, batch * (context + _WARM_UP + n_steps // 2)
+
+
+def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
+    """A sequence as if its context had come from elsewhere."""
+    from mpillm.engine.sampler import SamplingParams
+    from mpillm.engine.sequence import Sequence
+
+    sequence = Sequence(i, [1 + i] * context, n_output, 0, SamplingParams(), output=[2 + i], n_cached=context)
+    blocks = engine.scheduler.reserve(context, sequence.n_cached_at_most)
+    assert blocks is not None
+    sequence.blocks = blocks
+    engine.scheduler.admit(sequence)
+    return sequence
+
+
+def _attention(worker: GpuWorker, batch: int, n_tokens: int) -> float:
+    """Seconds of the attention of all layers, `n_tokens` each."""
+    import torch
+
+    from mpillm.engine.kernels import step_kernels as kernels
+
+    keys, values, scales = worker.cache.keys, worker.cache.values, worker.cache.scales
+    n_layers, n_blocks, k, size, d = keys.shape
+    per_sequence = -(-n_tokens // size)
+    table = (1 + torch.randperm(n_blocks - 1, device="cuda")[: batch * per_sequence]).view(batch, per_sequence).to(torch.int32)
+    slots, positions = torch.arange(batch, device="cuda"), torch.full((batch,), n_tokens - 1, device="cuda")
+    n_heads = worker.model.config.n_heads
+    qkv = torch.randn(batch, n_heads + 2 * k, d, device="cuda").to(worker.dtype)
+    out = qkv.new_empty(batch, n_heads * d)
+
+    def work() -> None:
+        for layer in range(n_layers):
+            held = keys[layer], values[layer], None if scales is None else scales[layer]
+            kernels.decode_attention(qkv, *held, table, slots, positions, out, n_heads)
+
+    return _graph_time(work)
+
+
+def _products(worker: GpuWorker, batch: int) -> float:
+    """Seconds of all products with weights."""
+    import torch
+
+    from mpillm.engine.kernels import fp8_kernels
+    from mpillm.engine.kernels import step_kernels as kernels
+    from mpillm.engine.model.transformer import Mixture
+
+    model, dtype = worker.model, worker.dtype
+    assert model.lm_head is not None
+    inputs: dict[tuple[int, int], Tensor] = {}
+    products: list[Callable[[], Tensor]] = []
+
+    def add(linear: Any, n_rows: int, *choice: Any, may_be_rounded: bool = True) -> None:
+        """What stands before all but `o` rounds what it makes, where the product wants it so."""
+        shape = n_rows, linear.in_features
+        if shape not in inputs:
+            inputs[shape] = torch.randn(shape, device="cuda").to(dtype)
+        x: Any = inputs[shape]
+        if may_be_rounded and linear.rounds(n_rows):
+            x = fp8_kernels.quantize_rows(x)
+        products.append(lambda: linear(x, *choice))
+
+    with torch.inference_mode():
+        for layer in model.layers:
+            mlp, n_pairs, choice = layer.mlp, batch, []
+            if isinstance(mlp, Mixture):
+                n_chosen, n_experts = model.config.n_experts_per_token, model.config.n_experts
+                choice = [kernels.route(torch.randn(batch, n_experts, device="cuda"), n_chosen, range(n_experts))]
+                n_pairs = batch * n_chosen
+                add(mlp.router, batch)
+            add(layer.qkv, batch)
+            add(layer.o, batch, may_be_rounded=False)
+            add(mlp.gate_up, batch, *choice)
+            add(mlp.down, n_pairs, *choice)
+        add(model.lm_head, batch)
+
+    def work() -> None:
+        for product in products:
+            product()
+
+    return _graph_time(work)
+
+
+def _graph_time(work: Callable[[], None]) -> float:
+    """Seconds of a replay."""
+    import torch
+
+    with torch.inference_mode():
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / _REPLAYS

@@ -1,0 +1,170 @@
+"""``bench engine``: on a CPU, the engine against transformers, in turns, on the same prompts; on a GPU, see `decode`."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from disagg.errors import ConfigError
+from mpillm.bench.bench_decode import Options, bench_decode
+from mpillm.bench.transformers_baseline import TransformersBaseline
+from mpillm.config.core_config import CoreConfig
+from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.tokenizer import load_tokenizer
+from mpillm.engine.model.model_info import ModelInfo, check_model
+
+if TYPE_CHECKING:
+    from mpillm.engine.engine import Engine
+
+_STATIC_BATCH = 8  # what the engine is compared with, beside all prompts in one batch
+
+_QUIET_CORES = 0.1  # what other processes may use before the figures are called disturbed
+
+
+DESCRIPTION = "Output tokens/s, offline, of the embedded engine and of transformers: greedy, all answers of one length."
+EPILOG = """examples:
+  python -m mpillm bench engine --model_path DIR
+  python -m mpillm bench engine --device cuda --batches 1,64"""
+
+
+def main(config: Options) -> int:
+    """Print the table; 0 unless something could not be run."""
+    if config.device == "cuda":
+        return bench_decode(config)
+    dtype = config.dtype or "float32"
+    core = CoreConfig(
+        core_type="torch",
+        model_path=config.model_path,
+        dtype=dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        n_threads=config.n_threads,
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        enable_chunked_context=True,
+    )
+    info = check_model(core)
+    if info.folder is None:
+        raise ConfigError(f"--model_path {config.model_path}: transformers needs a folder, not a preset")
+    prompts = _prompts(info, config)
+    n_output = len(prompts) * config.output_len
+
+    import torch
+
+    torch.set_num_threads(config.n_threads)
+    engine = _Engine(core, info)
+    baseline = TransformersBaseline(info.folder, dtype)
+    batches = sorted({_STATIC_BATCH, len(prompts)})
+    contenders: dict[str, Callable[[], list[list[int]]]] = {"engine": lambda: engine.answer(prompts, config.output_len)}
+    for size in batches:
+        contenders[f"generate, static batches of {size}"] = lambda size=size: baseline.static(prompts, config.output_len, size)  # type: ignore[misc]
+    contenders["generate_batch (continuous)"] = lambda: baseline.continuous(prompts, config.output_len)
+    times: dict[str, list[float]] = {name: [] for name in [*contenders, "products"]}
+    answers: dict[str, list[list[int]]] = {}
+    engine.answer(prompts, 2)  # memory and kernels
+    baseline.static(prompts[:_STATIC_BATCH], 2, _STATIC_BATCH)
+    baseline.continuous(prompts, config.output_len)  # a whole one: it makes its cache and its threads for what it is given
+    started_all, others = time.perf_counter(), _others_cpu_s()
+    for i in range(config.repeats):
+        for name, answer in contenders.items():
+            print(f"  round {i + 1} of {config.repeats}: {name}", file=sys.stderr, flush=True)
+            started = time.perf_counter()
+            answers[name] = answer()
+            times[name].append(time.perf_counter() - started)
+        times["products"].append(engine.products())
+
+    others = (_others_cpu_s() - others) / (time.perf_counter() - started_all)
+
+    mean = statistics.mean(map(len, prompts))
+    lengths = f"{mean:.0f} tokens on average, {config.output_len} new tokens each"
+    print(f"{len(prompts)} prompts of {lengths}, {dtype}, {config.n_threads} threads")
+    print(f"  {'':<32} {'tokens/s':>9} {'(least to most)':>18}   engine is")
+    for name in contenders:
+        rates = [n_output / t for t in times[name]]
+        # Rounds are compared one by one: a noisy machine is noisy for both.
+        ratio = statistics.median(theirs / ours for theirs, ours in zip(times[name], times["engine"], strict=True))
+        print(f"  {name:<32} {statistics.median(rates):>9.1f} {f'({min(rates):.1f} to {max(rates):.1f})':>18}   {ratio:.2f} x")
+    # What disturbs a measurement only adds to it, and the products are short: the least of each, not pairs of rounds.
+    share = min(times["products"]) / min(times["engine"])
+    print(f"  matrix products alone, same shapes and kernels: {share:.0%} of the engine's time (least of each over the rounds)")
+    print(f"  other processes used {others:.2f} cores meanwhile" + (": the figures are disturbed" if others > _QUIET_CORES else ""))
+    for name in list(contenders)[1:]:
+        same = sum(a == b for a, b in zip(answers["engine"], answers[name], strict=True))
+        print(f"  answers equal to {name}: {same} of {len(prompts)}")
+    return 0
+
+
+def _others_cpu_s() -> float:
+    """CPU time that this machine's other processes have used since it started, seconds."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    waiting = machine.idle + getattr(machine, "iowait", 0.0)
+    return float(sum(machine) - waiting - own.user - own.system)
+
+
+def _prompts(info: ModelInfo, config: Options) -> list[list[int]]:
+    source = Path(config.dataset_path) if config.dataset_path else None
+    dataset = load_dataset(source, load_tokenizer(info.folder), Limits(info.vocab_size))
+    prompts = [dataset.sample(i).tolist() for i in range(len(dataset))]
+    limit = min(config.max_prompt_len, info.max_seq_len - config.output_len)
+    prompts = [prompt for prompt in prompts if len(prompt) <= limit][: config.num_prompts]
+    if not prompts:
+        raise ConfigError(f"{dataset.name} has no prompt of at most {limit} tokens")
+    return prompts
+
+
+class _Engine:
+    def __init__(self, core: CoreConfig, info: ModelInfo) -> None:
+        from mpillm.engine.engine import Engine, EngineLimits
+        from mpillm.engine.parallel.groups import Groups
+        from mpillm.engine.step import Worker
+
+        limits = EngineLimits(core.max_batch_size, core.max_num_tokens, core.tokens_per_block)
+        self._engine: Engine = Engine(info, limits, Worker(info, core.tokens_per_block, Groups(), dummy=False))
+        self._steps: list[tuple[int, int]] = []  # rows, rows with logits
+        forward = self._engine.worker.model.forward
+
+        def counted(x: Any, attention: Any, wanted: Any, layer_stored: Any = None) -> Any:
+            self._steps.append((len(x), len(wanted)))
+            return forward(x, attention, wanted, layer_stored)
+
+        self._engine.worker.model.forward = counted  # type: ignore[method-assign]
+
+    def answer(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
+        from mpillm.engine.sampler import SamplingParams
+        from mpillm.engine.sequence import Sequence as EngineSequence
+
+        self._steps.clear()
+        sequences = [EngineSequence(i, prompt, n_output, n_output, SamplingParams()) for i, prompt in enumerate(prompts)]
+        for sequence in sequences:
+            self._engine.add(sequence)
+        while not self._engine.is_idle():
+            self._engine.step()
+        return [sequence.output for sequence in sequences]
+
+    def products(self) -> float:
+        """Seconds that the matrix products with weights of the last `answer` take, alone and one after the other."""
+        import torch
+
+        from mpillm.engine.model.transformer import Mlp
+
+        model, dtype = self._engine.worker.model, self._engine.worker.dtype
+        layers = [(layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) for layer in model.layers if isinstance(layer.mlp, Mlp)]
+        assert model.lm_head is not None
+        widths = {linear.in_features for linears in layers for linear in linears}
+        longest = max(rows for rows, _ in self._steps)
+        inputs = {width: torch.randn(longest, width).to(dtype) for width in widths}
+        with torch.inference_mode():
+            started = time.perf_counter()
+            for rows, wanted in self._steps:
+                for linears in layers:
+                    last = wanted if linears is layers[-1] else rows
+                    for linear, n in zip(linears, (rows, last, last, last), strict=True):
+                        linear(inputs[linear.in_features][:n])
+                model.lm_head(inputs[model.lm_head.in_features][:wanted])
+            return time.perf_counter() - started

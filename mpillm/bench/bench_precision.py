@@ -1,0 +1,186 @@
+"""``bench precision``: one model in several types of weights, activations and KV cache, against float32.
+
+The texts are prompts and what float32 makes of them by sampling at temperature 1. Their tokens' mean negative log-likelihood (nats per
+token) is then least, on average, for float32 itself, so that what a type adds to it is what it costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from mpillm.bench.bench_agreement import agreeing, answer
+from mpillm.config.core_config import CoreConfig
+from mpillm.config.values import Values
+from mpillm.data.dataset import Limits, load_dataset
+from mpillm.data.tokenizer import load_tokenizer
+from mpillm.engine.model.model_info import check_model
+from mpillm.fields import Field, positive
+
+Tokens = list[list[int]]
+
+_VARIANTS = (
+    *("float32/none/bfloat16", "float32/none/fp8", "bfloat16", "bfloat16/none/fp8"),
+    *("bfloat16/fp8", "bfloat16/fp8/fp8"),
+)
+
+
+class Options(Values):
+    """Of ``bench precision``."""
+
+    device = Field("device", "what is computed on", default="cpu", choices=("cpu", "cuda"), group="benchmark")
+    model_path = Field("model_path", "a Hugging Face folder, with its tokenizer", group="benchmark")
+    dataset_path = Field("dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark")
+    variants = Field(
+        "variants",
+        "what is compared with float32, with commas between them: dtype, dtype/quantization or dtype/quantization/kv_cache_dtype",
+        default=",".join(_VARIANTS),
+        group="benchmark",
+    )
+    num_made = Field(
+        "num_made", "prompts that float32 makes: the data set's, each with a continuation", positive, default=500, group="benchmark"
+    )
+    made_len = Field("made_len", "sampled tokens of each of them", positive, default=48, group="benchmark")
+    output_len = Field("output_len", "greedy tokens after each prompt", positive, default=16, group="benchmark")
+    max_prompt_len = Field("max_prompt_len", "longer prompts of the data set are left out, tokens", positive, default=96, group="benchmark")
+    n_threads = Field("n_threads", "CPU threads", positive, default=2, group="benchmark")
+    max_batch_size = Field("max_batch_size", "of the engine", positive, default=128, group="benchmark")
+
+
+_MOST_ROWS = 512  # whose logits are looked at together: float32, as long as the vocabulary
+
+
+class _Outcome(NamedTuple):
+    nats: NDArray[np.float32]  # of each token of the texts but their first
+    likeliest: NDArray[np.int64]  # after each of them but the last
+    answers: Tokens
+
+
+DESCRIPTION = "What types of weights and KV cache cost, against float32: nats per token, likeliest tokens, greedy answers."
+EPILOG = "example:\n  python -m mpillm bench precision --model_path build/models/smollm2-135m --variants bfloat16,bfloat16/none/fp8"
+
+
+def main(config: Options) -> int:
+    """Print the table; 0 unless something could not be run."""
+    prompts = _prompts(config)
+    core = _load(config, "float32")
+    continued = [prompts[i % len(prompts)] for i in range(config.num_made)]
+    seeds = np.arange(config.num_made)
+    made = answer(core, continued, config.made_len, temperature=1.0, seed=seeds)
+    texts = [*prompts, *(prompt + made[i] for i, prompt in enumerate(continued))]
+    exact = _measure(core, texts, config.output_len)
+    core.notify_stop()
+    n_tokens = len(exact.nats)
+    print(f"{config.model_path}: {len(prompts)} prompts of a data set and {len(made)} made of them ({n_tokens} tokens), against float32")
+    print(f"  {'weights, KV cache':<28} {'nats/token':>10} {'more':>8} {'same likeliest':>14} {'same answers':>14} {'tokens alike':>12}")
+    print(f"  {'float32, float32':<28} {exact.nats.mean():>10.4f}", flush=True)
+    for variant in config.variants.split(","):
+        started = time.perf_counter()
+        core = _load(config, variant)
+        outcome = _measure(core, texts, config.output_len)
+        weights = core.info.dtype if core.info.quantization == "none" else f"{core.info.dtype} ({core.info.quantization})"
+        core.notify_stop()
+        lengths = [agreeing(a, b) for a, b in zip(exact.answers, outcome.answers, strict=True)]
+        same = sum(length == config.output_len for length in lengths)
+        print(
+            f"  {f'{weights}, {core.info.kv_dtype}':<28} {outcome.nats.mean():>10.4f} {float((outcome.nats - exact.nats).mean()):>+8.4f}"
+            f" {float((outcome.likeliest == exact.likeliest).mean()):>14.2%} {same:>6} of {len(lengths):<4} {np.mean(lengths):>12.2f}"
+            f"   {time.perf_counter() - started:.0f} s",
+            flush=True,
+        )
+    print(f"  tokens alike: before the first difference, of {config.output_len}, on average")
+    return 0
+
+
+def _load(config: Options, variant: str) -> Any:
+    from mpillm.cores.torch_core import TorchCore
+
+    dtype, quantization, kv_cache_dtype, *more = [*variant.split("/"), *("auto", "auto")[len(variant.split("/")) - 1 :]]
+    if more:
+        raise ConfigError(f"--variants {variant}: at most dtype/quantization/kv_cache_dtype")
+    gpus = TorchCore.gpus() if config.device == "cuda" else ()
+    if config.device == "cuda" and not gpus:
+        raise ConfigError("--device cuda: there is no NVIDIA GPU")
+    options = CoreConfig(
+        "torch",
+        model_path=config.model_path,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        n_threads=config.n_threads,
+        device=0 if gpus else None,
+        gpu_bytes=gpus[0].free if gpus else None,
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=max(_MOST_ROWS, config.max_prompt_len + config.made_len),
+        max_seq_len=config.max_prompt_len + config.made_len + config.output_len,
+        kv_cache_tokens=config.max_batch_size * (config.max_prompt_len + config.made_len + config.output_len + 32),
+        end_ids=(),
+        kv_cache_fraction=0.9,
+        enable_chunked_context=True,
+    )
+    check_model(options)
+    core = TorchCore(options)
+    core.load()
+    return core
+
+
+def _prompts(config: Options) -> Tokens:
+    if not config.model_path or not Path(config.model_path).is_dir():
+        raise ConfigError(f"--model_path {config.model_path}: a folder with weights and a tokenizer is needed")
+    info = check_model(CoreConfig("torch", model_path=config.model_path))
+    source = Path(config.dataset_path) if config.dataset_path else None
+    dataset = load_dataset(source, load_tokenizer(info.folder), Limits(info.vocab_size))
+    prompts = [dataset.sample(i).tolist() for i in range(len(dataset))]
+    prompts = [prompt for prompt in prompts if 2 <= len(prompt) <= config.max_prompt_len]
+    if not prompts:
+        raise ConfigError(f"{dataset.name} has no prompt of 2 to {config.max_prompt_len} tokens")
+    return prompts
+
+
+def _measure(core: Any, texts: Tokens, n_output: int) -> _Outcome:
+    import torch
+
+    nats, likeliest = [], []
+    with torch.inference_mode():
+        for some in _groups(texts):
+            logits = _logits(core, some)
+            ends = np.cumsum([len(text) for text in some])
+            rows = np.delete(np.arange(ends[-1]), ends - 1)  # what follows a text's last token is not known
+            follow = torch.tensor([token for text in some for token in text[1:]], device=logits.device)
+            seen = logits[torch.from_numpy(rows).to(logits.device)].float()
+            nats.append(torch.nn.functional.cross_entropy(seen, follow, reduction="none").cpu().numpy())
+            likeliest.append(seen.argmax(-1).cpu().numpy())
+    answers = answer(core, texts, n_output)
+    return _Outcome(np.concatenate(nats), np.concatenate(likeliest), [answers[i] for i in range(len(texts))])
+
+
+def _groups(texts: Tokens) -> Iterator[Tokens]:
+    """Of at most `_MOST_ROWS` tokens, or of one text."""
+    group: Tokens = []
+    for text in texts:
+        if group and sum(map(len, group)) + len(text) > _MOST_ROWS:
+            yield group
+            group = []
+        group.append(text)
+    yield group
+
+
+def _logits(core: Any, texts: Tokens) -> Any:
+    """Of every token, from one step; the engine has nothing else to do."""
+    from mpillm.engine.model.attention import Span
+    from mpillm.engine.step import Step
+
+    step, block = Step(), 1
+    for slot, text in enumerate(texts):
+        n_blocks = -(-len(text) // core.config.tokens_per_block)
+        step.spans.append(Span(0, len(text), list(range(block, block + n_blocks)), slot))
+        step.tokens += text
+        block += n_blocks
+    step.wanted = list(range(len(step.tokens)))
+    return core.worker.model.logits(core.worker.forward(step))

@@ -1,0 +1,145 @@
+"""What TensorRT-LLM's servers are told to serve: the model that the stages make, their options from ours, and the YAML of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import disagg
+from disagg import DisaggConfig, ServerConfig
+from disagg.errors import ConfigError
+from mpillm.builder.trtllm import QuantizerConfig, TRTLLMBuilderOp, TRTLLMQuantizerOp
+from mpillm.config.backends import TrtllmEndpointConfig
+from mpillm.config.disagg_values import CORE, ROUTER, same, with_sections
+from mpillm.config.disagg_yaml import generated, stating
+from mpillm.config.options import RunConfig
+from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
+
+
+class Served(NamedTuple):
+    """What trtllm-serve reads: the folder that generate-engines makes, where there is one to make, else the model as published."""
+
+    model: str
+    tokenizer: str | None  # None: the model's
+    backend: str  # in trtllm-serve's words
+    is_made: bool  # by generate-engines
+    said: str  # the options that say so
+
+
+def served(config: RunConfig) -> Served:
+    """What the options say is served, whether it is there or not; ConfigError if they name no model."""
+    backend = backend_of(config)
+    path = config.model_path
+    with config.autoapply():
+        if backend == "tensorrt":
+            if config.engine_dir:
+                return Served(str(config.engine_dir), path, backend, True, config.named("engine_dir"))
+            engine = str(TRTLLMBuilderOp().output)
+            return Served(engine, path, backend, True, f"{config.named('model_path')}, from which generate-engines makes {engine}")
+        if config.llm_quantizer_outdir:
+            return Served(str(config.llm_quantizer_outdir), None, backend, True, config.named("llm_quantizer_outdir"))
+        if not path:
+            raise ConfigError(
+                f"--core_type {config.core_type} needs --model_path, or the --llm_quantizer_outdir of generate-engines", about=["core_type"]
+            )
+        if QuantizerConfig().qformat == "full_prec":
+            return Served(str(path), None, backend, False, config.named("model_path"))
+        checkpoint = str(TRTLLMQuantizerOp(export_hf=True).output)
+        return Served(checkpoint, None, backend, True, f"{config.named('model_path')}, from which generate-engines makes {checkpoint}")
+
+
+def backend_of(config: RunConfig) -> str:
+    return {"cpp": "tensorrt", "pytorch": "pytorch"}[config.build(TrtllmEndpointConfig).backend_type]
+
+
+def llm_api_options(config: RunConfig) -> dict[str, Any]:
+    """TensorRT-LLM's LLM arguments, as a YAML holds them, from the harness's flags."""
+    flags = config.trtllm_runtime_flags  # with the defaults of those that are options, and checked
+    cache: dict[str, Any] = {"free_gpu_memory_fraction": flags["kvcache_free_gpu_mem_frac"]}
+    cache["enable_block_reuse"] = bool(flags.get("enable_kv_cache_reuse", config.enable_kv_cache_reuse))
+    dtype = config.trtllm_checkpoint_flags.get("kv_cache_dtype")
+    if dtype and backend_of(config) == "pytorch":  # an engine has its own, and its backend refuses to be told
+        cache["dtype"] = dtype
+    return {
+        "kv_cache_config": cache,
+        "scheduler_config": {
+            "capacity_scheduler_policy": SCHEDULER_POLICIES[flags["batch_scheduler_policy"]],
+            "context_chunking_policy": CHUNKING_POLICIES[flags["context_chunking_policy"]],
+        },
+        "enable_chunked_prefill": flags["enable_chunked_context"],
+    }
+
+
+def on_this_host(config: RunConfig, n_workers: int | None) -> DisaggConfig:
+    """The configuration for workers on this host; None: as many as the options make instances for."""
+    return for_workers(config, ["localhost"] * (n_workers or generated(config, None).n_workers))
+
+
+def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
+    """The configuration for workers on these hosts, in rank order, with URLs; ConfigError if the options need another number."""
+    # Two control ranks more: `generate` makes one of its workers a control rank where it must to fit, and that must not happen here.
+    made = generated(config, len(hosts) + 2)
+    if made.mode != "disaggregated":
+        raise ConfigError(
+            f"--mode {made.mode}: trtllm-serve's workers are disaggregated; name --mode disaggregated or --core_type trtllm_disagg",
+            about=["mode"],
+        )
+    if made.n_workers != len(hosts):
+        raise ConfigError(f"mpirun -n {len(hosts)}: the options need {made.n_workers} ranks; start mpirun -n {made.n_workers}")
+    first = 0
+    of_instances: list[str] = []
+    for _, server in made.sections:
+        of_instances += hosts[first : first + server.n_workers : server.ranks_per_instance]
+        first += server.n_workers
+    return disagg.with_hosts(made, hosts[0], of_instances)
+
+
+def as_served(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
+    """`made` with what its readers need: all that the options say, and for TensorRT-LLM's servers what they serve."""
+    made = stating(config, made)
+    if config.core_type != "trtllm_disagg":
+        return made
+    what = served(config)
+    if what.is_made and not Path(what.model).is_dir():
+        print(f"# {what.said}: there is no folder {what.model} yet; generate-engines makes it", file=sys.stderr)
+    options = llm_api_options(config)
+    cache = options.pop("kv_cache_config")
+    if what.tokenizer:
+        options["tokenizer"] = what.tokenizer
+
+    def section(_: str, server: ServerConfig) -> ServerConfig:
+        extra = {**server.extra, **options}
+        if what.backend != "pytorch":
+            extra.pop("disable_overlap_scheduler", None)  # an argument of the PyTorch backend, which the others refuse
+        return dataclasses.replace(server, kv_cache_config={**server.kv_cache_config, **cache}, extra=extra)
+
+    made = dataclasses.replace(with_sections(made, section), model=what.model, backend=what.backend)
+    return disagg.parse(disagg.dump(made), "generated configuration")
+
+
+def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
+    """trtllm-serve reads the YAML alone: ConfigError for what it needs and does not find there, and for options that say anything else."""
+    again = "run generate-disagg-config again with these options, or leave them out"
+    if yaml.model is None:
+        raise ConfigError(f"{path}: there is no model in it, which trtllm-serve's workers need; add it, or {again}")
+    if any(map(config.given, ("model_path", "llm_quantizer_outdir", "engine_dir", "trtllm_checkpoint_flags"))):
+        what = served(config)
+        if not same("model_path", what.model, yaml.model):
+            raise ConfigError(f"{what.said}, but {path}: model is {yaml.model}, which would be served; {again}")
+    backend = {"trt": "tensorrt"}.get(yaml.backend or "pytorch", yaml.backend or "pytorch")
+    if "trtllm_backend" in config.trtllm_runtime_flags and backend != backend_of(config):
+        flag = config.trtllm_runtime_flags["trtllm_backend"]
+        raise ConfigError(f"trtllm_runtime_flags trtllm_backend {flag}, but {path}: backend is {backend}; {again}")
+    ports = {"server_port": ("port", yaml.port)}
+    if yaml.sections[0][1].urls:
+        ports["worker_start_port"] = "the first port of urls", int(yaml.sections[0][1].urls[0].rpartition(":")[2])
+    for name, (what_port, port) in ports.items():
+        if config.given(name) and getattr(config, name) != port:
+            raise ConfigError(f"{config.named(name)}, but {path}: {what_port} is {port}; {again}")
+    for section, server in yaml.sections:
+        for place in (*CORE, ROUTER):
+            if config.given(place.field.name) and place.of(server) is None:
+                raise ConfigError(f"{config.named(place.field.name)}, but there is no {section}.{place.name} in {path}; {again}")

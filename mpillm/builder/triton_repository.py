@@ -1,0 +1,335 @@
+"""Model repositories for Triton with TensorRT-LLM's backend, one for each `tritonserver`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError, about, nearest
+from launch.children import Children
+from launch.command import Command, NotHere
+from mpillm.builder.operation import Operation, identity, log_of, read_stamp
+from mpillm.builder.pbtxt import Name, dump
+from mpillm.builder.preconditions import check_gpus
+from mpillm.builder.trtllm import TRTLLMBuilderOp, TRTLLMLibraryLoader, read_engine
+from mpillm.config.backends import TritonHarnessConfig
+from mpillm.config.options import RunConfig
+from mpillm.devices import visible_gpus
+from mpillm.models.model_files import BuildConfig
+
+MODEL_VERSION = "1"
+
+_SOURCE = "--trtllm_runtime_flags"
+
+_POLICIES = {"max_util": "max_utilization", "no_evict": "guaranteed_no_evict"}
+# Runtime flags whose parameter of the `tensorrt_llm` model has another name.
+_RENAMED = {
+    "kvcache_free_gpu_mem_frac": "kv_cache_free_gpu_mem_fraction",
+    "exclude_input_from_output": "exclude_input_in_output",
+    "encoder_engine_dir": "encoder_model_path",
+}
+# The other parameters of TensorRT-LLM 1.x's template, which have their own names as flags, and the flags that set a field of Triton's. The
+# backend takes its default, with a line in its log, for a value that is not of the kind: so it is refused here.
+_KINDS: Mapping[type, str] = {
+    bool: "cuda_graph_mode decoupled_mode enable_chunked_context enable_context_fmha_fp32_acc enable_kv_cache_reuse enable_trt_overlap"
+    " exclude_input_from_output kv_cache_onboard_blocks multi_block_mode normalize_log_probs speculative_decoding_fast_logits",
+    int: "cancellation_check_period_ms cuda_graph_cache_size iter_stats_max_iterations kv_cache_host_memory_bytes lookahead_ngram_size"
+    " lookahead_verification_set_size lookahead_window_size lora_cache_host_memory_bytes lora_cache_max_adapter_size"
+    " lora_cache_optimal_adapter_size max_batch_size max_beam_width max_queue_delay_microseconds max_queue_size"
+    " max_tokens_in_paged_kv_cache num_nodes recv_poll_period_ms request_stats_max_iterations sink_token_length stats_check_period_ms",
+    float: "cross_kv_cache_fraction gpu_weights_percent kvcache_free_gpu_mem_frac lora_cache_gpu_memory_fraction",
+    str: "batch_scheduler_policy decoding_mode eagle_choices encoder_engine_dir executor_worker_path guided_decoding_backend"
+    " lora_prefetch_dir max_attention_window_size medusa_choices participant_ids tokenizer_dir triton_backend xgrammar_tokenizer_info_path",
+}
+_KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+_EXPECTED = {bool: "true or false", int: "a whole number of at least 0", float: "a number"}
+_CHOICES: Mapping[str, Sequence[str]] = {
+    "decoding_mode": ("top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter", "lookahead", "eagle"),
+    "guided_decoding_backend": ("xgrammar",),
+    "triton_backend": ("tensorrtllm",),
+}
+_LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+# The backend reads these outside of any `try` and does not load without them. Their names in the template stand for "no value".
+_NEEDED = ("tokenizer_dir", "xgrammar_tokenizer_info_path", "guided_decoding_backend")
+# Flags that are no parameters.
+_ELSEWHERE = frozenset(
+    """
+    context_chunking_policy use_inflight_batching enable_batch_size_tuning enable_max_num_tokens_tuning dynamic_batch_moving_average_window
+    max_batch_size max_num_tokens max_queue_delay_microseconds max_queue_size decoupled_mode triton_backend
+    """.split()  # noqa: SIM905 (as many names as an editor shows on two lines)
+)
+_ALONE = "the repository has only the tensorrt_llm model: docs/pipeline.md says where the others are"
+_NO_TENSOR = "our tensorrt_llm model has no such tensor"
+_REFUSED = {
+    "engine_dir": "name the engine with --engine_dir",
+    "gpu_device_ids": "the GPUs follow from the engine's ranks and --triton_num_servers",
+    "encoder_input_features_data_type": _NO_TENSOR,
+    "logits_datatype": _NO_TENSOR,
+    "prompt_embedding_table_data_type": _NO_TENSOR,
+    "preprocessing_instance_count": _ALONE,
+    "postprocessing_instance_count": _ALONE,
+    "bls_instance_count": _ALONE,
+}
+
+
+def _tensor(name: str, kind: str, *dims: int, scalar: bool = False, optional: bool = True, ragged: bool = False) -> dict[str, Any]:
+    tensor: dict[str, Any] = {"name": name, "data_type": Name(f"TYPE_{kind}"), "dims": list(dims)}
+    if scalar:
+        tensor["reshape"] = {"shape": []}
+    if optional:
+        tensor["optional"] = True
+    if ragged:
+        tensor["allow_ragged_batch"] = True
+    return tensor
+
+
+# What our requests set and our answers carry, of the tensors in the backend's own template.
+_INPUTS = (
+    _tensor("input_ids", "INT32", -1, optional=False, ragged=True),
+    _tensor("input_lengths", "INT32", 1, scalar=True, optional=False),
+    _tensor("request_output_len", "INT32", 1, scalar=True, optional=False),
+    _tensor("end_id", "INT32", 1, scalar=True),
+    _tensor("pad_id", "INT32", 1, scalar=True),
+    _tensor("stop_words_list", "INT32", 2, -1, ragged=True),
+    _tensor("beam_width", "INT32", 1, scalar=True),
+    _tensor("temperature", "FP32", 1, scalar=True),
+    _tensor("runtime_top_k", "INT32", 1, scalar=True),
+    _tensor("runtime_top_p", "FP32", 1, scalar=True),
+    _tensor("min_tokens", "INT32", 1, scalar=True),
+    _tensor("seed", "UINT64", 1, scalar=True),
+    _tensor("exclude_input_in_output", "BOOL", 1, scalar=True),
+    _tensor("stop", "BOOL", 1, scalar=True),
+    _tensor("streaming", "BOOL", 1, scalar=True),
+)
+_OUTPUTS = (_tensor("output_ids", "INT32", -1, -1, optional=False), _tensor("sequence_length", "INT32", -1, optional=False))
+
+
+@dataclass(frozen=True)
+class TritonLayout:
+    """How many servers there are, how many models each loads, and how many GPUs a model takes."""
+
+    n_servers: int
+    models_per_server: int
+    gpus_per_model: int
+
+    def gpus(self, model: int) -> range:
+        """The GPUs of a model, counted over all servers."""
+        return range(model * self.gpus_per_model, (model + 1) * self.gpus_per_model)
+
+
+def triton_layout(scenario: str, gpus_per_model: int, n_servers: int | None, models_per_server: int | None) -> TritonLayout:
+    """The numbers given, or those that follow from the GPUs of this node: Offline one server for all models, else one server for each.
+
+    A gRPC channel carries about a hundred streams at once, and only Offline has none. Where the GPUs are not known a server has one model.
+    ConfigError when the models can't be spread evenly.
+    """
+    gpus = visible_gpus()
+    models = max(1, len(gpus) // gpus_per_model) if gpus else None
+    if n_servers is None and models_per_server is None:
+        n_servers = 1 if scenario == "Offline" or models is None else models
+    if models_per_server is None:
+        assert n_servers is not None
+        models_per_server = 1 if models is None else models // n_servers
+        if models is not None and models % n_servers:
+            raise ConfigError(
+                f"--triton_num_servers {n_servers}: must divide {models}, the number of models that fit {len(gpus or ())} GPUs",
+                about=["triton_num_servers"],
+            )
+    elif n_servers is None:
+        n_servers = 1 if models is None else max(1, models // models_per_server)
+    return TritonLayout(n_servers, models_per_server, gpus_per_model)
+
+
+def model_name(benchmark: str, scenario: str, index: int) -> str:
+    """``llama3_1-405b-offline-0``"""
+    return f"{benchmark.replace('.', '_')}-{scenario.lower()}-{index}"
+
+
+def model_parameters(flags: Mapping[str, Any]) -> dict[str, str]:
+    """Parameters of the `tensorrt_llm` model, as text, from runtime flags. ConfigError for a flag or a value that it does not know."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    parameters = {name: f"${{{name}}}" for name in _NEEDED}
+    for name, value in given.items():
+        _check(name, value)
+        if name in _ELSEWHERE:
+            continue
+        if name == "batch_scheduler_policy":
+            value = _POLICIES[value]
+        if name == "xgrammar_tokenizer_info_path":
+            value = Path(value).absolute()  # tritonserver may be started elsewhere
+        parameters[_RENAMED.get(name, name)] = str(value).lower() if isinstance(value, bool) else str(value)
+    lacking = [name for name in _LOOKAHEAD if name not in given]
+    if given.get("decoding_mode") == "lookahead" and lacking:
+        raise ConfigError(f"{_SOURCE}: decoding_mode lookahead needs {' and '.join(lacking)}")
+    return parameters
+
+
+def _check(name: str, value: Any) -> None:
+    if name in _REFUSED:
+        raise ConfigError(f"{_SOURCE}: {name}: {_REFUSED[name]}")
+    if name not in _KIND:
+        if name in _ELSEWHERE:
+            return  # the harness's, which has checked it
+        known = (*_KIND, *_ELSEWHERE)
+        raise ConfigError(f"{_SOURCE}: Triton's tensorrt_llm model has no parameter '{name}'{nearest(name, known)}")
+    kind = _KIND[name]
+    numbers = (int, float) if kind is float else (kind,)
+    if kind is not str and (type(value) not in numbers or (kind is int and value < 0)):
+        raise ConfigError(f"{_SOURCE}: {name} {value}: expected {_EXPECTED[kind]}")
+    if name == "batch_scheduler_policy" and value not in _POLICIES:
+        raise ConfigError(f"{_SOURCE}: batch_scheduler_policy {value}: Triton's backend has {' and '.join(_POLICIES)}")
+    if name in _CHOICES and value not in _CHOICES[name]:
+        choices = _CHOICES[name]
+        raise ConfigError(f"{_SOURCE}: {name} {value}: not one of {', '.join(choices)}{nearest(str(value), choices)}")
+
+
+class GenerateTritonConfigOp(Operation):
+    """The model repository of one server: `<repo>_<server>/<benchmark>-<scenario>-<k>/config.pbtxt`."""
+
+    name = "triton-config"
+    hand_edited = True
+
+    def __init__(
+        self,
+        *,
+        engine_dir: str,
+        engine: BuildConfig,
+        repo: str,
+        server: int,
+        layout: TritonLayout,
+        benchmark: str,
+        scenario: str,
+        streaming: bool,
+        runtime_flags: Mapping[str, Any],
+    ) -> None:
+        """`engine`: its build configuration. `runtime_flags`: with the limits of the build flags, as `TrtllmHarnessConfig` has them."""
+        self.engine_dir = Path(engine_dir).absolute()  # tritonserver may be started elsewhere
+        self.engine = engine
+        self.output = Path(f"{repo}_{server}")
+        self.layout = layout
+        self.models = [server * layout.models_per_server + k for k in range(layout.models_per_server)]
+        self.names = [model_name(benchmark, scenario, model) for model in self.models]
+        self.scenario = scenario
+        self.streaming = streaming
+        self.runtime_flags = runtime_flags
+
+    @about("trtllm_runtime_flags")
+    def config(self, index: int) -> dict[str, Any]:
+        """`config.pbtxt` of the repository's model `index`."""
+        build, flags = self.engine, self.runtime_flags
+        written = model_parameters(flags)  # checks them
+        batch = flags.get("max_batch_size") or build.max_batch_size
+        for name, run, built in (
+            ("max_batch_size", batch, build.max_batch_size),
+            ("max_beam_width", flags.get("max_beam_width") or 1, build.max_beam_width),
+        ):
+            if run > built:
+                raise ConfigError(f"{name} {run}: the engine in {self.engine_dir} was built for {built}")
+        decoupled = flags.get("decoupled_mode", self.streaming)
+        if self.streaming and not decoupled:
+            raise ConfigError(
+                f"{_SOURCE}: decoupled_mode false: {self.scenario} streams tokens, which a model does only when it is decoupled"
+            )
+        parameters = {
+            "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
+            "gpt_model_type": "inflight_fused_batching" if flags.get("use_inflight_batching", True) else "V1",
+            "gpt_model_path": str(self.engine_dir),
+            "max_beam_width": str(build.max_beam_width),
+            **written,
+            "gpu_device_ids": ",".join(map(str, self.layout.gpus(self.models[index]))),
+        }
+        return {
+            "name": self.names[index],
+            "backend": "tensorrtllm",
+            "max_batch_size": batch,
+            "model_transaction_policy": {"decoupled": decoupled},
+            "dynamic_batching": {
+                "preferred_batch_size": [batch],
+                "max_queue_delay_microseconds": flags.get("max_queue_delay_microseconds", 0),
+                "default_queue_policy": {"max_queue_size": flags.get("max_queue_size", 0)},
+            },
+            "input": list(_INPUTS),
+            "output": list(_OUTPUTS),
+            "instance_group": [{"count": 1, "kind": Name("KIND_CPU")}],
+            "parameters": [{"key": key, "value": {"string_value": value}} for key, value in parameters.items()],
+        }
+
+    def inputs(self) -> dict[str, Any]:
+        return {
+            "models": [dump(self.config(index)) for index in range(len(self.names))],
+            "engine": identity(self.engine_dir / "config.json"),
+        }
+
+    def files(self) -> Sequence[str]:
+        return [f"{name}/config.pbtxt" for name in self.names]
+
+    def check(self) -> None:
+        read_engine(self.engine_dir)
+        info = self.runtime_flags.get("xgrammar_tokenizer_info_path")
+        if info is not None and not Path(info).is_file():
+            raise NotHere(f"{_SOURCE}: xgrammar_tokenizer_info_path {info}: no such file")
+        n = self.layout
+        what = f"--triton_num_servers {n.n_servers} with {n.models_per_server} models each, {n.gpus_per_model} GPUs a model,"
+        check_gpus(n.n_servers * n.models_per_server * n.gpus_per_model, what)
+
+    def commands(self, target: Path) -> Sequence[Command]:
+        return ()
+
+    def describe(self) -> list[str]:
+        return [f"# writes {self.output / name}" for name in self.files()]
+
+    def make(self, target: Path, children: Children, log: Path) -> None:
+        for index, name in enumerate(self.names):
+            (target / name / MODEL_VERSION).mkdir(parents=True)
+            (target / name / "config.pbtxt").write_text(dump(self.config(index)), encoding="utf-8")
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"{name}: engine {self.engine_dir}, GPUs {self.layout.gpus(self.models[index])}\n")
+
+
+def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
+    """The model repositories of a test, one for each server. A dry run needs no engine: it says what it assumes of it."""
+    if len(config.scenarios) > 1 or len(config.benchmarks or ()) > 1:
+        raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
+    engine_dir = config.engine_dir
+    if not engine_dir:
+        if not config.model_path:
+            raise ConfigError("generate-triton-config needs --engine_dir, or the --model_path that generate-engines was given")
+        with config.autoapply():
+            engine_dir = str(TRTLLMBuilderOp().output)
+    harness = config.build(TritonHarnessConfig)
+    try:
+        build, cut = read_engine(Path(engine_dir))
+    except NotHere:
+        if not config.dry_run:
+            raise
+        with config.configuration().autoapply():
+            cut = TRTLLMLibraryLoader().layout
+        build = BuildConfig.from_json(harness.runtime_flags | harness.build_flags, "--trtllm_build_flags")
+        print(f"# assumed: {engine_dir}, an engine of {cut}, as the options say")
+    layout = triton_layout(config.scenario, cut.ranks, harness.num_servers, harness.models_per_server)
+    return [
+        GenerateTritonConfigOp(
+            engine_dir=engine_dir,
+            engine=build,
+            repo=harness.model_repo,
+            server=server,
+            layout=layout,
+            benchmark=config.benchmark or Path(config.model_path or engine_dir).name,
+            scenario=config.scenario,
+            streaming=harness.streaming,
+            runtime_flags={"enable_kv_cache_reuse": config.enable_kv_cache_reuse, **harness.runtime_flags},
+        )
+        for server in range(layout.n_servers)
+    ]
+
+
+def remove_repositories(repo: str, first: int) -> None:
+    """Repositories of ours from server `first` on, of a test with more servers: run-llm-server would start them, too."""
+    while read_stamp(old := Path(f"{repo}_{first}")):
+        shutil.rmtree(old)
+        log_of(old).unlink(missing_ok=True)
+        print(f"  removed {old}: there are fewer servers now")
+        first += 1

@@ -1,0 +1,62 @@
+"""``python -m mpillm accuracy``"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpillm.config.values import Values, collect
+from mpillm.configurator import Field
+from mpillm.configurator.command_line import Parser
+from mpillm.errors import ExitCode
+from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.score_run import read_accuracy_run, score_run
+from mpillm.submission.scores import Scores
+from mpillm.submission.targets import Check
+
+_GROUP = "accuracy"
+
+
+class _Options(Values):
+    """Of ``accuracy``."""
+
+    dataset_path = Field("dataset_path", "the data set, with its reference answers [default: the run's]", group=_GROUP)
+    tokenizer = Field(
+        "tokenizer", "a folder with the tokenizer.json that answers are decoded by [default: the run's model_path]", group=_GROUP
+    )
+    mbxp = Field("mbxp", "mixtral-8x7b: the file that the reference's evaluate_mbxp wrote (evaluated_test.json)", group=_GROUP)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="mpillm accuracy",
+        usage="python -m mpillm accuracy RUN_DIR [options]",
+        description="Score the answers of an accuracy run, and write RUN_DIR/accuracy.txt and accuracy.json.",
+        epilog="examples:\n"
+        "  python -m mpillm accuracy build/runs/accuracy --dataset_path open_orca.pkl --tokenizer MODEL_DIR\n"
+        "  python -m mpillm accuracy build/runs/accuracy --mbxp evaluated_test.json      # mixtral-8x7b: docs/submission.md says how",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory of --test_mode AccuracyOnly")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Scores are a result, so that the exit code is DONE whatever they are."""
+    parser = _parser()
+    options = collect(argv, _Options, parser)
+    run = RunDirectory.read(Path(parser.parse_args(argv).run_dir))
+    answers = read_accuracy_run(run, options.dataset_path, options.tokenizer, options.mbxp)
+    target = 100 * float(run.config["accuracy_target"])
+    print(f"{run.benchmark}: {len(answers.answers)} answers, target {target:g} % of the reference", flush=True)  # scoring may take minutes
+    _show(run, *score_run(answers, options.mbxp))
+    return ExitCode.DONE
+
+
+def _show(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
+    for c in checks:
+        bounds = f"at least {c.at_least:.4f}" + (f", at most {c.at_most:.4f}" if c.at_most is not None else "")
+        value = "-" if c.value is None else f"{c.value:.4f}"
+        print(f"  {c.name:<18} {value:>10}  {'ok  ' if c.passed else 'no  '} {bounds}")
+    for note in scores.notes:
+        print(f"  {note}")
+    print(run.path / "accuracy.txt")

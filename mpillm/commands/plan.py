@@ -1,0 +1,39 @@
+"""``python -m mpillm plan``: the table or the JSON of a plan, without MPI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import disagg
+from disagg.errors import ConfigError
+from mpillm.config.disagg_yaml import PORTS, disagg_config
+from mpillm.config.options import parse
+from mpillm.configurator import Field
+from mpillm.configurator.command_line import Parser
+from mpillm.errors import ExitCode
+from mpillm.fields import MODEL_AND_LIMITS, shown
+
+_SHOWN = shown("workload", "topology", "plan", also=(*PORTS, *MODEL_AND_LIMITS))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan."""
+    format_field = Field("format", "how to print it", default="table", choices=("table", "json"), group="output")
+    parser = Parser(
+        prog="mpillm plan",
+        description="Show which rank would do what, without MPI.",
+        epilog="examples:\n  python -m mpillm plan --world_size 5 --mode disaggregated\n"
+        "  python -m mpillm plan --disagg_config disagg.yaml\n"
+        "  python -m mpillm plan --disagg_config disagg.yaml --nodes a:4,b:4 --format json",
+    )
+    config = parse(argv, parser, [*_SHOWN, format_field]).with_yaml()
+    nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
+    world_size = config.world_size or (len(nodes) if nodes else disagg.ranks_for(config.yaml.n_workers) if config.yaml else None)
+    if world_size is None:
+        raise ConfigError("mpillm plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE")
+    if nodes is not None and len(nodes) != world_size:
+        raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
+    made = disagg.plan(disagg_config(config, world_size), world_size, nodes)
+    print(json.dumps(made.to_json(), indent=2) if config[format_field] == "json" else disagg.table(made))
+    return ExitCode.DONE

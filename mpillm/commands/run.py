@@ -1,0 +1,59 @@
+"""``python -m mpillm run``: into MPI under a deadline, then `Rank`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Sequence
+
+from disagg.errors import ConfigError
+from launch.environment import mpirun_ends_ranks
+from launch.signals import title
+from mpillm.comms.start import start_mpi
+from mpillm.config.options import RunConfig, parse_run
+from mpillm.errors import STOP_SIGNALS, Interrupted
+from mpillm.fields import DEADLINES
+
+
+def main(argv: Sequence[str]) -> int:
+    """``python -m mpillm run`` on one rank."""
+    code, _ = start(argv)
+    return code
+
+
+def start(argv: Sequence[str]) -> tuple[int, str]:
+    """A run on one rank: the exit code and the run directory. Does not return after a failure: the process ends here."""
+    gc.disable()  # a tenth of the time that importing PyTorch takes; `Rank` enables it when the test begins
+    config: RunConfig | None = None
+    usage_error = ""
+    try:
+        config = parse_run(argv)
+        from mpillm.cores.registry import check_core  # imports NumPy, which --help does without
+
+        check_core(config)
+    except ConfigError as error:
+        usage_error = str(error)  # told when all ranks have joined, once
+    except OSError as error:
+        usage_error = f"{error.filename}: {error.strerror}"
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
+    control = start_mpi(["run", *argv], config.join_deadline if config else DEADLINES["join"])
+    from mpillm.run.rank import Rank  # imports mpi4py.MPI, which starts MPI: not before start_mpi has prepared it
+
+    try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, _interrupt)
+        rank = Rank(control, config, usage_error)
+        return rank.live(), rank.log_dir
+    except Interrupted as interrupted:
+        os._exit(interrupted.exit_code)  # while it was ending anyway
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Report the signal that a person sent: mpirun, ours as well as Open MPI's, passes on another one in its place."""
+    if (by_launcher := Interrupted.by_launcher()) is not None:
+        raise by_launcher
+    if number == signal.SIGTERM and mpirun_ends_ranks():
+        raise Interrupted("Ctrl-C, or a signal to mpirun", number)
+    raise Interrupted(title(number), number)

@@ -1,0 +1,109 @@
+"""``python -m mpillm submission``"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm.config.values import Values, collect
+from mpillm.configurator import Field
+from mpillm.configurator.command_line import Parser
+from mpillm.configurator.parsers import boolean
+from mpillm.errors import ExitCode
+from mpillm.fields.results import OutputFields
+from mpillm.submission.checker import rejected
+from mpillm.submission.package import Submission, check_accuracy_file
+from mpillm.submission.rules import MEASUREMENTS, Problem
+from mpillm.submission.runs import Result, Run, group, read_run
+from mpillm.submission.system import SYSTEM_FIELDS, measurements, overlay, same_system, system_description, unknown
+
+_GROUP = "submission"
+
+
+class _Options(Values):
+    """Of ``submission``."""
+
+    output = Field("output", "the folder that the submission is made in", group=_GROUP)
+    submitter = OutputFields.submitter
+    division = OutputFields.division
+    system_name = Field("system_name", "the system's name, and its folder's [default: the runs' --system_name]", group=_GROUP)
+    system_description = Field(
+        "system_description", "a JSON file with an object that is laid over the description of the system", group=_GROUP
+    )
+    measurements = Field("measurements", "a JSON file with an object that is laid over the measurements.json of each result", group=_GROUP)
+    force = Field("force", "replace what this submitter has in this division there", boolean, default=False, group=_GROUP)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="mpillm submission",
+        usage="python -m mpillm submission RUN_DIR… --output DIR --submitter NAME --system_name NAME [options]",
+        description="Lay runs out as a submission to MLPerf Inference (v6.0, v6.1), and say what is missing.",
+        epilog="example:\n  python -m mpillm submission build/runs/* --output build/submission --submitter Us --system_name 8xH200",
+    )
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="run directories: performance, accuracy and TEST06 runs")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the submission; exit code TEST_FAILED if something that it needs is missing."""
+    parser = _parser()
+    options = collect(argv, _Options, parser)
+    if not options.output:
+        raise ConfigError("mpillm submission: --output is missing: the folder to write to")
+    submitter = _name("submitter", options.submitter)
+    paths = [Path(path) for path in parser.parse_args(argv).run_dirs]
+    for path in paths:
+        if sum(path.resolve() == other.resolve() for other in paths) > 1:
+            raise ConfigError(f"{path} is given twice")
+    runs = [read_run(path) for path in paths]
+    results = group(runs)
+    same_system(runs)
+    system_name = _name("system_name", options.system_name or runs[0].directory.config.get("system_name"))
+    system = overlay(
+        system_description(runs[0], submitter, options.division, system_name),
+        options.system_description,
+        SYSTEM_FIELDS,
+        "--system_description",
+    )
+    for result in results:
+        check_accuracy_file(result)
+        found = measurements(next(iter(result.runs.values())))
+        result.measurements = overlay(found, options.measurements, MEASUREMENTS, "--measurements")
+    problems = rejected(results, system, options.division)
+    problems += [problem for result in results for problem in result.forbidden(options.division)]
+    written = Submission(options.division, submitter, system_name, system, results).write(Path(options.output), options.force)
+    _report(written, results, runs[0], unknown(system), problems, Path(options.output), submitter)
+    return ExitCode.TEST_FAILED if problems else ExitCode.DONE
+
+
+def _name(option: str, value: str | None) -> str:
+    """A name that becomes a folder's."""
+    if not value:
+        raise ConfigError(f"mpillm submission: --{option} is missing")
+    if not re.fullmatch(r"[\w][\w.+-]*", value):
+        raise ConfigError(f"--{option} {value}: must be a folder name of letters, digits and . _ + -")
+    return value
+
+
+def _report(
+    written: Path, results: Sequence[Result], run: Run, blank: list[str], problems: list[Problem], output: Path, submitter: str
+) -> None:
+    print(written)
+    for result in results:
+        print(f"  {result.benchmark} {result.scenario}: {', '.join(result.runs)}")
+    if blank:
+        print(f'  the system description has "N/A" for: {", ".join(blank)} (give them with --system_description)')
+    for problem in problems:
+        why = f"rejected by the checker ({', '.join(problem.checks)})" if problem.checks else "against the rules"
+        print(f"  {why}: {problem.text}")
+    version = run.round.name if run.round else "VERSION"
+    print(
+        "  the checker, from a clone of mlcommons/inference in the current directory:\n"
+        f"    python3 -m inference.tools.submission.submission_checker.main --input {shlex.quote(str(output))} --version {version}"
+        f" --submitter {submitter}\n"
+        "  keep the run directories: MLCommons may ask for the whole accuracy logs"
+    )

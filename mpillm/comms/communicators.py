@@ -1,0 +1,77 @@
+"""The communicators of a run, and which ranks are in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from disagg import WorldPlan
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class InstanceComms(NamedTuple):
+    """What the core of a rank may talk over: its instance, and its groups inside it."""
+
+    instance: MPI.Intracomm
+    tp: MPI.Intracomm
+    pp: MPI.Intracomm
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """The communicators that this rank is a member of; None where it is not."""
+
+    control: MPI.Intracomm
+    route: MPI.Intracomm | None
+    handoff: MPI.Intracomm | None
+    instance: InstanceComms | None
+
+    def free(self) -> None:
+        """Free all of them, the control communicator last."""
+        for comm in (*reversed(self.instance or ()), self.handoff, self.route, self.control):
+            if comm is not None:
+                comm.Free()
+
+
+def route_ranks(plan: WorldPlan) -> list[int]:
+    """World ranks of the route communicator, in its order."""
+    return sorted({plan.harness_rank, plan.leader_rank, *(instance.leader for instance in plan.instances)})
+
+
+def handoff_ranks(plan: WorldPlan) -> list[int]:
+    """World ranks of the handoff communicator, in its order."""
+    return [rank for instance in plan.instances if instance.role in ("ctx", "gen") for rank in instance.ranks]
+
+
+def create_communicators(world: MPI.Intracomm, control: MPI.Intracomm, plan: WorldPlan) -> Communicators:
+    """Every communicator of `plan` that this rank belongs to, in the same order on every rank.
+
+    Each call involves the members alone, so that no later one waits for a rank that it does not need. MPI's own messages for that travel
+    in `world`, where nobody probes for messages: in `control` rank 0 would take them for its own.
+    """
+    rank = control.rank
+    me = plan.ranks[rank]
+    route = _group(world, route_ranks(plan)) if rank in route_ranks(plan) else None
+    handoff = _group(world, handoff_ranks(plan)) if rank in handoff_ranks(plan) else None
+    if me.instance is None:
+        return Communicators(control, route, handoff, None)
+    members = [plan.ranks[r] for r in plan.instances[me.instance].ranks]
+    instance = InstanceComms(
+        _group(world, [m.rank for m in members]),
+        _group(world, [m.rank for m in members if m.pp_rank == me.pp_rank]),
+        _group(world, [m.rank for m in members if m.tp_rank == me.tp_rank]),
+    )
+    return Communicators(control, route, handoff, instance)
+
+
+def _group(world: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
+    """A communicator of `ranks`, of which this rank is one."""
+    group = world.Get_group()
+    members = group.Incl(list(ranks))
+    comm = world.Create_group(members)
+    members.Free()
+    group.Free()
+    return comm

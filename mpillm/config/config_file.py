@@ -1,0 +1,280 @@
+"""The user's configuration file: Python with registered classes, or YAML with the same names."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import sys
+import traceback
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError, nearest
+from disagg.yaml_text import CONSTRUCTOR_ERRORS, strict_loader
+from mpillm import fields, user_config
+from mpillm.config import nvidia_config
+from mpillm.configurator import Configuration, Field, Level, Origin
+from mpillm.fields.general import INTERACTIVE, accuracy_of, plain_form
+from mpillm.fields.passed_over import PASSED_OVER
+from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting
+
+# What a file's configurations are told apart by.
+KEYS = (
+    fields.benchmarks,
+    fields.scenarios,
+    fields.harness_type,
+    fields.accuracy_target,
+    fields.power_setting,
+    fields.system_name,
+)
+_SHORT = {"benchmark": "benchmarks", "scenario": "scenarios", "system": "system_name"}  # as the reference's classes have them
+_SETTINGS = {HarnessType: fields.harness_type, AccuracyTarget: fields.accuracy_target, PowerSetting: fields.power_setting}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One configuration of a file: values by field, each with its line."""
+
+    name: str
+    where: str  # file:line
+    values: dict[Field, Any]
+    origins: dict[Field, Origin]
+
+    def fits(self, wanted: Mapping[Field, Any]) -> bool:
+        """Whether it is for all that is `wanted`, as far as it says."""
+        others = wanted.keys() - {fields.benchmarks, fields.scenarios}
+        return all(self.values.get(key) in (None, wanted[key]) for key in others) and any(
+            _same(name, other) and _same(scenario, other_scenario)
+            for name, scenario in _tests(self.values)
+            for other, other_scenario in _tests(wanted)
+        )
+
+    def says(self, wanted: Mapping[Field, Any]) -> int:
+        """How much of what is `wanted` it says in so many words."""
+        return len(wanted.keys() & self.values.keys())
+
+    def __str__(self) -> str:
+        keys = (f"{key.name} {_shown(self.values[key])}" for key in KEYS if key in self.values)
+        return f"{self.name} ({self.where}: {', '.join(keys) or 'for anything'})"
+
+
+def _same(a: str | None, b: str | None) -> bool:
+    return a is None or b is None or a == b
+
+
+def _tests(values: Mapping[Field, Any]) -> Iterator[tuple[str | None, str | None]]:
+    """Pairs of a workload and a scenario, None for any."""
+    for name in values.get(fields.benchmarks) or (None,):
+        for scenario in values.get(fields.scenarios) or (None,):
+            yield _apart(name, scenario) if name else (None, scenario)
+
+
+def _apart(name: str, scenario: str | None) -> tuple[str, str | None]:
+    """A workload's interactive form is the scenario Interactive of the workload."""
+    plain = plain_form(name)
+    return (plain, INTERACTIVE) if name != plain and scenario in (None, "Server", INTERACTIVE) else (name, scenario)
+
+
+def _spelled_out(values: Mapping[Field, Any]) -> dict[Field, Any]:
+    """`values`, and under their own keys what a benchmark's name says besides: llama2-70b-interactive-99.9 has scenario and target."""
+    names = [accuracy_of(name) for name in values.get(fields.benchmarks) or ()]
+    spelled = dict(values)
+    if len({target for _, target in names} - {None}) == 1:
+        spelled[fields.accuracy_target] = next(target for _, target in names if target is not None)
+        spelled[fields.benchmarks] = tuple(name for name, _ in names)
+    scenarios = values.get(fields.scenarios) or (None,)
+    if len(names) == len(scenarios) == 1:
+        name, scenario = _apart(names[0][0], scenarios[0])
+        spelled |= {fields.benchmarks: (name,), **({fields.scenarios: (scenario,)} if scenario else {})}
+    return spelled
+
+
+def load(path: str, given: Mapping[Field, Any]) -> Configuration:
+    """The one configuration of the file that agrees with what is `given`, by key field; ConfigError if none or several do.
+
+    Of several, those that say most of it in so many words are meant, and of these the one for what the fields' defaults say.
+    """
+    entries = _entries(path)
+    if not entries:
+        why = ": no class has @ConfigRegistry.register(…)" if Path(path).suffix == ".py" else ""
+        raise ConfigError(f"--config_file {path}: no configuration in it{why}")
+    given = _spelled_out(given)
+    found = [entry for entry in entries if entry.fits(given)]
+    if not found:
+        wanted = ", ".join(f"{field.name} {_shown(value)}" for field, value in given.items())
+        raise ConfigError(f"--config_file {path}: no configuration for {wanted}; there are: {'; '.join(map(str, entries))}")
+    most = max(entry.says(given) for entry in found)
+    found = [entry for entry in found if entry.says(given) == most]
+    for field in KEYS:
+        if field not in given and field.default is not None:
+            found = [entry for entry in found if entry.fits({field: field.default})] or found
+    if len(found) > 1:
+        raise ConfigError(f"--config_file {path}: several configurations fit: {'; '.join(map(str, found))}; {_differing(found)}")
+    entry = found[0]
+    return Configuration(entry.values, origins=entry.origins)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _differing(found: Sequence[Entry]) -> str:
+    names = [f"--{key.name}" for key in KEYS if len({_shown(entry.values.get(key)) for entry in found}) > 1]
+    return f"choose by {', '.join(names)}" if names else "they have the same keys: keep one of them in the file"
+
+
+def _entries(path: str) -> tuple[Entry, ...]:
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config_file {path}: {getattr(error, 'strerror', None) or 'not a text in UTF-8'}") from None
+    if file.suffix == ".py":
+        return _python_entries(path, text)
+    if file.suffix in (".yaml", ".yml"):
+        return tuple(_yaml_entries(path, text))
+    raise ConfigError(f"--config_file {path}: must be a file .py, .yaml or .yml")
+
+
+def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]) -> Entry:
+    """`items`: values by name, each with its file:line; ConfigError for a name that is no field's, or a value that is none of it."""
+    values: dict[Field, Any] = {}
+    origins: dict[Field, Origin] = {}
+    for written, (value, where) in items.items():
+        key = written.replace("-", "_")
+        if (passed_over := PASSED_OVER.get(key)) is not None:
+            values[passed_over] = value if isinstance(value, (bool, int, float, str)) else str(value)
+            origins[passed_over] = Origin(Level.CONTEXT, where)
+            continue
+        field = fields.BY_NAME.get(_SHORT.get(key, key))
+        if field is fields.config_file:
+            raise ConfigError(f"{where}: {written} can be given only on the command line")
+        if field is None:
+            raise ConfigError(f"{where}: there is no option {written}{nearest(key, [*fields.BY_NAME, *_SHORT])}")
+        checked = field.check(value, f"{where}: {written}")
+        if field in values and values[field] != checked:
+            raise ConfigError(f"{where}: {written} is {_shown(checked)}, but {origins[field].where} says {_shown(values[field])}")
+        values[field] = checked
+        origins[field] = Origin(Level.CONTEXT, where)
+    spelled = _spelled_out(values)
+    target = fields.accuracy_target
+    if values.get(target, spelled.get(target)) != spelled.get(target):
+        name_said = f"{origins[fields.benchmarks].where}: benchmark {_shown(values[fields.benchmarks])}"
+        raise ConfigError(f"{name_said} means {target.name} {spelled[target]}, but {origins[target].where} says {values[target]}")
+    for implied in spelled.keys() - values.keys():
+        origins[implied] = origins[fields.benchmarks]
+    return Entry(name, f"{path}:{line}", spelled, origins)
+
+
+# --- Python ---
+
+
+def _python_entries(path: str, text: str) -> tuple[Entry, ...]:
+    with nvidia_config.importable(path):
+        module = _run(path, text)
+        items = [*_classes(path), *nvidia_config.exports(module, path, text)]
+    return tuple(_entry(path, name, line, values) for name, line, values in items)
+
+
+def _classes(path: str) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
+    """The registered classes: name, line, and values by name with the file:line of each."""
+    lines = functools.cache(_lines)
+    for cls, settings in ConfigRegistry.registered:
+        line = lines(path).get((cls.__name__, ""), 1)
+        items: dict[str, tuple[Any, str]] = {}
+        for base in reversed(cls.__mro__[:-1]):
+            file = getattr(sys.modules.get(base.__module__), "__file__", None) or path
+            for name, value in vars(base).items():
+                if name.startswith("_"):
+                    continue
+                where = f"{file}:{lines(file).get((base.__name__, name), 1)}"
+                if (callable(value) and not isinstance(value, type)) or isinstance(value, (property, classmethod, staticmethod)):
+                    raise ConfigError(f"{where}: {name}: a configuration has values, no methods")
+                items[name] = (nvidia_config.in_our_unit(name, value, where), where)
+        for setting in settings:
+            name = _SETTINGS[type(setting)].name
+            if name in items:
+                raise ConfigError(f"{items[name][1]}: {name} is set here, and by ConfigRegistry.register in line {line}")
+            items[name] = (setting, f"{path}:{line}")
+        yield cls.__name__, line, items
+
+
+def _run(path: str, text: str) -> types.ModuleType:
+    """The file as a module, its classes in `ConfigRegistry.registered`; ConfigError naming file and line for whatever it raises."""
+    name = "mpillm_user_configuration"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    ConfigRegistry.registered = []
+    sys.modules[name] = module
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's: `plan --format json` may go to a file
+            exec(compile(text, path, "exec"), vars(module))
+        return module
+    except SyntaxError as error:
+        raise ConfigError(f"{error.filename or path}:{error.lineno or 1}: {error.msg}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's file raises
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        hint = ""
+        if isinstance(error, NameError) and error.name in vars(user_config):
+            hint = f"; {error.name} comes with `from {user_config.__name__} import *`, which {path} lacks"
+        raise ConfigError(f"{path}:{frames[-1].lineno if frames else 1}: {type(error).__name__}: {error}{hint}") from None
+
+
+def _lines(file: str) -> dict[tuple[str, str], int]:
+    """The line of every class, as (name, ""), and of every attribute that a class sets, as (class, attribute)."""
+    lines: dict[tuple[str, str], int] = {}
+    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8-sig"))):
+        if isinstance(node, ast.ClassDef):
+            lines[node.name, ""] = node.lineno
+            for statement in node.body:
+                targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        lines[node.name, target.id] = statement.lineno
+    return lines
+
+
+# --- YAML ---
+
+
+def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
+    """One mapping is one configuration, a list of mappings is several; `name` names one."""
+    import yaml
+
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        data = yaml.load(text, strict_loader())
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError, *CONSTRUCTOR_ERRORS) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    nodes = root.value if isinstance(root, yaml.SequenceNode) else [root]
+    for number, (node, values) in enumerate(zip(nodes, data if isinstance(data, list) else [data], strict=True), 1):
+        if not isinstance(values, dict):
+            line = node.start_mark.line + 1 if node is not None else 1
+            raise ConfigError(f"{path}:{line}: must be a mapping of options, or a list of such mappings")
+        lines = _key_lines(node, path)
+        items = {str(key): (value, f"{path}:{lines.get(str(key), node.start_mark.line + 1)}") for key, value in values.items()}
+        name, _ = items.pop("name", (f"configuration {number}", ""))
+        yield _entry(path, str(name), node.start_mark.line + 1, items)
+
+
+def _key_lines(node: Any, path: str) -> dict[str, int]:
+    """The line of every key of a mapping, with those that it merges (``<<``)."""
+    merged: dict[str, int] = {}
+    own: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.tag == "tag:yaml.org,2002:merge":
+            for source in value.value if value.id == "sequence" else [value]:
+                merged = _key_lines(source, path) | merged
+        else:
+            own[str(key.value)] = line
+    return merged | own

@@ -1,0 +1,49 @@
+"""What a core is built from. The engine reads it too, so it stands below both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpillm import fields
+
+
+@dataclass(frozen=True)
+class CoreConfig:
+    """All that a core is built from: plain data, the same on every rank of the instance but for the coordinates."""
+
+    core_type: str
+    role: str = "executor"  # executor, context or generation
+    instance: int = 0
+    n_instances: int = 1  # of this role
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    tp_rank: int = 0
+    pp_rank: int = 0
+    ep_rank: int = 0
+    rank: int = 0  # in the world, for messages
+    device: int | None = None  # the GPU's index, as this process counts; None: runs on the CPU
+    gpu_bytes: int | None = None  # free on that GPU, and on those of the instance's other ranks; None: runs on the CPU
+    n_threads: int = 1  # CPU threads that this rank may use
+    model_path: str | None = None  # a folder, or the name of a preset
+    load_format: str = fields.load_format.default  # auto: safetensors; dummy: seeded random weights
+    dtype: str = fields.dtype.default  # auto: the checkpoint's; float32 or bfloat16
+    quantization: str = fields.quantization.default  # of linear layers. auto: the checkpoint's; none, int8 or fp8
+    kv_cache_dtype: str = fields.kv_cache_dtype.default  # auto: what the checkpoint has scales for, or dtype; bfloat16 or fp8
+    engine_dir: str | None = None  # weights as each rank holds them (see `engine.shards`), instead of the checkpoint's
+    max_batch_size: int = 64
+    max_num_tokens: int = 1024  # most tokens of one engine step
+    max_seq_len: int | None = None  # prompt and answer; None: the model's
+    kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
+    kv_cache_fraction: float = fields.kv_cache_free_gpu_mem_fraction.default  # of what the model leaves of a GPU
+    tokens_per_block: int = fields.tokens_per_block.default
+    enable_chunked_context: bool = fields.enable_chunked_context.default
+    context_chunking_policy: str = fields.context_chunking_policy.default  # or equal_progress
+    batch_scheduler_policy: str = fields.batch_scheduler_policy.default  # or no_evict, static
+    enable_kv_cache_reuse: bool = fields.enable_kv_cache_reuse.default
+    beam_width: int = fields.beam_width.default
+    end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
+    stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens
+    node_ranks: int = 1  # ranks of this node that hold a part of a model, this one included
+    options: dict[str, Any] = field(default_factory=dict)  # --core_options

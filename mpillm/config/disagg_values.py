@@ -1,0 +1,167 @@
+"""The disaggregation YAML as a source of options: which option each of its values is, read from it and written into it.
+
+A YAML goes before the generation config, the workload and the defaults. What the user set in a higher source must be the same there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from disagg import DisaggConfig, ServerConfig
+from disagg.schema import SECTIONS, SERVER
+from mpillm import fields
+from mpillm.configurator import Field, Found, Level, Origin
+from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
+
+_CTX, _GEN, _EXECUTORS = SECTIONS
+_NOTHING = (None, "auto")  # values that state nothing
+_THEIR_WAY = ("disable_overlap_scheduler",)  # how TensorRT-LLM does what our cores do in their own way; in every file that we write
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Where a section states an option's value."""
+
+    field: Field
+    key: tuple[str, ...]  # from the outside in
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the YAML's for the option's, where they differ
+    in_core: str = ""  # the name in `CoreConfig`, if that is another one
+    also: str = ""  # an LLM argument that states it where the key does not
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.key)
+
+    def of(self, server: ServerConfig) -> Any:
+        """The value there, in the YAML's words; None if there is none."""
+        outer, *inner = self.key
+        value = getattr(server, outer) if outer in SERVER else server.extra.get(outer)
+        for key in inner:
+            value = (value or {}).get(key)
+        return server.extra.get(self.also) if value is None and self.also else value
+
+
+# The layout of each section.
+SIZES: dict[str, tuple[Place, ...]] = {
+    _CTX: (
+        Place(fields.num_ctx_servers, ("num_instances",)),
+        Place(fields.ctx_tp_size, ("tensor_parallel_size",)),
+        Place(fields.ctx_pp_size, ("pipeline_parallel_size",)),
+    ),
+    _GEN: (
+        Place(fields.num_gen_servers, ("num_instances",)),
+        Place(fields.gen_tp_size, ("tensor_parallel_size",)),
+        Place(fields.gen_pp_size, ("pipeline_parallel_size",)),
+    ),
+    _EXECUTORS: (
+        Place(fields.tensor_parallelism, ("tensor_parallel_size",)),
+        Place(fields.pipeline_parallelism, ("pipeline_parallel_size",)),
+    ),
+}
+# What every section has.
+EXPERTS = Place(fields.moe_expert_parallelism, ("moe_expert_parallel_size",))
+ROUTER = Place(fields.traffic_distribution_policy, ("router", "type"))
+KV_CACHE_DTYPE = Place(fields.kv_cache_dtype, ("kv_cache_config", "dtype"), also="kv_cache_dtype")
+
+# How its instances run: what `CoreConfig` is made of.
+CORE = (
+    Place(fields.max_batch_size, ("max_batch_size",)),
+    Place(fields.max_num_tokens, ("max_num_tokens",)),
+    Place(fields.max_seq_len, ("max_seq_len",)),
+    Place(fields.kv_cache_tokens, ("kv_cache_config", "max_tokens")),
+    Place(
+        fields.kv_cache_free_gpu_mem_fraction,
+        ("kv_cache_config", "free_gpu_memory_fraction"),
+        in_core="kv_cache_fraction",
+        also="free_gpu_memory_fraction",
+    ),
+    Place(fields.tokens_per_block, ("kv_cache_config", "tokens_per_block")),
+    Place(fields.enable_kv_cache_reuse, ("kv_cache_config", "enable_block_reuse")),
+    Place(fields.enable_chunked_context, ("enable_chunked_prefill",)),
+    Place(fields.context_chunking_policy, ("scheduler_config", "context_chunking_policy"), CHUNKING_POLICIES),
+    Place(fields.batch_scheduler_policy, ("scheduler_config", "capacity_scheduler_policy"), SCHEDULER_POLICIES),
+    Place(fields.beam_width, ("max_beam_width",)),
+    Place(fields.dtype, ("dtype",)),
+    KV_CACHE_DTYPE,
+    Place(fields.load_format, ("load_format",)),
+)
+
+
+class Stated(NamedTuple):
+    """A value that the YAML states: as the option has it, and as the YAML writes it."""
+
+    found: Found
+    text: str
+
+
+def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool) -> dict[str, Stated]:
+    """What the YAML in `path` states of the whole run, by option. `serves_model`: a server reads `model` from the YAML itself."""
+    origin = Origin(Level.YAML, path)
+    stated = {fields.mode.name: Stated(Found(yaml.mode, origin), yaml.mode)}
+    if yaml.model is not None and not serves_model:
+        stated[fields.model_path.name] = Stated(Found(yaml.model, Origin(Level.YAML, f"{path}: model")), yaml.model)
+    for section, server in yaml.sections:
+        stated |= _stated(SIZES[section], section, server, path)
+    return stated
+
+
+def of_a_section(section: str, server: ServerConfig, path: str) -> dict[str, Stated]:
+    """What it states of the instances of a section, by option. A router or a KV cache that only TensorRT-LLM has states nothing."""
+    theirs = [place for place in (ROUTER, KV_CACHE_DTYPE) if place.of(server) not in place.field.choices]
+    return _stated(tuple(place for place in (EXPERTS, *CORE, ROUTER) if place not in theirs), section, server, path)
+
+
+def _stated(places: tuple[Place, ...], section: str, server: ServerConfig, path: str) -> dict[str, Stated]:
+    stated = {}
+    for place in places:
+        value = place.of(server)
+        if value in _NOTHING:
+            continue
+        where = f"{path}: {section}.{place.name}"
+        ours = next((our for our, theirs in place.words.items() if theirs == value), value)
+        stated[place.field.name] = Stated(Found(place.field.check(ours, where), Origin(Level.YAML, where)), str(value))
+    return stated
+
+
+def same(name: str, one: Any, other: Any) -> bool:
+    """Whether two values of an option are the same: a path may be written in several ways."""
+    return bool(one == other or (name == fields.model_path.name and one and other and os.path.realpath(one) == os.path.realpath(other)))
+
+
+def written(server: ServerConfig, values: Mapping[Place, Any]) -> ServerConfig:
+    """`server` with values in their places, in the YAML's words; None and auto, which state nothing, are left out."""
+    known: dict[str, Any] = {}
+    extra = dict(server.extra)
+    for place, value in values.items():
+        if value in _NOTHING:
+            continue
+        outer, *inner = place.key
+        into = known if outer in SERVER else extra
+        stated = place.words.get(value, value)
+        if inner:
+            there = known.get(outer, getattr(server, outer)) if outer in SERVER else extra.get(outer)
+            stated = {**(there or {}), inner[0]: stated}
+        into[outer] = stated
+    return dataclasses.replace(server, **known, extra=extra)
+
+
+def with_sections(yaml: DisaggConfig, change: Callable[[str, ServerConfig], ServerConfig]) -> DisaggConfig:
+    """`yaml` with what `change` makes of each section, given its name and content."""
+    changed: dict[str, Any] = {name: change(name, server) for name, server in yaml.sections}
+    return dataclasses.replace(yaml, **changed)
+
+
+def without_effect(server: ServerConfig) -> Iterator[str]:
+    """The names of what a section states and none of our cores reads."""
+    read = {place.key for place in (EXPERTS, ROUTER, *CORE)} | {(place.also,) for place in CORE}
+    for outer in ("kv_cache_config", "router", *server.extra):
+        value = getattr(server, outer) if outer in SERVER else server.extra[outer]
+        if value in _NOTHING or (outer,) in read or outer in _THEIR_WAY:
+            continue
+        if any(key[0] == outer for key in read):
+            yield from (f"{outer}.{inner}" for inner, there in value.items() if there not in _NOTHING and (outer, inner) not in read)
+        else:
+            yield outer

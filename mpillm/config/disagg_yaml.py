@@ -1,0 +1,56 @@
+"""The disaggregation configuration of a run: the YAML that is given, or one generated from the options."""
+
+from __future__ import annotations
+
+import disagg
+from disagg import DisaggConfig
+from disagg.errors import ConfigError
+from disagg.schema import SECTIONS
+from mpillm.config.disagg_values import CORE, EXPERTS, ROUTER, SIZES, with_sections, written
+from mpillm.config.options import RunConfig
+from mpillm.configurator import Level
+
+PORTS = ("server_port", "worker_start_port")
+"""Options for the addresses in a generated configuration."""
+
+
+def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
+    """The given YAML, or one generated from the options for `world_size` ranks. ConfigError names the file or the option."""
+    yaml = config.yaml or config.with_yaml().yaml
+    return generated(config, world_size) if yaml is None else yaml
+
+
+def generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
+    """The instances that the options make, whatever YAML they name: for `world_size` ranks, or (None) as needed.
+
+    How instances run is not stated there: the command's values say it (see `stating`).
+    """
+    try:
+        return disagg.generate(
+            config.mode,
+            world_size,
+            model=config.model_path,
+            port=config.server_port,
+            first_worker_port=config.worker_start_port,
+            num_ctx_servers=config.num_ctx_servers,
+            ctx_tp_size=config.ctx_tp_size or 1,
+            ctx_pp_size=config.ctx_pp_size or 1,
+            num_gen_servers=config.num_gen_servers,
+            gen_tp_size=config.gen_tp_size or 1,
+            gen_pp_size=config.gen_pp_size or 1,
+            tensor_parallelism=config.tensor_parallelism or 1,
+            pipeline_parallelism=config.pipeline_parallelism or 1,
+            moe_expert_parallelism=config.moe_expert_parallelism or 1,
+        )
+    except ConfigError as error:
+        mine = SECTIONS[:2] if config.mode == "disaggregated" else SECTIONS[2:]
+        sizes = [place.field.name for places in (*(SIZES[section] for section in mine), (EXPERTS,)) for place in places]
+        said = [name for name in sizes if config.origin(name).level > Level.DEFAULT]
+        said += PORTS if any(map(config.given, PORTS)) else ()
+        raise ConfigError("\n".join([str(error), *map(config.named, said)])) from None
+
+
+def stating(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
+    """`made` with what the options say of how its instances run, for readers that have only the file."""
+    values = {place: config[place.field] for place in CORE if config.origin(place.field.name).level > Level.DEFAULT}
+    return with_sections(made, lambda _, server: written(server, {**values, ROUTER: config.traffic_distribution_policy}))

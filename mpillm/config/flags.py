@@ -1,0 +1,77 @@
+"""Flags: the environment that is laid over them, their other names, and what our cores make of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from disagg.errors import ConfigError, nearest
+from mpillm import fields
+from mpillm.configurator import AutoConfStrategy, Field, Found, Level, Origin, environment, from_environment
+from mpillm.fields.runtime_flags import OTHER_NAMES, RUNTIME_FLAGS, RUNTIME_OPTIONS, TENSORRT_ONLY
+
+OVERLAYS: dict[Field, str] = {
+    fields.trtllm_checkpoint_flags: "TRTLLM_CHECKPOINT_FLAGS",
+    fields.trtllm_build_flags: "TRTLLM_BUILD_FLAGS",
+    fields.trtllm_runtime_flags: "TRTLLM_RUNTIME_FLAGS",
+}
+"""Environment variables that are laid over flags, key by key: by a command over its options, and by the class that owns the flags."""
+
+
+def lay_over(found: dict[str, Found]) -> None:
+    """Lay the environment's flags over a command's. `found` holds every field, by name."""
+    for field, variable in OVERLAYS.items():
+        if (said := from_environment(field, variable, os.environ)) is not None:
+            found[field.name] = said.over(found[field.name], AutoConfStrategy.DictUpdate)
+
+
+def overlaid(field: Field, flags: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`flags`, and over them those of the environment: for the class that owns them, whatever way they came to it.
+
+    The values of a command, which has done so already, carry an empty environment.
+    """
+    said = from_environment(field, OVERLAYS[field], environment())
+    return {**(flags or {}), **(said.value if said else {})}
+
+
+def renamed(flags: Found, flags_name: str) -> Found:
+    """Flags by their first names. ConfigError for a text that means no value, and for two names with two values from like sources."""
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    written: dict[str, str] = {}
+    for name, value in flags.value.items():
+        origin = flags.key_origins()[name]
+        first, meanings = OTHER_NAMES.get(name, (name, {}))
+        if meanings and str(value) not in meanings:
+            raise ConfigError(
+                f"{origin.where}: {flags_name} {name} {value}: not one of {', '.join(meanings)}{nearest(str(value), meanings)}"
+            )
+        meant = meanings[str(value)] if meanings else value
+        if first in values and origins[first].level is origin.level and values[first] != meant:
+            raise ConfigError(f"{origin.where}: {flags_name} {name} {value}, but {written[first]} ({origins[first].where})")
+        if first not in values or _rank(origins[first]) < _rank(origin):
+            values[first], origins[first], written[first] = meant, origin, f"{name} {value}"
+    return Found(values, flags.origin, origins)
+
+
+def _rank(origin: Origin) -> tuple[bool, Level]:
+    """Of the keys of flags: the environment is laid over the others."""
+    return origin.level is Level.ENVIRONMENT, origin.level
+
+
+def check_honoured(core_type: str, flags: Found) -> None:
+    """ConfigError for a runtime flag that our core of this type does not have, or can't honour."""
+    for name, value in flags.value.items():
+        where = f"{flags.key_origins()[name].where}: trtllm_runtime_flags {name}"
+        if name in RUNTIME_OPTIONS:
+            continue
+        if name not in RUNTIME_FLAGS:
+            there_are = ", ".join(RUNTIME_FLAGS)
+            raise ConfigError(f"{where}: the {core_type} core has no such flag{nearest(name, RUNTIME_FLAGS)}; it has {there_are}")
+        if value is None or RUNTIME_FLAGS[name].check(value, where) == RUNTIME_FLAGS[name].default:
+            continue
+        if name in TENSORRT_ONLY:
+            raise ConfigError(f"{where} {value}: has no effect on the {core_type} core: only TensorRT-LLM has it")
+        if name == "exclude_input_from_output":
+            raise ConfigError(f"{where} {value}: the {core_type} core answers without the prompt, as LoadGen wants it")

@@ -1,0 +1,347 @@
+"""The options of a command: the value of each, where it came from, and what must agree. They are identical on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import disagg
+from disagg import DisaggConfig
+from disagg.errors import ConfigError
+from mpillm import fields, workloads
+from mpillm.config import config_file, disagg_values
+from mpillm.config.resolution import resolve
+from mpillm.config.values import Values, complete
+from mpillm.configurator import COMMAND_LINE, DEFAULT, Configuration, Field, Found, Level, Origin
+from mpillm.configurator.command_line import Parser, add_fields
+from mpillm.fields import BY_NAME, FIELDS, AllFields
+from mpillm.fields.passed_over import PASSED_OVER
+from mpillm.models.model_files import GenerationConfig
+from mpillm.workloads.names import named_test
+
+T = TypeVar("T")
+
+# What `run` shows in --help.
+RUN_FIELDS = fields.shown(
+    *("workload", "topology", "model", "build", "harness", "triton", "data", "generation", "test", "output", "deadlines"),
+    also=("server_port", "worker_start_port"),  # of the YAML that it leaves
+)
+
+
+class RunConfig(Values, AllFields):
+    """The values of all fields, and the source of each."""
+
+    def __init__(self, found: Mapping[str, Found], stated: Mapping[str, Found] | None = None) -> None:
+        """`stated`: what `found` was resolved from, if a YAML may come to it."""
+        super().__init__(found)
+        self.stated = dict(stated or found)
+        self.yaml: DisaggConfig | None = None
+        self.sections: Mapping[str, RunConfig] = {}
+        self._built: dict[type, Any] = {}
+
+    @property
+    def scenario(self) -> str:
+        """LoadGen's scenario, of a command that has just one."""
+        (scenario,) = self.scenarios
+        return str(scenario)
+
+    @property
+    def benchmark(self) -> str | None:
+        """The workload's name, of a command that has at most one."""
+        return self.benchmarks[0] if self.benchmarks else None
+
+    @property
+    def benchmark_name(self) -> str | None:
+        """The workload's name, with the accuracy target if the user set one, as MLCommons writes it: llama2-70b-99.9."""
+        target = f"-{100 * self.accuracy_target:g}" if self.given("accuracy_target") else ""
+        return self.benchmark and self.benchmark + target
+
+    @property
+    def workload(self) -> workloads.Workload | None:
+        """The workload, scaled as this command wants it."""
+        return workloads.get(self.benchmark, self.model_scale) if self.benchmark else None
+
+    def with_yaml(self) -> RunConfig:
+        """With the values of the disaggregation YAML that it names, if it names one. `yaml` is then what it holds, and `of` has the values
+        of each section, which may differ. ConfigError names the file, or a value of it that the user set otherwise in a higher source.
+        A dry run does without a file that is not there yet.
+        """
+        path = self.disagg_config
+        if not path or (self.dry_run and not Path(path).exists()):
+            return self
+        try:
+            yaml = disagg.load(path)
+            whole = self._over(disagg_values.of_the_run(yaml, path, self.core_type == "trtllm_disagg"))
+            sections = {name: whole._over(disagg_values.of_a_section(name, server, path)) for name, server in yaml.sections}
+        except ConfigError as error:
+            raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
+        made = RunConfig(whole.found)
+        made.yaml, made.sections = yaml, sections
+        for name in made.found:  # what all sections have alike is the run's
+            first, *others = (section.found[name] for section in sections.values())
+            if all(other.value == first.value for other in others):
+                made.found[name] = max(first, *others, key=lambda one: one.origin.level) if others else first
+        return made
+
+    def _over(self, yaml: Mapping[str, disagg_values.Stated]) -> RunConfig:
+        """With the values that a YAML states, under those of higher sources, which must be the same."""
+        stated = dict(self.stated)
+        for name, (theirs, text) in yaml.items():
+            if self.origin(name).level > Level.YAML and not disagg_values.same(name, self.found[name].value, theirs.value):
+                raise ConfigError(f"{self.named(name)}, but {theirs.origin.where} is {text}: leave one of them out")
+            if stated[name].origin.level < Level.YAML:
+                stated[name] = theirs
+        return RunConfig(resolve(stated), stated)
+
+    def of(self, section: str) -> RunConfig:
+        """The values that hold for the instances of a YAML's section."""
+        return self.sections.get(section, self)
+
+    def passed_over(self) -> str:
+        """A line for the user: what the file, in NVIDIA's form, sets without effect here; empty if there is nothing."""
+        said = [f"{name} {self.found[name].value}" for name in PASSED_OVER if name in self.found]
+        return f"{self.config_file}: without effect here: {', '.join(said)}" if said else ""
+
+    def named(self, name: str) -> str:
+        """The option with its value and, where that is not the option on the command line, its source: for messages."""
+        field = BY_NAME[name]
+        value = field.text(getattr(self, name))
+        origin = self.origin(name)
+        return f"--{name} {value}" if origin == COMMAND_LINE else f"{name} {value} ({origin.where})"
+
+    def set_by(self, *names: str) -> str:
+        """For messages: a line for each of these options that was set in another place than the command line, with the place."""
+        places = {
+            (name, found.origin.where): None
+            for name in names
+            for config in (self, *self.sections.values())
+            if (found := config.found[name]).value and found.origin.level not in (Level.DEFAULT, Level.COMMAND_LINE)
+        }
+        return "".join(f"\n{name} is set by {where}" for name, where in places)
+
+    def explain(self, error: ConfigError) -> str:
+        """The message, and where the options that it is about were set."""
+        return str(error) + self.set_by(*error.about)
+
+    def configuration(self) -> Configuration:
+        """The values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
+        values = {BY_NAME[name]: found.value for name, found in self.found.items() if found.value is not None and name in BY_NAME}
+        return Configuration(values, options={}, environ={})
+
+    @contextlib.contextmanager
+    def autoapply(self) -> Iterator[None]:
+        """`configuration` is in force until the block ends, and a ConfigError there says where what it names was set."""
+        try:
+            with self.configuration().autoapply():
+                yield
+        except ConfigError as error:
+            raise type(error)(self.explain(error)) from error
+
+    def build(self, cls: type[T]) -> T:
+        """The instance of an `@autoconfigure`d class that these values make; the same one each time."""
+        if cls in self._built:
+            return cast(T, self._built[cls])
+        with self.autoapply():
+            built = self._built[cls] = cls()
+        return built
+
+    def digest(self) -> str:
+        """A hash of all values and of the YAML that they name: the same on ranks that were started alike. Only rank 0 reads others."""
+        state = hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode())
+        if self.yaml is not None:
+            state.update(disagg.dump(self.yaml).encode())
+        return state.hexdigest()
+
+    def difference(self, other: Mapping[str, Any]) -> str:
+        """The first option whose value differs here from `other`'s, with both values; empty if none does."""
+        for name, value in self.values.items():
+            if value != other.get(name):
+                level, where = self.origin(name)
+                return f"--{name} is {other.get(name)!r} there and {value!r} here" + (f" ({where})" if level is Level.YAML else "")
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """``{name: {"value", "source"}}``; for a dictionary made of several, "source" is each key's, and where a YAML's sections differ,
+        both are by section.
+        """
+        values = {}
+        for name, found in self.found.items():
+            each = {section: config.found[name] for section, config in self.sections.items()}
+            differ = len({repr(one.value) for one in each.values()}) > 1
+            value, source = found.value, _source(found)
+            if differ:
+                value, source = {section: one.value for section, one in each.items()}, {s: _source(one) for s, one in each.items()}
+            values[name] = {"value": value, "source": source}
+        return values
+
+
+def _source(found: Found) -> Any:
+    return {key: origin.where for key, origin in found.keys.items()} if found.keys else found.origin.where
+
+
+def options_page() -> str:
+    """docs/options.md: every option, from the fields."""
+    lines = [
+        "# Options",
+        "",
+        "Made by `make docs` from `mpillm/fields/`. Underscores and hyphens mean the same: `--log_dir`, `--log-dir`; upper and lower case",
+        "are alike in words to choose from. The commands of one test take the same options: each uses those of its stages.",
+        "A duration takes a unit: 90s, 10min, 1.5h, 600000ms; a bare number is seconds.",
+    ]
+    group = ""
+    for field in FIELDS:
+        if field.group != group:
+            group = field.group
+            lines += ["", f"## {group.capitalize()}", "", "| option | meaning | default |", "|---|---|---|"]
+        also = "".join(f", `--{alias}`" for alias in field.aliases)
+        meaning = (field.description + (f" ({', '.join(field.choices)})" if field.choices else "")).replace("|", "&#124;")
+        default = f"`{field.shown_default}`" if field.shown_default else ""
+        lines.append(f"| `--{field.name}`{also} | {meaning} | {default} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
+    """Values of all fields: from the command line, the environment, a user's file and the workload; ConfigError names the source.
+
+    `shown` are in --help, and may be a command's own. The other fields are taken as well: the commands of one test share their options.
+    `defaults` of this command go before those of the fields.
+    """
+    known = _with_all(shown)
+    add_fields(parser, known, shown, defaults)
+    return _from_layers(parser.texts(argv), known, defaults)
+
+
+def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> list[RunConfig]:
+    """As `parse`, for every pair of a workload and a scenario: comma lists of them are several tests."""
+    known = _with_all(shown)
+    add_fields(parser, known, shown, defaults)
+    options = parser.texts(argv)
+    made = []
+    for benchmark in _said(_sources(options, defaults), fields.benchmarks).value or (None,):
+        named = options if benchmark is None else {**options, "benchmarks": benchmark}
+        scenarios = _said(_sources(named, defaults), fields.scenarios)
+        if scenarios.origin.level < Level.WORKLOAD:  # the workload's, if it has none but Server
+            made.append(_from_layers(named, known, defaults))
+        else:
+            made += [_from_layers({**named, "scenarios": scenario}, known, defaults) for scenario in scenarios.value]
+    return made
+
+
+def _with_all(shown: Sequence[Field]) -> list[Field]:
+    return list({field.name: field for field in (*FIELDS, *shown)}.values())
+
+
+def _sources(options: Mapping[str, str], defaults: Mapping[Field, Any] | None) -> Configuration:
+    """The layers of the user and the command: the command line over the file that it names, over the command's defaults."""
+    commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
+    own = Configuration(below=commands, options=options)
+    if (path := _said(own, fields.config_file).value) is not None:
+        given = {key: _said(own, key) for key in config_file.KEYS}
+        if _said(own, fields.use_triton).value and given[fields.harness_type].origin.level <= Level.CONTEXT:
+            given[fields.harness_type] = Found("triton", COMMAND_LINE)
+        file = config_file.load(path, {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT})
+        own.update(file)
+        own.origins = file.origins
+    return own
+
+
+def _said(own: Configuration, field: Field) -> Found:
+    return own.resolve([field]).get(field, Found(None, DEFAULT))
+
+
+def _from_layers(options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
+    """All layers but the YAML's: between the user's file and the command's defaults the generation config, over the workload."""
+    own = _sources(options, defaults)
+    workload = Configuration(below=own.below)
+    generation = own.below = Configuration(below=workload)
+    test = named_test(_said(own, fields.benchmarks), _said(own, fields.scenarios), _said(own, fields.accuracy_target))
+    benchmarks, scenarios = test["benchmarks"].value, test["scenarios"].value
+    if benchmarks is not None and len(benchmarks) == 1:
+        known_workload = workloads.get(benchmarks[0], _said(own, fields.model_scale).value)
+        if scenarios[0] not in known_workload.scenarios and test["scenarios"].origin.level < Level.WORKLOAD:
+            scenarios = known_workload.scenarios[:1]  # of a benchmark that has none but Server
+            test["scenarios"] = Found(scenarios, Origin(Level.WORKLOAD, f"workload {known_workload.title}"))
+        workload.update(known_workload.defaults(scenarios[0]))
+        workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
+    path, origin, _ = _said(own, fields.llm_gen_config_path)
+    if path is not None:
+        try:
+            generation.update(GenerationConfig.from_file(path).values(path))
+        except ConfigError as error:
+            raise ConfigError(f"{error} (--llm_gen_config_path, {origin.where})") from None
+        generation.origins = Origin(Level.GENERATION, path)
+    stated = complete(own, known) | test
+    stated |= {field.name: value for field, value in own.resolve(PASSED_OVER.values()).items()}
+    return RunConfig(resolve(stated), stated)
+
+
+def parse_run(argv: Sequence[str]) -> RunConfig:
+    """The configuration that a command line of `run` gives."""
+    parser = Parser(
+        prog="mpillm run",
+        description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
+        epilog="examples:\n"
+        "  mpirun -n 5 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
+        "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100 --min_duration 10",
+    )
+    config = parse(argv, parser, RUN_FIELDS).with_yaml()
+    _check_together(config)
+    _check_compliance(config)
+    return config
+
+
+def _check_together(config: RunConfig) -> None:
+    for name in ("scenarios", "benchmarks"):
+        if len(getattr(config, name) or ()) > 1:
+            raise ConfigError(f"{config.named(name)}: a run is one test of one workload; start it once for each")
+    if config.dry_run:
+        raise ConfigError(f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI")
+    if config.min_duration is not None and config.min_duration >= config.test_deadline:
+        raise ConfigError(
+            f"{config.named('min_duration')} must be less than {config.named('test_deadline')}, which would end the test first"
+        )
+    if config.min_output_len > config.max_output_len:
+        raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
+    if config.dataset == "synthetic" and config.given("dataset_path"):
+        raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    each = config.sections.values() or [config]
+    without_effect: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+        ("--enable_chunked_context true", any(c.enable_chunked_context for c in each), ("context_chunking_policy",)),
+        ("--dataset synthetic", config.dataset == "synthetic", ("num_samples", "input_mean", "input_stdev", "output_mean", "output_stdev")),
+        ("--benchmarks", config.benchmarks, ("model_scale",)),
+    )
+    for needed, is_there, needing in without_effect:
+        for name in needing:
+            if not is_there and config.given(name) and getattr(config, name) != BY_NAME[name].default:
+                raise ConfigError(f"{config.named(name)} has no effect without {needed}")
+    conflicting = (
+        ("aggregated", ("num_ctx_servers", "ctx_tp_size", "ctx_pp_size", "num_gen_servers", "gen_tp_size", "gen_pp_size")),
+        ("disaggregated", ("tensor_parallelism", "pipeline_parallelism")),
+    )
+    for mode, names in conflicting:
+        for name in names:
+            if config.mode == mode and config.given(name):
+                raise ConfigError(f"{config.named(name)} has no meaning with {config.named('mode')}")
+
+
+def _check_compliance(config: RunConfig) -> None:
+    if config.compliance_test and config.audit_conf:
+        raise ConfigError(
+            f"{config.named('compliance_test')} and {config.named('audit_conf')} exclude each other:"
+            " the compliance test has its own audit.config"
+        )
+    if config.compliance_test and config.test_mode != "PerformanceOnly":
+        raise ConfigError(f"{config.named('compliance_test')} is a performance run, not {config.named('test_mode')}")
+    if config.audit_conf and not Path(config.audit_conf).is_file():
+        raise ConfigError(f"{config.named('audit_conf')}: no such file")
+
+
+def run_name(config: RunConfig) -> str:
+    """``<workload or model>-<scenario>``, for the run directory's name."""
+    model = config.benchmark_name or (Path(config.model_path).name if config.model_path else config.core_type)
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{config.scenario}")

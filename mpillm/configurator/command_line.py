@@ -1,0 +1,100 @@
+"""Command lines made of fields."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from disagg.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from mpillm.configurator.field import Field
+
+
+# Options of TensorRT-LLM's and Triton's programs, and what they are here.
+_THEIRS = {
+    "--model_repo": "it is --triton_model_repo, without the _0 of the first server's",
+    "--tensorrt_llm_model_name": "the model repository says it",
+    "--oversubscribe": "run-llm-server starts a rank for each GPU of the engine",
+    "--model_dir": "it is --model_path",
+    "--tokenizer_dir": "it is --model_path, whose tokenizer is used",
+    "--output_dir": "it is --llm_quantizer_outdir of a checkpoint, --engine_dir of an engine",
+    "--tp_size": "it is --tensor_parallelism",
+    "--pp_size": "it is --pipeline_parallelism",
+    "--moe_ep_size": "it is --moe_expert_parallelism",
+}
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        width = min(140, shutil.get_terminal_size((120, 24)).columns - 2)
+        super().__init__(prog, max_help_position=min(44, width // 3), width=width)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with hyphens and underscores alike, no abbreviations, and errors that name the nearest option."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("usage", f"python -m {kwargs['prog']} [options]")
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
+
+    def parse_known(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """argparse's `parse_known_args`, hyphens and underscores alike."""
+        return self.parse_known_args([_underscored(arg) for arg in args or ()], namespace)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse's, but unknown words are a ConfigError."""
+        values, unknown = self.parse_known(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            options = [option for action in self._actions for option in action.option_strings]
+            known = f"; {_THEIRS[name]}" if name in _THEIRS else nearest(name, options) if name.startswith("-") else ""
+            raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{known}")
+        return values
+
+    def texts(self, args: Sequence[str]) -> dict[str, str]:
+        """What the options say, by name; ConfigError for unknown words."""
+        return {name: text for name, text in vars(self.parse_args(args)).items() if text is not None}
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}")
+
+
+def _underscored(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def add_fields(
+    parser: argparse.ArgumentParser,
+    fields: Sequence[Field],
+    shown: Sequence[Field] | None = None,
+    defaults: Mapping[Field, Any] | None = None,
+) -> None:
+    """An option for each field, in its group; without a value a boolean means true. --help has those `shown`, or all.
+
+    `defaults` of the command go before those of the fields.
+    """
+    groups: dict[str, Any] = {}
+    for field in fields:
+        if not field.is_option:
+            continue
+        if field.group not in groups:
+            groups[field.group] = parser.add_argument_group(field.group)
+        text = field.text(defaults[field]) if defaults and field in defaults else field.shown_default
+        default = f" [default: {text}]" if text else ""
+        choices = f": {', '.join(field.choices)}" if field.choices else ""
+        text = (field.description + choices + default).replace("%", "%%")
+        options: dict[str, Any] = {
+            "help": text if shown is None or field in shown else argparse.SUPPRESS,
+            "metavar": field.name.rpartition("_")[2].upper(),
+            "nargs": "?" if field.is_flag else None,
+            "const": "true" if field.is_flag else None,
+            "dest": field.name,
+        }
+        names = [("--" if len(name) > 1 else "-") + name for name in (field.name, *field.aliases)]
+        groups[field.group].add_argument(*names, **{**options, **(field.argparse_opts or {})})

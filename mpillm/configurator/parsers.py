@@ -1,0 +1,331 @@
+"""How the text of an option becomes its value: functions that raise ValueError, and say what they expect."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
+
+from disagg.errors import nearest
+from mpillm.configurator import Reason
+
+F = TypeVar("F", bound=Callable[[str], Any])
+N = TypeVar("N", int, float)
+
+_LARGEST = 2**31 - 1  # token ids, lengths and counts travel as 32-bit integers
+_MOST_SECONDS = 1e9  # 30 years: the clocks of LoadGen and of the system can count them
+
+
+def expects(what: str, to_text: Callable[[Any], str] = str, *, reads_dict: bool = False) -> Callable[[F], F]:
+    """Say what a function expects. A file's value (a number, a list) is read through `to_text`, or as it is if a dictionary will do."""
+
+    def mark(function: F) -> F:
+        vars(function).update(expects=what, to_text=to_text, reads_dict=reads_dict)
+        return function
+
+    return mark
+
+
+def _whole(text: str) -> int:
+    """As `int`, but for what only Python reads as a number: 1_000, digits of other scripts."""
+    if "_" in text or not text.isascii():
+        raise ValueError(text)
+    return int(text)
+
+
+def _number(text: str) -> float:
+    """As `float`, and with the same exceptions; finite."""
+    if "_" in text or not text.isascii() or not math.isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
+
+
+def _listed(value: Any) -> str:
+    if not isinstance(value, (list, tuple)):
+        return str(value)
+    return ",".join(str(item.value if isinstance(item, enum.Enum) else item) for item in value)
+
+
+def _paired(value: Any) -> str:
+    return ",".join(f"{key}:{item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+
+
+@expects("key:value,key:value", _paired, reads_dict=True)
+def flag_dict(text: str) -> dict[str, Any]:
+    """``key1:value1,key2:value2`` with values read as bool, int, float or else text; ValueError at the first bad pair."""
+    result: dict[str, Any] = {}
+    for pair in text.split(",") if text.strip() else ():
+        key, colon, value = pair.partition(":")
+        if not (colon and key.strip() and value.strip()):
+            raise Reason(f"'{pair}' is not key:value")
+        read = _literal(value.strip())
+        if result.setdefault(key.strip(), read) != read:
+            raise Reason(f"{key.strip()} is given twice, with different values")
+    return result
+
+
+def _literal(text: str) -> bool | int | float | str | None:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (_whole, _number):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@expects("true or false")
+def boolean(text: str) -> bool:
+    """true or false, as words or digits."""
+    value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower())
+    if value is None:
+        raise ValueError(text)
+    return value
+
+
+@expects(f"a whole number of at least 1 and at most {_LARGEST}")
+def positive(text: str) -> int:
+    """An int of at least 1."""
+    return _between(_whole(text), 1, _LARGEST)
+
+
+@expects(f"a whole number of at least 0 and at most {_LARGEST}")
+def natural(text: str) -> int:
+    """An int of at least 0."""
+    return _between(_whole(text), 0, _LARGEST)
+
+
+@expects("whole numbers of at least 1, with commas between them", _listed)
+def integers(text: str) -> tuple[int, ...]:
+    """Ints of at least 1, with commas between them."""
+    return tuple(map(positive, text.split(",")))
+
+
+@expects("token ids with commas between them", _listed)
+def token_ids(text: str) -> tuple[int, ...]:
+    """Ints of at least 0, with commas between them."""
+    return tuple(map(natural, text.split(",")))
+
+
+_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}  # in seconds
+_DAY = 86400.0
+_DURATION = re.compile(rf"\s*(.*?)\s*({'|'.join(_UNITS)})?\s*")
+_AS = "as 600s, 10min or 600000ms; a bare number is seconds"
+
+
+def _in_seconds(text: str) -> float:
+    match = _DURATION.fullmatch(text)
+    assert match is not None, "anything may stand before the unit"
+    return _number(match[1]) * _UNITS[match[2] or "s"]
+
+
+@expects(f"a duration above 0, {_AS}")
+def seconds(text: str) -> float:
+    """A duration above 0, in seconds."""
+    return _above(_in_seconds(text), 0, _MOST_SECONDS)
+
+
+@expects(f"a duration of at most a day, {_AS}")
+def length_of_a_test(text: str) -> float:
+    """A duration of at least 0, in seconds. More than a day is a mistake, most likely milliseconds: NVIDIA's min_duration counts them."""
+    value = _between(_in_seconds(text), 0, _MOST_SECONDS)
+    if value > _DAY:
+        bare = text.strip()[-1].isdigit()
+        why = f"{text.strip()}{' s' if bare else ''} are {_spelled(value)}"
+        if bare:
+            why += f"; {text.strip()} ms, as NVIDIA's min_duration counts, are {_spelled(value / 1000)}: write {text.strip()}ms"
+        raise Reason(why)
+    return value
+
+
+def _spelled(seconds: float) -> str:
+    for unit, size in (("days", _DAY), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+@expects("a number above 0 and up to 1000000000")
+def rate(text: str) -> float:
+    """Queries per second."""
+    return _above(_number(text), 0, 1e9)
+
+
+@expects("a number of at least 0")
+def not_negative(text: str) -> float:
+    """A number of at least 0."""
+    return _between(_number(text), 0, math.inf)
+
+
+@expects("a number of at least 1")
+def at_least_one(text: str) -> float:
+    """A number of at least 1."""
+    return _between(_number(text), 1, math.inf)
+
+
+@expects("a number above 0 and up to 1")
+def fraction(text: str) -> float:
+    """A number above 0 and up to 1."""
+    return _above(_number(text), 0, 1)
+
+
+def _words(value: Any) -> str:
+    return json.dumps(value if isinstance(value, (list, tuple)) else [value], default=str)
+
+
+@expects('a word, or a JSON array of words and arrays of token ids, as ["###", [13, 13]]', _words)
+def stop_words(text: str) -> list[str | list[int]]:
+    """One word, or a JSON array of words and of arrays of token ids."""
+    words = json.loads(text) if text.startswith("[") else [text]
+    for word in words:
+        ids = isinstance(word, list) and all(type(token) is int and 0 <= token <= _LARGEST for token in word)
+        if not word or not (ids or isinstance(word, str)):
+            raise ValueError(text)
+    return list(words)
+
+
+@expects("0.99 or 0.999")
+def accuracy(text: str) -> float:
+    """The part of the reference accuracy that an answer must reach: 0.99 or 0.999, or as 99 and 99.9."""
+    value = _number(text)
+    value = round(value / 100, 6) if value > 1 else value
+    if value not in (0.99, 0.999):
+        raise ValueError(text)
+    return value
+
+
+def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], int | dict[str, int]]:
+    """A parser of one batch size, or of one for each workload by its name, which `workloads` reads."""
+
+    @expects("a batch size, or workload:size,workload:size", _paired)
+    def parse(text: str) -> int | dict[str, int]:
+        if ":" not in text:
+            return positive(text)
+        sizes: dict[str, int] = {}
+        for pair in text.split(","):
+            name, colon, size = pair.partition(":")
+            if not colon:
+                raise Reason(f"'{pair}' is not workload:size")
+            (workload,) = workloads(name)
+            try:
+                read = positive(size)
+            except ValueError:
+                raise Reason(f"'{size}' is not a whole number of at least 1") from None
+            if sizes.setdefault(workload, read) != read:
+                raise Reason(f"{workload} is given twice, with different sizes")
+        return sizes
+
+    return parse
+
+
+@expects("host:port,host:port", _listed)
+def urls(text: str) -> tuple[str, ...]:
+    """Servers as ``host:port,host:port``, each once."""
+    found = [url.strip() for url in text.split(",")]
+    for url in found:
+        host, _, number = url.rpartition(":")
+        if not re.fullmatch(r"[^\s/]+", host):
+            raise Reason(f"'{url}' is not host:port")
+        port(number)
+        if found.count(url) > 1:
+            raise Reason(f"'{url}' is given twice")
+    return tuple(found)
+
+
+def _hosts(value: Any) -> str:
+    return "|".join(f"{host}:{_listed(ports)}" for host, ports in value.items()) if isinstance(value, dict) else str(value)
+
+
+@expects("host_0:port_0,port_1|host_1:port_0,port_1", _hosts)
+def grpc_ports(text: str) -> dict[str, tuple[int, ...]]:
+    """The ports of each host's servers: ``host_0:port_0,port_1|host_1:port_0,port_1``."""
+    result: dict[str, tuple[int, ...]] = {}
+    for part in text.split("|"):
+        host, colon, ports = part.partition(":")
+        if not colon or not host.strip():
+            raise Reason(f"'{part}' is not host:port,port")
+        if host.strip() in result:
+            raise Reason(f"host {host.strip()} is given twice")
+        result[host.strip()] = tuple(map(port, ports.split(",")))
+        if len(set(result[host.strip()])) < len(result[host.strip()]):
+            raise Reason(f"a port of host {host.strip()} is given twice")
+    return result
+
+
+@expects("a port, 1 to 65535")
+def port(text: str) -> int:
+    """A TCP port."""
+    number = int(text) if re.fullmatch(r"\s*[0-9]{1,5}\s*", text) else 0
+    if not 0 < number < 65536:
+        raise Reason(f"'{text}' is not a port, 1 to 65535")
+    return number
+
+
+def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
+    """A parser of known names, or other names of theirs, with commas between them, each once; upper and lower case are alike."""
+    by_name = {name.lower(): name for name in known} | aliases
+
+    @expects(f"one or several of {', '.join(known)}, with commas between them", _listed)
+    def parse(text: str) -> tuple[str, ...]:
+        found: list[str] = []
+        for word in text.split(","):
+            name = by_name.get(word.strip().lower())
+            if name is None:
+                raise Reason(f"there is no {word.strip() or 'empty name'}{nearest(word.strip().lower(), by_name)}")
+            found.append(name)
+        return tuple(dict.fromkeys(found))
+
+    return parse
+
+
+def one_of(*known: str, **others: str) -> Callable[[str], str]:
+    """A parser of one name among `known`, or of another name for one (`others`); upper and lower case are alike."""
+    by_name = {name.lower(): name for name in known} | others
+
+    @expects(f"one of {', '.join(known)}")
+    def parse(text: str) -> str:
+        name = by_name.get(text.lower())
+        if name is None:
+            raise _unknown(text, by_name)
+        return name
+
+    return parse
+
+
+def name_or_class(known: Collection[str], installed: Callable[[], Iterable[str]] = tuple) -> Callable[[str], str]:
+    """A parser of one of `known`, of a name that `installed` finds (asked only then), or of ``package.module:Class``."""
+
+    @expects(f"{', '.join(known)}, or package.module:Class")
+    def parse(text: str) -> str:
+        if ":" in text:
+            return text
+        if text.lower() in known:
+            return text.lower()
+        names = {*known, *installed()}
+        if text not in names:
+            raise _unknown(text, names)
+        return text
+
+    return parse
+
+
+def _unknown(text: str, known: Iterable[str]) -> ValueError:
+    near = nearest(text.lower(), known)
+    return Reason(near.strip(" ()")) if near else ValueError(text)
+
+
+def _between(value: N, least: float, most: float) -> N:
+    if not least <= value <= most:
+        raise ValueError(value)
+    return value
+
+
+def _above(value: float, limit: float, most: float) -> float:
+    if not limit < value <= most:
+        raise ValueError(value)
+    return value

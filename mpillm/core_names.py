@@ -1,0 +1,47 @@
+"""The names of cores and the paths of their classes, ``module:Class``, known without importing any of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ENTRY_POINTS = "mpillm.cores"
+"""The group of entry points by which an installed package adds cores: ``name = "package.module:Class"``."""
+
+DEFAULT = "torch"
+
+BUILT_IN = {DEFAULT: "mpillm.cores.torch_core:TorchCore", "dummy": "mpillm.cores.dummy:DummyCore"}
+
+NOT_BUILT = {
+    name: f"mpillm.cores.trtllm_cores:{name_of_class}"
+    for name, name_of_class in {
+        "triton_grpc": "TritonGrpcCore",
+        "trtllm_disagg": "TrtllmDisaggCore",
+        "trtllm_endpoint": "TrtllmEndpointCore",
+        "trtllm_executor": "TrtllmExecutorCore",
+        "trtllm_hlapi": "TrtllmHlApiCore",
+    }.items()
+}
+"""Cores that cannot run a test yet; other commands work with them."""
+
+registered: dict[str, str] = {}
+"""Cores that this process has added."""
+
+
+def _installed(**about: Any) -> Any:
+    from importlib.metadata import entry_points  # 20 ms, which a rank with a built-in core saves
+
+    return entry_points(group=ENTRY_POINTS, **about)
+
+
+def names() -> list[str]:
+    """Every name of a core that can run a test."""
+    return sorted({*BUILT_IN, *registered, *(point.name for point in _installed())})
+
+
+def class_path(name: str) -> str | None:
+    """The ``module:Class`` of a core, or None. A `name` with a colon is one already."""
+    if ":" in name:
+        return name
+    if path := registered.get(name) or BUILT_IN.get(name) or NOT_BUILT.get(name):
+        return path  # before the search of what is installed, which takes longer
+    return next((point.value for point in _installed(name=name)), None)

@@ -1,0 +1,99 @@
+"""Finds a core's class by its name. Built-in cores, entry points and ``module:Class`` are equals."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from disagg.errors import ConfigError, about, nearest
+from mpillm import core_names
+from mpillm.core_names import BUILT_IN, NOT_BUILT
+from mpillm.cores.base import LLMCore
+
+if TYPE_CHECKING:
+    from mpillm.config.options import RunConfig
+
+
+class BackendRegistry:
+    """Core classes by name, imported when asked for: a backend's packages cost nothing to those who use another."""
+
+    @classmethod
+    def register(cls, name: str, path: str) -> None:
+        """Add a core to this process: `path` is ``module:Class``. A package adds one to all by an entry point of ``mpillm.cores``."""
+        core_names.registered[name] = path
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Of the cores that can run a test."""
+        return core_names.names()
+
+    @classmethod
+    @about("core_type")
+    def get(cls, name: str) -> type[LLMCore]:
+        """The class, which can run a test; ConfigError as `declared`, and for a class that lacks methods."""
+        core = cls.declared(name)
+        if inspect.isabstract(core):
+            lacking = ", ".join(sorted(core.__abstractmethods__))
+            raise ConfigError(f"--core_type {name}: {_not_built(name, core) if name in NOT_BUILT else f'the class lacks {lacking}'}")
+        return core
+
+    @classmethod
+    @about("core_type")
+    def declared(cls, name: str) -> type[LLMCore]:
+        """The class, for what it declares of itself; ConfigError for an unknown name or a missing package."""
+        path = core_names.class_path(name)
+        if path is None:
+            raise ConfigError(f"--core_type {name}: no such core{nearest(name, cls.names())}; there are: {', '.join(cls.names())}")
+        module, _, attribute = path.partition(":")
+        if not attribute or not module or module.startswith("."):
+            raise ConfigError(f"--core_type {name}: expected the name of a core, or package.module:Class")
+        try:
+            core = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] in ("mpillm", "disagg", "launch"):
+                raise
+            extra = f": pip install 'mpillm[{name}]'" if name in BUILT_IN else ""
+            raise ConfigError(f"--core_type {name} needs the package '{error.name}'{extra}") from error
+        except AttributeError as error:
+            raise ConfigError(f"--core_type {name}: {error}") from error
+        if adapter := getattr(core, "rank_core", None):  # a core of `mpillm.llmlib`
+            core = function(adapter)(core)
+        if not (isinstance(core, type) and issubclass(core, LLMCore)):
+            raise ConfigError(f"--core_type {name}: {path} is not an LLMCore")
+        return core
+
+
+def function(path: str) -> Any:
+    """What `engine_stages`, `servers` or `rank_core` of a core's class names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def check_built(config: RunConfig) -> None:
+    """ConfigError if no test can run through this core yet."""
+    if (name := config.core_type) in NOT_BUILT:
+        raise ConfigError(f"{config.named('core_type')}: {_not_built(name, BackendRegistry.declared(name))}")
+
+
+def _not_built(name: str, core: type[LLMCore]) -> str:
+    commands = [command for command, path in (("generate-engines", core.engine_stages), ("run-llm-server", core.servers)) if path]
+    return (
+        f"not built in this version of mpillm; {' and '.join(commands)} work{'' if len(commands) > 1 else 's'} with it, but a test needs"
+        f" --core_type {' or '.join(BUILT_IN)}"
+    )
+
+
+def check_core(config: RunConfig) -> None:
+    """As `check_built`; ConfigError, too, if the core needs what `config`, with the values of its YAML, does not say."""
+    check_built(config)
+    if not BackendRegistry.get(config.core_type).needs_model:
+        return
+    if not config.model_path:
+        raise ConfigError(
+            f"--core_type {config.core_type} needs --model_path: a Hugging Face folder (`python -m mpillm fetch-model smollm2-135m` brings"
+            " a small one), or a preset with random weights (`--model_path tiny-llama`)",
+            about=["core_type", "model_path"],
+        )
+    if config.precision in ("fp4", "nvfp4") and config.quantization == "auto":
+        raise ConfigError(f"{config.named('precision')}: the {config.core_type} core has no such weights; choose them with --quantization")

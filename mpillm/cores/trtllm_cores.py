@@ -1,0 +1,37 @@
+"""TensorRT-LLM's and Triton's cores: what builds their engines and starts their servers. They cannot run a test yet."""
+
+from __future__ import annotations
+
+from mpillm.cores.base import LLMCore
+
+
+class TrtllmExecutorCore(LLMCore):
+    """An engine of `trtllm-build`, in this process."""
+
+    engine_stages = "mpillm.builder.trtllm:engine_stages"
+    framework = "TensorRT-LLM"
+    packages = ("tensorrt_llm",)
+
+
+class TritonGrpcCore(TrtllmExecutorCore):
+    """The same engine behind `tritonserver`."""
+
+    servers = "mpillm.commands.run_llm_server:triton_servers"
+
+
+class TrtllmHlApiCore(TrtllmExecutorCore):
+    """TensorRT-LLM's `LLM` class: a Hugging Face folder for its PyTorch backend, or an engine."""
+
+    engine_stages = "mpillm.builder.trtllm:checkpoint_stages"
+
+
+class TrtllmEndpointCore(TrtllmHlApiCore):
+    """`trtllm-serve` over HTTP."""
+
+    servers = "mpillm.commands.run_llm_server:endpoint_servers"
+
+
+class TrtllmDisaggCore(TrtllmHlApiCore):
+    """`trtllm-serve disaggregated` over HTTP."""
+
+    servers = "mpillm.commands.run_llm_server:disaggregated_servers"

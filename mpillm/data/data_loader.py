@@ -1,0 +1,96 @@
+"""What gives a test its samples: the base class of data sets that are loaded whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from mpillm import fields
+from mpillm.configurator import autoconfigure, bind
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Sample i's prompt is the next ``lengths[i]`` of `tokens`."""
+
+    file: Path  # where the prompts come from, for messages
+    lengths: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    stop_words: NDArray[np.int32] | None = None  # shape [samples, width], padded with the end token or -1
+    note: str = ""  # for the user: where the converted data set is
+
+
+@autoconfigure
+@bind(fields.dataset_path)
+class LLMDataLoader:
+    """A data set. A subclass says how many samples it has, and their tokens.
+
+    ``--dataset package.module:Class`` runs a test with it.
+    """
+
+    def __init__(self, fnames: Iterable[str | Path] = (), *, dataset_path: str | Path | None = None) -> None:
+        """Map the .npy files `fnames` of the folder `dataset_path`: attributes of their names without suffix.
+
+        `dataset_path`: None is the current folder.
+        """
+        self.dataset_path = Path(dataset_path or ".")
+        self.tensors: dict[str, NDArray[Any]] = {}
+        for name in fnames:
+            try:
+                array = np.load(self.dataset_path / name, mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError, EOFError) as error:
+                raise ConfigError(f"data set {self.dataset_path / name} cannot be read: {error}") from None
+            self.tensors[Path(name).stem] = array
+
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        try:
+            return self.__dict__["tensors"][name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name}, and has loaded no file {name}.npy"
+            ) from None
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        raise NotImplementedError(f"{type(self).__name__}.__len__")
+
+    def get_input_tokens(self, sample_indices: Sequence[int]) -> Sequence[Sequence[int]]:
+        """The prompts of these samples."""
+        raise NotImplementedError(f"{type(self).__name__}.get_input_tokens")
+
+    def get_stop_tokens(self, sample_indices: Sequence[int]) -> Sequence[Sequence[int] | None]:
+        """The stop word that ends the answer of each of these samples, as tokens; None: no stop word."""
+        return [None for _ in sample_indices]
+
+    def load(self) -> Samples:
+        """All samples. ConfigError names the sample that has no tokens, or too many stop words."""
+        name, every = type(self).__name__, range(len(self))
+        prompts, stop_words = self.get_input_tokens(every), self.get_stop_tokens(every)
+        for method, got in (("get_input_tokens", prompts), ("get_stop_tokens", stop_words)):
+            if len(got) != len(every):
+                raise ConfigError(f"{name}.{method} gave {len(got)} samples, asked for {len(every)}")
+        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
+        if not len(lengths) or not lengths.all():
+            raise ConfigError(
+                f"{name}: sample {int(np.argmin(lengths))} has no tokens"
+                if len(lengths)
+                else f"{name} has no samples"
+            )
+        tokens = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])
+        return Samples(Path(name), lengths, tokens, _padded(stop_words))
+
+
+def _padded(stop_words: Sequence[Sequence[int] | None]) -> NDArray[np.int32] | None:
+    if all(word is None for word in stop_words):
+        return None
+    words = [[] if word is None else list(word) for word in stop_words]
+    rows = np.full((len(words), max(map(len, words), default=0)), -1, np.int32)
+    for row, word in zip(rows, words, strict=True):
+        row[: len(word)] = word
+    return rows

@@ -1,0 +1,134 @@
+"""Data frames as memory-mapped arrays, converted once.
+
+A conversion is a folder of .npy files: ``FILE.arrays/KEY`` beside the data frame or, if that is not writable,
+in the user's cache. KEY identifies the state of the file, so a changed file is converted again. The folder is
+written under another name, then renamed: two runs may convert the same file at once, and a run may be killed
+on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Arrays = Mapping[str, NDArray[Any]]
+
+_FORMAT = 1  # of the arrays: a higher number converts every file again
+_WORTHWHILE = 1 << 20  # bytes; smaller files read as fast as arrays
+_CONTENTS = "contents.json"  # names of the arrays: programs that clean a disk may delete some of them
+_SAMPLE, _SAMPLES = 4096, 64  # bytes of a sample of the content, and how many samples the key has
+_STALE_S = 3600.0  # no conversion takes longer
+
+
+def converted(file: Path, wanted: str, convert: Callable[[], Arrays]) -> tuple[Arrays, str]:
+    """Return the arrays that `convert` makes of `file`, mapped if an earlier run stored them, and a note.
+
+    The note is a line for the user, or empty. `wanted` identifies what `convert` depends on besides the file.
+    A conversion that cannot be stored is no error.
+    """
+    try:
+        key = _key(file, wanted) if file.stat().st_size >= _WORTHWHILE else ""
+    except OSError:  # `convert` will say why
+        key = ""
+    if not key:
+        return convert(), ""
+    folders = [folder / key for folder in _folders(file)]
+    for folder in folders:
+        if (found := _read(folder)) is not None:
+            return found, ""
+    arrays = convert()
+    reasons = []
+    for folder in folders:
+        try:
+            if _key(file, wanted) == key:
+                _write(folder, arrays)
+                _remove_old(folder)
+                return arrays, f"data set converted for later runs: {folder.parent}"
+            reasons.append(f"{file} changed while it was read")
+            break
+        except OSError as error:
+            reasons.append(f"{error.filename or folder}: {error.strerror}")
+    return arrays, f"data set converted, but not stored for later runs: {'; '.join(reasons)}"
+
+
+def _key(file: Path, wanted: str) -> str:
+    """Hash size, times and samples of the content. (Programs that copy files set mtime, but not ctime.)"""
+    stat = file.stat()
+    digest = hashlib.sha256(f"{_FORMAT} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
+    with file.open("rb", buffering=0) as stream:
+        for place in np.linspace(0, max(stat.st_size - _SAMPLE, 0), _SAMPLES, dtype=np.int64).tolist():
+            stream.seek(place)
+            digest.update(stream.read(_SAMPLE))
+    return f"{_short(wanted)}-{digest.hexdigest()[:32]}"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _folders(file: Path) -> Iterator[Path]:
+    """Return the folders that may hold conversions of `file`, in order of preference."""
+    yield file.with_name(f"{file.name}.arrays")
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):  # no home directory
+        cache = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
+        yield cache / "mpillm" / "datasets" / f"{_short(str(file.resolve()))}-{file.name}"
+
+
+def _read(folder: Path) -> Arrays | None:
+    """Return a stored conversion; None if there is none or it is damaged."""
+    try:
+        arrays: dict[str, NDArray[Any]] = {}
+        for name in json.loads((folder / _CONTENTS).read_text(encoding="utf-8")):
+            file = folder / f"{name}.npy"
+            # An empty array cannot be mapped.
+            arrays[name] = np.load(file, "r" if file.stat().st_size > _SAMPLE else None)
+    except (OSError, ValueError, EOFError):
+        return None
+    return arrays
+
+
+def _write(folder: Path, arrays: Arrays) -> None:
+    """Store a conversion. Raises OSError if it cannot be written."""
+    work = folder.with_name(f".{secrets.token_hex(8)}")
+    work.mkdir(parents=True)
+    try:
+        for name, array in arrays.items():
+            with (work / f"{name}.npy").open("wb") as stream:
+                np.save(stream, array)
+                stream.flush()
+                os.fsync(
+                    stream.fileno()
+                )  # a machine's crash must not leave a complete folder of empty blocks
+        (work / _CONTENTS).write_text(json.dumps(list(arrays)), encoding="utf-8")
+        try:
+            work.rename(folder)
+        except OSError:
+            if _read(folder) is None:  # damaged; otherwise another run was faster
+                shutil.rmtree(folder)
+                work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()  # if it is empty
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove conversions of earlier states of the file and those that killed runs left unfinished."""
+    wanted = folder.name.partition("-")[0]
+    for other in folder.parent.iterdir():
+        with contextlib.suppress(OSError):
+            left = other.name.startswith(".") and other.stat().st_mtime < time.time() - _STALE_S
+            if left or (other.name.startswith(f"{wanted}-") and other != folder):
+                shutil.rmtree(other)

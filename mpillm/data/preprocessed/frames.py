@@ -1,0 +1,159 @@
+"""The columns of pandas' pickled data frames (the extra ``datasets``)."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import mmap
+import pickle
+import struct
+import zlib
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Frame:
+    """The columns of a data frame, by name."""
+
+    def __init__(self, file: Path, data: pd.DataFrame) -> None:
+        self.file, self._data = file, data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self._data.columns)
+
+    def integers(self, column: str) -> NDArray[np.int64]:
+        """Return a column of integers, shape [rows]; ConfigError if it holds anything else."""
+        values = self._column(column)
+        if values.dtype.kind not in "iu":
+            raise ConfigError(f"{self.file}: column {column} holds {values.dtype}, not integers")
+        return values.astype(np.int64)
+
+    def texts(self, column: str) -> list[str]:
+        """Return a column of texts, numbers as text; ConfigError names the row that holds anything else."""
+        texts = []
+        for row, value in enumerate(self._column(column).tolist()):
+            if not isinstance(value, (str, int, float, np.number)) or isinstance(value, bool):
+                raise ConfigError(f"{self.file}: row {row} of column {column} is {_kind_of(value)}, not text")
+            texts.append(str(value))
+        return texts
+
+    def tokens(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the lengths, shape [rows], and the integers, back to back, of a column of lists or arrays.
+
+        ConfigError names the row that holds anything else, or an integer that does not fit int32.
+        """
+        values = self._column(column)
+        lengths = np.zeros(len(values), np.int64)
+        packed = array("i")
+        for row, cell in enumerate(values):
+            before = len(packed)
+            try:
+                _take(cell, packed)
+            except OverflowError:
+                raise ConfigError(
+                    f"{self.file}: row {row} of column {column} is not a list of tokens: "
+                    "an integer does not fit int32"
+                ) from None
+            except TypeError as error:
+                where = f"{self.file}: row {row} of column {column}"
+                raise ConfigError(f"{where} is not a list of tokens: {error}") from None
+            lengths[row] = len(packed) - before
+        return lengths, np.frombuffer(packed, np.int32) if packed else np.zeros(0, np.int32)
+
+    def _column(self, name: str) -> NDArray[Any]:
+        if name not in self.columns:
+            names = ", ".join(self.columns)
+            raise ConfigError(
+                f"{self.file}: no column {name}{nearest(name, self.columns)}; the columns are: {names}"
+            )
+        values: NDArray[Any] = self._data[name].to_numpy()
+        return values
+
+
+def read_frame(file: Path) -> Frame:
+    """Read the data frame in a pickle written by pandas (``.pkl``, ``.pkl.gz``; pickle protocol 2 to 5).
+
+    ConfigError names the file and what is wrong: it cannot be read, is truncated, is not a pickle, holds
+    something other than a data frame, or asks for a class or function that no data frame needs. Without
+    pandas it names the extra to install.
+    """
+    try:
+        from mpillm.data.preprocessed import unpickler
+    except ImportError as error:
+        raise ConfigError(f"data set {file} needs {error.name}: pip install 'mpillm[datasets]'") from error
+    stream = _opened(file)
+    try:
+        return Frame(
+            file, unpickler.load(stream, stream.getbuffer() if isinstance(stream, io.BytesIO) else stream)
+        )
+    except unpickler.Refused as error:
+        raise ConfigError(f"{file}: {error}") from None
+    except (EOFError, struct.error) as error:
+        raise ConfigError(f"{file}: truncated or damaged: its pickle ends before its data does") from error
+    except (
+        pickle.UnpicklingError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ConfigError(
+            f"{file}: damaged, or not a data frame pickled by pandas 1 to 3 ({error})"
+        ) from error
+
+
+def _opened(file: Path) -> mmap.mmap | io.BytesIO:
+    """Return the file's bytes: mapped, or in memory if they are compressed."""
+    try:
+        if file.name.endswith(".gz"):
+            with gzip.open(file) as packed:
+                return io.BytesIO(packed.read())
+        with file.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{file}: truncated, or not gzip: {error}") from None
+    except ValueError:
+        raise ConfigError(f"{file} is empty") from None
+    except OSError as error:
+        raise ConfigError(f"data set {file} cannot be read: {error.strerror}") from None
+
+
+def _take(cell: Any, packed: array[int]) -> None:
+    """Append the integers of one cell. Raises OverflowError, or TypeError that says what the cell holds."""
+    if isinstance(cell, np.ndarray):
+        if cell.dtype.kind not in "iu" or cell.ndim != 1:
+            raise TypeError(f"it is {_kind_of(cell)}")
+        if len(cell) and not -(2**31) <= int(cell.min()) <= int(cell.max()) < 2**31:
+            raise OverflowError
+        packed.frombytes(cell.astype(np.int32).tobytes())
+        return
+    if not isinstance(cell, (list, tuple)):
+        raise TypeError(f"it is {_kind_of(cell)}")
+    for item in cell:
+        if type(item) is array:  # the unpickler's
+            packed.extend(item)
+        elif isinstance(item, (int, np.integer)) and not isinstance(item, bool):
+            packed.append(int(item))
+        else:
+            raise TypeError(f"it holds {_kind_of(item)}")
+
+
+def _kind_of(value: Any) -> str:
+    from mpillm.data.preprocessed.unpickler import kind_of
+
+    return kind_of(value)

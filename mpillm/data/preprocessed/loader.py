@@ -1,0 +1,210 @@
+"""The published data sets, tokenized beforehand: NVIDIA's arrays and MLCommons' pickled data frames.
+
+NVIDIA's preprocessing scripts (``closed/NVIDIA/code/*/tensorrt/preprocess_data.py`` in
+mlcommons/inference_results_v5.1) write ``input_ids_padded.npy`` (int32, [samples, width], padded at the end),
+``input_lens.npy`` (int32, [samples]) and, for Mixtral, ``stop_ids_padded.npy`` (int32, [samples, 4], padded
+with the end token). MLCommons' own files are data frames with a row per sample (``language/*/dataset.py`` in
+mlcommons/inference); they are converted to arrays on first use. Only the harness's rank loads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError, nearest
+from mpillm.data.data_loader import LLMDataLoader, Samples
+from mpillm.data.preprocessed import Columns
+from mpillm.data.preprocessed.converted import Arrays, converted
+from mpillm.data.preprocessed.frames import Frame, read_frame
+
+TOKENS_FILE, LENGTHS_FILE, STOP_FILE = "input_ids_padded.npy", "input_lens.npy", "stop_ids_padded.npy"
+FRAME_SUFFIXES = (".pkl", ".pkl.gz")
+
+_TEXT, _ENDS = "reference", "_ends"  # in the names of arrays
+_CHUNK_ROWS = 1024  # rows of the padded array in one read
+
+
+class PreprocessedLoader(LLMDataLoader):
+    """A preprocessed data set: a folder with the arrays, or a data frame (or its folder)."""
+
+    def __init__(self, path: Path, columns: Columns | None = None, frame_file: str | None = None) -> None:
+        """`frame_file`: the data frame's name in a folder without arrays. ConfigError if neither is there."""
+        self._columns = columns or Columns()
+        self._arrays: Path | None = None  # the folder
+        self._frame: Path | None = None
+        if path.is_dir():
+            self._arrays = path if (path / TOKENS_FILE).is_file() else None
+            if frame_file is not None:
+                self._frame = next(
+                    (f for suffix in ("", ".gz") if (f := path / (frame_file + suffix)).is_file()), None
+                )
+        elif path.name.endswith(FRAME_SUFFIXES):
+            self._frame = path
+        elif path.name == TOKENS_FILE:
+            self._arrays = path.parent
+        if self._arrays is None and self._frame is None:
+            wanted = f"a folder with {TOKENS_FILE} and {LENGTHS_FILE}"
+            wanted += f", or with {frame_file}[.gz]" if frame_file else ""
+            raise ConfigError(
+                f"data set {path} {'is not' if path.exists() else 'does not exist; expected'} {wanted}"
+            )
+        if not path.exists():
+            siblings = [file.name for file in path.parent.glob("*")]
+            raise ConfigError(f"data set {path} does not exist{nearest(path.name, siblings)}")
+
+    @staticmethod
+    def reads(path: Path) -> bool:
+        """Return whether `path` is for this loader, not a JSONL file."""
+        return path.is_dir() or path.suffix == ".npy" or path.name.endswith(FRAME_SUFFIXES)
+
+    def load(self) -> Samples:
+        """Read all prompts.
+
+        ConfigError names the file, and the sample if one is at fault: a wrong type or shape, a missing
+        column, lengths that differ from those of the prompts or are for another number of samples.
+        """
+        return self._load_arrays(self._arrays) if self._arrays is not None else self._load_frame()
+
+    def references(self) -> dict[str, list[str]]:
+        """Read the reference columns of the data frame; they are not kept."""
+        if self._frame is None:
+            raise ConfigError(
+                f"data set {self._arrays}: no references, which are in the data frame (a .pkl file): "
+                "name that instead"
+            )
+        arrays, _ = self._converted(self._frame)
+        names = {column: f"{_TEXT}{i}" for i, column in enumerate(self._columns.references)}
+        if all(name in arrays for name in names.values()):
+            return {
+                column: _unpacked(arrays[name], arrays[f"{name}{_ENDS}"]) for column, name in names.items()
+            }
+        frame = read_frame(self._frame)  # raises, if they are what is wrong
+        return {column: frame.texts(column) for column in names}
+
+    def _load_arrays(self, folder: Path) -> Samples:
+        file = folder / TOKENS_FILE
+        padded, lengths = _array(file, 2), np.array(_array(folder / LENGTHS_FILE, 1), np.int64)
+        n, width = padded.shape
+        if len(lengths) != n:
+            raise ConfigError(f"{folder / LENGTHS_FILE} has {len(lengths)} samples, {TOKENS_FILE} has {n}")
+        wrong = np.flatnonzero((lengths < 1) | (lengths > width))
+        if len(wrong):
+            length = lengths[wrong[0]]
+            raise ConfigError(
+                f"{folder / LENGTHS_FILE}: sample {wrong[0]} has length {length}; "
+                f"{TOKENS_FILE} has 1 to {width}"
+            )
+        tokens = np.empty(int(lengths.sum()), np.int32)
+        done = 0
+        with file.open("rb") as stream:  # not mapped: its pages would count as this process's memory
+            stream.seek(padded.offset)
+            for first in range(0, n, _CHUNK_ROWS):
+                rows = np.fromfile(stream, padded.dtype, min(_CHUNK_ROWS, n - first) * width).reshape(
+                    -1, width
+                )
+                there = np.arange(width) < lengths[first : first + len(rows), None]
+                chunk = rows[there]
+                if (
+                    chunk.dtype.itemsize > 4
+                    and len(chunk)
+                    and not -(2**31) <= int(chunk.min()) <= int(chunk.max()) < 2**31
+                ):
+                    last = first + len(rows) - 1
+                    raise ConfigError(
+                        f"{file}: samples {first} to {last} have a token that does not fit int32"
+                    )
+                tokens[done : done + len(chunk)] = chunk
+                done += len(chunk)
+        stop_words = None
+        if (folder / STOP_FILE).is_file():
+            stop_words = np.array(_array(folder / STOP_FILE, 2), np.int32)
+            if len(stop_words) != n:
+                raise ConfigError(
+                    f"{folder / STOP_FILE} has {len(stop_words)} samples, {TOKENS_FILE} has {n}"
+                )
+        return Samples(file, lengths, tokens, stop_words)
+
+    def _load_frame(self) -> Samples:
+        assert self._frame is not None
+        arrays, note = self._converted(self._frame)
+        return Samples(self._frame, arrays["lengths"], arrays["tokens"], arrays.get("stop_words"), note)
+
+    def _converted(self, file: Path) -> tuple[Arrays, str]:
+        return converted(file, repr(self._columns), lambda: _convert(file, self._columns))
+
+
+def _convert(file: Path, columns: Columns) -> Arrays:
+    """Return the columns as arrays; ConfigError if the prompts are wrong.
+
+    Wrong references are left out: not every run needs them.
+    """
+    frame = read_frame(file)
+    lengths, tokens = frame.tokens(columns.tokens)
+    if not len(lengths):
+        raise ConfigError(f"data set {file} is empty")
+    empty = np.flatnonzero(lengths == 0)
+    if len(empty):
+        raise ConfigError(f"{file}: sample {empty[0]} has no tokens in column {columns.tokens}")
+    if columns.lengths is not None:
+        said = frame.integers(columns.lengths)
+        wrong = np.flatnonzero(said != lengths)
+        if len(wrong):
+            i = wrong[0]
+            raise ConfigError(
+                f"{file}: sample {i} has {lengths[i]} tokens in column {columns.tokens}, "
+                f"{columns.lengths} says {said[i]}"
+            )
+    arrays: dict[str, NDArray[Any]] = {"lengths": lengths, "tokens": tokens}
+    if columns.stop_words:
+        arrays["stop_words"] = _padded(frame, columns.stop_words)
+    with contextlib.suppress(ConfigError):
+        for i, column in enumerate(columns.references):
+            arrays[f"{_TEXT}{i}"], arrays[f"{_TEXT}{i}{_ENDS}"] = _packed(frame.texts(column))
+    return arrays
+
+
+def _packed(texts: list[str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return the texts in UTF-8, back to back, and where each ends."""
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    return np.frombuffer(b"".join(encoded), np.uint8), np.cumsum(
+        [len(text) for text in encoded], dtype=np.int64
+    )
+
+
+def _unpacked(packed: NDArray[np.uint8], ends: NDArray[np.int64]) -> list[str]:
+    raw, places = packed.tobytes(), [0, *ends.tolist()]
+    return [raw[begin:end].decode("utf-8", "surrogatepass") for begin, end in pairwise(places)]
+
+
+def _padded(frame: Frame, column: str) -> NDArray[np.int32]:
+    """Return a column of lists as rows of one width, padded with -1."""
+    lengths, tokens = frame.tokens(column)
+    rows = np.full((len(lengths), int(lengths.max(initial=1))), -1, np.int32)
+    rows[np.arange(rows.shape[1]) < lengths[:, None]] = tokens
+    return rows
+
+
+def _array(file: Path, n_dimensions: int) -> np.memmap[tuple[int, ...], np.dtype[np.int64]]:
+    """Map the array of integers in a .npy file."""
+    try:
+        mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise ConfigError(f"data set {file.parent} has no {file.name}") from None
+    except OSError as error:
+        raise ConfigError(f"data set {file} cannot be read: {error.strerror or error}") from None
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"{file}: truncated, or not a .npy file of numbers: {error}") from None
+    if not isinstance(mapped, np.memmap):
+        raise ConfigError(f"{file}: an archive of arrays, not a .npy file")
+    if mapped.dtype.kind not in "iu" or mapped.ndim != n_dimensions or mapped.size == 0:
+        found = f"{mapped.dtype} of shape {list(mapped.shape)}"
+        raise ConfigError(f"{file}: {found}; expected integers, {n_dimensions} dimensions")
+    if n_dimensions == 2 and not mapped.flags.c_contiguous:
+        raise ConfigError(f"{file} is stored by columns (Fortran order); samples must be rows")
+    return mapped

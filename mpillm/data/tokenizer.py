@@ -1,0 +1,229 @@
+"""Text to tokens and back, as `transformers` does it but without its import, which takes seconds.
+
+The library `tokenizers` reads a Hugging Face folder's `tokenizer.json`; a prompt becomes one user message of
+the folder's chat template, if it has one. Without a model, or in a folder without a tokenizer (the presets),
+a token is a byte.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError, about
+
+_OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # that we cannot read
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+Tokens = Sequence[int] | NDArray[np.int32]
+
+
+class Tokenizer(Protocol):
+    """What the program needs from a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, special ones included; a model's own may be larger, for padding."""
+
+    @property
+    def plain_tokens(self) -> range:
+        """The longest range of ids without a special token: synthetic prompts are drawn from it."""
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the model's input: a chat with this one message, if the model has a chat template."""
+
+    def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
+        """`encode` for many prompts, on all cores."""
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the tokens of the text itself: no chat template, no special tokens."""
+
+    def decode(self, tokens: Tokens) -> str:
+        """Return the text of an answer, without special tokens."""
+
+
+@about("model_path")
+def load_tokenizer(model_path: Path | None, apply_chat_template: bool = True) -> Tokenizer:
+    """Return the tokenizer of the folder `model_path`, or the byte tokenizer. Raises ConfigError."""
+    if model_path is None:
+        return ByteTokenizer()
+    file = model_path / "tokenizer.json"
+    if not file.exists():
+        if others := [name for name in _OTHER_FORMATS if (model_path / name).exists()]:
+            raise ConfigError(
+                f"{model_path} has {others[0]} but no tokenizer.json; "
+                "save its tokenizer with transformers, which writes one"
+            )
+        return ByteTokenizer()
+    settings = _read_settings(model_path)
+    template = _read_template(model_path, settings) if apply_chat_template else None
+    return FileTokenizer(file, _compile(template, settings) if template is not None else None)
+
+
+class ByteTokenizer:
+    """A token is a byte of the UTF-8 text: 256 tokens, none of them special."""
+
+    vocab_size = 256
+    plain_tokens = range(256)
+
+    def encode(self, prompt: str) -> list[int]:
+        return list(prompt.encode())
+
+    def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
+        return [list(prompt.encode()) for prompt in prompts]
+
+    def encode_plain(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Tokens) -> str:
+        """Tokens outside 0 to 255 (a model's vocabulary may be larger) and invalid UTF-8 become U+FFFD."""
+        ids = np.asarray(tokens, np.int64)
+        ids = np.where((ids >= 0) & (ids < 256), ids, 0xFF)  # the byte 0xFF never occurs in UTF-8
+        return ids.astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json`, behind a chat template if `render` is given."""
+
+    def __init__(self, file: Path, render: Callable[[str], str] | None = None) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ConfigError(
+                f"{file} needs the tokenizers library: pip install 'mpillm[tokenizer]'"
+            ) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more precise
+            library = f"tokenizers {tokenizers.__version__}"
+            raise ConfigError(f"{file} is not a tokenizer that {library} can read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._render = render
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        special = sorted(
+            i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        edges = [-1, *special, self.vocab_size]
+        self.plain_tokens = max((range(a + 1, b) for a, b in itertools.pairwise(edges)), key=len)
+
+    def encode(self, prompt: str) -> list[int]:
+        return self.encode_batch([prompt])[0]
+
+    def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
+        texts = list(prompts) if self._render is None else [self._render(prompt) for prompt in prompts]
+        # A chat template writes the special tokens itself; without one the post-processor adds them.
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, tokens: Tokens) -> str:
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+
+def _read_settings(model_path: Path) -> dict[str, Any]:
+    """Read `tokenizer_config.json` over the older `special_tokens_map.json`; special tokens as text."""
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = model_path / name
+        try:
+            content = json.loads(file.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file} holds {type(content).__name__}, not an object")
+        settings |= {key: value for key, value in content.items() if value is not None}
+    for key in _SPECIAL_TOKENS:
+        if isinstance(token := settings.get(key), dict):
+            settings[key] = token.get("content")
+    return settings
+
+
+def _read_template(model_path: Path, settings: dict[str, Any]) -> str | None:
+    """Return the chat template: `chat_template.jinja` before `tokenizer_config.json`'s (`default`)."""
+    file = model_path / "chat_template.jinja"
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        template = settings.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if isinstance(template, list):
+        template = next(
+            (
+                entry.get("template")
+                for entry in template
+                if isinstance(entry, dict) and entry.get("name") == "default"
+            ),
+            None,
+        )
+    if template is not None and not isinstance(template, str):
+        where = model_path / "tokenizer_config.json"
+        raise ConfigError(f"{where}: chat_template is {type(template).__name__}, not text")
+    return template
+
+
+def _compile(template: str, settings: dict[str, Any]) -> Callable[[str], str]:
+    """Return a function from a prompt to the model's input, with the Jinja environment of `transformers`."""
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.parser
+        import jinja2.sandbox
+    except ImportError as error:
+        raise ConfigError(
+            "the model's chat template needs jinja2: pip install 'mpillm[tokenizer]'"
+        ) from error
+
+    class GenerationTag(jinja2.ext.Extension):
+        """``{% generation %}`` marks the answer for training; here its body is plain text."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2's interface
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    special = {key: settings[key] for key in _SPECIAL_TOKENS if settings.get(key) is not None}
+    try:
+        compiled = environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the model's chat template does not parse: {error}") from error
+
+    def render(prompt: str) -> str:
+        try:
+            return compiled.render(
+                messages=[{"role": "user", "content": prompt}],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **special,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"the model's chat template fails on one user message: {error}") from error
+
+    return render

@@ -1,0 +1,163 @@
+"""The paged KV cache: memory in blocks of tokens, and who holds which block."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpillm.engine.fp8 import FP8, to_fp8, widen
+from mpillm.engine.staging import to_device
+
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": FP8}
+NULL_BLOCK = 0  # never given out: pads short rows of a block table
+
+
+class BlockAllocator:
+    """Gives out block numbers 1 to n, the lowest free one first, so that used blocks stay close together."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self.n_blocks = n_blocks
+        self._free = list(range(1, n_blocks + 1))
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    def take(self, n: int) -> list[int]:
+        """Return `n` blocks; the caller has checked `n_free`."""
+        return [heapq.heappop(self._free) for _ in range(n)]
+
+    def give_back(self, blocks: list[int]) -> None:
+        for block in blocks:
+            heapq.heappush(self._free, block)
+
+
+class Held(NamedTuple):
+    """A sequence's blocks, and how many tokens in them count."""
+
+    blocks: list[int]
+    n_tokens: int
+
+
+class KVCache:
+    """Keys and values: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim] each; keys are rotated.
+
+    In fp8 a value is the number times the scale of its layer and head: `scales` (float32 [layers, 2,
+    kv_heads], keys before values; None in another dtype). A piece of a handoff is [layers, 2, kv_heads,
+    tokens, head_dim] of the cache's dtype, contiguous, keys before values, without scales: both ends have
+    them from the same weights.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_blocks: int,
+        n_kv_heads: int,
+        tokens_per_block: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        scales: Tensor | None = None,
+    ) -> None:
+        """`scales` are for an fp8 cache; None: all 1."""
+        self.tokens_per_block = tokens_per_block
+        self.scales: Tensor | None = None
+        if dtype == FP8:
+            self.scales = torch.ones(n_layers, 2, n_kv_heads, device=device) if scales is None else scales
+        self._shape = (n_layers, n_blocks + 1, n_kv_heads, tokens_per_block, head_dim)
+        self.keys, self.values = (_zeros(self._shape, dtype, torch.device(device)) for _ in range(2))
+
+    def blocks_for(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.tokens_per_block)
+
+    def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
+        n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
+        n_bytes: int = 2 * n_layers * n_heads * n_tokens * self._shape[-1] * self.keys.element_size()
+        return n_bytes
+
+    @torch.inference_mode()
+    def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Tensor:
+        """Return a buffer for a piece of a handoff: uint8 [bytes]."""
+        return torch.empty(self.piece_bytes(n_tokens, layers, heads), dtype=torch.uint8, device=self.keys.device)
+
+    @torch.inference_mode()
+    def read(self, held: list[Held], layers: slice, heads: slice) -> list[Tensor]:
+        """Copy some layers and heads: a piece of a handoff for each, uint8 [bytes]."""
+        sizes = [self.piece_bytes(n_tokens, layers, heads) for _, n_tokens in held]
+        pieces = list(torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.keys.device), sizes))
+        if self.keys.is_cuda:
+            self._copy_on_gpu(held, layers, heads, pieces, into_pieces=True)
+            return pieces
+        for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
+            n_whole, rest = divmod(n_tokens, self.tokens_per_block)
+            for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
+                whole.copy_(pool[:, blocks[:n_whole]])
+                if rest:
+                    end.copy_(pool[:, blocks[n_whole], :, :rest])
+        return pieces
+
+    @torch.inference_mode()
+    def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor]) -> None:
+        """Fill blocks with what `read` returned for the same tokens, layers and heads."""
+        if self.keys.is_cuda:
+            self._copy_on_gpu(held, layers, heads, pieces, into_pieces=False)
+            return
+        for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
+            n_whole, rest = divmod(n_tokens, self.tokens_per_block)
+            for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
+                pool[:, blocks[:n_whole]] = whole
+                if rest:
+                    pool[:, blocks[n_whole], :, :rest] = end
+
+    def _copy_on_gpu(self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor], *, into_pieces: bool) -> None:
+        """Copy all in one kernel, without waiting."""
+        from mpillm.engine.kernels.step_kernels import copy_blocks
+
+        rows: tuple[list[int], ...] = [], [], [], []
+        for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
+            n = self.blocks_for(n_tokens)
+            of_piece = blocks[:n], range(0, n_tokens, self.tokens_per_block), [n_tokens] * n, [piece.data_ptr()] * n
+            for row, numbers in zip(rows, of_piece, strict=True):
+                row += numbers
+        table = to_device(np.array(rows, np.int64), self.keys.device)
+        # Any GPU can move fp8 as bytes.
+        keys, values = (pool.view(torch.uint8) if pool.dtype == FP8 else pool for pool in (self.keys[layers], self.values[layers]))
+        copy_blocks(keys, values, table, heads.start, heads.stop - heads.start, into_pieces)
+
+    def _parts(self, piece: Tensor, n_tokens: int, layers: slice, heads: slice) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Yield views for keys, then values: of the cache, of the piece's whole blocks, of its other tokens.
+
+        Shapes: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim], [layers, whole blocks, kv_heads,
+        tokens_per_block, head_dim], [layers, kv_heads, tokens, head_dim].
+        """
+        size, head_dim = self._shape[-2:]
+        n_whole = n_tokens // size
+        n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
+        handed = piece.view(self.keys.dtype).view(n_layers, 2, n_heads, n_tokens, head_dim)
+        parts = []
+        for pool, part in zip((self.keys, self.values), handed.unbind(1), strict=True):
+            whole = part[:, :, : n_whole * size].view(n_layers, n_heads, n_whole, size, head_dim).transpose(1, 2)
+            parts.append((pool[layers, :, heads], whole, part[:, :, n_whole * size :]))
+        return parts
+
+
+def rounded(x: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+    """Return x [..., kv_heads, head_dim] as a cache of `dtype` holds it, with `scales` [kv_heads] in fp8."""
+    return x.to(dtype) if scales is None else to_fp8(x, scales[:, None])
+
+
+def widened(held: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+    """Return what a cache holds, [..., kv_heads, tokens, head_dim], as `dtype`."""
+    return held.to(dtype) if scales is None else widen(held).mul_(scales[:, None, None]).to(dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU NumPy's, whose memory appears on first use (PyTorch writes all of it)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    n_bytes = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(dtype).view(shape)

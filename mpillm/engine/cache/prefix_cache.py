@@ -1,0 +1,95 @@
+"""Reuse of blocks by their content: sequences with a common prefix compute it once.
+
+A full block is known by the hash of its tokens and of all tokens before them (its parent's hash seeds its
+own), as in vLLM's and TensorRT-LLM's block reuse. Several sequences may hold a block; nobody writes to a full
+one. A block that nobody holds keeps its content until its memory is needed; the one left the longest ago goes
+first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpillm.engine.cache.kv_cache import BlockAllocator
+
+if TYPE_CHECKING:
+    from mpillm.engine.sequence import Sequence
+
+
+class PrefixCache(BlockAllocator):
+    """An allocator whose blocks outlive their sequences."""
+
+    def __init__(self, n_blocks: int, tokens_per_block: int) -> None:
+        super().__init__(n_blocks)
+        self._tokens_per_block = tokens_per_block
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}  # the inverse
+        self._n_holders = [0] * (n_blocks + 1)
+        self._left: dict[int, None] = {}  # blocks with a hash and no holder, the longest unused first
+        self.reused_blocks = 0  # since the start
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free) + len(self._left)
+
+    def take(self, n: int) -> list[int]:
+        forgotten: list[int] = []
+        while len(self._free) + len(forgotten) < n:
+            block = next(iter(self._left))
+            del self._left[block], self._block_of[self._hash_of.pop(block)]
+            forgotten.append(block)
+        super().give_back(forgotten)
+        blocks = super().take(n)
+        for block in blocks:
+            self._n_holders[block] = 1
+        return blocks
+
+    def give_back(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):  # a block is useless without those before it: keep those longer
+            self._n_holders[block] -= 1
+            if self._n_holders[block]:
+                continue
+            if block in self._hash_of:
+                self._left[block] = None
+            else:
+                super().give_back([block])
+
+    def take_known(self, sequence: Sequence) -> list[int]:
+        """Return blocks that hold what follows its cached tokens; never all: the last must be computed."""
+        if sequence.n_cached % self._tokens_per_block:
+            return []
+        blocks: list[int] = []
+        hashes = self._hashes(sequence, (sequence.n_context - 1) // self._tokens_per_block)
+        for hash_ in hashes[sequence.n_cached // self._tokens_per_block :]:
+            block = self._block_of.get(hash_)
+            if block is None:
+                break
+            blocks.append(block)
+        for block in blocks:
+            self._left.pop(block, None)
+            self._n_holders[block] += 1
+        self.reused_blocks += len(blocks)
+        return blocks
+
+    def publish(self, plan: list[tuple[Sequence, int]]) -> None:
+        """Note that the step `plan` has started: later steps can find the blocks that it fills."""
+        size = self._tokens_per_block
+        for sequence, n_new in plan:
+            n_known = len(sequence.prompt) + len(sequence.output)  # tokens still on a device have no hash
+            first, end = (sequence.n_cached - n_new) // size, min(sequence.n_cached, n_known) // size
+            hashes = self._hashes(sequence, end) if end > first else []
+            for hash_, block in zip(hashes[first:], sequence.blocks[first:end], strict=True):
+                if hash_ not in self._block_of:  # computed twice, side by side: one is enough
+                    self._block_of[hash_], self._hash_of[block] = block, hash_
+
+    def _hashes(self, sequence: Sequence, n: int) -> list[bytes]:
+        """Return the hashes of its first `n` blocks, all of them full."""
+        hashes, size = sequence.hashes, self._tokens_per_block
+        while len(hashes) < n:
+            start = len(hashes) * size
+            tokens = np.array(sequence.tokens(start, start + size), np.int32)
+            hashes.append(hashlib.blake2b(tokens.tobytes(), key=hashes[-1] if hashes else b"", digest_size=16).digest())
+        return hashes[:n]

@@ -1,0 +1,72 @@
+"""Scales for an fp8 KV cache, from the keys and values that a model computes for some prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mpillm.config.core_config import CoreConfig
+from mpillm.engine.fp8 import LARGEST
+from mpillm.engine.model.attention import Span, StepAttention
+from mpillm.engine.model.model_info import check_model
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.step import Worker
+from mpillm.engine.weights.quantization import kv_scale_names
+
+# Headroom of a scale for keys and values larger than those seen: they would be clipped, and a float loses
+# nothing by a larger scale.
+_MARGIN = 2.0
+_TOKENS_PER_BLOCK = 32
+
+
+class _Seen(StepAttention):
+    """Records the largest key and value of each layer in `largest` [layers, 2]."""
+
+    largest: Tensor
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        out = super().__call__(layer, qkv)  # rotates the keys in place
+        h, k = self._n_heads, self._n_kv_heads
+        for i, made in enumerate((qkv[:, h : h + k], qkv[:, h + k :])):
+            self.largest[layer, i] = torch.maximum(self.largest[layer, i], made.abs().max())
+        return out
+
+
+def kv_scales(folder: Path, prompts: list[list[int]], n_threads: int, progress: Callable[[str], object] | None = None) -> dict[str, Tensor]:
+    """Return a scale of the keys and one of the values for each layer of the model in `folder`: float32 [1].
+
+    Names as in `kv_scale_names`. The model runs on the CPU, one prompt at a time. ConfigError: as
+    `check_model`, also if the model does not fit the memory.
+    """
+    longest = max(map(len, prompts))
+    info = check_model(
+        CoreConfig(
+            "torch",
+            model_path=str(folder),
+            n_threads=n_threads,
+            max_num_tokens=longest,
+            max_seq_len=longest,
+            kv_cache_tokens=-(-longest // _TOKENS_PER_BLOCK) * _TOKENS_PER_BLOCK,
+            tokens_per_block=_TOKENS_PER_BLOCK,
+        )
+    )
+    torch.set_num_threads(n_threads)
+    worker = Worker(info, _TOKENS_PER_BLOCK, Groups(), dummy=False)
+    model, blocks = worker.model, list(range(1, 1 + -(-longest // _TOKENS_PER_BLOCK)))
+    largest = torch.zeros(info.config.n_layers, 2)
+    with torch.inference_mode():
+        for i, prompt in enumerate(prompts):
+            attention = _Seen([Span(0, len(prompt), blocks)], worker.cache, info.config.n_heads, model.rotations, worker.dtype)
+            attention.largest = largest
+            model.forward(model.embed(torch.tensor(prompt)), attention, torch.tensor([len(prompt) - 1]))
+            if progress is not None and (i + 1) % 16 == 0:
+                progress(f"calibrating the KV cache: {i + 1} of {len(prompts)} prompts")
+    scales = torch.where(largest == 0, 1.0, largest * (_MARGIN / LARGEST))
+    return {
+        name: scale.reshape(1)
+        for layer in range(info.config.n_layers)
+        for name, scale in zip(kv_scale_names(layer), scales[layer], strict=True)
+    }

@@ -1,0 +1,219 @@
+"""KV caches from GPU to GPU over NCCL, without a copy on a host.
+
+NCCL matches messages by order, and a kernel that sends keeps a part of its GPU busy until the receiver's
+kernel runs. So a sender launches one only when its buffers are filled; a notice over MPI tells the receiver's
+host, which launches receives in the order of the notices. Contexts may be computed in another order than that
+in which they were accepted: a receive waits, by tag, for its notice, and a notice (with those behind it, from
+the same rank) waits for its receives, which the receiver's next steps post, whatever the sender does. Small
+buffers that are ready together go in one kernel: separate launches would take longer than the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpillm.comms.tags import Tag
+from mpillm.engine.parallel.nccl import NcclComm
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Return whether everything before it is done."""
+        ...
+
+
+class Notice(NamedTuple):
+    """Tells the receiver of a buffer whose send was launched."""
+
+    tag: int
+    n_bytes: int
+
+
+_TOGETHER = 64 << 20  # bytes; the buffer that passes it is the last to go together with others
+
+
+class Link(Protocol):
+    """One direction between this rank's GPU and another. Nothing waits."""
+
+    def mark(self) -> Event:
+        """Return an event at the end of the GPU's work so far, links excluded."""
+        ...
+
+    def notify(self, together: list[Notice]) -> None: ...
+
+    def notices(self) -> list[list[Notice]]:
+        """Return the notices since the last call, in order."""
+        ...
+
+    def send(self, buffers: list[Tensor]) -> Event:
+        """Launch the sends together; sends and receives match by order."""
+        ...
+
+    def receive(self, buffers: list[Tensor], ready: list[Event]) -> Event:
+        """Launch the receives together, to begin after all of `ready`."""
+        ...
+
+
+class NcclLink:
+    """A link between two ranks of the handoff communicator, on its own stream."""
+
+    def __init__(self, comm: MPI.Intracomm, peer: int, *, sends: bool) -> None:
+        """Collective over both ranks."""
+        self._comm = comm
+        self._peer = peer
+        self._notifying: deque[MPI.Request] = deque()
+
+        def tell(unique: bytes) -> bytes:
+            if not sends:
+                return bytes(comm.recv(source=peer, tag=Tag.NCCL_ID))
+            comm.send(unique, peer, Tag.NCCL_ID)
+            return unique
+
+        self._nccl = NcclComm(0 if sends else 1, 2, tell)
+        # High priority: a transfer's few thread blocks run between those of a step's kernels.
+        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        # The first message makes both hosts wait for each other: do it now, while nobody has other work.
+        first = torch.zeros(1, dtype=torch.uint8, device="cuda")
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(self._stream):
+            (self._nccl.send if sends else self._nccl.receive)(first, 1 if sends else 0)
+        self._stream.synchronize()
+
+    def mark(self) -> Event:
+        return _event(torch.cuda.current_stream())
+
+    def notify(self, together: list[Notice]) -> None:
+        while self._notifying and self._notifying[0].Test():
+            self._notifying.popleft()
+        self._notifying.append(self._comm.Isend(np.array(together, np.int64), self._peer, Tag.NOTICE))
+
+    def notices(self) -> list[list[Notice]]:
+        came, status = [], MPI.Status()
+        while self._comm.Iprobe(self._peer, Tag.NOTICE, status):
+            numbers = np.empty((status.Get_count(MPI.INT64_T) // 2, 2), np.int64)
+            self._comm.Recv(numbers, self._peer, Tag.NOTICE)
+            came.append([Notice(*row) for row in numbers.tolist()])
+        return came
+
+    def send(self, buffers: list[Tensor]) -> Event:
+        with torch.cuda.stream(self._stream), self._nccl.group():
+            for buffer in buffers:
+                self._nccl.send(buffer, 1)
+        return _event(self._stream)
+
+    def receive(self, buffers: list[Tensor], ready: list[Event]) -> Event:
+        for event in ready:
+            self._stream.wait_event(event)  # type: ignore[arg-type]
+        with torch.cuda.stream(self._stream), self._nccl.group():
+            for buffer in buffers:
+                self._nccl.receive(buffer, 0)
+        return _event(self._stream)
+
+
+def _event(stream: torch.cuda.Stream) -> Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+class NcclMover:
+    """A `Mover` of tensors on a GPU (uint8 [bytes])."""
+
+    whole_below = 256 << 20
+
+    def __init__(self, links: dict[int, Link]) -> None:
+        """`links`: by rank of the handoff communicator, each in one direction; `connected` makes them."""
+        self._lanes = {rank: _Lane(link) for rank, link in links.items()}
+
+    @classmethod
+    def connected(cls, comm: MPI.Intracomm, ranks: Iterable[int], *, sends: bool) -> NcclMover:
+        """Make the links to `ranks` of the handoff communicator, or from them.
+
+        They make theirs at the same time. Everyone begins with the lowest rank, so that all make links in one
+        order and nobody waits in a circle.
+        """
+        return cls({rank: NcclLink(comm, rank, sends=sends) for rank in sorted(ranks)})
+
+    def send(self, rank: int, tag: int, buffer: Any) -> _Moving:
+        """`buffer` is filled by the current stream's work so far."""
+        lane = self._lanes[rank]
+        lane.go_on()
+        moving = _Moving(tag, buffer, lane.link.mark())
+        lane.leaving.append(moving)
+        return moving
+
+    def receive(self, rank: int, tag: int, buffer: Any) -> _Moving:
+        """`buffer` may be in use by the current stream's work so far."""
+        lane = self._lanes[rank]
+        moving = _Moving(tag, buffer, lane.link.mark())
+        lane.expected.setdefault(tag, deque()).append(moving)
+        return moving
+
+    def poll(self) -> None:
+        for lane in self._lanes.values():
+            lane.go_on()
+
+
+class _Moving:
+    def __init__(self, tag: int, buffer: Tensor, ready: Event) -> None:
+        self.tag = tag
+        self.buffer = buffer
+        self.ready = ready
+        self.launched: Event | None = None
+
+    def done(self) -> bool:
+        return self.launched is not None and self.launched.query()
+
+
+class _Lane:
+    """The transfers over one link."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.leaving: deque[_Moving] = deque()  # sends not launched
+        self.expected: dict[int, deque[_Moving]] = {}  # tag -> receives not launched
+        self._noticed: deque[list[Notice]] = deque()  # notices whose receives are not launched
+        self._matched: list[_Moving] = []  # receives for the first of them
+
+    def go_on(self) -> None:
+        """Launch what can be launched."""
+        while self.leaving and self.leaving[0].ready.query():
+            together, n_bytes = [self.leaving.popleft()], 0
+            while (n_bytes := n_bytes + together[-1].buffer.nbytes) < _TOGETHER and self.leaving and self.leaving[0].ready.query():
+                together.append(self.leaving.popleft())
+            self.link.notify([Notice(moving.tag, moving.buffer.nbytes) for moving in together])
+            _launched(together, self.link.send([moving.buffer for moving in together]))
+        if self.expected:
+            self._noticed += self.link.notices()
+        while self._noticed and self._match(self._noticed[0]):
+            self._noticed.popleft()
+            together, self._matched = self._matched, []
+            _launched(together, self.link.receive([moving.buffer for moving in together], [moving.ready for moving in together]))
+
+    def _match(self, notices: list[Notice]) -> bool:
+        """Return whether receives for all that was sent together are posted."""
+        for tag, n_bytes in notices[len(self._matched) :]:
+            waiting = self.expected.get(tag)
+            if not waiting:
+                return False
+            moving = waiting.popleft()
+            if not waiting:
+                del self.expected[tag]
+            if n_bytes != moving.buffer.nbytes:
+                raise RuntimeError(f"handoff, tag {tag}: {moving.buffer.nbytes} bytes expected, {n_bytes} sent")
+            self._matched.append(moving)
+        return True
+
+
+def _launched(together: list[_Moving], event: Event) -> None:
+    for moving in together:
+        moving.launched = event

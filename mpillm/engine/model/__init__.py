@@ -1,0 +1,1 @@
+"""A model and its computation: configuration, layers, attention, matrix products."""

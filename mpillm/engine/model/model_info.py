@@ -1,0 +1,280 @@
+"""What a run needs to know about a model, and the checks of it, without torch and without reading weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError, about, nearest
+from mpillm.config.core_config import CoreConfig
+from mpillm.data.tokenizer import load_tokenizer
+from mpillm.engine.model.model_config import ModelConfig, architecture_of, locate, parse_model, presets
+from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.weights.checkpoint_folder import checkpoint_files
+from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
+from mpillm.engine.weights.memory import available_bytes, gpu_room, load_bytes, shown, stages
+from mpillm.engine.weights.quantization import ALGORITHMS, held, is_linear
+from mpillm.files import read_object
+
+_CHOICES = {
+    "load_format": ("auto", "dummy"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "quantization": ("auto", "none", *ALGORITHMS),
+    "kv_cache_dtype": ("auto", "bfloat16", "fp8"),
+    "batch_scheduler_policy": ("max_util", "no_evict", "static"),
+    "context_chunking_policy": ("first_come_first_served", "equal_progress"),
+}
+_FP8_MULTIPLE = 16  # required by torch._scaled_mm for both sides of a matrix
+_DEFAULT_KV_BYTES = 2 << 30  # on a CPU
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the rest of the program needs to know about a model and its engine."""
+
+    architecture: str
+    config: ModelConfig
+    vocab_size: int
+    max_seq_len: int  # tokens of prompt plus answer: the model's, the configured, or what the KV cache holds
+    max_prompt_len: int | None  # tokens, if a prompt must be computed in one step
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    end_ids: tuple[int, ...]
+    stop_words: tuple[tuple[int, ...], ...]
+    layout: Layout  # this rank's
+    n_bytes: int  # of the weights on this rank, as the engine holds them
+    dtype: str  # of weights that are not quantised: float32 or bfloat16
+    kv_dtype: str  # of the KV cache: float32, bfloat16 or fp8
+    quantization: str  # none, int8 or fp8
+    kv_cache_tokens: int  # size of the KV cache
+    folder: Path | None  # None: a preset
+    engine: EngineFolder | None = None  # the source of the weights, if it is one
+
+
+def check_model(config: CoreConfig) -> ModelInfo:
+    """As `model_info`, and ConfigError if the model does not fit the memory free now.
+
+    Call it before any rank loads.
+    """
+    info = model_info(config)
+    if config.gpu_bytes is None:
+        check_fit(config, info)
+    return info
+
+
+@about("model_path")
+def check_fit(config: CoreConfig, info: ModelInfo) -> None:
+    """Raise ConfigError if the ranks of this node cannot hold their parts of the model.
+
+    Call it before any rank loads. Assumes that nodes are alike, and that each rank holds as much as the
+    largest of its instance.
+    """
+    weights = max(load_bytes(info.config, stage, info.dtype, info.quantization) for stage in stages(info.layout))
+    # A KV cache of a given size must fit as a whole. The default one is larger than one sequence, but takes
+    # memory only as it is used.
+    tokens = info.max_seq_len if config.kv_cache_tokens is None else info.kv_cache_tokens
+    kv_cache = tokens * info.config.kv_bytes_per_token(info.kv_dtype, config.tp_size, config.pp_size)
+    kind = info.dtype if info.quantization == "none" else info.quantization
+    needed, available = (weights + kv_cache) * config.node_ranks, available_bytes()
+    if needed > available:
+        each = f"each of the {config.node_ranks} ranks on this node needs" if config.node_ranks > 1 else "it needs"
+        together = f", {shown(needed)} together" if config.node_ranks > 1 else ""
+        raise ConfigError(
+            f"{config.model_path} does not fit: {each} {shown(weights + kv_cache)} of memory "
+            f"({shown(weights)} to load the weights in {kind}, "
+            f"{shown(kv_cache)} of KV cache for {tokens} tokens){together}, and {shown(available)} are available; "
+            "spread it over more nodes (tensor or pipeline parallelism), or set a smaller --kv_cache_tokens or --max_seq_len",
+            about=["kv_cache_tokens", "max_seq_len"],
+        )
+
+
+@about("model_path")
+def model_info(config: CoreConfig) -> ModelInfo:
+    """Return what can be known before loading; reads only JSON, safetensors headers and file sizes.
+
+    ConfigError names the file, tensor or option: no such model, an unsupported architecture or field, a
+    missing or truncated file, a missing tensor or a wrong shape, a layout that does not divide the model, a
+    length that does not fit.
+    """
+    if not config.model_path:
+        known = ", ".join(presets())
+        raise ConfigError(f"--core_type {config.core_type} needs --model_path: a folder, or one of {known}", about=["core_type"])
+    for name, allowed in _CHOICES.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise ConfigError(f"--{name} {value}: not one of {', '.join(allowed)}{nearest(value, allowed)}", about=[name])
+    if config.beam_width != 1:
+        raise ConfigError(f"--beam_width {config.beam_width}: must be 1; the torch core has no beam search", about=["beam_width"])
+    if config.options:
+        raise ConfigError(f"--core_options {', '.join(config.options)}: the torch core has no such options", about=["core_options"])
+    source, folder = locate(config.model_path)
+    raw = read_object(source)
+    architecture = architecture_of(raw, source)
+    model = parse_model(raw, source)
+    _check_layout(config, model)
+    layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
+    engine = None if config.engine_dir is None else read_engine(Path(config.engine_dir))
+    if engine is not None:
+        check_engine(engine, parse_model(engine.pretrained_config, engine.folder / "config.json"), config, model, folder)
+        model = dataclasses.replace(model, dtype=engine.dtype, quantization=engine.quantization, kv_quantization=engine.kv_quantization)
+    elif folder is not None and config.load_format == "auto":
+        checkpoint_files(folder, model)
+    # Never float16: float32 holds its values exactly.
+    auto = "bfloat16" if model.dtype == "bfloat16" else "float32"
+    dtype = auto if config.dtype == "auto" else config.dtype
+    quantization = _quantization(config, model, layout)
+    kv_dtype = _kv_dtype(config, model, dtype)
+    weights_held = held(quantization, config.gpu_bytes is not None)
+    room = None if config.gpu_bytes is None else gpu_room(config, model, dtype, kv_dtype, weights_held, config.gpu_bytes)
+    kv_cache_tokens, max_seq_len = _lengths(config, model, kv_dtype, room)
+    return ModelInfo(
+        architecture=architecture,
+        config=model,
+        vocab_size=model.vocab_size,
+        max_seq_len=max_seq_len,
+        max_prompt_len=None if config.enable_chunked_context or config.role == "generation" else config.max_num_tokens,
+        n_layers=model.n_layers,
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_kv_heads,
+        end_ids=_end_ids(config, raw, folder),
+        stop_words=_stop_words(config, model, folder),
+        layout=layout,
+        n_bytes=layout.n_bytes(model, 4 if dtype == "float32" else 2, weights_held),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        quantization=quantization,
+        kv_cache_tokens=kv_cache_tokens,
+        folder=folder,
+        engine=engine,
+    )
+
+
+def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
+    for name, count in (("attention heads", model.n_heads), ("KV heads", model.n_kv_heads)):
+        if count % config.tp_size and config.tp_size % count:
+            size = f"tensor_parallel_size {config.tp_size}"
+            raise ConfigError(f"{size} does not divide the {count} {name} of {config.model_path}")
+    if model.n_heads % config.tp_size:
+        raise ConfigError(
+            f"tensor_parallel_size {config.tp_size} does not divide the {model.n_heads} attention heads of {config.model_path}"
+        )
+    if config.pp_size > model.n_layers:
+        size = f"pipeline_parallel_size {config.pp_size}"
+        raise ConfigError(f"{size} is more than the {model.n_layers} layers of {config.model_path}")
+    if config.ep_size > 1:
+        if not model.n_experts:
+            raise ConfigError(f"moe_expert_parallel_size {config.ep_size}: {config.model_path} has no experts")
+        for name, count in (("tensor_parallel_size", config.tp_size), ("experts", model.n_experts)):
+            if count % config.ep_size:
+                size = f"moe_expert_parallel_size {config.ep_size}"
+                raise ConfigError(f"{size} does not divide the {count} {name} of {config.model_path}")
+
+
+@about("quantization")
+def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout) -> str:
+    """Return the engine's quantisation: the checkpoint's, or what a checkpoint of floats is rounded to at
+    load.
+    """
+    if config.quantization == "auto":
+        quantization = model.quantization
+    elif model.quantization in ("none", config.quantization):
+        quantization = config.quantization
+    else:
+        asked = f"--quantization {config.quantization}"
+        raise ConfigError(f"{asked}: the weights of {config.model_path} are {model.quantization}")
+    if config.gpu_bytes is None:
+        return quantization
+    if quantization == "int8":
+        raise ConfigError(f"{config.model_path}: int8 weights run only on CPUs (--device cpu); on a GPU use fp8", about=["device"])
+    for name in layout.tensors(model) if quantization == "fp8" else ():
+        if is_linear(name):
+            shape = [len(range(n)[part]) for n, part in zip(model.tensors()[name], layout.part(name, model), strict=True)]
+            if any(n % _FP8_MULTIPLE for n in shape):
+                raise ConfigError(
+                    f"{config.model_path}: with tensor_parallel_size {config.tp_size} a rank holds {shape} of {name};"
+                    f" fp8 products on a GPU need multiples of {_FP8_MULTIPLE}"
+                )
+    return quantization
+
+
+def _kv_dtype(config: CoreConfig, model: ModelConfig, dtype: str) -> str:
+    """Return the KV cache's type: the configured one, or fp8 if the checkpoint has scales, or the weights'."""
+    kv_dtype = config.kv_cache_dtype
+    if kv_dtype == "auto":
+        kv_dtype = dtype if model.kv_quantization == "none" else model.kv_quantization
+    if kv_dtype == "fp8" and config.gpu_bytes is not None and model.head_dim % _FP8_MULTIPLE:
+        raise ConfigError(
+            f"--kv_cache_dtype fp8: heads of {config.model_path} have {model.head_dim} values;"
+            f" on a GPU fp8 needs a multiple of {_FP8_MULTIPLE}",
+            about=["kv_cache_dtype"],
+        )
+    return kv_dtype
+
+
+def _lengths(config: CoreConfig, model: ModelConfig, kv_dtype: str, gpu_room: int | None) -> tuple[int, int]:
+    """Return the tokens in the KV cache and the longest sequence.
+
+    On a GPU `gpu_room` bytes are free for the cache.
+    """
+    for name in ("max_batch_size", "max_num_tokens", "tokens_per_block", "n_threads"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} {getattr(config, name)}: must be at least 1", about=[name])
+    wanted = config.max_seq_len
+    if wanted is not None and not 1 <= wanted <= model.max_position_embeddings:
+        raise ConfigError(f"max_seq_len {wanted}: {config.model_path} allows 1 to {model.max_position_embeddings}", about=["max_seq_len"])
+    longest = wanted or model.max_position_embeddings
+    block = config.tokens_per_block
+    per_token = model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)
+    if config.kv_cache_tokens is None and gpu_room is None:
+        room = max(longest, _DEFAULT_KV_BYTES // per_token)
+        return -(-min(room, config.max_batch_size * longest) // block) * block, longest
+    size = config.kv_cache_tokens
+    if size is None:
+        assert gpu_room is not None
+        size = min(int(config.kv_cache_fraction * gpu_room) // per_token, config.max_batch_size * longest + block)
+    elif gpu_room is not None and size * per_token > gpu_room:
+        needed = f"a KV cache of {size} tokens needs {shown(size * per_token)} on a GPU"
+        raise ConfigError(f"{needed}, and the model leaves {shown(gpu_room)}", about=["kv_cache_tokens"])
+    tokens = size // block * block
+    given = "" if config.kv_cache_tokens is None else f"--kv_cache_tokens {size}: "
+    if tokens == 0 or (wanted is not None and wanted > tokens):
+        raise ConfigError(
+            f"{given}a KV cache of {size} tokens (blocks of {block}) does not hold one sequence of {wanted or longest} tokens",
+            about=["kv_cache_tokens", "max_seq_len"],
+        )
+    return tokens, min(longest, tokens)
+
+
+def _end_ids(config: CoreConfig, raw: dict[str, Any], folder: Path | None) -> tuple[int, ...]:
+    if config.end_ids is not None:
+        return config.end_ids
+    value, file = None, "generation_config.json"
+    if folder is not None and (folder / file).is_file():
+        value = read_object(folder / file).get("eos_token_id")
+    if value is None:
+        value, file = raw.get("eos_token_id"), "config.json"
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int for token in ids):
+        where = folder / file if folder else file
+        raise ConfigError(f"{where}: eos_token_id {json.dumps(value)}: must be a token id or an array of them")
+    return tuple(ids)
+
+
+@about("stop_words")
+def _stop_words(config: CoreConfig, model: ModelConfig, folder: Path | None) -> tuple[tuple[int, ...], ...]:
+    """Return each stop word as tokens; the model's tokenizer encodes a text by itself."""
+    texts = [word for word in config.stop_words if isinstance(word, str)]
+    tokenizer = load_tokenizer(folder, apply_chat_template=False) if texts else None
+    words = []
+    for word in config.stop_words:
+        tokens = tuple(tokenizer.encode_plain(word)) if isinstance(word, str) and tokenizer else tuple(int(t) for t in word)
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
+            allowed = f"one or more, each from 0 to {model.vocab_size - 1}"
+            raise ConfigError(f"--stop_words {word!r}: tokens {list(tokens)}; must be {allowed}")
+        words.append(tokens)
+    return tuple(words)

@@ -1,0 +1,74 @@
+"""The operations between matrix products, except attention, in plain PyTorch. `kernels` has them for GPUs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Rounded(NamedTuple):
+    """Rows in fp8, each with its scale: the input of a product with fp8 weights."""
+
+    numbers: Tensor  # float8_e4m3fn [n, width]
+    scales: Tensor  # float32 [n, 1]
+    dtype: torch.dtype  # of the original rows and of the product
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounds: bool = False) -> Tensor:
+    """Add delta to x in place and return the RMS norm of x times weight: x, delta [n, hidden].
+
+    `rounds` (see `Linear.rounds`) is for GPUs.
+    """
+    assert not rounds
+    if delta is not None:
+        x.add_(delta)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def silu_mul(gate_up: Tensor, rounds: bool = False) -> Tensor:
+    """Return silu(gate) * up of gate_up [n, 2 * intermediate], the gate's columns first.
+
+    gate_up may be changed. `rounds` as in `add_norm`.
+    """
+    assert not rounds
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True) * up
+
+
+class Choice(NamedTuple):
+    """The experts that each row of a step has chosen.
+
+    A pair is a row and one of its experts; row i's pairs begin at i * chosen.
+    """
+
+    weights: Tensor  # [rows, chosen], of each pair; zero if the expert is another rank's
+    order: Tensor  # [rows * chosen], pairs by this rank's experts; at the end those of other ranks' experts
+    ends: Tensor  # [this rank's experts], where each one's pairs end in `order`
+
+    def pairs_per_row(self, x: Tensor) -> int:
+        """Return rows of x, which has a row for each row of the step, or for each pair."""
+        return self.weights.shape[1] if len(x) == len(self.weights) else 1
+
+
+def route(scores: Tensor, n_chosen: int, experts: range) -> Choice:
+    """Choose the `n_chosen` best experts of each row of scores [rows, all experts], weighted by softmax.
+
+    `experts`: this rank's.
+    """
+    weights, chosen = scores.float().softmax(-1).topk(n_chosen, dim=-1)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(scores.dtype)
+    mine = (chosen >= experts.start) & (chosen < experts.stop)
+    group = torch.where(mine, chosen - experts.start, len(experts)).flatten()
+    ends = torch.bincount(group, minlength=len(experts) + 1).cumsum(0)[:-1]
+    return Choice(weights * mine, group.argsort(stable=True), ends)
+
+
+def combine(y: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each row's experts: y [rows * chosen, width], weights [rows, chosen].
+
+    y is finite, or its weight zero.
+    """
+    return (y.view(*weights.shape, y.shape[1]) * weights[:, :, None]).sum(1)

@@ -1,0 +1,186 @@
+"""Llama and Mixtral, over a flat batch: a step's tokens are rows, whatever sequence they belong to.
+
+`Weights` reorders the rows of the q and k projections so that the two halves that a rotary embedding pairs
+are adjacent; the rotation is then one complex product, in place. Scores do not change; a cached key has that
+order.
+
+`Weights` gives a rank its own heads, intermediate values, experts and vocabulary. So the model runs as
+written, on fewer of them; only the sums over the TP group remain, after `o`, after the feed-forward and after
+the embedding.
+
+Only matrix products are here: attention comes with the step, the rest is in `ops` or, on a GPU, in `kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.model import ops
+from mpillm.engine.model.linear import GroupedLinear, Linear
+from mpillm.engine.model.model_config import ModelConfig, RopeScaling
+from mpillm.engine.model.ops import Choice
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.weights.parameters import Weights
+
+
+class Attention(Protocol):
+    """Attention of a step: qkv [rows, heads + 2 * kv_heads, head_dim] to [rows, heads * head_dim].
+
+    It rotates queries and keys by their positions, stores keys and values, and attends.
+    """
+
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor: ...
+
+
+class Ops(Protocol):
+    """See `ops`."""
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounds: bool = False) -> Any: ...
+
+    def silu_mul(self, gate_up: Tensor, rounds: bool = False) -> Any: ...
+
+    def route(self, scores: Tensor, n_chosen: int, experts: range) -> Choice: ...
+
+    def combine(self, y: Tensor, weights: Tensor) -> Tensor: ...
+
+
+class Mlp:
+    """The dense feed-forward, split over the TP group: the result is a part of a sum over it."""
+
+    def __init__(self, weights: Weights, ops: Ops, gate_up: str, down: str) -> None:
+        self._ops = ops
+        self.gate_up = weights.linear(gate_up)
+        self.down = weights.linear(down)
+
+    def __call__(self, x: Any) -> Tensor:
+        gate_up = self.gate_up(x)
+        return self.down(self._ops.silu_mul(gate_up, self.down.rounds(len(gate_up))))
+
+    def rounds(self, n_rows: int) -> bool:
+        """Of its input, see `Linear.rounds`."""
+        return self.gate_up.rounds(n_rows)
+
+
+class Mixture:
+    """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
+
+    def __init__(self, weights: Weights, prefix: str, experts: range, ops: Ops) -> None:
+        self._ops = ops
+        self._experts = experts
+        self._n_chosen = weights.config.n_experts_per_token
+        self.router = Linear(weights.get(f"{prefix}.gate"))
+        self.gate_up = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w13") for i in experts])
+        self.down = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w2") for i in experts])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
+        hidden = self._ops.silu_mul(self.gate_up(x, choice))
+        return self._ops.combine(self.down(hidden, choice), choice.weights)
+
+    def rounds(self, n_rows: int) -> bool:
+        """Always False (see `Linear.rounds`): the router needs floats."""
+        return False
+
+
+class Layer:
+    def __init__(self, weights: Weights, index: int, experts: range, ops: Ops) -> None:
+        prefix = f"model.layers.{index}"
+        self.input_norm = weights.get(f"{prefix}.input_layernorm")
+        self.qkv = weights.linear(f"{prefix}.self_attn.qkv_proj")
+        self.o = weights.linear(f"{prefix}.self_attn.o_proj")
+        self.post_norm = weights.get(f"{prefix}.post_attention_layernorm")
+        self.mlp: Mlp | Mixture
+        if weights.config.n_experts:
+            self.mlp = Mixture(weights, f"{prefix}.block_sparse_moe", experts, ops)
+        else:
+            self.mlp = Mlp(weights, ops, f"{prefix}.mlp.gate_up_proj", f"{prefix}.mlp.down_proj")
+
+
+class Llama:
+    """This rank's weights and part of the forward pass, for Llama and Mixtral.
+
+    Holds no state of sequences.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, max_seq_len: int, groups: Groups, ops: Ops = ops) -> None:
+        """Read layer by layer from `weights`; ConfigError if a tensor cannot be read."""
+        layout = groups.layout
+        self.config = config
+        self._groups = groups
+        self._ops = ops
+        self._n_heads = layout.n_heads(config) + 2 * _length(layout.kv_heads(config))
+        self.layers = [Layer(weights, i, layout.experts(config), ops) for i in layout.layers(config)]
+        self.lm_head: Linear | None = None
+        if layout.is_first_stage or (layout.is_last_stage and config.tie_word_embeddings):
+            self.embedding = weights.get("model.embed_tokens")
+        if layout.is_last_stage:
+            self._norm = weights.get("model.norm")
+            self.lm_head = Linear(self.embedding if config.tie_word_embeddings else weights.get("lm_head"))
+        self.vocabulary = layout.vocabulary(config)
+        self.rotations = _rotations(config, max_seq_len).to(weights.device)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return rows of the embedding for `tokens` (int64)."""
+        if self._groups.layout.tp_size == 1:
+            return self.embedding.index_select(0, tokens)
+        mine = (tokens >= self.vocabulary.start) & (tokens < self.vocabulary.stop)
+        x = self.embedding.index_select(0, torch.where(mine, tokens - self.vocabulary.start, 0))
+        return self._groups.all_reduce(x.mul_(mine[:, None]))
+
+    def forward(self, x: Tensor, attention: Attention, wanted: Tensor | None, layer_stored: Callable[[int], None] | None = None) -> Tensor:
+        """Run `x`, the step's rows (changed in place), through this stage's layers.
+
+        The last stage returns the rows `wanted` (int64; None: all), normed. `layer_stored` is called with
+        each of this stage's layers as soon as the cache has its keys and values.
+        """
+        all_reduce, eps = self._groups.all_reduce, self.config.rms_norm_eps
+        normed = self._ops.add_norm(x, None, self.layers[0].input_norm, eps, self.layers[0].qkv.rounds(len(x)))
+        for i, layer in enumerate(self.layers):
+            attended = attention(i, layer.qkv(normed).view(len(x), self._n_heads, self.config.head_dim))
+            if layer_stored is not None:
+                layer_stored(i)
+            is_last = i == len(self.layers) - 1
+            if self.lm_head is not None and is_last and wanted is not None:  # nothing reads the other rows
+                x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
+            normed = self._ops.add_norm(x, all_reduce(layer.o(attended)), layer.post_norm, eps, layer.mlp.rounds(len(x)))
+            delta = all_reduce(layer.mlp(normed))
+            if is_last and self.lm_head is None:
+                return x.add_(delta)
+            if is_last:
+                break
+            following = self.layers[i + 1]
+            normed = self._ops.add_norm(x, delta, following.input_norm, eps, following.qkv.rounds(len(x)))
+        last: Tensor = self._ops.add_norm(x, delta, self._norm, eps)
+        return last
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Return this rank's columns of the logits, in the weights' dtype, of `forward`'s result on the last
+        stage.
+        """
+        assert self.lm_head is not None
+        return self.lm_head(normed)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _rotations(config: ModelConfig, max_seq_len: int) -> Tensor:
+    """exp(i * position * frequency): complex64 [max_seq_len, head_dim / 2]."""
+    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    angles = torch.outer(torch.arange(max_seq_len).float(), _scaled(frequencies, config.rope_scaling))
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    if scaling.kind == "llama3":
+        # Low frequencies are divided by the factor, high ones kept, those between blended.
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+        return frequencies * (keep + (1 - keep) / scaling.factor)
+    return frequencies / scaling.factor

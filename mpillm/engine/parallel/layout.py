@@ -1,0 +1,180 @@
+"""Which part of a model a rank holds: the one place that splits layers, heads, rows, columns and experts.
+
+Attention and dense layers are split over the TP group; the experts of a mixture over its EP ranks, and each
+expert's intermediate rows over the `tp_size / ep_size` ranks that hold the same experts, as in TensorRT-LLM.
+What does not divide is split as evenly as possible.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpillm.engine.weights.quantization import SCALE_BYTES, is_linear
+
+if TYPE_CHECKING:
+    from mpillm.engine.model.model_config import ModelConfig
+
+ALL = slice(None)
+# Projections with the same input are one matrix in the engine, with their outputs concatenated.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
+
+
+def share(n: int, rank: int, size: int) -> slice:
+    """Return the part of `n` items that `rank` of `size` holds; sizes differ by one at most."""
+    return slice(n * rank // size, n * (rank + 1) // size)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rank's coordinates in its instance."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    tp_rank: int = 0
+    pp_rank: int = 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    def layers(self, config: ModelConfig) -> range:
+        return range(config.n_layers)[share(config.n_layers, self.pp_rank, self.pp_size)]
+
+    def n_heads(self, config: ModelConfig) -> int:
+        return config.n_heads // self.tp_size
+
+    def kv_heads(self, config: ModelConfig) -> slice:
+        """This rank's KV heads. With more ranks than KV heads, several hold the same one."""
+        first = config.n_kv_heads * self.tp_rank // self.tp_size
+        return slice(first, first + max(1, config.n_kv_heads // self.tp_size))
+
+    def vocabulary(self, config: ModelConfig) -> slice:
+        return share(config.vocab_size, self.tp_rank, self.tp_size)
+
+    def vocabulary_sizes(self, config: ModelConfig) -> list[int]:
+        """The part of each rank of the TP group."""
+        n = config.vocab_size
+        return [len(range(n)[share(n, rank, self.tp_size)]) for rank in range(self.tp_size)]
+
+    def experts(self, config: ModelConfig) -> range:
+        return range(config.n_experts)[share(config.n_experts, self.tp_rank % self.ep_size, self.ep_size)]
+
+    def part(self, name: str, config: ModelConfig) -> tuple[slice, slice]:
+        """Return this rank's rows and columns of a parameter of its own (see `tensors`), by Hugging Face
+        name.
+        """
+        d = config.head_dim
+        match name.split(".")[-2]:
+            case "embed_tokens" | "lm_head":
+                return self.vocabulary(config), ALL
+            case "q_proj":
+                return share(config.n_heads * d, self.tp_rank, self.tp_size), ALL
+            case "k_proj" | "v_proj":
+                heads = self.kv_heads(config)
+                return slice(heads.start * d, heads.stop * d), ALL
+            case "o_proj":
+                return ALL, share(config.n_heads * d, self.tp_rank, self.tp_size)
+            case "gate_proj" | "up_proj":
+                return share(config.intermediate_size, self.tp_rank, self.tp_size), ALL
+            case "down_proj":
+                return ALL, share(config.intermediate_size, self.tp_rank, self.tp_size)
+            case "w1" | "w3":
+                return self._expert_part(config), ALL
+            case "w2":
+                return ALL, self._expert_part(config)
+            case _:  # norms and routers
+                return ALL, ALL
+
+    def _expert_part(self, config: ModelConfig) -> slice:
+        return share(config.intermediate_size, self.tp_rank // self.ep_size, self.tp_size // self.ep_size)
+
+    def tensors(self, config: ModelConfig) -> list[str]:
+        """Return the names of the parameters that this rank holds a part of."""
+        layers, experts = self.layers(config), self.experts(config)
+
+        def mine(name: str) -> bool:
+            if name.startswith("model.embed_tokens"):
+                return self.is_first_stage or (self.is_last_stage and config.tie_word_embeddings)
+            if not name.startswith("model.layers"):
+                return self.is_last_stage
+            expert = re.search(r"experts\.(\d+)", name)
+            return int(name.split(".")[2]) in layers and (expert is None or int(expert[1]) in experts)
+
+        return [name for name in config.tensors() if mine(name)]
+
+    def sizes(self, config: ModelConfig) -> dict[str, int]:
+        """Return the number of values in this rank's part of each parameter."""
+        shapes, sizes = config.tensors(), {}
+        for name in self.tensors(config):
+            rows, columns = self.part(name, config)
+            shape = shapes[name]
+            n = len(range(shape[0])[rows])
+            sizes[name] = n * len(range(shape[1])[columns]) if len(shape) == 2 else n
+        return sizes
+
+    def n_bytes(self, config: ModelConfig, width: int, quantization: str) -> int:
+        """Return the bytes of this rank's parameters: floats of `width` bytes, 8-bit weights with their
+        scales.
+        """
+        shapes, n_bytes = config.tensors(), 0
+        for name, n in self.sizes(config).items():
+            if quantization != "none" and is_linear(name):
+                n_bytes += n + SCALE_BYTES * len(range(shapes[name][0])[self.part(name, config)[0]])
+            else:
+                n_bytes += n * width
+        return n_bytes
+
+    def n_values(self, config: ModelConfig) -> int:
+        """Return the number of values in all parameters of this rank."""
+        return sum(self.sizes(config).values())
+
+
+class Cut(NamedTuple):
+    """A part of a KV cache that moves from a rank of one instance to a rank of another in one message."""
+
+    source: int  # rank in its instance
+    dest: int  # rank in its instance
+    layers: range  # of the model
+    heads: range  # KV heads of the model
+
+
+MAX_PIECES = 4  # for a stage's layers: the first move while later layers compute
+
+
+def cuts(config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int], n_pieces: int = MAX_PIECES) -> list[Cut]:
+    """Re-cut a KV cache between layouts (TP size, PP size), layer by layer, a sender's part in `n_pieces`.
+
+    Each receiver gets all that it holds. Senders that hold the same heads share the receivers.
+    """
+    made = []
+    for source_stage, dest_stage in itertools.product(range(sender[1]), range(receiver[1])):
+        held = Layout(sender[0], sender[1], pp_rank=source_stage).layers(config)
+        wanted = Layout(receiver[0], receiver[1], pp_rank=dest_stage).layers(config)
+        n = min(n_pieces, len(held))
+        for layers in (_common(held[share(len(held), i, n)], wanted) for i in range(n)):
+            for dest in range(receiver[0]) if layers else ():
+                needed = _kv_range(config, receiver[0], dest)
+                sources: dict[range, list[int]] = {}
+                for source in range(sender[0]):
+                    if heads := _common(_kv_range(config, sender[0], source), needed):
+                        sources.setdefault(heads, []).append(source)
+                for heads, holders in sources.items():
+                    source = holders[dest % len(holders)]
+                    made.append(Cut(source_stage * sender[0] + source, dest_stage * receiver[0] + dest, layers, heads))
+    return made
+
+
+def _kv_range(config: ModelConfig, tp_size: int, tp_rank: int) -> range:
+    return range(config.n_kv_heads)[Layout(tp_size, tp_rank=tp_rank).kv_heads(config)]
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))

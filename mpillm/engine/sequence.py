@@ -1,0 +1,59 @@
+"""A request under way, as the scheduler and the caches see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mpillm.engine.sampler import SamplingParams
+
+UNREAD = -1  # stands for a token that is still on the device
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request under way.
+
+    Its context is prompt plus answer so far; the KV cache has `n_cached` tokens of it.
+    """
+
+    id: int
+    prompt: list[int]
+    max_output: int
+    min_output: int
+    sampling: SamplingParams
+    hand_over: bool = False  # stop after the first token and keep the blocks until they are released
+    ignore_stop: bool = False  # stop words do not end its answer
+    arrival: int = 0
+    output: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    n_cached: int = 0
+    n_unread: int = 0  # tokens behind `output` from steps in flight: the host knows only their number
+    in_flight: bool = False  # in a step whose tokens must come back before it can be in another
+    is_done: bool = False  # drop what steps in flight still give it
+    slot: int = -1  # while it runs: its own number below max_batch_size
+    n_told: int = 0  # how many of its blocks the instance's other ranks know
+    is_cancelled: bool = False
+    hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
+
+    @property
+    def n_output(self) -> int:
+        return len(self.output) + self.n_unread
+
+    @property
+    def n_context(self) -> int:
+        return len(self.prompt) + len(self.output) + self.n_unread
+
+    @property
+    def n_uncached(self) -> int:
+        return len(self.prompt) + len(self.output) + self.n_unread - self.n_cached
+
+    @property
+    def n_cached_at_most(self) -> int:
+        """Tokens in the KV cache when its longest answer ends: all but the last one."""
+        return len(self.prompt) + (0 if self.hand_over else self.max_output - 1)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Return tokens [start, end) of the context, `UNREAD` where the host does not know them."""
+        n = len(self.prompt)
+        known = self.output[start - n : end - n] if start >= n else self.prompt[start:end] + self.output[: max(0, end - n)]
+        return known if len(known) == end - start else known + [UNREAD] * (end - start - len(known))

@@ -1,0 +1,1 @@
+"""Weights on disk: checkpoints, engines, quantisation, and whether they fit the memory."""

@@ -1,0 +1,220 @@
+"""Folders of safetensors: read without torch, written tensor by tensor, renamed when they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import struct
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from disagg.errors import ConfigError
+from mpillm.engine.model.model_config import CHECKPOINT_DTYPES, ModelConfig
+from mpillm.engine.weights.memory import shown
+from mpillm.engine.weights.quantization import DTYPES, RECORD, is_linear, kv_scale_alias, kv_scale_names, scale_name
+from mpillm.files import read_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# A model's other files: tokenizer, chat template, generation config, licence.
+_COMPANIONS = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template*", "*.model", "LICENSE*", "USE_POLICY*"),
+)
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for its digest
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
+
+
+class Entry(NamedTuple):
+    """A tensor to be written."""
+
+    dtype: str  # in safetensors' words
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        n = _ITEM_BYTES[self.dtype]
+        for size in self.shape:
+            n *= size
+        return n
+
+
+def read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """Read a safetensors file's header: dtype, shape, data_offsets of each tensor.
+
+    Their sum must be the file's size.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
+                raise ConfigError(f"{file}: truncated, or not a safetensors file ({size} bytes)")
+            raw = stream.read(length)
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    try:
+        header: dict[str, Any] = json.loads(raw)
+        header.pop("__metadata__", None)
+        expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        if any(not {"dtype", "shape"} <= entry.keys() for entry in header.values()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise ConfigError(f"{file}: truncated, or not a safetensors file (its header cannot be read)") from None
+    if size != expected:
+        raise ConfigError(f"{file}: truncated: its header says {expected} bytes, it has {size}")
+    return header
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model's index, or its only one.
+
+    ConfigError if the index cannot be read.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return [folder / SINGLE]
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"{index}: no weight_map")
+    return sorted({folder / str(name) for name in weight_map.values()})
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
+    """Give a folder to write in; at the end it becomes `target`, or is removed if something failed.
+
+    ConfigError if `target` exists and must not be replaced, or cannot be written.
+    """
+    target = target.absolute()
+    if target.exists() and not overwrite:
+        raise ConfigError(f"{target}: exists already")
+    unique = uuid.uuid4().hex[:12]
+    work, old = target.parent / f".{target.name}.{unique}", target.parent / f".{target.name}.{unique}.old"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir()
+        try:
+            yield work
+            if target.exists():
+                target.rename(old)
+            work.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written: {error.strerror}{f' ({error.filename})' if error.filename else ''}") from None
+
+
+def digests(folder: Path) -> list[str]:
+    """Return digests of a model's weights and of those that they were quantised from.
+
+    They cover the files' names, sizes, headers and some bytes: hashing all would read a large model from end
+    to end.
+    """
+    state = hashlib.sha256()
+    for file in weight_files(folder):
+        size = file.stat().st_size
+        state.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for at in (0, *(size * i // _SAMPLES for i in range(1, _SAMPLES))):
+                stream.seek(at)
+                state.update(stream.read(_SAMPLE_BYTES))
+    record = folder / RECORD
+    return [state.hexdigest(), *(read_object(record).get("source_digests", []) if record.is_file() else [])]
+
+
+def check_room(folder: Path, n_bytes: int) -> None:
+    """Raise ConfigError if the disk of `folder` has less than `n_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if n_bytes > free:
+        raise ConfigError(f"{folder.parent}: {shown(n_bytes)} are needed on this disk, and {shown(free)} are free")
+
+
+def write_safetensors(file: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write `tensors`, in any order, as they come: only one is in memory at a time.
+
+    The format: https://github.com/huggingface/safetensors#format. Wide types come first, so that each is
+    aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: -_ITEM_BYTES[item[1].dtype]):
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.n_bytes]}
+        end += entry.n_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    missing = set(entries)
+    with file.open("xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            entry = entries[name]
+            if tuple(tensor.shape) != entry.shape or tensor.nbytes != entry.n_bytes:
+                raise ValueError(f"{file}: {name} {tuple(tensor.shape)} of {tensor.nbytes} bytes is not {entry}")
+            stream.seek(8 + len(text) + header[name]["data_offsets"][0])
+            stream.write(memoryview(_bytes(tensor)))
+            missing.remove(name)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if missing:
+        raise ValueError(f"{file}: nothing was given for {', '.join(sorted(missing))}")
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy everything in a model's folder except its weights and `config.json`."""
+    for pattern in _COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
+
+
+def _bytes(tensor: Tensor) -> Any:
+    import torch
+
+    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+
+
+def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
+    """Return the file of every tensor of `model`.
+
+    ConfigError if one is missing, truncated, or of a wrong shape or type.
+    """
+    files = weight_files(folder)
+    found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
+    expected = {name: (shape, tuple(CHECKPOINT_DTYPES)) for name, shape in model.tensors().items()}
+    if model.quantization != "none":
+        for name in [name for name in expected if is_linear(name)]:
+            shape, floats = expected[name]
+            expected[name] = shape, (DTYPES[model.quantization],)
+            expected[scale_name(name)] = (shape[0], 1), floats
+    if model.kv_quantization != "none":
+        for name in (name for layer in range(model.n_layers) for name in kv_scale_names(layer)):
+            if name not in found and kv_scale_alias(name) in found:
+                found[name] = found[kv_scale_alias(name)]
+            # One number, or one for each KV head, as a tensor of any shape.
+            shape = tuple(found[name][1]["shape"]) if name in found else (1,)
+            if math.prod(shape) not in (1, model.n_kv_heads):
+                shape = (model.n_kv_heads,)
+            expected[name] = shape, tuple(CHECKPOINT_DTYPES)
+    for name, (shape, dtypes) in expected.items():
+        if name not in found:
+            raise ConfigError(f"{folder}: no tensor {name} in {', '.join(file.name for file in files)}")
+        file, entry = found[name]
+        if tuple(entry["shape"]) != shape:
+            raise ConfigError(f"{file}: tensor {name} has shape {list(entry['shape'])}, config.json makes it {list(shape)}")
+        if entry["dtype"] not in dtypes:
+            raise ConfigError(f"{file}: tensor {name} is of type {entry['dtype']}; can read {', '.join(dtypes)}")
+    return {name: found[name][0] for name in expected}

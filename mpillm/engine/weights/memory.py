@@ -1,0 +1,105 @@
+"""Check before loading whether a model fits the memory of its node, or of its GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from disagg.errors import ConfigError
+from mpillm.config.core_config import CoreConfig
+from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.weights.quantization import held
+
+if TYPE_CHECKING:
+    from mpillm.engine.model.model_config import ModelConfig
+
+_GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory
+
+# Limit, usage, and the part of the usage that is files, which the system drops when memory is short. cgroup
+# v2, v1.
+_CGROUP_FILES = {
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+
+
+def gpu_room(config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str, there: int) -> int:
+    """Return the bytes of `there` that the model leaves on each GPU for the KV cache.
+
+    ConfigError if there are none. `quantization`: of the weights in memory.
+    """
+    width = 4 if dtype == "float32" else 2
+    ranks = [(tp_rank, pp_rank) for tp_rank in range(config.tp_size) for pp_rank in range(config.pp_size)]
+    layouts = [Layout(config.tp_size, config.pp_size, config.ep_size, *rank) for rank in ranks]
+    weights = max(layout.n_bytes(model, width, quantization) for layout in layouts)
+    heads = model.n_heads + 2 * max(model.n_kv_heads, config.tp_size)
+    # A mixture has its feed-forward's values and its output for each chosen expert, whichever rank holds it.
+    n_chosen = model.n_experts_per_token if model.n_experts else 1
+    inner = 3 * n_chosen * model.intermediate_size * config.ep_size
+    per_row = (3 + n_chosen) * model.hidden_size + (2 * heads * model.head_dim + inner) // config.tp_size
+    # Logits, and sampling's copies of them (float32, and sums in float64).
+    step = width * per_row * max(config.max_num_tokens, config.max_batch_size) + 20 * model.vocab_size * config.max_batch_size
+    room = there - weights - step - _GPU_OVERHEAD
+    if room < config.tokens_per_block * model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size):
+        raise ConfigError(
+            f"{config.model_path} does not fit: a GPU of instance {config.instance} has {shown(there)} free, and {shown(weights)}"
+            f" of weights and {shown(step + _GPU_OVERHEAD)} for a step of max_num_tokens {config.max_num_tokens} and max_batch_size"
+            f" {config.max_batch_size} leave no room for a KV cache; use more GPUs for an instance (--tensor_parallelism)",
+            about=["tensor_parallelism"],
+        )
+    return room
+
+
+def available_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the memory that this process can still get, within the node and its cgroups (containers, Slurm
+    jobs).
+    """
+    return min([int(psutil.virtual_memory().available), *_cgroup_rooms(cgroups, own)])
+
+
+def stages(layout: Layout) -> list[Layout]:
+    return [dataclasses.replace(layout, tp_rank=0, pp_rank=stage) for stage in range(layout.pp_size)]
+
+
+def load_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -> int:
+    """Return the peak bytes while a rank loads: a matrix exists twice while it is packed or fused.
+
+    One that is rounded or widened on the way exists a few times, as float32.
+    """
+    sizes, width = layout.sizes(model), 4 if dtype == "float32" else 2
+    tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0  # as rows, and packed
+    under_way = 2 * width if quantization == "none" else 3 * 4
+    return layout.n_bytes(model, width, held(quantization, on_gpu=False)) + tied * width + under_way * max(sizes.values())
+
+
+def _cgroup_rooms(cgroups: Path, own: Path) -> Iterator[int]:
+    """Yield, for each cgroup around this process that limits memory, the limit less what is used except
+    cached files.
+    """
+    lines = own.read_text().splitlines() if own.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        version = "memory" if "memory" in controllers.split(",") else ""
+        if controllers and not version:
+            continue
+        limit_file, usage_file, cached = _CGROUP_FILES[version]
+        top = cgroups / version
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
+            try:
+                limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except OSError:  # the topmost group has no limit; a container does not see groups outside it
+                continue
+            if limit != "max":
+                yield int(limit) - usage + sum(int(counts.get(name, 0)) for name in cached)
+
+
+def shown(n_bytes: int) -> str:
+    """Return bytes as text for messages."""
+    return f"{n_bytes / 2**30:.1f} GiB"

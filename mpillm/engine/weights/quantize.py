@@ -1,0 +1,148 @@
+"""Round weights to 8 bits, and quantise a whole checkpoint with one matrix in memory at a time.
+
+Symmetric rounding to the nearest; the scale of a row is its largest absolute value over the type's largest
+(llm-compressor's min-max observer gives the same). Weights need no calibration data; an fp8 KV cache may use
+some (see `calibrate`). `quantization` has the formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from disagg.errors import ConfigError
+from mpillm.engine.fp8 import FP8, widen
+from mpillm.engine.model.model_config import ModelConfig, load_model_config
+from mpillm.engine.weights.checkpoint_folder import (
+    INDEX,
+    SINGLE,
+    Entry,
+    check_room,
+    checkpoint_files,
+    copy_companions,
+    digests,
+    new_folder,
+    read_header,
+    write_safetensors,
+)
+from mpillm.engine.weights.quantization import ALGORITHMS, DTYPES, RECORD, check_algorithm, is_linear, quantization_config, scale_name
+from mpillm.files import read_object, write_json
+
+_TORCH_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_LARGEST = {"int8": 127.0, "fp8": 448.0}  # of the type; int8's -128 stays unused
+
+
+def quantize_rows(matrix: Tensor, algorithm: str) -> tuple[Tensor, Tensor]:
+    """8-bit numbers [n, m] and float32 scales [n, 1] of `matrix` [n, m]; a row of zeros has scale 1."""
+    matrix = matrix.float()
+    largest = matrix.abs().amax(1, keepdim=True)
+    scales = torch.where(largest == 0, 1.0, largest / _LARGEST[algorithm])  # what is not finite stays so
+    scaled = (matrix / scales).clamp_(-_LARGEST[algorithm], _LARGEST[algorithm])
+    if algorithm == "int8":
+        scaled.round_()
+    return scaled.to(_TORCH_DTYPES[algorithm]), scales
+
+
+def dequantize_rows(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values that `quantize_rows` encoded, rounded once, to `dtype`."""
+    wide = widen(numbers) if numbers.dtype == FP8 else numbers.float()
+    return wide.mul_(scales).to(dtype)
+
+
+def quantize(
+    source: Path,
+    target: Path,
+    algo: str,
+    *,
+    kv_scales: Mapping[str, Tensor] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[str], object] | None = None,
+) -> dict[str, Any]:
+    """Write the Hugging Face folder `source` to `target` with linear layers in `algo`: int8, fp8, none (a copy).
+
+    Files keep their names, other tensors their type; `target` appears when it is complete. Returns the
+    content of `quantization.json`: bytes before and after, and each matrix's relative error (Frobenius
+    norms). With `kv_scales` (see `calibrate`) the folder says that its KV cache is fp8. `progress` gets a
+    line for each file. ConfigError: `source` is not a model that we can read or is quantised already,
+    `target` exists (without `overwrite`), the disk is full.
+    """
+    check_algorithm("quantize: algorithm", algo, ("none", *ALGORITHMS))
+    source, target = Path(source), Path(target)
+    model = load_model_config(str(source))
+    if not source.is_dir():
+        raise ConfigError(f"{source}: not the folder of a model")
+    if model.quantization != "none" and algo != "none":
+        raise ConfigError(f"{source}: its weights are {model.quantization} already; quantise the model that it was made from")
+    if model.quantization != "none" and kv_scales:
+        raise ConfigError(f"{source}: its weights are {model.quantization} already; calibrate the model that it was made from")
+    if model.kv_quantization != "none" and kv_scales:
+        raise ConfigError(f"{source}: it has scales for the KV cache already")
+    if source.resolve() == target.resolve():
+        raise ConfigError(f"{target}: holds the model to quantise; write to another folder")
+    files = sorted(set(checkpoint_files(source, model).values()))
+    added = dict(kv_scales or {})
+    entries = {file: _entries(file, algo, model) for file in files}
+    entries[files[0]] |= {name: Entry("F32", tuple(scale.shape)) for name, scale in added.items()}
+    n_bytes = sum(entry.n_bytes for planned in entries.values() for entry in planned.values())
+    record: dict[str, Any] = {
+        "algorithm": algo,
+        "source": str(source.absolute()),
+        "source_digests": digests(source),
+        "bytes": {"source": sum(file.stat().st_size for file in files), "weights": n_bytes},
+        "relative_errors": {},
+    }
+    with new_folder(target, overwrite) as work:
+        check_room(work, n_bytes)
+        for i, file in enumerate(files):
+            tensors = _quantized(file, algo, model, record["relative_errors"])
+            write_safetensors(work / file.name, entries[file], chain(tensors, added.items() if file == files[0] else ()))
+            if progress is not None:
+                progress(f"{file.name}: {i + 1} of {len(files)} files")
+        if files != [source / SINGLE]:
+            weight_map = {name: file.name for file, planned in entries.items() for name in planned}
+            write_json(work / INDEX, {"metadata": {"total_size": n_bytes}, "weight_map": weight_map})
+        config = read_object(source / "config.json")
+        kv_algorithm = "fp8" if added else model.kv_quantization
+        if algo != "none" or added:
+            config["quantization_config"] = quantization_config(algo, model.n_experts, kv_algorithm)
+        write_json(work / "config.json", config)
+        copy_companions(source, work)
+        write_json(work / RECORD, record)
+    return record
+
+
+def _entries(file: Path, algo: str, model: ModelConfig) -> dict[str, Entry]:
+    known, entries = model.tensors(), {}
+    for name, header in read_header(file).items():
+        entries[name] = Entry(header["dtype"], tuple(header["shape"]))
+        if algo != "none" and name in known and is_linear(name):
+            entries[name] = Entry(DTYPES[algo], entries[name].shape)
+            entries[scale_name(name)] = Entry("F32", (entries[name].shape[0], 1))
+    return entries
+
+
+def _quantized(file: Path, algo: str, model: ModelConfig, errors: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
+    known = model.tensors()
+    try:
+        with safe_open(file, framework="pt") as stream:
+            for name in stream.keys():  # noqa: SIM118 - it is no dict
+                tensor = stream.get_tensor(name)
+                if algo == "none" or name not in known or not is_linear(name):
+                    yield name, tensor
+                    continue
+                numbers, scales = quantize_rows(tensor, algo)
+                if not torch.isfinite(scales).all():
+                    raise ConfigError(f"{file}: tensor {name} has values that are not finite")
+                exact = tensor.float()
+                error = (dequantize_rows(numbers, scales, torch.float32) - exact).norm() / exact.norm().clamp(min=1e-30)
+                errors[name] = float(f"{float(error):.4g}")
+                yield name, numbers
+                yield scale_name(name), scales
+    except SafetensorError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error

@@ -1,0 +1,27 @@
+"""Stage 3: what holds for a harness of any core."""
+
+from __future__ import annotations
+
+from mpillm.configurator import Field, Options
+from mpillm.configurator.parsers import boolean, flag_dict, urls
+
+
+class HarnessFields(Options):
+    """Stage 3: what holds for a harness of any core."""
+
+    llm_gen_config_path = Field("llm_gen_config_path", "the model's generation_config.json", group="harness")
+    trtllm_runtime_flags = Field(
+        "trtllm_runtime_flags",
+        "flags of the executor, key:value,key:value; the environment variable TRTLLM_RUNTIME_FLAGS overrides them",
+        flag_dict,
+        default={},
+        group="harness",
+    )
+    trtllm_server_urls = Field("trtllm_server_urls", "TensorRT-LLM's HTTP servers, host:port,host:port", urls, group="harness")
+    show_steady_state_progress = Field(
+        "show_steady_state_progress",
+        "the progress line also shows the throughput of the last 30 seconds",
+        boolean,
+        default=False,
+        group="harness",
+    )

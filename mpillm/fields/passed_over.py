@@ -1,0 +1,23 @@
+"""Fields of NVIDIA's configurations that set nothing here: read, kept in config.json, and named when a run starts."""
+
+from __future__ import annotations
+
+from mpillm.configurator import Field
+
+_HARNESS = "how NVIDIA's harness feeds its engine"
+PASSED_OVER: dict[str, Field] = {
+    name: Field(name, why)
+    for name, why in {
+        "input_dtype": "token ids are int32",
+        "input_format": _HARNESS,
+        "coalesced_tensor": _HARNESS,
+        "enable_sort": _HARNESS,
+        "gpu_copy_streams": _HARNESS,
+        "gpu_inference_streams": _HARNESS,
+        "use_graphs": "the engine decides where it uses CUDA graphs",
+        "use_token_latencies": "LoadGen's mlperf.conf says it for each workload",
+        "vboost_slider": "clocks are the administrator's: nvidia-smi boost-slider --vboost",
+        "power_limit": "power limits are the administrator's: nvidia-smi --power-limit",
+    }.items()
+}
+"""By name; the description says why it has no effect."""

@@ -1,0 +1,90 @@
+"""Files and folders that are read with errors that name them, and written or replaced whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+
+
+def read_json(path: Path) -> Any:
+    """ConfigError naming the file, and the line of a mistake, if it can't be read or is no JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid JSON: nested too deep") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """As `read_json`, and it must be an object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return value
+
+
+@contextlib.contextmanager
+def as_written(path: Path) -> Iterator[None]:
+    """What is looked for in a JSON file and is not there makes a ConfigError that names the file."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: damaged, or not written by a run: {type(error).__name__} {error}") from error
+
+
+@contextlib.contextmanager
+def as_writable(path: Path) -> Iterator[None]:
+    """What can't be written makes a ConfigError that names the file, or `path` where the system names none: on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename or path} can't be written: {error.strerror}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` whole or not at all; OSError if the disk is full."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` whole or not at all; OSError if the disk is full.
+
+    What no UTF-8 is in a file's name (a lone surrogate, in Python) becomes an escape, which JSON reads back.
+    """
+    temporary = path.with_name(path.name + ".part")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def replace_folder(made: Path, target: Path, aside: Path) -> None:
+    """Rename the folder `made` to `target`. What was there goes to `aside`, and comes back if anything, a signal included, gets in between.
+
+    All three lie in one file system. OSError: it can't be done.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(aside)
+        made.rename(target)
+    finally:
+        if aside.exists() and not target.exists():
+            aside.rename(target)

@@ -1,0 +1,18 @@
+"""The classes of NVIDIA's `code.llmlib` under their names: a core or a harness that was written for them runs here.
+
+The files have the names that they have there; the code is ours. `rank_core` puts such a core behind `mpillm.cores.base.LLMCore`.
+No other room imports this one. See docs/cores.md.
+"""
+
+from mpillm.llmlib.config import GenerationConfig as GenerationConfig
+from mpillm.llmlib.config import HarnessConfig as HarnessConfig
+from mpillm.llmlib.cores import BackendRegistry as BackendRegistry
+from mpillm.llmlib.cores import LLMCore as LLMCore
+from mpillm.llmlib.cores import LLMRequest as LLMRequest
+from mpillm.llmlib.cores import LLMResponse as LLMResponse
+from mpillm.llmlib.dataset import LLMDataLoader as LLMDataLoader
+from mpillm.llmlib.factory import LLMServerFactory as LLMServerFactory
+from mpillm.llmlib.harness_op import LLMHarnessOp as LLMHarnessOp
+from mpillm.llmlib.server import LLMServer as LLMServer
+from mpillm.llmlib.utils import LLMServerProgressDisplay as LLMServerProgressDisplay
+from mpillm.llmlib.warmup import WarmupManager as WarmupManager

@@ -1,0 +1,70 @@
+"""What a core is configured with. The classes are those of `mpillm.config.backends`; here each also has its `gen_config`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mpillm import fields
+from mpillm.config import backends
+from mpillm.config.backends import TritonHarnessConfig as TritonHarnessConfig
+from mpillm.config.backends import TrtllmEndpointConfig as TrtllmEndpointConfig
+from mpillm.config.backends import TrtllmExecutorConfig as TrtllmExecutorConfig
+from mpillm.config.backends import TrtllmHarnessConfig as TrtllmHarnessConfig
+from mpillm.config.backends import TrtllmHlApiConfig as TrtllmHlApiConfig
+from mpillm.configurator import autoconfigure, bind, current
+from mpillm.models.model_files import GenerationConfig as GenerationConfig
+
+C = TypeVar("C", bound=backends.HarnessConfig)
+
+
+@autoconfigure
+@bind(fields.end_ids)
+@bind(fields.max_output_len)
+@bind(fields.min_output_len)
+@bind(fields.beam_width)
+@bind(fields.temperature)
+@bind(fields.top_k)
+@bind(fields.top_p)
+@bind(fields.stop_words)
+@dataclass
+class _InForce:
+    """How answers are generated, by the configuration in force."""
+
+    end_ids: tuple[int, ...] | None = None
+    max_output_len: int = GenerationConfig.max_output_len
+    min_output_len: int = GenerationConfig.min_output_len
+    beam_width: int = GenerationConfig.runtime_beam_width
+    temperature: float = GenerationConfig.temperature
+    top_k: int = GenerationConfig.top_k
+    top_p: float = GenerationConfig.top_p
+    stop_words: tuple[object, ...] | None = None
+
+
+def with_generation(config: C) -> C:
+    """`config` with a `gen_config`: that of its file, unless the configuration in force says more (a run's has the file in it)."""
+    if config.gen_config is None or fields.max_output_len in (current() or {}):
+        values = _InForce()
+        config.gen_config = GenerationConfig(
+            eos_token_id=values.end_ids or (),
+            max_output_len=values.max_output_len,
+            min_output_len=values.min_output_len,
+            runtime_beam_width=values.beam_width,
+            temperature=values.temperature,
+            top_k=values.top_k,
+            top_p=values.top_p,
+            use_stop_tokens=bool(values.stop_words),
+        )
+    config.gen_config = dataclasses.replace(config.gen_config, streaming=config.streaming)
+    return config
+
+
+@autoconfigure
+@dataclass
+class HarnessConfig(backends.HarnessConfig):
+    """What every backend needs, with the `gen_config` of a file, or of the options."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        with_generation(self)

@@ -1,0 +1,316 @@
+"""`LLMCore` as NVIDIA's harness has it: a backend that is given requests, and a thread that fetches its responses.
+
+A subclass implements `_enqueue_impl`, `_poll_responses_impl`, `run_health_check`, `get_num_cores_for_workload` and
+`get_config_for_core`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpillm import fields
+from mpillm.config import backends
+from mpillm.llmlib.config import HarnessConfig, with_generation
+from mpillm.llmlib.utils import LLMServerProgressDisplay
+
+_POLL = datetime.timedelta(milliseconds=1)
+_LOOK_S = 1.0  # of a thread that waits
+_END_S = 5.0  # for a response thread to end
+_WARM_UP_TOKENS = 100  # of each prompt
+
+CompleteCallback = Callable[..., object]
+"""Called with request_id, output_tokens and is_first_token, by name, in the core's thread."""
+
+
+@dataclass
+class LLMRequest:
+    """A request."""
+
+    request_id: int
+    input_tokens: list[int]
+    stop_tokens: list[int] | None = None  # the stop word that ends the answer, beside the model's end tokens
+
+
+@dataclass
+class LLMResponse:
+    """A response, or with streaming a piece of one."""
+
+    request_id: int  # as `_enqueue_impl` has named the request
+    output_tokens: list[list[int]] | None  # of each beam, the best first; with streaming the tokens that are new
+    is_final_token: bool | None
+    error: Exception | None = None  # the core tries again, and will give another response
+
+
+def warm_up_requests(n: int) -> list[LLMRequest]:
+    """Requests for a warm-up: random small token ids, the same each time."""
+    prompts = np.random.default_rng(0).integers(1, 100, (n, _WARM_UP_TOKENS)).tolist()
+    return [LLMRequest(i, prompt) for i, prompt in enumerate(prompts)]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is not answered yet."""
+
+    request_id: int
+    since: float
+    tokens: list[int] = field(default_factory=list)  # with streaming: those that there are
+    first_s: float | None = None  # until the first token
+
+
+class LLMCore(ABC):
+    """A backend: an engine in this process, or the client of a server."""
+
+    rank_core: ClassVar[str] = "mpillm.llmlib.rank_core:rank_core"  # who runs it on the ranks of a run, for `BackendRegistry`
+    CONFIG_T: ClassVar[type[backends.HarnessConfig]] = HarnessConfig
+
+    def __init__(
+        self,
+        name: str,
+        complete_callback: CompleteCallback,
+        harness_config: backends.HarnessConfig,
+        progress_display: LLMServerProgressDisplay,
+        verbose: bool = False,
+        verbose_nvtx: bool = False,
+    ) -> None:
+        """The parameters are those of `get_config_for_core`. `verbose_nvtx` is for subclasses that have NVTX ranges."""
+        self.name = name
+        self.complete_callback = complete_callback
+        self.harness_config = with_generation(harness_config)
+        self.progress_display = progress_display
+        self.verbose = verbose
+        self.verbose_nvtx = verbose_nvtx
+        self.logger = logging.getLogger(f"mpillm.{name}")
+        if verbose:
+            self.logger.setLevel(logging.DEBUG)
+        self.processed_count = 0
+        self.in_warmup_mode = False
+        self.stop_work = threading.Event()
+        self.error: BaseException | None = None  # that has ended the response thread
+        self.response_thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._open: dict[int, _Open] = {}  # by the backend's id
+        self._changed = threading.Condition()  # what the next two say, `stop_work` or `error`
+        self._n_untold = 0  # requests whose answers nobody was told of
+        self._told_at = 0.0
+        self.n_assigned = 0  # requests that a server has chosen this core for, and has not enqueued yet
+
+    # --- a subclass implements these ---
+
+    @abstractmethod
+    def _enqueue_impl(self, queries: list[LLMRequest]) -> list[int]:
+        """Submit requests to the backend; its ids of them, in order."""
+
+    @abstractmethod
+    def _poll_responses_impl(self, timeout: datetime.timedelta) -> Iterable[LLMResponse]:
+        """The responses that are ready, after `timeout` at the latest."""
+
+    @abstractmethod
+    def run_health_check(self) -> None:
+        """Raise if the backend is not ready: it is asked again until the warm-up manager's timeout."""
+
+    @classmethod
+    @abstractmethod
+    def get_num_cores_for_workload(cls, **kwargs: Any) -> int:
+        """How many cores the run has, on all ranks together. `kwargs` are the backend's."""
+
+    @classmethod
+    @abstractmethod
+    def get_config_for_core(
+        cls,
+        core_index: int,
+        complete_callback: CompleteCallback,
+        progress_display: LLMServerProgressDisplay,
+        verbose: bool,
+        verbose_nvtx: bool,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The arguments of `__init__` for core `core_index`. `kwargs` are the backend's."""
+
+    def warm_up(self, warm_up_iters: int | None = None) -> None:
+        """Answer requests that nobody is told of. Optional."""
+        self.warm_up_with(warm_up_requests(self.get_num_warmup_iters() if warm_up_iters is None else warm_up_iters))
+
+    def get_num_warmup_iters(self) -> int:
+        """How many requests warm this core up. Optional."""
+        return 10
+
+    def _cleanup_resources(self) -> None:  # noqa: B027 - optional
+        """Shut the backend down: called once, in the response thread, when nothing is pending any more. Optional."""
+
+    def flush(self) -> None:
+        """Wait until every request is answered, and its answer told. Optional.
+
+        RuntimeError if the core has failed; TimeoutError if it is silent for the default of --stall_timeout.
+        """
+        stall_s, began = float(fields.stall_timeout.default), time.monotonic()
+        with self._changed:
+            while self._n_untold and self.error is None:
+                if (silent := time.monotonic() - max(began, self._told_at)) > stall_s:
+                    raise TimeoutError(f"core {self.name}: {self._n_untold} requests open, and silent for {silent:.0f} s")
+                self._changed.wait(_LOOK_S)
+        self.check()
+
+    def notify_stop(self) -> None:
+        """Take no more requests, end those that are open, then the response thread. Does not wait."""
+        with self._changed:
+            self.stop_work.set()
+            self._changed.notify_all()
+
+    # --- what a server calls ---
+
+    @contextlib.contextmanager
+    def warmup_mode(self) -> Iterator[None]:
+        """Nobody is told of answers."""
+        self.in_warmup_mode = True
+        try:
+            yield
+        finally:
+            self.in_warmup_mode = False
+
+    def warm_up_with(self, queries: list[LLMRequest]) -> None:
+        """Answer `queries`, which nobody is told of."""
+        with self.warmup_mode():
+            self.enqueue(queries)
+            self.flush()
+
+    def enqueue(self, queries: list[LLMRequest]) -> int:
+        """Submit requests; how many. RuntimeError if the core has failed, or was stopped."""
+        self.check()
+        if self.stop_work.is_set():
+            raise RuntimeError(f"core {self.name} was stopped and takes no more requests")
+        self._initialize_response_thread()
+        with self._lock:  # the response thread waits for it, should an answer be there at once
+            now = time.monotonic()
+            for id_, query in zip(self._enqueue_impl(queries), queries, strict=True):
+                self._open[id_] = _Open(query.request_id, now)
+        with self._changed:
+            self._n_untold += len(queries)
+            self._changed.notify_all()
+        return len(queries)
+
+    def get_num_pending_samples(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._open)
+
+    def check(self) -> None:
+        """RuntimeError if the response thread has failed."""
+        if self.error is not None:
+            raise RuntimeError(f"core {self.name} failed: {type(self.error).__name__}: {self.error}") from self.error
+
+    def end(self, *, abandon: bool = False) -> None:
+        """`notify_stop`, and wait for the response thread. `abandon`: give up what is pending."""
+        self.notify_stop()
+        if abandon:
+            with self._lock:
+                self._open.clear()
+        if self.response_thread is None:
+            self._cleanup_resources()
+        elif self.response_thread is not threading.current_thread():
+            self.response_thread.join(_END_S)
+            if self.response_thread.is_alive():
+                self.logger.warning("core %s: _poll_responses_impl has not returned for %g s; its thread is left", self.name, _END_S)
+
+    # --- the response thread ---
+
+    def _initialize_response_thread(self) -> None:
+        """Start the response thread, once. A subclass may, at the end of its `__init__`; else the first request does."""
+        if self.response_thread is None:
+            self.response_thread = threading.Thread(target=self._poll_responses, name=f"mpillm-{self.name}", daemon=True)
+            self.response_thread.start()
+
+    def _poll_responses(self) -> None:
+        try:
+            while self._has_work():
+                began = time.monotonic()
+                if not self._take(self._poll_responses_impl(_POLL)):
+                    time.sleep(max(0.0, _POLL.total_seconds() - (time.monotonic() - began)))  # should it not have waited itself
+        except BaseException as error:  # noqa: BLE001 - whoever asks next raises it
+            self.error = error
+        finally:
+            try:
+                self._cleanup_resources()
+            finally:
+                with self._changed:
+                    self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        """Wait until requests are open; False when the core was stopped and none is."""
+        with self._changed:
+            while not self._open and not self.stop_work.is_set():
+                self._changed.wait(_LOOK_S)
+        return bool(self._open)
+
+    def _take(self, responses: Iterable[LLMResponse]) -> bool:
+        """Tell of responses; whether there were any."""
+        some, ended, tokens = False, 0, 0
+        ttfts: list[float] = []
+        tpots: list[float] = []
+        for response in responses:
+            some = True
+            if response.error is not None:
+                self.logger.warning("request %s: %s; the core tries again", response.request_id, response.error)
+                continue
+            with self._lock:
+                request = self._open.get(response.request_id)
+                if request is not None and response.is_final_token:
+                    del self._open[response.request_id]  # before anybody is told, who may use the id again
+            if request is None:
+                if self.stop_work.is_set():
+                    continue  # it was given up
+                raise RuntimeError(f"a response to request {response.request_id}, which is not open")
+            elapsed = time.monotonic() - request.since
+            request.tokens += (response.output_tokens or [[]])[0]  # the best beam's
+            is_first = self._streaming and request.first_s is None and bool(request.tokens)
+            if is_first:
+                request.first_s = elapsed
+                ttfts.append(elapsed)
+            if response.is_final_token:
+                ended += 1
+                tokens += len(request.tokens)
+                self._check_length(request)
+                if request.first_s is not None and len(request.tokens) > 1:
+                    tpots.append(1000 * (elapsed - request.first_s) / (len(request.tokens) - 1))
+                self._tell(request, is_first=False)
+            elif is_first:
+                self._tell(request, is_first=True)
+            elif not self._streaming:
+                raise RuntimeError(f"a response to request {response.request_id} is not final, and this run is not streaming")
+        if ended and not self.in_warmup_mode:
+            self.processed_count += ended
+            self._update_progress_display(ended, tokens, ttfts, tpots)
+        if ended:
+            with self._changed:
+                self._n_untold -= ended
+                self._told_at = time.monotonic()
+                self._changed.notify_all()
+        return some
+
+    @property
+    def _streaming(self) -> bool:
+        return self.harness_config.gen_config is not None and self.harness_config.gen_config.streaming
+
+    def _tell(self, request: _Open, *, is_first: bool) -> None:
+        if not self.in_warmup_mode:
+            self.complete_callback(request_id=request.request_id, output_tokens=list(request.tokens), is_first_token=is_first)
+
+    def _check_length(self, request: _Open) -> None:
+        least = self.harness_config.gen_config.min_output_len if self.harness_config.gen_config else 1
+        if len(request.tokens) < least:
+            raise RuntimeError(f"request {request.request_id}: an answer of {len(request.tokens)} tokens; min_output_len is {least}")
+
+    def _update_progress_display(self, num_completed: int, num_toks: int, ttfts: list[float], tpots: list[float]) -> None:
+        """Called after each look at responses that ended some: a subclass may add units of its own."""
+        units: dict[str, float | Iterable[float]] = {"tokens/s": num_toks}
+        if ttfts or tpots:
+            units |= {"TTFT(s)": ttfts, "TPOT(ms)": tpots}
+        self.progress_display.update(completed=num_completed, additional_unit_updates=units)

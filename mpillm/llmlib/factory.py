@@ -1,0 +1,101 @@
+"""`LLMServerFactory`: a server with all its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import mlperf_loadgen as lg
+import numpy as np
+
+from disagg.errors import ConfigError
+from mpillm.cores.registry import BackendRegistry
+from mpillm.llmlib.config import HarnessConfig
+from mpillm.llmlib.cores.base import CompleteCallback, LLMCore
+from mpillm.llmlib.server import LLMServer
+from mpillm.llmlib.utils import LLMServerProgressDisplay
+from mpillm.llmlib.warmup import WarmupManager
+from mpillm.workloads import Workload
+
+
+def complete_loadgen_request(request_id: int, output_tokens: Sequence[int], is_first_token: bool) -> None:
+    """Tell LoadGen that a sample's first token is there, or its whole answer."""
+    tokens = np.ascontiguousarray(output_tokens, np.uint32)
+    complete = lg.FirstTokenComplete if is_first_token else lg.QuerySamplesComplete
+    complete([lg.QuerySampleResponse(request_id, tokens.ctypes.data, tokens.nbytes, len(tokens))])
+
+
+class LLMServerFactory:
+    """Makes servers."""
+
+    @staticmethod
+    def create_server(
+        backend_type: str | type[LLMCore],
+        workload: Workload | None = None,
+        disable_progress_display: bool = False,
+        verbose: bool = False,
+        verbose_nvtx: bool = False,
+        *,
+        complete_callback: CompleteCallback = complete_loadgen_request,
+        core_indices: Iterable[int] | None = None,
+        **backend_kwargs: Any,
+    ) -> LLMServer:
+        """Cores, as many as the backend says (of them `core_indices`, if given), their scheduler, progress display and warm-up manager.
+
+        `backend_type`: a class, or its name in `BackendRegistry`; ConfigError if that is no `LLMCore` of this room.
+        """
+        backend = backend_class(backend_type)
+        config = HarnessConfig()
+        display = LLMServerProgressDisplay(enable_render=not disable_progress_display, steady=config.show_steady_state_progress)
+        if core_indices is None:
+            core_indices = range(n_cores(backend, backend_kwargs))
+        cores: list[LLMCore] = []
+        for index in core_indices:
+            values = backend.get_config_for_core(
+                core_index=index,
+                complete_callback=complete_callback,
+                progress_display=display,
+                verbose=verbose,
+                verbose_nvtx=verbose_nvtx,
+                **backend_kwargs,
+            )
+            cores.append(backend(**values))
+        policy = config.traffic_distribution_policy
+        scheduler = _SCHEDULERS[policy](cores)
+        return LLMServer(cores, scheduler, display, config, workload, WarmupManager(), verbose, verbose_nvtx)
+
+
+def backend_class(backend_type: str | type[LLMCore]) -> type[LLMCore]:
+    """The class behind a name; ConfigError for a core of mpillm's own."""
+    if isinstance(backend_type, type):
+        return backend_type
+    backend: type[LLMCore] | None = getattr(BackendRegistry.get(backend_type), "backend", None)
+    if backend is None:
+        raise ConfigError(f"--core_type {backend_type} is a core of mpillm, which runs on ranks: use LLMHarnessOp", about=["core_type"])
+    return backend
+
+
+def n_cores(backend: type[LLMCore], backend_kwargs: dict[str, Any]) -> int:
+    """What `get_num_cores_for_workload` says; ConfigError if that is not at least 1."""
+    n = backend.get_num_cores_for_workload(**backend_kwargs)
+    if not isinstance(n, int) or n < 1:
+        raise ConfigError(f"{backend.__name__}.get_num_cores_for_workload() gave {n!r}; must be at least 1")
+    return n
+
+
+def _round_robin(cores: Sequence[LLMCore]) -> Callable[[], LLMCore]:
+    turn = -1
+
+    def choose() -> LLMCore:
+        nonlocal turn
+        turn = (turn + 1) % len(cores)
+        return cores[turn]
+
+    return choose
+
+
+def _load_balancing(cores: Sequence[LLMCore]) -> Callable[[], LLMCore]:
+    return lambda: min(cores, key=lambda core: core.get_num_pending_samples() + core.n_assigned)
+
+
+_SCHEDULERS = {"round_robin": _round_robin, "load_balancing": _load_balancing}

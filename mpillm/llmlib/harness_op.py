@@ -1,0 +1,91 @@
+"""`LLMHarnessOp`: a LoadGen test with a core of one's own, in one process or on all ranks of an mpirun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from disagg.errors import ConfigError, nearest
+from mpillm import fields
+from mpillm.commands.run import start
+from mpillm.configurator import Field, current, option_texts
+from mpillm.cores.registry import BackendRegistry
+from mpillm.fields import BY_NAME, FIELDS
+from mpillm.llmlib.cores.base import LLMCore
+from mpillm.llmlib.dataset import LLMDataLoader
+from mpillm.llmlib.rank_core import RankCore
+from mpillm.workloads import Workload
+
+
+class LLMHarnessOp:
+    """Runs a test: `mpillm run` with the values of this call, of the command line, and of the configuration in force, in this order.
+
+    A script that makes one and runs it is started as it is, or with mpirun. A process can run one test.
+    """
+
+    data_loader: ClassVar[type[LLMDataLoader] | None] = None  # None: the data set of the options
+
+    @classmethod
+    def immediate_dependencies(cls) -> set[type]:
+        """Operations whose outputs `run` is given."""
+        return set()
+
+    @classmethod
+    def output_keys(cls) -> list[str]:
+        """Of what `run` returns."""
+        return ["log_dir", "result_metadata"]
+
+    def __init__(self, *, workload: Workload | str | None = None, core_type: type[LLMCore] | str | None = None, **options: Any) -> None:
+        """`options`: values of other fields, by name. ConfigError names one that is none."""
+        if unused := [name for name in ("issue_queries", "flush_queries", "wrap_lg_test") if hasattr(self, name)]:
+            raise ConfigError(f"{type(self).__name__}.{unused[0]} would not be called: LoadGen's queries go through mpillm's harness")
+        self.wl = workload
+        self.core_type = core_type
+        self.options = options
+
+    def get_backend_kwargs(self, dependency_outputs: Mapping[type, Any]) -> dict[str, Any]:
+        """What the core's `get_num_cores_for_workload` and `get_config_for_core` are given, beside --core_options."""
+        return {}
+
+    def run(self, scratch_space: Any = None, dependency_outputs: Mapping[type, Any] | None = None) -> dict[str, Any]:
+        """Run the test; the run directory, and on rank 0 what its result.json says. SystemExit with mpillm's exit code if it fails."""
+        words = self.words()
+        (core_type,) = option_texts([fields.core_type], words).values() or (fields.core_type.default,)
+        with contextlib.suppress(ConfigError):  # the run tells it, once
+            if issubclass(core := BackendRegistry.get(core_type), RankCore):
+                core.backend_kwargs = self.get_backend_kwargs(dependency_outputs or {})
+        code, log_dir = start(words)
+        if code:
+            sys.exit(code)
+        result = Path(log_dir) / "result.json"
+        return {"log_dir": log_dir, "result_metadata": json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}}
+
+    def words(self) -> list[str]:
+        """The command line of the run."""
+        said: dict[str, Any] = dict(self.options)
+        if self.wl is not None:
+            said["benchmarks"] = self.wl if isinstance(self.wl, str) else self.wl.name
+        if self.core_type is not None:
+            said["core_type"] = _path(self.core_type) if isinstance(self.core_type, type) else self.core_type
+        if self.data_loader is not None:
+            said["dataset"] = _path(self.data_loader)
+        values = {_field(name): value for name, value in said.items()}
+        typed = option_texts(FIELDS, sys.argv[1:])
+        for field, value in (current() or {}).items():
+            if field.name not in typed and field in FIELDS and value is not None:
+                values.setdefault(field, value)
+        return [*sys.argv[1:], *(f"--{field.name}={field.text(field.check(value, field.name))}" for field, value in values.items())]
+
+
+def _field(name: str) -> Field:
+    if name not in BY_NAME:
+        raise ConfigError(f"LLMHarnessOp: no option {name}{nearest(name, BY_NAME)}")
+    return BY_NAME[name]
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"

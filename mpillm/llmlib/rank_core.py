@@ -1,0 +1,136 @@
+"""Runs `llmlib` cores on the ranks of a run: a server with this instance's share of them, behind the contract of `mpillm.cores`."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+from collections import deque
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from disagg.errors import ConfigError
+from mpillm.comms.messages import RESPONSE, Batch, ResponseFlag
+from mpillm.config.core_config import CoreConfig
+from mpillm.cores.base import Credits, LLMCore
+from mpillm.llmlib.cores.base import LLMRequest
+from mpillm.llmlib.factory import LLMServerFactory, n_cores
+from mpillm.llmlib.server import LLMServer
+
+if TYPE_CHECKING:
+    from mpillm.comms.communicators import InstanceComms
+    from mpillm.llmlib.cores.base import LLMCore as Backend
+
+# These cores queue what they are given by themselves.
+_CREDITS = Credits(requests=1 << 20, tokens=1 << 40)
+_DECLARED = ("uses_gpus", "needs_model", "engine_stages", "servers", "framework", "packages")
+
+
+class RankCore(LLMCore):
+    """`rank_core` makes one of it for each class. On an instance of several ranks the first has the cores."""
+
+    backend: ClassVar[type[Backend]]
+    backend_kwargs: ClassVar[dict[str, Any]]  # of a harness operation; --core_options lie over them
+
+    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+        """Within `Configuration.autoapply()`, whose values the cores' own configurations get."""
+        super().__init__(config, comms)
+        self._context = contextvars.copy_context()
+        self._server: LLMServer | None = None
+        self._answers: deque[tuple[int, np.ndarray[Any, np.dtype[np.int32]], bool]] = deque()  # id, tokens, whether it is the first
+        self._begun: set[int] = set()  # requests whose first token was told
+
+    @classmethod
+    def check(cls, config: CoreConfig) -> None:
+        """ConfigError unless there is a core for each instance."""
+        n = n_cores(cls.backend, {**cls.backend_kwargs, **config.options})
+        if n < config.n_instances:
+            raise ConfigError(
+                f"{cls.backend.__name__}.get_num_cores_for_workload() gave {n}, but this run has {config.n_instances} instances, which need"
+                " a core each: start fewer ranks"
+            )
+
+    # --- life ---
+
+    def load(self) -> None:
+        if self.config.tp_rank == self.config.pp_rank == 0:
+            self._server = self._context.run(self._make_server)
+
+    def _make_server(self) -> LLMServer:
+        options = {**self.backend_kwargs, **self.config.options}
+        mine = range(self.config.instance, n_cores(self.backend, options), self.config.n_instances)
+        return LLMServerFactory.create_server(
+            self.backend, disable_progress_display=True, complete_callback=self._complete, core_indices=mine, **options
+        )
+
+    def run_health_check(self) -> None:
+        if self._server is not None:
+            self._server.warmup_manager.run_health_checks(self._server.cores)
+
+    def warm_up_requests(self) -> Batch:
+        """The cores' own warm-up runs now. What is returned goes through them once more, as requests of the test do."""
+        self.server.warm_up()
+        return super().warm_up_requests()
+
+    def flush(self) -> None:
+        if self._server is not None:
+            self._server.flush_queries()
+
+    def notify_stop(self) -> None:
+        if self._server is not None:
+            self._server.abandon()
+            self._server = None
+
+    @property
+    def server(self) -> LLMServer:
+        if self._server is None:
+            raise RuntimeError(f"{self.backend.__name__} is not loaded, or this rank does not lead its instance")
+        return self._server
+
+    # --- work ---
+
+    def credits(self) -> Credits:
+        return _CREDITS
+
+    def enqueue(self, requests: Batch) -> None:
+        offsets = requests.offsets().tolist()
+        stop = next((list(word) for word in self.config.stop_words if not isinstance(word, str)), None)
+        self.server.issue_queries(
+            [
+                LLMRequest(int(row["id"]), requests.tokens[start:end].tolist(), None if row["ignore_stop"] else stop)
+                for row, start, end in zip(requests.rows, offsets, offsets[1:], strict=False)
+            ]
+        )
+
+    def has_work(self) -> bool:
+        return bool(self._answers) or (self._server is not None and any(core.error for core in self._server.cores))
+
+    def poll_responses(self) -> Batch | None:
+        for core in self.server.cores:
+            core.check()
+        rows, tokens = [], []
+        for _ in range(len(self._answers)):
+            id_, answer, is_first = self._answers.popleft()
+            if is_first:
+                self._begun.add(id_)
+                answer, flags = answer[:1], ResponseFlag.FIRST
+            else:
+                flags = ResponseFlag.FINAL if id_ in self._begun else ResponseFlag.FIRST | ResponseFlag.FINAL
+                self._begun.discard(id_)
+            rows.append((id_, len(answer), flags))
+            tokens.append(answer)
+        return Batch(np.array(rows, RESPONSE), np.concatenate(tokens)) if rows else None
+
+    def _complete(self, request_id: int, output_tokens: list[int], is_first_token: bool) -> None:
+        """The cores' callback, in their threads."""
+        self._answers.append((request_id, np.array(output_tokens, np.int32), is_first_token))
+
+
+@cache
+def rank_core(backend: type[Backend]) -> type[RankCore]:
+    """The core of ours that runs `backend`, with what that declares of itself."""
+    if inspect.isabstract(backend):
+        raise ConfigError(f"{backend.__module__}:{backend.__qualname__} lacks {', '.join(sorted(backend.__abstractmethods__))}")
+    declared = {name: getattr(backend, name) for name in _DECLARED if hasattr(backend, name)}
+    return type(backend.__name__, (RankCore,), {"backend": backend, "backend_kwargs": {}, "__doc__": backend.__doc__, **declared})

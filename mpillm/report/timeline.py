@@ -1,0 +1,149 @@
+"""What the instances compute while the test runs: for the progress line, for `result.json`, and second by second in `timeline.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from mpillm.cores.base import Metrics
+
+LATELY_S = 10.0  # the window of a rate "now"
+_LEAST_WINDOW_S = 1.0  # rates of shorter ones say more about when they were read
+_INTERVAL_S = 1.0  # between lines of an instance
+_MOST_LINES_PER_S = 64  # of all instances: with more of them each has a line less often
+_EARLY_S = 0.25  # a measurement that comes so much before its line is due is written: the next one would be late by more
+
+
+class Computed(NamedTuple):
+    """All instances together. Rates are tokens per second: mean of the test so far, and now."""
+
+    generated: float
+    generated_now: float
+    prompt: float
+    prompt_now: float
+    running: int
+    waiting: int
+    kv_cache_usage: float | None  # of the instance whose cache is the fullest
+
+
+class _Gauge:
+    """Mean, peak and last of a value."""
+
+    def __init__(self) -> None:
+        self._n, self._sum, self._peak, self._last = 0, 0.0, 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        self._n, self._sum, self._peak, self._last = self._n + 1, self._sum + value, max(self._peak, value), value
+
+    def summary(self) -> dict[str, float] | None:
+        """None if there was no value."""
+        if self._n == 0:
+            return None
+        return {"mean": round(self._sum / self._n, 4), "peak": round(self._peak, 4), "last": round(self._last, 4)}
+
+
+class _Track:
+    """One instance. Constant size."""
+
+    def __init__(self) -> None:
+        self.recent = deque([(0.0, 0, 0)])  # seconds, prompt tokens, generated tokens; the oldest is at least `LATELY_S` old, or the start
+        self.metrics = Metrics(0, 0, 0, 0)
+        self.written = 0.0
+        self._gauges = {name: _Gauge() for name in ("running", "waiting", "kv_cache_usage")}
+        self._peaks = [0.0, 0.0]
+
+    @property
+    def seconds(self) -> float:
+        return self.recent[-1][0]
+
+    def add(self, seconds: float, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.recent.append((seconds, metrics.prompt_tokens, metrics.generated_tokens))
+        while len(self.recent) > 2 and self.recent[1][0] <= seconds - LATELY_S:
+            self.recent.popleft()
+        for name, gauge in self._gauges.items():
+            if (value := getattr(metrics, name)) is not None:
+                gauge.add(value)
+        if seconds - self.recent[0][0] >= _LEAST_WINDOW_S:
+            self._peaks = [max(pair) for pair in zip(self._peaks, self.rates_now(), strict=True)]
+
+    def rates(self) -> list[float]:
+        """Of prompt tokens and generated tokens, per second of the test."""
+        _, *counts = self.recent[-1]
+        return [count / self.seconds if self.seconds > 0 else 0.0 for count in counts]
+
+    def rates_now(self) -> list[float]:
+        """As `rates`, of the last seconds."""
+        (since, *before), (now, *counts) = self.recent[0], self.recent[-1]
+        return [max(0, count - old) / (now - since) if now > since else 0.0 for count, old in zip(counts, before, strict=True)]
+
+    def summary(self) -> dict[str, Any]:
+        rates = {
+            f"{name}_per_second": {"mean": round(mean, 4), "peak": round(max(peak, mean), 4), "last": round(now, 4)}
+            for name, mean, peak, now in zip(
+                ("prompt_tokens", "generated_tokens"), self.rates(), self._peaks, self.rates_now(), strict=True
+            )
+        }
+        counts = {"prompt_tokens": self.metrics.prompt_tokens, "generated_tokens": self.metrics.generated_tokens}
+        return counts | rates | {name: gauge.summary() for name, gauge in self._gauges.items()}
+
+
+class Timeline:
+    """Takes what instances measure, in any order among them; its memory does not grow with the test."""
+
+    def __init__(self, instances: Iterable[int], path: Path) -> None:
+        """`path`: the file, which is made with the first line; cores that can't tell what they have computed leave none."""
+        self._instances = tuple(instances)
+        self._interval_s = max(_INTERVAL_S, len(self._instances) / _MOST_LINES_PER_S)
+        self._tracks: dict[int, _Track] = {}
+        self._path = path
+        self._file: TextIO | None = None
+        self._closed = False
+
+    def add(self, instance: int, seconds: float, metrics: Metrics) -> None:
+        """What `instance` has computed after so many seconds of the test; OSError, with the file's name, if the disk is full."""
+        track = self._tracks.setdefault(instance, _Track())
+        if seconds <= track.seconds or self._closed:  # it was here before, or comes when the test is over
+            return
+        track.add(seconds, metrics)
+        if seconds - track.written >= self._interval_s - _EARLY_S:
+            track.written = seconds
+            self._write({"seconds": round(seconds, 3), "instance": instance} | _rounded(metrics))
+
+    def computed(self) -> Computed | None:
+        """Of all instances; None if none of them has told anything yet."""
+        if not self._tracks:
+            return None
+        tracks = list(self._tracks.values())
+        prompt, generated = (sum(rates) for rates in zip(*(track.rates() for track in tracks), strict=True))
+        prompt_now, generated_now = (sum(rates) for rates in zip(*(track.rates_now() for track in tracks), strict=True))
+        running, waiting = (sum(getattr(track.metrics, name) for track in tracks) for name in ("running", "waiting"))
+        usages = [usage for track in tracks if (usage := track.metrics.kv_cache_usage) is not None]
+        return Computed(generated, generated_now, prompt, prompt_now, running, waiting, max(usages, default=None))
+
+    def summary(self, instance: int) -> dict[str, Any] | None:
+        """For `result.json`: totals, and mean, peak and last of rates, requests and KV cache; None if the instance told nothing."""
+        track = self._tracks.get(instance)
+        return track.summary() if track else None
+
+    def close(self) -> None:
+        """What is added from then on is not of the test. OSError as `add`."""
+        self._closed = True
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        try:
+            if self._file is None:
+                self._file = self._path.open("w", buffering=1, encoding="utf-8")
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+
+def _rounded(metrics: Metrics) -> dict[str, Any]:
+    usage = metrics.kv_cache_usage
+    return metrics._asdict() | {"kv_cache_usage": None if usage is None else round(usage, 4)}

@@ -1,0 +1,104 @@
+"""The context instance: computes the prompt and the first token, and hands the KV cache to a generation instance."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.comms.messages import DONE, NO_INSTANCE, RESPONSE, Batch, ResponseFlag, concat
+from mpillm.comms.transport import Transport
+from mpillm.cores.base import LLMCore
+from mpillm.phases import Phase
+from mpillm.roles.handoff import HandedOver, HandoffSender
+from mpillm.roles.instance import InstanceRole
+
+_WARM_UP_IDS = 4096  # more than the requests of any warm-up
+
+
+class Context(InstanceRole):
+    """Keeps a request's prompt until it is offered: the generation instance gets prompt and KV cache."""
+
+    def __init__(
+        self,
+        core: LLMCore,
+        route: Transport,
+        leader: int,
+        instance: int,
+        receivers: dict[int, int],
+        warm_up_receivers: list[int],
+    ) -> None:
+        """`receivers`: generation instance to its leader's rank in the route communicator.
+
+        `warm_up_receivers`: the generation instances that this one warms up.
+        """
+        super().__init__(core, route, leader, instance)
+        self._sender = HandoffSender(route, core, receivers)
+        self._n_receivers = len(receivers)
+        self._warm_up_receivers = warm_up_receivers
+        self._requests: dict[int, Batch] = {}  # that are not offered yet: from then on the sender knows of them
+
+    def warmup(self) -> None:
+        batches = []
+        for receiver in self._warm_up_receivers:
+            requests = self._core.warm_up_requests()
+            # Ids of their own: a generation instance may be warmed up by several context instances at once.
+            requests.rows["id"] += (self._instance * self._n_receivers + receiver) * _WARM_UP_IDS
+            requests.rows["generation"] = receiver
+            self._sender.announce(receiver, int((requests.rows["max_output"] > 1).sum()))
+            batches.append(requests)
+        requests = concat(batches)
+        self._warming = set(requests.rows["id"].tolist())
+        self._enqueue(requests)
+
+    def done(self, phase: Phase) -> bool:
+        return super().done(phase) and (phase != "drain" or self._sender.idle)
+
+    def poll(self) -> bool:
+        self._offer()  # before the next step: the receivers can answer while it computes
+        worked = super().poll()
+        handed_over = self._sender.poll()
+        if handed_over:
+            self._on_handed_over(handed_over)
+        return worked or bool(handed_over)
+
+    def _enqueue(self, requests: Batch) -> None:
+        for request in requests.split():
+            if request.rows["generation"][0] != NO_INSTANCE:
+                self._requests[int(request.rows["id"][0])] = request
+        super()._enqueue(requests)
+
+    def _offer(self) -> None:
+        if started := self._core.started():
+            self._sender.offer([self._requests.pop(id_) for id_ in started])
+
+    def _on_responses(self, responses: Batch) -> None:
+        self._offer()  # what was started in this step; no response can be of a request that is yet to start
+        first_tokens: dict[int, int | None] = {}
+        for row, start in zip(responses.rows, responses.offsets(), strict=False):
+            id_, final = int(row["id"]), bool(row["flags"] & ResponseFlag.FINAL)
+            if id_ in self._sender:
+                first_tokens[id_] = None if final else int(responses.tokens[start])
+                if final:
+                    # Not FIRST and FINAL at once, which says that nothing more will be heard of it: CONTEXT_DONE will.
+                    row["flags"] &= ~np.uint32(ResponseFlag.FIRST)
+            elif final:
+                row["flags"] |= ResponseFlag.FIRST
+                self._requests.pop(id_, None)
+        super()._on_responses(responses)  # the first token leaves before the KV cache does
+        if first_tokens:
+            self._sender.tell_first(first_tokens)
+
+    def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
+        """The first ones, also of answers that go on elsewhere."""
+        return int(rows["n_tokens"].sum())
+
+    def _on_handed_over(self, handed_over: list[HandedOver]) -> None:
+        ids = [id_ for id_, _ in handed_over]
+        if not self._in_test:
+            self._warming.difference_update(ids)
+            return
+        self._ended(sum(not ended for _, ended in handed_over))  # the others were, by their first token
+        rows = np.zeros(len(ids), RESPONSE)
+        rows["id"] = ids
+        rows["flags"] = ResponseFlag.CONTEXT_DONE
+        DONE.send(self._route, self._leader, Batch(rows, np.zeros(0, np.int32)))

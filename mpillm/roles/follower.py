@@ -1,0 +1,46 @@
+"""What every rank of an instance does: bring its core up, and give it time."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from mpillm.cores.base import LLMCore
+from mpillm.roles.role import Role
+
+_log = logging.getLogger(__name__)
+
+
+class Follower(Role):
+    """A rank that does not lead its instance: what its core does, the leader's core has told it."""
+
+    def __init__(self, core: LLMCore) -> None:
+        self._core = core
+
+    def load(self) -> None:
+        self._core.load()
+
+    def health(self) -> None:
+        self._core.run_health_check()
+
+    def ready(self) -> None:
+        self._core.start_test()
+
+    def drain(self) -> None:
+        self._core.flush()
+
+    def stop(self) -> None:
+        self._core.notify_stop()
+
+    def poll(self) -> bool:
+        self._core.poll_kv()
+        if not self._core.has_work():
+            return False
+        self._core.poll_responses()
+        return True
+
+    def report(self) -> dict[str, Any]:
+        compiled = self._core.compiled_in_test()
+        for name in compiled:
+            _log.warning("compiled in the test: %s", name)
+        return {"compiled": compiled}

@@ -1,0 +1,202 @@
+"""The handoff: a request and its KV cache move from a context to a generation instance, each of any layout.
+
+The instances' leaders negotiate on the route, many requests to a message:
+
+    OFFER    context to generation: requests whose contexts have the memory that they need, a step before they are computed
+    ACCEPT   back: there is room, and all ranks of the generation instance expect the KV cache under this slot
+    FIRST    context to generation: the first token, or that the answer has ended with it
+    ACCEPT   with NO_SLOT: the generation instance has let go of a request that ended with its first token
+
+The KV cache itself moves from rank to rank in the handoff communicator (`engine.handoff.transfer`), while later layers still compute if the
+acceptance was there in time. How the ranks of an instance learn what to send and receive is the core's affair.
+
+A generation instance takes offers in the order in which they came; one that it has no room for waits there, and holds up nobody else's.
+Only contexts that have their memory are offered: what a receiver keeps room for does come, whatever else the instances wait for. So they
+never wait for each other in a circle. A request's id stays in use until both sides have let go of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpillm.comms.messages import ACCEPT, FIRST, NO_SLOT, NO_TOKEN, OFFER, WARM_UP, Batch, Pairs, concat
+from mpillm.comms.transport import Transport
+from mpillm.cores.base import LLMCore
+
+_SLOTS = 256  # KV caches under way to one receiver
+
+
+@dataclass
+class _Given:
+    """A request that was offered, as the context instance's leader sees it."""
+
+    instance: int
+    accepted: bool = False
+    left: bool = False  # the KV cache
+    told: bool = False  # the first token, or that there will be no more
+    ended: bool = False  # with its first token
+    let_go: bool = False  # by the receiver
+
+    @property
+    def done(self) -> bool:
+        return self.told and (self.left or (self.ended and not self.accepted)) and (self.let_go or not self.ended)
+
+
+class HandedOver(NamedTuple):
+    """A request that is the generation instance's now, or nobody's."""
+
+    id: int
+    ended: bool  # with its first token
+
+
+@dataclass
+class _Taken:
+    """A request that was offered, as the generation instance's leader sees it."""
+
+    source: int
+    request: Batch
+    slot: int = NO_SLOT  # from when it is accepted
+    arrived: bool = False
+    first_token: int | None = None
+
+
+class HandoffSender:
+    """The context instance's leader."""
+
+    def __init__(self, transport: Transport, core: LLMCore, receivers: dict[int, int]) -> None:
+        """`receivers`: generation instance to its leader's rank in the transport's communicator."""
+        self._transport = transport
+        self._core = core
+        self._receivers = receivers
+        self._given: dict[int, _Given] = {}
+        self._maybe_done: list[int] = []
+        ACCEPT.handle(transport, self._on_accept)
+
+    def __contains__(self, id_: int) -> bool:
+        """Whether the request was offered, and somebody may still hold something of it."""
+        return id_ in self._given
+
+    @property
+    def idle(self) -> bool:
+        return not self._given
+
+    def offer(self, requests: list[Batch]) -> None:
+        """Offer requests (batches of one row and its prompt) to the generation instances that they name."""
+        by_instance: dict[int, list[Batch]] = {}
+        for request in requests:
+            instance = int(request.rows["generation"][0])
+            by_instance.setdefault(instance, []).append(request)
+            self._given[int(request.rows["id"][0])] = _Given(instance)
+        for instance, batches in by_instance.items():
+            OFFER.send(self._transport, self._receivers[instance], concat(batches))
+
+    def announce(self, instance: int, n_requests: int) -> None:
+        """Tell a generation instance how many requests of the warm-up it will be offered."""
+        WARM_UP.send(self._transport, self._receivers[instance], n_requests)
+
+    def tell_first(self, tokens: dict[int, int | None]) -> None:
+        """First tokens by id of requests that were offered; None: the answer has ended with it."""
+        by_receiver: dict[int, list[tuple[int, int]]] = {}
+        for id_, token in tokens.items():
+            given = self._given[id_]
+            given.told, given.ended = True, token is None
+            self._maybe_done.append(id_)
+            by_receiver.setdefault(self._receivers[given.instance], []).append((id_, NO_TOKEN if token is None else token))
+        for receiver, firsts in by_receiver.items():
+            FIRST.send(self._transport, receiver, firsts)
+
+    def poll(self) -> list[HandedOver]:
+        """Requests that this instance holds nothing of any more."""
+        for id_ in self._core.poll_kv():
+            self._given[id_].left = True
+            self._maybe_done.append(id_)
+        done = [id_ for id_ in dict.fromkeys(self._maybe_done) if self._given[id_].done]
+        self._maybe_done = []
+        for id_ in done:
+            self._core.release_kv(id_)
+        return [HandedOver(id_, self._given.pop(id_).ended) for id_ in done]
+
+    def _on_accept(self, source: int, accepted: Pairs) -> None:
+        for id_, slot in accepted:
+            given = self._given[id_]
+            if slot == NO_SLOT:
+                given.let_go = True
+                self._maybe_done.append(id_)
+            else:
+                given.accepted = True
+                self._core.send_kv(id_, given.instance, slot)
+
+
+class HandoffReceiver:
+    """The generation instance's leader."""
+
+    def __init__(self, transport: Transport, core: LLMCore, senders: dict[int, int]) -> None:
+        """`senders`: rank in the transport's communicator to the context instance that it leads."""
+        self._transport = transport
+        self._core = core
+        self._senders = senders
+        self._taken: dict[int, _Taken] = {}
+        self._waiting: deque[_Taken] = deque()  # in the order in which they came
+        self._slots = list(range(_SLOTS))
+        self.admitted = 0  # since the start
+        self.announced: dict[int, int] = {}  # requests of the warm-up by sender
+        OFFER.handle(transport, self._on_offer)
+        FIRST.handle(transport, self._on_first)
+        WARM_UP.handle(transport, self._on_warm_up)
+
+    @property
+    def idle(self) -> bool:
+        return not self._taken
+
+    def poll(self) -> bool:
+        """Accept what there is room for, and admit what has arrived; whether anything moved."""
+        accepted: dict[int, list[tuple[int, int]]] = {}
+        while self._waiting and self._slots:
+            taken = self._waiting[0]
+            if not self._core.receive_kv(taken.request, self._senders[taken.source], self._slots[-1]):
+                break
+            self._waiting.popleft()
+            taken.slot = self._slots.pop()
+            accepted.setdefault(taken.source, []).append((int(taken.request.rows["id"][0]), taken.slot))
+        for source, accepts in accepted.items():
+            ACCEPT.send(self._transport, source, accepts)
+        arrived = self._core.poll_kv()
+        for id_ in arrived:
+            self._taken[id_].arrived = True
+            self._slots.append(self._taken[id_].slot)
+            self._settle(id_)
+        return bool(accepted or arrived)
+
+    def _settle(self, id_: int) -> None:
+        """Go on with a request whose KV cache and first token may both be there, or let go of it."""
+        taken = self._taken[id_]
+        if taken.first_token == NO_TOKEN:
+            if taken.slot == NO_SLOT:
+                self._waiting.remove(taken)
+            elif taken.arrived:
+                self._core.release_kv(id_)
+            else:
+                return
+            ACCEPT.send(self._transport, taken.source, [(id_, NO_SLOT)])
+        elif taken.first_token is not None and taken.arrived:
+            self._core.admit(taken.request, taken.first_token)
+            self.admitted += 1
+        else:
+            return
+        del self._taken[id_]
+
+    def _on_warm_up(self, source: int, n_requests: int) -> None:
+        self.announced[source] = n_requests
+
+    def _on_offer(self, source: int, requests: Batch) -> None:
+        for request in requests.split():
+            taken = _Taken(source, request)
+            self._taken[int(request.rows["id"][0])] = taken
+            self._waiting.append(taken)
+
+    def _on_first(self, source: int, firsts: Pairs) -> None:
+        for id_, token in firsts:
+            self._taken[id_].first_token = token
+            self._settle(id_)

@@ -1,0 +1,73 @@
+"""From options to the samples of a test: the workload's data set, a person's own, or a made one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm import workloads
+from mpillm.config.options import RunConfig
+from mpillm.configurator import Found
+from mpillm.cores.base import ModelLimits
+from mpillm.data.data_loader import LLMDataLoader
+from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
+from mpillm.data.preprocessed.loader import PreprocessedLoader
+from mpillm.data.tokenizer import Tokenizer, load_tokenizer
+from mpillm.workloads.tiny import DATASET, write_dataset
+
+
+def load_samples(config: RunConfig, models: Sequence[ModelLimits | None], run_directory: Callable[[], Path]) -> tuple[Dataset, Tokenizer]:
+    """The data set and the tokenizer of a run. `models`: what each instance allows; ConfigError if a sample does not fit one of them.
+
+    A scaled-down workload without a data set of the person's own gets one, in `run_directory()`; `config` then says where.
+    """
+    folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
+    tokenizer = load_tokenizer(folder, config.apply_chat_template)
+    known = [model for model in models if model is not None]
+    lengths = [section.max_seq_len for section in config.sections.values() or [config] if section.max_seq_len]
+    limits = Limits(
+        min((model.vocab_size for model in known), default=None),
+        min(lengths, default=None) or min((model.max_seq_len for model in known), default=None),
+        config.max_output_len,
+        min((model.max_prompt_len for model in known if model.max_prompt_len is not None), default=None),
+        config.end_ids or (),
+        tuple(tuple(word) for word in config.stop_words or () if not isinstance(word, str)),
+        bool(config.stop_words) or not config.given("stop_words"),
+    )
+    if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
+        ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
+        raise ConfigError(f"--end_ids {ids} ({source}): {config.model_path or 'the core'} knows {limits.vocab_size} tokens")
+    return load_dataset(_source(config, run_directory), tokenizer, limits), tokenizer
+
+
+def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synthetic | LLMDataLoader | None:
+    if config.dataset == "synthetic":
+        return Synthetic(config.input_mean, config.output_mean, config.input_stdev, config.output_stdev, config.num_samples, config.seed)
+    if ":" in config.dataset:
+        with config.autoapply():
+            return _loader_class(config.dataset)()
+    workload = config.workload
+    if workload is not None and workload.scaled and not config.given("dataset_path"):
+        made = run_directory() / DATASET
+        write_dataset(workload, made)
+        config.found["dataset_path"] = Found(str(made), config.origin("dataset_path"))
+    if not config.dataset_path:
+        return None
+    path = Path(config.dataset_path)
+    if (workload is not None and path.suffix != ".jsonl") or PreprocessedLoader.reads(path):
+        return workloads.loader(workload, config.dataset_path)
+    return path
+
+
+def _loader_class(path: str) -> type[LLMDataLoader]:
+    """The class that ``package.module:Class`` names."""
+    module, _, name = path.partition(":")
+    try:
+        loader = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--dataset {path}: {error}", about=["dataset"]) from error
+    if not (isinstance(loader, type) and issubclass(loader, LLMDataLoader)):
+        raise ConfigError(f"--dataset {path}: not an LLMDataLoader", about=["dataset"])
+    return loader

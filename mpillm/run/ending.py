@@ -1,0 +1,264 @@
+"""How a run ends on one rank: one state machine, for the main thread and for the watch's.
+
+    RUNNING ──► TELLING ──► STOPPING ──► LEAVING
+
+A run that ends well goes from RUNNING to LEAVING, and one that rank 0 has stopped from RUNNING to STOPPING. Only the thread that leaves
+RUNNING goes on from there: the main thread as a rule, the watch's when the main thread is stuck in a backend or in MPI.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from mpi4py import MPI
+
+from disagg.errors import ConfigError
+from launch.environment import tell_exit_code
+from mpillm.comms.communicators import Communicators
+from mpillm.comms.control import RankControl, Stopped, runs
+from mpillm.comms.messages import BEAT, BYE, STOP, Stop
+from mpillm.comms.transport import Transport
+from mpillm.config.options import RunConfig
+from mpillm.errors import STOP_SIGNALS, ExitCode, Failure, Interrupted, RunError
+from mpillm.phases import Phase
+from mpillm.roles.role import Role
+
+if TYPE_CHECKING:
+    from mpillm.run.rank0 import Rank0
+
+_log = logging.getLogger("mpillm")
+
+
+class State(enum.Enum):
+    """Where a rank is on its way out."""
+
+    RUNNING = "the phases go on"
+    TELLING = "rank 0 gathers failures and tells the person; another rank has told rank 0 and waits to be stopped"
+    STOPPING = "rank 0 has told all ranks to stop and waits for them; another rank stops its roles"
+    LEAVING = "out of MPI, if every rank is there, and out of the process"
+
+
+def failures_of(error: BaseException, rank: int, phase: Phase, config: RunConfig | None) -> tuple[Failure, ...]:
+    """What `error`, raised in the main thread of `rank`, tells about the run; on rank 0 a wrong option is the whole run's."""
+    whole = rank or None
+    if isinstance(error, Interrupted):
+        return (error.failure(whole),)
+    if isinstance(error, ConfigError):
+        return (Failure(config.explain(error) if config else str(error), whole, code=ExitCode.USAGE),)
+    if isinstance(error, RunError):
+        return error.failures
+    text = "".join(traceback.format_exception(error))
+    _log.error("%s", text)
+    if isinstance(error, MPI.Exception):
+        return (Failure(f"MPI: {error}", rank, code=ExitCode.INSTANCE_LOST),)
+    if isinstance(error, OSError) and error.filename:
+        if isinstance(error, PermissionError) and phase == "join":  # a file that the person named
+            return (Failure(f"{error.filename}: {error.strerror}", whole, code=ExitCode.USAGE),)
+        return (Failure(f"{error.filename}: {error.strerror}", rank),)
+    return (Failure(f"{type(error).__name__}: {error}", rank, text),)
+
+
+class Ending(ABC):
+    """One rank's way out of the run. `finish`, `stop` and `fail` are the main thread's, `end_stuck` and `abort` the watch's."""
+
+    def __init__(self, control: RankControl, beats: Transport, roles: Sequence[Role]) -> None:
+        """`beats`: the watch's own transport; `roles`: those of this rank, also those that are added later."""
+        self.state = State.RUNNING
+        self._lock = threading.Lock()  # held to leave RUNNING
+        self._control = control
+        self._watch = control.watch
+        self._limits = control.limits
+        self._beats = beats
+        self._roles = roles
+
+    # --- the main thread ---
+
+    def finish(self, code: int, comms: Communicators) -> int:
+        """Every rank has done all phases."""
+        self._begin(State.LEAVING)
+        if self._control.transport.rank == 0:
+            tell_exit_code(code)
+        comms.free()
+        self._watch.quiet()
+        self._finalize()
+        return code
+
+    def stop(self, stopped: Stopped) -> NoReturn:
+        """Rank 0 has said so."""
+        self._begin(State.STOPPING)
+        self._let_go()
+        self._leave(stopped)
+
+    def fail(self, failures: tuple[Failure, ...]) -> NoReturn:
+        """End the run everywhere, because of `failures`."""
+        self._begin(State.TELLING)
+        self._watch.enter(self._watch.phase, 3 * self._limits.grace)
+        for failure in failures:
+            _log.error("%s", failure.cause)
+        stopped = self._tell(failures)
+        self.state = State.STOPPING
+        self._let_go()
+        self._leave(stopped)
+
+    def _begin(self, state: State) -> None:
+        """Leave RUNNING; if the watch's thread has, wait until it ends the process."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # the rank is ending already, under deadlines
+        patience = 3 * self._limits.grace
+        if self._lock.acquire(timeout=patience):
+            first = self.state is State.RUNNING
+            self.state = state if first else self.state
+            self._lock.release()
+            if first:
+                return
+            time.sleep(patience)
+        os._exit(ExitCode.INSTANCE_LOST)
+
+    @abstractmethod
+    def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+        """Have the run end everywhere; how it ends here."""
+
+    def _let_go(self) -> None:
+        """Stop this rank's roles."""
+        for role in self._roles:
+            try:
+                role.stop()
+            except Exception:  # noqa: BLE001 - the run's first failure has been told; this one goes to the log
+                _log.exception("while stopping")
+
+    def _leave(self, stopped: Stopped) -> NoReturn:
+        """Out of MPI, if the other ranks come along, and out of the process, LoadGen's threads included."""
+        self.state = State.LEAVING
+        self._watch.quiet()
+        if stopped.finalize:
+            self._finalize()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(stopped.code))
+
+    def _finalize(self) -> None:
+        """Leave MPI. It waits for the other ranks and holds Python's lock while it does: only a signal can end that wait."""
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, self._limits.grace)
+        MPI.Finalize()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    # --- the watch's thread ---
+
+    def end_stuck(self) -> int | None:
+        """While the main thread is stuck: the exit code if this rank should end now, because rank 0 has said so or somebody is lost."""
+        with self._lock:
+            if self.state is not State.RUNNING:
+                return None  # the main thread does all this itself
+            code = self._look()
+            if code is not None:
+                self.state = State.LEAVING
+            return code
+
+    @abstractmethod
+    def _look(self) -> int | None:
+        """See `end_stuck`; all that is to be done before the process ends has been done."""
+
+    def abort(self, message: str) -> NoReturn:
+        """A limit of the main thread has passed, and, on other ranks than 0, rank 0 has not ended the run as it should have."""
+        with self._lock:
+            self.state = State.LEAVING
+        code = self._last_words(message)
+        MPI.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+    @abstractmethod
+    def _last_words(self, message: str) -> int:
+        """Tell the person; the exit code."""
+
+
+class RankEnding(Ending):
+    """Of every rank but 0."""
+
+    def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+        if cause := self._control.rank0_lost():
+            self._say_rank0_lost(cause)
+            self._leave(Stopped(ExitCode.INSTANCE_LOST, False))
+        return self._control.fail(failures[0])
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._control.say_bye()
+
+    def _look(self) -> int | None:
+        try:
+            while BEAT.take(self._beats, 0):
+                self._control.rank0_beat()
+            if (stop := STOP.take(self._beats, 0)) is not None:
+                BYE.send(self._beats, 0, None)  # at once: the rank is about to end
+                return stop.code
+        except MPI.Exception:
+            self._beats.acknowledge_losses()
+        if cause := self._control.rank0_lost():
+            self._say_rank0_lost(cause)
+            return ExitCode.INSTANCE_LOST
+        return None
+
+    def _last_words(self, message: str) -> int:
+        self._watch.note(f"{message}\nand rank 0 has not ended the run")
+        return ExitCode.INSTANCE_LOST
+
+    def _say_rank0_lost(self, cause: str) -> None:
+        """Rank 0 is there but answers nobody: one of the others tells the person and ends it. If it is gone, its launcher says so."""
+        rank0, here = self._control.rank0, self._control.host
+        if self._control.transport.rank != 1 or rank0 is None or (rank0[0] == here and not runs(rank0[1])):
+            return
+        self._watch.note(f"rank 0 (harness) on {rank0[0]}, pid {rank0[1]}, was lost in phase '{self._watch.phase}': {cause}")
+        if rank0[0] == here:
+            os.kill(rank0[1], signal.SIGKILL)
+
+
+class Rank0Ending(Ending):
+    """Of rank 0, which ends the run for all."""
+
+    def __init__(self, control: RankControl, beats: Transport, roles: Sequence[Role], rank0: Rank0) -> None:
+        super().__init__(control, beats, roles)
+        self._rank0 = rank0
+        self._code: int | None = None  # from when the person has been told
+
+    def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+        code = self._tell_person(self._rank0.control.settle(failures))
+        self.state = State.STOPPING
+        stopped = self._rank0.control.stop_all(code)
+        if stopped is None:
+            MPI.COMM_WORLD.Abort(code)
+        return stopped or Stopped(code, False)
+
+    def _look(self) -> int | None:
+        lost = self._rank0.control.dead()
+        if not lost:
+            return None
+        # The main thread may be waiting for them, in MPI.
+        code = self._tell_person(self._rank0.control.losses(lost))
+        for rank in set(range(1, len(self._rank0.control.ranks))) - set(lost):
+            with suppress(MPI.Exception):
+                STOP.send(self._beats, rank, Stop(code, False))
+        return code
+
+    def _last_words(self, message: str) -> int:
+        if self._code is not None:  # while the others were told to stop
+            self._watch.note(message)
+            return self._code
+        return self._tell_person((Failure(message, 0),))
+
+    def _tell_person(self, failures: tuple[Failure, ...]) -> int:
+        self._code = self._rank0.failed(failures)
+        tell_exit_code(self._code)
+        return self._code

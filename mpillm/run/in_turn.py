@@ -1,0 +1,115 @@
+"""Tests one after another, each in an mpirun of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import disagg
+from launch.children import Children
+from launch.command import Command
+from launch.supervisor import MPIRUN_GRACE_S
+from mpillm.config.disagg_yaml import generated
+from mpillm.config.options import RunConfig, run_name
+from mpillm.devices import visible_gpus
+
+_OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")  # options that are said anew for each test
+
+
+@dataclass(frozen=True)
+class Test:
+    """A test to run: its name, its mpirun, and its run directory."""
+
+    name: str
+    command: Command
+    log_dir: Path
+
+
+def run_in_turn(tests: Sequence[Test]) -> int:
+    """Run the tests and print a table of their results; the worst of their exit codes."""
+    lines = []
+    worst = 0
+    for test in tests:
+        print(f"\n=== {test.name}\n{test.command}", flush=True)
+        earlier = _written(test)
+        # No deadline here: the mpirun has one for its start, and rank 0 those of each phase, and of a test without an answer.
+        with Children(MPIRUN_GRACE_S, pass_on=True) as children:
+            code = children.wait(children.start(test.name, test.command.argv, test.command.environment()), None) or 0
+        code = 128 - code if code < 0 else code
+        worst = max(worst, code)
+        lines.append((test.name, *_outcome(test, code, earlier)))
+    print("\n" + _table(lines))
+    return worst
+
+
+def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
+    """The mpirun of one test: the options as they were typed, and this workload and scenario."""
+    name = run_name(config)
+    log_dir = Path(config.log_dir or Path("build/runs") / time.strftime("%Y%m%d-%H%M%S"))
+    if several or not config.log_dir:
+        log_dir = log_dir / name if config.log_dir else log_dir.with_name(f"{log_dir.name}-{name}")
+    words = [
+        *_without_ours(argv),
+        f"--scenarios={config.scenario}",
+        *([f"--benchmarks={config.benchmark_name}"] if config.benchmark else []),
+    ]
+    start = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(ranks_of(config))]
+    return Test(name, Command((*start, "run", *words, f"--log_dir={log_dir}")), log_dir)
+
+
+def ranks_of(config: RunConfig) -> int:
+    """--world_size, or the ranks of the instances that the options or the YAML name, with control ranks.
+
+    An aggregated test has as many instances as this node's GPUs hold, one where they are not known.
+    """
+    if config.world_size:
+        return int(config.world_size)
+    if config.yaml is not None:
+        return disagg.ranks_for(config.yaml.n_workers)
+    workers = generated(config, None).n_workers
+    if config.mode == "aggregated":
+        workers *= max(1, len(visible_gpus() or ()) // workers)
+    return disagg.ranks_for(workers)
+
+
+def _without_ours(argv: Sequence[str]) -> list[str]:
+    """The options as typed, but for those that this command says for each test."""
+    kept: list[str] = []
+    ours = False  # whether the option is that a word belongs to: its name, or its value
+    for word in argv:
+        if word.startswith("--"):
+            ours = word[2:].partition("=")[0].replace("-", "_") in _OURS
+        if not ours:
+            kept.append(word)
+    return kept
+
+
+def _written(test: Test) -> int | None:
+    """When the test's result.json was written; None if it is not there."""
+    try:
+        return (test.log_dir / "result.json").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _outcome(test: Test, code: int, earlier: int | None) -> tuple[str, str, str]:
+    """Status, samples per second and exit code for the table, from the test's result.json, unless it is that of an `earlier` run."""
+    if _written(test) == earlier:
+        return "no result", "", str(code)
+    try:
+        result: dict[str, Any] = json.loads((test.log_dir / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "no result", "", str(code)
+    rate = result.get("samples_per_second")
+    return str(result.get("status", "no result")), f"{rate:.2f}" if isinstance(rate, (int, float)) else "", str(code)
+
+
+def _table(lines: Sequence[tuple[str, ...]]) -> str:
+    rows = [("test", "status", "samples/s", "exit code"), *lines]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

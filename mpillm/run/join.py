@@ -1,0 +1,138 @@
+"""From what all ranks say when they join to a run that is ready to be loaded: everything that can be checked before.
+
+Nothing here needs MPI, and nothing is written but the made data set of a scaled-down workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import disagg
+from disagg import DisaggConfig, WorldPlan
+from disagg.errors import ConfigError
+from mpillm import __version__
+from mpillm.comms.messages import JoinReport
+from mpillm.config.core_config import CoreConfig
+from mpillm.config.disagg_yaml import disagg_config
+from mpillm.config.options import RunConfig
+from mpillm.cores.registry import BackendRegistry
+from mpillm.data.dataset import Dataset
+from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
+from mpillm.devices import OwnGpu, assign
+from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
+from mpillm.report.console import rank_list
+from mpillm.run.choose_samples import load_samples
+from mpillm.run.rank_roles import check_handoff, check_honoured, core_configs, what_runs
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What runs where."""
+
+    config: RunConfig
+    reports: dict[int, JoinReport]  # by rank
+    plan: WorldPlan
+    yaml: DisaggConfig  # with the values that are in force
+    gpus: dict[int, OwnGpu]  # by rank; empty: CPUs
+    cores: list[CoreConfig]  # of the instances' leaders
+    models: list[Any]  # of each of `cores`, what its check knows: `ModelInfo`, or None
+    notes: list[str]  # what of the configuration has no effect
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can be loaded."""
+
+    planned: Planned
+    dataset: Dataset
+    tokenizer: Tokenizer
+    settings: LoadGenSettings
+
+    def announcement(self, directory: str) -> list[str]:
+        """Lines for the person; `directory`: of the run, as they name it."""
+        planned, config, dataset = self.planned, self.planned.config, self.dataset
+        plan = planned.plan
+        nodes = len({rank.node for rank in plan.ranks})
+        model = f", model {Path(config.model_path).name}" if config.model_path else ""
+        lines = [f"run directory {directory}", *planned.notes]
+        if any(core.enable_kv_cache_reuse for core in planned.cores):
+            lines.append("KV cache reuse is on: MLPerf forbids it, so this result can't be submitted")
+        lines.append(f"data set {dataset.name}: {len(dataset)} samples, {len(dataset.tokens)} tokens")
+        if dataset.note:
+            lines.append(dataset.note)
+        if has_text(config) and dataset.texts and isinstance(self.tokenizer, ByteTokenizer):
+            lines.append(f"no tokenizer.json in {config.model_path}: each byte of a prompt is a token, and the answers mean nothing")
+        if config.workload is not None:
+            lines.append(f"workload {config.workload.title}: LoadGen's {self.settings.describe()}")
+            if config.workload.scaled:
+                lines.append(f"scaled down: {config.workload.scaled}")
+        if not (config.audit_conf or config.compliance_test):  # which change the test in ways of their own
+            lines += self.settings.forecast.lines()
+        if planned.gpus:
+            rank, gpu = next(iter(planned.gpus.items()))
+            lines.append(f"GPUs: {len(planned.gpus)} ({planned.reports[rank].gpus[gpu.device].name})")
+        return [
+            f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {planned.yaml.mode}, core {config.core_type}{model},"
+            f" {planned.reports[0].versions['MPI']}",
+            "",
+            disagg.table(plan),
+            *(f"  {line}" for line in lines),
+        ]
+
+
+def plan_run(config: RunConfig | None, reports: dict[int, JoinReport]) -> Planned:
+    """`config` is rank 0's, None if its command line was wrong; ConfigError if the ranks differ, or can't run it."""
+    config = _agreed(config, reports)
+    ranks = range(len(reports))
+    yaml = disagg_config(config, len(ranks))
+    notes = [*filter(None, [config.passed_over()]), *check_honoured(config)]
+    plan = disagg.plan(yaml, len(ranks), [reports[rank].host for rank in ranks])
+    core_class = BackendRegistry.get(config.core_type)
+    gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
+    cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
+    with config.autoapply():
+        models = [core_class.check(core) for core in cores]
+    check_handoff(cores, models)
+    return Planned(config, reports, plan, what_runs(config, yaml, plan, cores), gpus, cores, models, notes)
+
+
+def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:
+    """Read the data set and LoadGen's settings; ConfigError if they don't fit the model, or each other.
+
+    `run_directory()` is where the data set of a scaled-down workload is written, and is called for nothing else.
+    """
+    dataset, tokenizer = load_samples(planned.config, planned.models, run_directory)
+    return Prepared(planned, dataset, tokenizer, load_settings(LoadGenConfig.from_run(planned.config), len(dataset)))
+
+
+def has_text(config: RunConfig) -> bool:
+    """Whether answers can be shown as text: the model has a folder, and so a tokenizer."""
+    return bool(config.model_path and Path(config.model_path).is_dir())
+
+
+def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConfig:
+    """The configuration of all ranks; ConfigError says which rank has another one, another version, or a wrong command line."""
+    errors: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        if report.usage_error:
+            errors.setdefault(report.usage_error, []).append(rank)
+    if errors or config is None:
+        everywhere = [len(ranks) for ranks in errors.values()] == [len(reports)]
+        raise ConfigError("\n".join(error if everywhere else f"{rank_list(ranks)}: {error}" for error, ranks in errors.items()))
+    mine = reports[0]
+    for rank, report in reports.items():
+        for name, version in report.versions.items():
+            if version != mine.versions[name]:
+                raise ConfigError(f"rank {rank} runs {name} {version}, rank 0 {mine.versions[name]}")
+    other = {rank: report for rank, report in reports.items() if report.digest != mine.digest}
+    if other:
+        first = min(other)
+        difference = config.difference(other[first].values)
+        raise ConfigError(
+            f"{rank_list(list(other))} {'was' if len(other) == 1 else 'were'} started with another configuration than rank 0: "
+            + (f"rank {first}: {difference}" if difference else f"the contents of {config.disagg_config} differ")
+        )
+    return config

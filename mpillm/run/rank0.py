@@ -1,0 +1,82 @@
+"""What rank 0 does for all ranks: prepare the run when they have joined, tell the person, write the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpillm.comms.control import Rank0Control, RankControl
+from mpillm.comms.messages import JoinReport, Setup
+from mpillm.config.options import RunConfig
+from mpillm.errors import ExitCode, Failure, exit_code
+from mpillm.phases import Phase
+from mpillm.report.console import Console
+from mpillm.report.result import failures_json
+from mpillm.report.run_directory import RunRecord, path_shown, take_directory, unwritable
+from mpillm.run.join import Planned, plan_run, prepare
+from mpillm.run.session import Session
+
+
+class Rank0:
+    """Rank 0's view of a run: as long as ranks join `session` is None, from then on it is all there is to know."""
+
+    def __init__(self, control: RankControl, size: int, config: RunConfig | None, started: float, console: Console) -> None:
+        """`config`: None when the command line was wrong; `started`: when the process was, by time.monotonic."""
+        self._config = config
+        self._console = console
+        self._record: RunRecord | None = None  # from when the run directory is made
+        self.session: Session | None = None
+        self.control = Rank0Control(control, size, started, self._phase_done)
+
+    def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
+        """All ranks have done `phase`; what this returns is given to all of them, what it raises ends the run."""
+        note, value = "", None
+        if self.session is None:
+            value, note = self._joined(reports), "all ranks agree"
+        elif phase == "ready":
+            note = self.session.ready()
+        elif phase == "drain":
+            note = self.session.drained(reports)
+        if self._record is not None:
+            self._record.phases_s[phase] = round(seconds, 4)
+        self._console.phase(phase, seconds, note)
+        return self.session.finished() if self.session and phase == "stop" else value
+
+    def _joined(self, reports: dict[int, JoinReport]) -> Setup:
+        planned = plan_run(self._config, reports)
+        self.control.label(planned.plan)
+        prepared = prepare(planned, lambda: self._made_record(planned).path)
+        record = self._made_record(planned)
+        record.result["loadgen"] = prepared.settings.to_json()
+        try:
+            self.session = Session(prepared, record, self._console, self.control)
+        except OSError as error:
+            raise unwritable(planned.config, record.path, error) from error
+        for line in prepared.announcement(path_shown(record.path)):
+            self._console.line(line)
+        return Setup(planned.plan, str(record.path), (reports[0].host, reports[0].pid), planned.gpus)
+
+    def _made_record(self, planned: Planned) -> RunRecord:
+        """The run directory, made when it is first asked for."""
+        if self._record is None:
+            self._record = RunRecord(take_directory(planned.config), planned.config, planned.plan)
+        return self._record
+
+    def failed(self, failures: tuple[Failure, ...]) -> int:
+        """Tell the person, once, and write what there is; the exit code."""
+        phase, record = self.control.phase, self._record
+        code = exit_code(failures, phase)
+        see = ""
+        if record is not None:
+            record.result |= {"status": "FAILED", "phase": phase, "exit_code": code, "failures": failures_json(failures)}
+            ranks = sorted({f.rank for f in failures if f.rank is not None})
+            see = path_shown(record.path / "ranks" / f"rank_{ranks[0]:04d}.log" if len(ranks) == 1 else record.path)
+        if self.session is not None:
+            self.session.failed()
+        when = f"in phase '{phase}'" if code != ExitCode.USAGE else "before anything was loaded"
+        self._console.failure(when, failures, see, lambda rank: self.control.ranks[rank].describe())
+        if record is not None:
+            try:
+                record.write_result()
+            except OSError as error:
+                self._console.line(f"  result.json in {record.path} can't be written: {error.strerror}")
+        return code

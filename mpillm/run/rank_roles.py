@@ -1,0 +1,188 @@
+"""From the plan to the roles of one rank."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from disagg import DisaggConfig, ServerConfig, WorldPlan, with_hosts
+from disagg.errors import ConfigError
+from disagg.world_plan import ROLES
+from mpillm import fields
+from mpillm.comms.communicators import Communicators, handoff_ranks, route_ranks
+from mpillm.comms.messages import Setup
+from mpillm.comms.mover import MpiMover, Peer
+from mpillm.comms.transport import Transport
+from mpillm.config.backends import TrtllmHarnessConfig
+from mpillm.config.core_config import CoreConfig
+from mpillm.config.disagg_values import CORE, KV_CACHE_DTYPE, ROUTER, with_sections, without_effect, written
+from mpillm.config.options import RunConfig
+from mpillm.cores.base import LLMCore
+from mpillm.cores.registry import BackendRegistry
+from mpillm.devices import OwnGpu
+from mpillm.roles.context import Context
+from mpillm.roles.follower import Follower
+from mpillm.roles.generation import Generation
+from mpillm.roles.instance import InstanceRole
+from mpillm.roles.leader import Leader
+from mpillm.roles.role import Role
+
+_LIMITS = ("max_batch_size", "max_num_tokens")  # where nobody says, CoreConfig does
+_SECTIONS = {role: section for section, role in ROLES.items()}
+_CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
+
+
+def core_configs(config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpus: dict[int, OwnGpu]) -> list[CoreConfig]:
+    """What the cores on `ranks` (of instances) are built from; `gpus`: see `devices.assign`."""
+    workers = Counter(rank.node for rank in plan.ranks if rank.instance is not None)
+    return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
+
+
+def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, OwnGpu], node_ranks: int) -> CoreConfig:
+    """`node_ranks`: ranks of its node that belong to an instance."""
+    me, gpu = plan.ranks[rank], gpus.get(rank)
+    instance = next(instance for instance in plan.instances if rank in instance.ranks)
+    config = config.of(_SECTIONS[instance.role])
+    values = {place.in_core or place.field.name: config[place.field] for place in CORE}
+    config.build(TrtllmHarnessConfig)  # which checks that the limits fit those that the engine is built for
+    return CoreConfig(
+        core_type=config.core_type,
+        role=_CORE_ROLES[instance.role],
+        instance=instance.index,
+        n_instances=sum(other.role == instance.role for other in plan.instances),
+        tp_size=instance.tp_size,
+        pp_size=instance.pp_size,
+        ep_size=instance.ep_size,
+        tp_rank=me.tp_rank or 0,
+        pp_rank=me.pp_rank or 0,
+        ep_rank=me.ep_rank or 0,
+        rank=rank,
+        device=gpu.device if gpu else None,
+        gpu_bytes=gpu.free if gpu else None,
+        n_threads=config.num_threads or _thread_share(node_ranks),
+        model_path=config.model_path,
+        quantization=config.quantization,
+        engine_dir=config.engine_dir,
+        end_ids=config.end_ids,
+        stop_words=tuple(word if isinstance(word, str) else tuple(word) for word in config.stop_words or ()),
+        node_ranks=node_ranks,
+        options=config.core_options,
+        **{name: value for name, value in values.items() if value is not None or name not in _LIMITS},
+    )
+
+
+def check_honoured(config: RunConfig) -> list[str]:
+    """A line for what each section of the given YAML states and our cores do without; ConfigError for what they can't do without."""
+    lines = []
+    for section, server in config.yaml.sections if config.yaml else ():
+        where = f"{config.disagg_config}: {section}"
+        if server.context_parallel_size > 1:
+            raise ConfigError(f"{where}.context_parallel_size {server.context_parallel_size}: must be 1; mpillm has no context parallelism")
+        if BackendRegistry.get(config.core_type).needs_model:
+            _check_precision(config.of(section), server, where)
+        asked, policy = server.router.get("type"), config.of(section).traffic_distribution_policy
+        if asked not in (None, *fields.traffic_distribution_policy.choices):
+            lines.append(f"{section}: mpillm has no router {asked}; it uses {policy} instead")
+        if ignored := ", ".join(without_effect(server)):
+            lines.append(f"{section}: has no effect on the {config.core_type} core: {ignored}")
+    return lines
+
+
+def _check_precision(config: RunConfig, server: ServerConfig, where: str) -> None:
+    """What says in which precision to compute would make another measurement of it."""
+    kinds = fields.kv_cache_dtype.choices
+    if (dtype := KV_CACHE_DTYPE.of(server)) not in (None, *kinds):
+        raise ConfigError(f"{where}.{KV_CACHE_DTYPE.name} {dtype}: the {config.core_type} core has {', '.join(kinds)}")
+    if server.extra.get("quant_config"):
+        raise ConfigError(
+            f"{where}.quant_config: the {config.core_type} core quantises by the checkpoint or --quantization; leave it out",
+            about=["quantization"],
+        )
+
+
+def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None:
+    """`models`: what each of `cores` is of. ConfigError if context and generation instances would hold KV caches of two types."""
+    dtypes = {core.role: dtype for core, model in zip(cores, models, strict=True) if (dtype := getattr(model, "kv_dtype", None))}
+    if len(set(dtypes.values())) > 1:
+        kinds = " and ".join(f"{role} instances have a KV cache in {dtype}" for role, dtype in dtypes.items())
+        raise ConfigError(
+            f"{kinds}: the handoff does not convert it, so --dtype and --kv_cache_dtype, or dtype and kv_cache_config.dtype of both"
+            " sections, must be the same",
+            about=["dtype", "kv_cache_dtype"],
+        )
+
+
+def what_runs(config: RunConfig, yaml: DisaggConfig, plan: WorldPlan, cores: Iterable[CoreConfig]) -> DisaggConfig:
+    """`yaml` with the values that are in force; `cores` has one of each section. A generated one gets the hosts of `plan`, too."""
+    if config.yaml is None and len({rank.node for rank in plan.ranks}) > 1:
+        yaml = with_hosts(yaml, plan.ranks[plan.leader_rank].node, [plan.ranks[instance.leader].node for instance in plan.instances])
+    of_role = {core.role: core for core in cores}
+
+    def in_force(section: str, server: ServerConfig) -> ServerConfig:
+        core = of_role[_CORE_ROLES[ROLES[section]]]
+        values = {place: getattr(core, place.in_core or place.field.name) for place in CORE}
+        return written(server, {**values, ROUTER: config.of(section).traffic_distribution_policy})
+
+    return replace(with_sections(yaml, in_force), model=config.model_path)
+
+
+def _thread_share(node_ranks: int) -> int:
+    """This rank's share of its node's cores; all that it is bound to, if its launcher has bound it to some."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if allowed < (os.cpu_count() or 1):
+        return allowed
+    return max(1, allowed // node_ranks)
+
+
+def make_roles(
+    config: RunConfig,
+    setup: Setup,
+    comms: Communicators,
+    route: Transport | None,
+    make_harness: Callable[[Transport, int], Role] | None,
+) -> list[Role]:
+    """The roles of this rank, in the order in which their phases run; `make_harness` on the harness's rank."""
+    plan = setup.plan
+    rank = comms.control.rank
+    me = plan.ranks[rank]
+    ranks = {world: route_rank for route_rank, world in enumerate(route_ranks(plan))}
+    roles: list[Role] = []
+    if me.instance is not None:
+        (core_config,) = core_configs(config, plan, [rank], setup.gpus)
+        with config.of(_SECTIONS[plan.instances[me.instance].role]).autoapply():
+            core = BackendRegistry.get(config.core_type)(core_config, comms.instance)
+        roles.append(_instance_role(core, plan, rank, ranks, route, comms))
+    if route is not None and "leader" in me.roles:
+        entry, generation = (config.of(_SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1))
+        roles.append(Leader(route, ranks, plan, entry, generation, config.stall_timeout))
+    if route is not None and make_harness is not None:
+        roles.append(make_harness(route, ranks[plan.leader_rank]))
+    return roles
+
+
+def _instance_role(
+    core: LLMCore, plan: WorldPlan, rank: int, ranks: dict[int, int], route: Transport | None, comms: Communicators
+) -> Follower:
+    instance = plan.instances[core.config.instance]
+    leader = ranks[plan.leader_rank]
+    contexts = [i for i in plan.instances if i.role == "ctx"]
+    generations = [i for i in plan.instances if i.role == "gen"]
+    if comms.handoff is not None:
+        members = handoff_ranks(plan)
+        others = generations if instance.role == "ctx" else contexts
+        core.connect(MpiMover(comms.handoff), {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others})
+    if route is None or rank != instance.leader:
+        return Follower(core)
+    if instance.role == "executor":
+        return InstanceRole(core, route, leader, instance.index)
+    # Who warms up whom: every context instance has a generation instance to hand to, and every generation instance is handed something.
+    n = max(len(contexts), len(generations))
+    pairs = {(contexts[k % len(contexts)].index, generations[k % len(generations)].index) for k in range(n)}
+    if instance.role == "ctx":
+        receivers = {i.index: ranks[i.leader] for i in generations}
+        mine = sorted(generation for context, generation in pairs if context == instance.index)
+        return Context(core, route, leader, instance.index, receivers, mine)
+    senders = {ranks[i.leader]: i.index for i in contexts}
+    return Generation(core, route, leader, instance.index, senders, sum(1 for _, generation in pairs if generation == instance.index))

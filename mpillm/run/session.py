@@ -1,0 +1,124 @@
+"""Rank 0's view of a run from the time when all ranks have joined: the harness, the progress, the result."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from mpillm.comms.control import Rank0Control
+from mpillm.comms.messages import DrainReport
+from mpillm.comms.transport import Transport
+from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.files import write_json
+from mpillm.loadgen.logs import advice, unsatisfied, verdict
+from mpillm.loadgen.sut import LoadGenTest
+from mpillm.report.console import Console, progress_lines
+from mpillm.report.outputs import Outputs
+from mpillm.report.result import summary_rows, test_result
+from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown
+from mpillm.report.timeline import Timeline
+from mpillm.roles.harness import Harness, Sampling, Totals
+from mpillm.run.join import Prepared, has_text
+from mpillm.submission.test06 import prepare_audit
+
+_log = logging.getLogger(__name__)
+_PROGRESS_S = 0.1
+_LOG_S = 10.0
+
+
+class Session:
+    """Everything that one run has on rank 0: made when all ranks have joined, complete from then on."""
+
+    def __init__(self, prepared: Prepared, record: RunRecord, console: Console, control: Rank0Control) -> None:
+        """Fills the run directory; OSError if a file of it can't be written."""
+        config, plan = prepared.planned.config, prepared.planned.plan
+        self._prepared = prepared
+        self._config = config
+        self._plan = plan
+        self._record = record
+        self._console = console
+        self._control = control
+        self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path)  # LoadGen's audit.config, or ""
+        record.write_plan(prepared.planned.yaml, prepared.settings, plan, prepared.planned.reports)
+        self._outputs: Outputs | None = None
+        if config.save_outputs or has_text(config):
+            path = record.path / "outputs.jsonl" if config.save_outputs else None
+            self._outputs = Outputs(prepared.dataset, prepared.tokenizer, path)
+        self._totals = Totals()
+        self._timeline = Timeline((instance.index for instance in plan.instances), record.path / TIMELINE)
+        self._last_start = max(report.started for report in prepared.planned.reports.values())
+        self._progress_at = self._logged_at = 0.0
+
+    def make_harness(self, route: Transport, leader: int) -> Harness:
+        """The harness role, which counts for this session; `leader`: its rank in the route communicator."""
+        config, dataset, settings = self._config, self._prepared.dataset, self._prepared.settings
+        return Harness(
+            route,
+            leader,
+            dataset,
+            Sampling(config.max_output_len, config.min_output_len, config.temperature, config.top_k, config.top_p, config.seed),
+            LoadGenTest(settings.test, len(dataset), self._record.path, self._audit),
+            self._outputs.add if self._outputs else None,
+            self._plan.instances[0].role == "ctx",
+            self._totals,
+        )
+
+    def poll(self) -> bool:
+        """During the test: take down what the instances have computed, and draw the progress."""
+        now, totals = time.monotonic(), self._totals
+        if not totals.started or now - self._progress_at <= _PROGRESS_S:
+            return False
+        self._progress_at = now
+        for instance in self._plan.instances:
+            if (measured := self._control.ranks[instance.leader].measured) is not None:
+                self._timeline.add(instance.index, *measured)
+        if totals.in_flight or not totals.samples:
+            computed, elapsed = self._timeline.computed(), time.perf_counter() - totals.started
+            steady = bool(self._config.show_steady_state_progress)
+            self._console.progress(totals.samples, totals.issued, totals.tokens, elapsed, computed, steady)
+            if totals.issued and now - self._logged_at > _LOG_S:
+                self._logged_at = now
+                _log.info("%s", " ".join(line.strip() for line in progress_lines(totals.samples, totals.issued, elapsed, computed)))
+        return False
+
+    # --- what all ranks have done; a note for the person ---
+
+    def ready(self) -> str:
+        startup = time.time() - self._last_start
+        self._record.result["startup_s"] = round(startup, 4)
+        return f"{startup:.2f} s after the last rank was started"
+
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        """Judge the test."""
+        if self._outputs:
+            self._outputs.close()
+        directory, result = self._record.path, self._record.result
+        judged = verdict(directory, self._config.test_mode)
+        if judged is None:
+            raise RunError(Failure(f"LoadGen's logs in {directory} are missing or incomplete: is the disk full?"))
+        result |= {"status": judged, "loadgen_result": judged, "loadgen_unsatisfied": unsatisfied(directory)}
+        result["loadgen_advice"] = advice(directory) if judged == "INVALID" else []
+        result |= test_result(self._totals, reports, self._timeline)
+        self._timeline.close()
+        machines = {self._plan.ranks[rank].node: report.machine for rank, report in sorted(reports.items()) if report.machine}
+        write_json(directory / "machines.json", machines)
+        return f"{self._totals.samples} of {self._totals.issued} samples answered"
+
+    # --- the end ---
+
+    def finished(self) -> int:
+        """Everything has ended well: the last lines, and the exit code."""
+        record, config = self._record, self._config
+        record.write_result()
+        if self._outputs and has_text(config):
+            self._console.answers(self._outputs.shown())
+        self._console.summary(summary_rows(record.result, config, path_shown(record.path)))
+        invalid = config.require_valid and record.result["loadgen_result"] != "VALID"
+        return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
+
+    def failed(self) -> None:
+        """Note in the result what there is."""
+        self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
+        if self._timeline.computed() is not None:
+            told = [{"instance": i.index, "metrics": self._timeline.summary(i.index)} for i in self._plan.instances]
+            self._record.result.setdefault("per_instance", told)

@@ -1,0 +1,182 @@
+"""What MLCommons' submission checker will reject, without running it.
+
+Each function does one of its classes of checks (mlcommons/inference,
+tools/submission/submission_checker/checks, August 2026) and names the checks that fail. What the rules forbid
+but the checker accepts is in `mpillm.submission.runs`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mpillm import workloads
+from mpillm.loadgen.logs import advice, logged_errors
+from mpillm.submission.rules import (
+    LATENCY_LIMITS,
+    MIN_DURATION_MS,
+    STOPS,
+    SYSTEM_MEANINGFUL,
+    Limits,
+    Problem,
+    has_scenarios,
+    missing_scenarios,
+)
+from mpillm.submission.runs import Result, Run
+from mpillm.submission.targets import TASKS, check
+
+# How to make a missing piece.
+_CURE = {
+    "performance": "a run without --test_mode and --compliance_test",
+    "accuracy": "a run with --test_mode AccuracyOnly",
+    "TEST06": "a run with --compliance_test TEST06",
+}
+_TEST06_LINES = (
+    ("First token check pass: True", "First token check pass: Skipped"),
+    ("EOS check pass: True",),
+    ("Sample length check pass: True",),
+)
+_NS_PER_MS = 1e6
+
+
+def rejected(results: Sequence[Result], system: Mapping[str, Any], division: str) -> list[Problem]:
+    """Yield what keeps the checker from accepting all of `results`, with the cure if there is one."""
+    closed = division == "closed"
+    found = [*_system(system)]
+    for result in results:
+        where = f"{result.benchmark} {result.scenario}"
+        for problem in _result(result, closed):
+            found.append(Problem(f"{where}: {problem.text}", problem.checks))
+    return found + ([*_scenarios(results, system)] if closed else [])
+
+
+def _result(result: Result, closed: bool) -> Iterator[Problem]:
+    needed = ("performance", "accuracy", *(["TEST06"] if closed else []))  # open: no compliance tests
+    for kind in needed:
+        if kind not in result.runs:
+            checks = ("dir_exists_check", "accuracy_check") if kind == "TEST06" else (STOPS,)
+            yield Problem(f"no {kind} run: {_CURE[kind]}", checks)
+    for key, value in result.measurements.items():
+        if not value:
+            what = f"{key} of measurements.json is not known: give it with --measurements"
+            yield Problem(what, ("required_fields_check",))
+    by_kind = {"performance": _performance, "accuracy": _accuracy, "TEST06": _compliance}
+    for kind, run in result.runs.items():
+        if closed or kind != "TEST06":
+            for problem in by_kind[kind](run, closed):
+                yield Problem(f"{run.path}: {problem.text}", problem.checks)
+
+
+def _performance(run: Run, closed: bool) -> Iterator[Problem]:
+    """PerformanceCheck, which reads only this run's logs."""
+    detail, samples, offline = run.detail, _samples(run), run.directory.scenario == "Offline"
+    if run.round is None:
+        version = detail.get("loadgen_version")
+        yield Problem(f"its LoadGen ({version}) has the seeds of no round with this layout", ("seeds_check",))
+    elif run.benchmark not in run.round.benchmarks:
+        # The checker has no sample counts and no accuracy targets for this round and benchmark.
+        checks: tuple[str, ...] = ("performance_sample_count_check", "accuracy_result_check", "dataset_check")
+        checks = (STOPS,) if closed else (*checks, "min_query_count_check") if offline else checks
+        yield Problem(f"round {run.round.name}, whose seeds its LoadGen has, has no {run.benchmark}", checks)
+    for key, least, unit, name in (
+        ("performance_sample_count", samples, "samples", "performance_sample_count_check"),
+        ("min_duration_ms", MIN_DURATION_MS, "ms", "min_duration_check"),
+        *([("samples_per_query", samples, "samples", "min_query_count_check")] if closed and offline else []),
+    ):
+        if (value := detail.get(f"effective_{key}", 0)) < least:
+            yield Problem(f"{key} was {value} {unit}; must be at least {least}", (name,))
+    limits = LATENCY_LIMITS.get(run.benchmark)
+    if limits and not detail.get("requested_use_token_latencies"):
+        what = "use_token_latencies was off, but every LLM needs it"
+        yield Problem(what, ("llm_check", "get_performance_metric_check"))
+    if not offline:
+        yield from _latencies(run, limits)
+
+
+def _latencies(run: Run, limits: Limits | None) -> Iterator[Problem]:
+    """An Interactive run must meet Server's limits, as in the checker; LoadGen has applied its own."""
+    detail = run.detail
+    if not detail.get("early_stopping_met"):
+        why = "; ".join(text for text in advice(run.path) if "unsuccessful" in text)
+        yield Problem(f"early stopping was not satisfied{f' ({why})' if why else ''}", ("latency_check",))
+    elif limits and (target := detail.get("effective_target_latency_ns", 0) / _NS_PER_MS) > limits.target_ms:
+        what = f"target_latency was {target:g} ms; must be at most {limits.target_ms:g} ms"
+        yield Problem(what, ("latency_check",))
+    if not limits or not detail.get("requested_use_token_latencies"):
+        return
+    for name, key, limit in (
+        ("TTFT", "result_first_token_99.00_percentile_latency_ns", limits.ttft_ms),
+        ("TPOT", "result_time_per_output_token_99.00_percentile_ns", limits.tpot_ms),
+    ):
+        value = detail.get(key)
+        if value is None or value / _NS_PER_MS >= limit:
+            shown = "not in the log" if value is None else f"{value / _NS_PER_MS:.1f} ms"
+            yield Problem(f"{name} at p99 was {shown}; it must be below {limit:g} ms", ("llm_check",))
+
+
+def _accuracy(run: Run, closed: bool) -> Iterator[Problem]:
+    """AccuracyCheck: scores count in the closed division only."""
+    samples = _samples(run)
+    count = run.detail.get("effective_accuracy_sample_count", run.detail.get("qsl_reported_total_count"))
+    if count != samples:
+        what = f"accuracy_sample_count was {count} samples; the benchmark has {samples}"
+        yield Problem(what, ("dataset_check",))
+    if errors := logged_errors(run.path):
+        what = f"LoadGen logged {len(errors)} errors, the first: {errors[0]}"
+        yield Problem(what, ("loadgen_errors_check",))
+    file = run.path / "accuracy.txt"
+    if not file.is_file():
+        what = f"no accuracy.txt: `python -m mpillm accuracy {run.path}` makes it"
+        yield Problem(what, ("accuracy_result_check",))
+    elif closed and (missed := _missed(run, file.read_text(encoding="utf-8", errors="replace"))):
+        yield Problem(f"the accuracy target is not reached: {', '.join(missed)}", ("accuracy_result_check",))
+
+
+def _missed(run: Run, text: str) -> list[str]:
+    """Return the scores of an accuracy.txt that miss their target, as "rouge1 20.1 (at least 44.4)"."""
+    task = TASKS[run.directory.benchmark.removesuffix("-interactive")]
+    scores = {name: float(value) for name, value in re.findall(r"'(\w+)':\s+'?(\d+(?:\.\d+)?)", text)}
+    return [
+        c.text() for c in check(task, scores, float(run.directory.config["accuracy_target"])) if not c.passed
+    ]
+
+
+def _compliance(run: Run, _closed: bool) -> Iterator[Problem]:
+    """ComplianceCheck of the file that TEST06's verification writes."""
+    file = run.path / "TEST06" / "verify_accuracy.txt"
+    if not file.is_file():
+        what = f"TEST06 is not verified: `python -m mpillm compliance {run.path}` does it"
+        yield Problem(what, ("dir_exists_check", "accuracy_check"))
+        return
+    lines = {line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines()}
+    if failed := [either[0].partition(":")[0] for either in _TEST06_LINES if not lines.intersection(either)]:
+        yield Problem(f"TEST06 failed: no {', no '.join(failed)} ({file})", ("accuracy_check",))
+
+
+def _system(system: Mapping[str, Any]) -> Iterator[Problem]:
+    """SystemCheck: fields that must not be empty and that a run could not find out."""
+    for key in SYSTEM_MEANINGFUL:
+        if not system[key]:
+            what = f"the system description: {key} is empty: give it with --system_description"
+            yield Problem(what, ("required_fields_check",))
+
+
+def _scenarios(results: Sequence[Result], system: Mapping[str, Any]) -> Iterator[Problem]:
+    """A closed submission of a benchmark has the scenarios of its kind of system."""
+    by_benchmark: dict[str, set[str]] = {}
+    for result in results:
+        by_benchmark.setdefault(result.benchmark, set()).add(result.scenario)
+    for benchmark, scenarios in by_benchmark.items():
+        if not has_scenarios(system["system_type"]):
+            kind = system["system_type"]
+            what = f"{benchmark}: the closed division has none of its scenarios for system_type {kind}"
+            yield Problem(what, (STOPS,))
+            continue
+        for scenario in missing_scenarios(benchmark, scenarios):
+            yield Problem(f"{benchmark}: the closed division needs {scenario} too", ("scenarios_check",))
+
+
+def _samples(run: Run) -> int:
+    """Return the number of samples of the full benchmark."""
+    return workloads.WORKLOADS[run.directory.benchmark].n_samples

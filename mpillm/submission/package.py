@@ -1,0 +1,168 @@
+"""The files of a submission, in the layout of MLPerf Inference v6.0 and v6.1.
+
+The layout is that of tools/submission/submission_structure.md in mlcommons/inference; the accuracy log is cut
+as its truncate_accuracy_log.py does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mpillm
+from disagg.errors import ConfigError
+from mpillm.fields import BY_NAME
+from mpillm.files import as_written, read_json, replace_folder, write_json, write_text
+from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
+from mpillm.submission.runs import Result, Run
+
+_KEPT = 4096  # bytes kept at each end of an accuracy log
+_SOURCE = Path(mpillm.__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The content of a submission."""
+
+    division: str
+    submitter: str
+    system_name: str
+    system: Mapping[str, Any]
+    results: Sequence[Result]
+
+    def write(self, output: Path, force: bool) -> Path:
+        """Write ``<output>/<division>/<submitter>`` whole or not at all, and return it.
+
+        ConfigError: it exists and `force` is false, or a file cannot be read or written.
+        """
+        target = output / self.division / self.submitter
+        if target.exists() and not force:
+            raise ConfigError(f"{target} exists: choose another --output, or --force to replace it")
+        not_there = [folder for folder in target.parents if not folder.exists()]
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".mpillm-", dir=target.parent) as folder:
+                tree = Path(folder) / "tree"
+                tree.mkdir()
+                self._fill(tree)
+                replace_folder(tree, target, Path(folder) / "old")
+        except OSError as error:
+            # copytree's error has a reason for each file.
+            why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+            where = f"{error.filename or target}"
+            raise ConfigError(f"the submission in {output} can't be written: {where}: {why}") from error
+        finally:
+            if not target.exists():
+                for made in not_there:
+                    with contextlib.suppress(OSError):  # not empty: another submission
+                        made.rmdir()
+        return target
+
+    def _fill(self, tree: Path) -> None:
+        _write(tree / "systems" / f"{self.system_name}.json", self.system)
+        for result in self.results:
+            self._result(tree / "results" / self.system_name / result.benchmark / result.scenario, result)
+            _write(tree / "src" / result.benchmark / "README.md", _source_readme(result.benchmark))
+        for package in ("disagg", "launch", "mpillm"):
+            shutil.copytree(
+                _SOURCE / package,
+                tree / "src" / "mpillm" / package,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
+
+    def _result(self, folder: Path, result: Result) -> None:
+        _write(folder / "measurements.json", result.measurements)
+        _write(folder / "README.md", _readme(result))
+        runs = result.runs
+        _copy((runs.get("performance") or next(iter(runs.values()))).path, folder, "user.conf")
+        if performance := runs.get("performance"):
+            _copy(performance.path, folder / "performance" / "run_1", DETAIL, SUMMARY)
+        if accuracy := runs.get("accuracy"):
+            _copy(accuracy.path, folder / "accuracy", DETAIL, SUMMARY)
+            (folder / "accuracy" / ACCURACY).write_bytes(truncated((accuracy.path / ACCURACY).read_bytes()))
+            if (accuracy.path / "accuracy.txt").is_file():
+                _copy(accuracy.path, folder / "accuracy", "accuracy.txt")
+        if test06 := runs.get("TEST06"):
+            _copy(test06.path, folder / "TEST06" / "performance" / "run_1", DETAIL, SUMMARY)
+            _copy(test06.path, folder / "TEST06" / "accuracy", ACCURACY)
+            if (test06.path / "TEST06" / "verify_accuracy.txt").is_file():
+                _copy(test06.path / "TEST06", folder / "TEST06", "verify_accuracy.txt")
+
+
+def truncated(log: bytes) -> bytes:
+    """Return an accuracy log as submitted: if it is long, only its two ends."""
+    return log if len(log) < _KEPT else log[:_KEPT] + b"\n\n...\n\n" + log[-_KEPT:]
+
+
+def check_accuracy_file(result: Result) -> None:
+    """Raise ConfigError if the accuracy run's accuracy.txt was not made from its accuracy log."""
+    run = result.runs.get("accuracy")
+    if run is None or not (file := run.path / "accuracy.txt").exists():
+        return
+    try:
+        found = re.search(r"^hash=(\w+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    if found is None or found[1] != digest(run.path / ACCURACY):
+        raise ConfigError(
+            f"{file} does not belong to the {ACCURACY} beside it: run `python -m mpillm accuracy {run.path}`"
+        )
+
+
+def command_of(run: Run) -> str:
+    """Return the command that repeats this run, with environment variables as options."""
+    words = [f"python -m mpillm mpirun -n {run.directory.result['world_size']} run"]
+    file = run.path / "config.json"
+    with as_written(file):
+        for name, entry in read_json(file).items():
+            value, source = entry["value"], entry["source"]
+            if isinstance(source, dict):  # each flag's own
+                value = {key: value[key] for key, where in source.items() if _said(where)}
+            elif not _said(source):
+                continue
+            if name != "log_dir" and value not in (None, {}):
+                words.append(f"--{name} {shlex.quote(BY_NAME[name].text(value))}")
+    return " ".join(words)
+
+
+def _said(source: str) -> bool:
+    return source == "command line" or source.startswith("environment variable ")
+
+
+def _readme(result: Result) -> str:
+    lines = [f"# {result.benchmark}, {result.scenario}", "", "The runs, made with mpillm (src/mpillm):", ""]
+    for kind, run in result.runs.items():
+        lines += [f"{kind}:", "", "```", command_of(run), "```", ""]
+    lines += ["Then, on each run directory that it concerns:", "", "```"]
+    lines += ["python -m mpillm accuracy RUN_DIR", "python -m mpillm compliance RUN_DIR", "```", ""]
+    return "\n".join(lines)
+
+
+def _source_readme(benchmark: str) -> str:
+    return (
+        f"# {benchmark}\n\n"
+        f"The program is mpillm {mpillm.__version__}, in ../mpillm. The commands of each scenario are in\n"
+        f"results/<system>/{benchmark}/<scenario>/README.md.\n"
+    )
+
+
+def _copy(source: Path, target: Path, *names: str) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+
+
+def _write(path: Path, content: str | Mapping[str, Any]) -> None:
+    """Write a text, or an object as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, str):
+        write_text(path, content)
+    else:
+        write_json(path, content)

@@ -1,0 +1,41 @@
+"""The reference answers: columns of a workload's data set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm import workloads
+from mpillm.submission.scores import Row
+
+
+def read_references(workload: workloads.Workload, file: str) -> list[Row]:
+    """Read the workload's reference columns of every sample, in the order of the data set.
+
+    From the published data frame (or its folder), or a JSONL file with an object per line. ConfigError names
+    the file, and the line or column that is missing.
+    """
+    path, columns = Path(file), workload.columns.references
+    if path.suffix != ".jsonl":
+        read = workloads.loader(workload, file).references()
+        return [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*(read[column] for column in columns), strict=True)
+        ]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data set {path} cannot be read: {error}") from error
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            rows.append({column: str(entry[column]) for column in columns})
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}:{number}: not a JSON object: {error}") from error
+        except KeyError as error:
+            raise ConfigError(
+                f"{path}:{number}: no field {error}, which this workload's accuracy needs"
+            ) from error
+    return rows

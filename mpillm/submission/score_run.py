@@ -1,0 +1,156 @@
+"""Score the answers of an accuracy run and write its ``accuracy.txt`` and ``accuracy.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from disagg.errors import ConfigError
+from mpillm.data.tokenizer import Tokenizer, load_tokenizer
+from mpillm.files import as_writable, read_json, write_json, write_text
+from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
+from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.references import read_references
+from mpillm.submission.rouge import need_libraries
+from mpillm.submission.scores import Answer, Row, Scores, pass_at_1
+from mpillm.submission.targets import TASKS, Check, Task, check
+from mpillm.workloads.tiny import DATASET, REFERENCES
+
+COMPLETIONS = "mbxp_completions.json"
+
+
+class Answers(NamedTuple):
+    """What an accuracy run answered, and what its answers are compared with."""
+
+    run: RunDirectory
+    task: Task
+    answers: list[LoggedAnswer]
+    rows: Sequence[Row]
+    tokenizer: Tokenizer
+
+
+def read_accuracy_run(
+    run: RunDirectory, dataset_path: str | None, tokenizer: str | None, mbxp: str | None
+) -> Answers:
+    """Read the run's answers and references; options that are None come from the run.
+
+    ConfigError: something is missing, or does not belong to the run.
+    """
+    task = task_of(run)
+    if mbxp and "mbxp" not in task.references:
+        raise ConfigError(f"--mbxp {mbxp}: {run.benchmark} has no MBXP samples")
+    answers = _answers(run)
+    rows = _rows(run, dataset_path)
+    decoder = _tokenizer(run, tokenizer)
+    need_libraries()
+    if (worst := max(answer.index for answer in answers)) >= len(rows):
+        raise ConfigError(
+            f"the data set has {len(rows)} samples, and the run answered sample {worst}: "
+            "it is not the run's data set"
+        )
+    return Answers(run, task, answers, rows, decoder)
+
+
+def score_run(given: Answers, mbxp: str | None) -> tuple[Scores, list[Check]]:
+    """Score the answers, which may take minutes, and write both files."""
+    run, task = given.run, given.task
+    texts = [Answer(given.tokenizer.decode(answer.tokens), len(answer.tokens)) for answer in given.answers]
+    scores = task.score(texts, [given.rows[answer.index] for answer in given.answers])
+    if scores.completions:
+        scores = _with_mbxp(run, scores, mbxp)
+    checks = check(task, scores.values, float(run.config["accuracy_target"]))
+    with as_writable(run.path / "accuracy.txt"):
+        _write(run, scores, checks)
+    return scores, checks
+
+
+def task_of(run: RunDirectory) -> Task:
+    """Return how `run` is scored. ConfigError: it is not an accuracy run."""
+    if not run.is_accuracy:
+        raise ConfigError(
+            f"{run.path}: a performance run has no accuracy; name a run with --test_mode AccuracyOnly"
+        )
+    return TASKS[run.benchmark.removesuffix("-interactive")]
+
+
+def _answers(run: RunDirectory) -> list[LoggedAnswer]:
+    answers = read_answers(run.path / ACCURACY)
+    expected = accuracy_samples(read_detail(run.path))
+    if len(answers) != expected:
+        raise ConfigError(
+            f"{run.path / ACCURACY} has answers to {len(answers)} samples; the data set has {expected}"
+        )
+    return answers
+
+
+def _rows(run: RunDirectory, given: str | None) -> Sequence[Row]:
+    """Read the references: of the data set given, of the one made for this run, or of the run's."""
+    made = run.path / DATASET / REFERENCES
+    path = given or (str(made) if run.workload.scaled and made.exists() else run.config.get("dataset_path"))
+    if not path:
+        raise ConfigError(
+            f"{run.path}: the run names no data set; name one with reference answers: --dataset_path FILE"
+        )
+    if not given and not Path(path).exists():
+        raise ConfigError(f"{run.path}: can't find its data set {path}; name its place with --dataset_path")
+    return read_references(run.workload, path)
+
+
+def _tokenizer(run: RunDirectory, given: str | None) -> Tokenizer:
+    folder = given or run.config.get("model_path")
+    if given and not (Path(given) / "tokenizer.json").is_file():
+        raise ConfigError(f"--tokenizer {given}: there is no tokenizer.json in it")
+    has_file = folder is not None and (Path(folder) / "tokenizer.json").is_file()
+    if not has_file and run.config.get("model_scale") != "tiny":
+        raise ConfigError(
+            f"{run.path}: no tokenizer.json in the run's model_path ({folder or 'not given'}); "
+            "name the folder that has it with --tokenizer"
+        )
+    return load_tokenizer(Path(folder) if has_file and folder else None)
+
+
+def _with_mbxp(run: RunDirectory, scores: Scores, evaluated: str | None) -> Scores:
+    """Write the code to execute; or add its score, if its evaluation is given."""
+    if evaluated is None:
+        with as_writable(run.path / COMPLETIONS):
+            write_json(run.path / COMPLETIONS, scores.completions)
+        how = f"execute {run.path / COMPLETIONS} (docs/submission.md), then name its results with --mbxp"
+        note = f"mbxp: not scored: {how}"
+        return Scores(scores.values, [*scores.notes, note])
+    try:
+        value = pass_at_1(scores.completions, read_json(Path(evaluated)))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"--mbxp {evaluated}: not an evaluation of this run's {COMPLETIONS}: "
+            f"{type(error).__name__} {error}"
+        ) from error
+    return Scores({**scores.values, "mbxp": value}, scores.notes)
+
+
+def _write(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
+    """Write accuracy.txt in the form of the references' output, and accuracy.json.
+
+    The hash is that of the whole log, as truncate_accuracy_log.py adds it.
+    """
+    sha256 = digest(run.path / ACCURACY)
+    write_text(run.path / "accuracy.txt", f"\nResults\n\n{scores.values}\n\nhash={sha256}\n")
+    report: dict[str, Any] = {
+        "benchmark": run.benchmark,
+        "accuracy_target": run.config["accuracy_target"],
+        "passed": all(c.passed for c in checks),
+        "scores": scores.values,
+        "checks": [
+            {
+                "name": c.name,
+                "value": c.value,
+                "at_least": c.at_least,
+                "at_most": c.at_most,
+                "passed": c.passed,
+            }
+            for c in checks
+        ],
+        "notes": scores.notes,
+        "sha256": sha256,
+    }
+    write_json(run.path / "accuracy.json", report)

@@ -1,0 +1,146 @@
+"""The scores of each workload, from decoded answers and the rows of its data set.
+
+Names and rounding are those that the reference scripts of mlcommons/inference print
+(language/<workload>/evaluate-accuracy.py), because the submission checker looks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.submission import matching, rouge
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sample's answer."""
+
+    text: str  # decoded, without special tokens
+    n_tokens: int  # as logged, with the end token
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a run."""
+
+    values: dict[str, float]  # by the references' names
+    notes: list[str] = field(default_factory=list)  # what a reader must know about them
+    completions: list[dict[str, str]] = field(
+        default_factory=list
+    )  # code still to be executed (mixtral-8x7b)
+
+
+def llama2(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
+    """llama2-70b: ROUGE against OpenOrca's answers."""
+    values, length, notes = _openorca([answer.text for answer in answers], [row["output"] for row in rows])
+    return Scores(values | _lengths(answers, length), notes)
+
+
+def mixtral(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
+    """mixtral-8x7b: ROUGE on its OpenOrca samples, exact match on its GSM8K samples.
+
+    Its MBXP samples are scored by executing what the model wrote, in six languages. The reference's container
+    does that (`Scores.completions` is the input of its `evaluate_mbxp`); see `pass_at_1`.
+    """
+    orca = [i for i, row in enumerate(rows) if row["dataset"] == "OpenOrca"]
+    math = [i for i, row in enumerate(rows) if row["dataset"] == "GSM8K"]
+    code = [i for i, row in enumerate(rows) if row["dataset"] not in ("OpenOrca", "GSM8K")]
+    values, length, notes = (
+        _openorca([answers[i].text for i in orca], [rows[i]["gt_output"] for i in orca])
+        if orca
+        else ({}, 0, [])
+    )
+    if math:
+        values["gsm8k"] = (
+            100.0 * sum(matching.gsm8k(answers[i].text, rows[i]["gt_output"]) for i in math) / len(math)
+        )
+    completions = []
+    for i in code:
+        language, _, entry_point = rows[i]["id"].partition("_")
+        completions.append(
+            {
+                "lang": language,
+                "prompt": rows[i]["input"],
+                "test_code": rows[i]["gt_output"],
+                "entry_point": entry_point,
+                "response": answers[i].text,
+            }
+        )
+    return Scores(values | _lengths(answers, length), notes, completions)
+
+
+def llama3(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
+    """llama3.1-405b: each sample by its metric: ROUGE-L, needle in a haystack, or question answering."""
+    split, trained = rouge.splitter()
+    texts = rouge.as_lines([answer.text for answer in answers], split)
+    targets = rouge.as_lines([row["gt_output"] for row in rows], split)
+    summaries = [i for i, row in enumerate(rows) if row["metric"] == "rouge"]
+    found: dict[str, list[float]] = {"exact_match": [], "rougeL": []}
+    found["rougeL"] = [
+        score["rougeL"]
+        for score in rouge.scores(["rougeL"], [texts[i] for i in summaries], [targets[i] for i in summaries])
+    ]
+    for i, row in enumerate(rows):
+        if row["metric"] != "rouge" and row["metric"] not in _MATCHES:
+            known = ", ".join(_MATCHES)
+            raise ConfigError(
+                f"the data set has a sample with metric '{row['metric']}': not one of rouge, {known}"
+            )
+        if row["metric"] != "rouge":
+            found["exact_match"].append(_MATCHES[row["metric"]](texts[i], targets[i]))
+    values = {name: sum(scores) / len(scores) for name, scores in found.items() if scores}
+    return Scores(values | _lengths(answers, sum(map(len, texts))), _untrained(trained))
+
+
+_MATCHES: dict[str, Callable[[str, str], float]] = {"niah_em": matching.needle, "qa_em": matching.question}
+
+
+def pass_at_1(completions: Sequence[Mapping[str, str]], evaluated: Mapping[str, Any]) -> float:
+    """Return the percentage of completions that passed, from `evaluate_mbxp`'s ``evaluated_test.json``.
+
+    KeyError: a completion was not evaluated. Completions in languages that the reference skips do not count.
+    """
+    counted = [c for c in completions if c["lang"] in MBXP_LANGUAGES]
+    return (
+        100.0
+        * sum(bool(evaluated[f"{c['lang']}_{c['entry_point']}"]["passed"]) for c in counted)
+        / len(counted)
+    )
+
+
+MBXP_LANGUAGES = ("cpp", "python", "php", "javascript", "ruby", "typescript")
+
+
+def _openorca(texts: Sequence[str], targets: Sequence[str]) -> tuple[dict[str, float], int, list[str]]:
+    """Return ROUGE means, characters of the answers, and notes."""
+    split, trained = rouge.splitter()
+    lines = rouge.as_lines(texts, split)
+    found = rouge.scores(rouge.OPENORCA_TYPES, lines, rouge.as_lines(targets, split))
+    means = {
+        name: round(sum(score[name] for score in found) / len(found), 4) for name in rouge.OPENORCA_TYPES
+    }
+    return means, sum(map(len, lines)), _untrained(trained)
+
+
+def _untrained(trained: bool) -> list[str]:
+    if trained:
+        return []
+    return [
+        "rougeLsum and gen_len (no targets): sentences split without nltk's English data "
+        "(python -m nltk.downloader punkt_tab)"
+    ]
+
+
+def _lengths(answers: Sequence[Answer], characters: int) -> dict[str, float]:
+    tokens = sum(answer.n_tokens for answer in answers)
+    return {
+        "gen_len": characters,
+        "gen_num": len(answers),
+        "gen_tok_len": tokens,
+        "tokens_per_sample": round(tokens / len(answers), 1),
+    }

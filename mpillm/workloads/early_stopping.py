@@ -1,0 +1,41 @@
+"""LoadGen's early stopping: how many queries a test needs before it can be VALID.
+
+LoadGen accepts a latency percentile at 99 % confidence: if each query were late with probability 1 -
+percentile, less than 1 % of all tests would have so few late queries (mlcommons/inference,
+loadgen/early_stopping.cc; tolerance 0, confidence 0.99).
+"""
+
+from __future__ import annotations
+
+import math
+
+_DOUBT = 0.01  # 1 - confidence
+
+SERVER_PERCENTILE, SINGLE_STREAM_PERCENTILE = 0.99, 0.90  # for every LLM, from mlperf.conf
+
+
+def queries_needed(percentile: float, late: int = 0) -> int | None:
+    """Return the fewest queries that satisfy early stopping with `late` over the latency limit, or None.
+
+    `percentile` is a fraction: 0.99. In scenario Server LoadGen counts the late queries: 0 is the best case.
+    In SingleStream it takes the latency from the sorted queries and always discards the slowest: pass 1.
+    """
+    if percentile >= 1:
+        return None
+    low, high = late, late + 1  # `low` is too few
+    while _chance(high, late, percentile) >= _DOUBT:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _chance(middle, late, percentile) < _DOUBT:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _chance(queries: int, late: int, percentile: float) -> float:
+    """Return the probability of at most `late` late queries among `queries` (binomial distribution)."""
+    return sum(
+        math.comb(queries, n) * (1 - percentile) ** n * percentile ** (queries - n) for n in range(late + 1)
+    )

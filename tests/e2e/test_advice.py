@@ -1,0 +1,304 @@
+"""What a person is told to type works: the commands of README.md, docs/, --help and messages, and the cures that messages name.
+
+`tests/helpers/advice.py` collects the commands. Each has its place in `WAYS`: typed here, or why it can't be. A command without one fails
+`test_every_command_has_a_place`, so that no advice is printed that nobody has tried.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mpillm.config.options import parse_run
+from mpillm.fields import BY_NAME
+from tests.helpers.advice import ROOT, Advice, command_names, commands, strings
+from tests.helpers.make_folder import make_folder
+from tests.helpers.support import DONE, TEST_FAILED, USAGE, Ended, Starter
+
+MODEL = "build/models/smollm2-135m"
+SHORT = "--max_output_len 2 --min_query_count 8"  # appended, as a test's time is dear
+DUMMY_RUN = "python -m mpillm mpirun -n 2 run --core_type dummy --benchmarks llama2-70b --model_scale tiny --accuracy_target 0.999"
+RUNS = tuple(
+    f"{DUMMY_RUN} --scenarios Server --server_target_qps 500 --log_dir {folder} {kind}"
+    for folder, kind in (
+        ("runs/server", ""),
+        ("runs/server-accuracy", "--test_mode AccuracyOnly"),
+        ("runs/server-test06", "--compliance_test TEST06"),
+    )
+)
+JUDGED = (*RUNS, "python -m mpillm accuracy runs/server-accuracy", "python -m mpillm compliance runs/server-test06")
+QUANTISED = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+TRITON_REPOSITORY = "mkdir -p build/triton_model_repo_0/m; echo 'name: \"m\"' > build/triton_model_repo_0/m/config.pbtxt"
+OPEN_ORCA = """import pandas
+pandas.DataFrame({"tok_input": [[1]] * 48, "tok_input_length": [1] * 48, "output": ["A pear."] * 48}).to_pickle("open_orca.pkl")"""
+DISAGG_YAML = "python -m mpillm generate-disagg-config --mode disaggregated --world_size 8 --ctx_tp_size 2 --output disagg.yaml"
+
+
+@dataclass(frozen=True)
+class Typed:
+    """Typed as it stands, with `more` behind it, after the commands `before`; it ends with `code` and says `says`."""
+
+    more: str = ""
+    code: int = DONE
+    says: str = ""
+    before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Not run here for a reason; its options are those of `run`, and are read."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Typed by another test, or by nobody for a reason."""
+
+    why: str
+
+
+NO_GPU = Typed(code=USAGE, says=r"--device cuda: (there is no NVIDIA GPU|\d ranks, 0 GPUs)")
+WAYS: dict[str, Typed | Parsed | Elsewhere] = {
+    r"make (run|install|docs)": Elsewhere("installs, or writes the pages: whoever builds this types it"),
+    r"(\S+ )?make test(-slow|-cross)?": Elsewhere("these are the tests"),
+    r"make prebuild": Elsewhere("not ours: the page says that it is not needed"),
+    r"(.* )?make (generate|run)_.*": Elsewhere("tests/e2e/test_pipeline.py and tests/unit/commands/test_pipeline_page.py"),
+    r".* fill_template.py .*": Elsewhere("tests/unit/commands/test_reference_commands.py"),
+    r".* fetch-model .*": Elsewhere("a download: tests/unit/models/test_models.py"),
+    r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
+    r"srun .*": Parsed("there is no Slurm here"),
+    r"mpirun -n (9|17) .*": Parsed("more ranks than fit here, and a model of 140 GB or more"),
+    r".* bench table.*": Elsewhere("whole runs of a model of 16 GB, on a GPU"),
+    r".* --config_file closed/NVIDIA/.*": Elsewhere("NVIDIA's repository is not here; tests/unit has files of its form"),
+    r".* --input_mean IN .*": Elsewhere("IN and OUT stand for lengths, and it takes a GPU"),
+    r"mpirun -n N .*--model_path llama3.1-8b.*": Parsed("a model of 16 GB"),
+    r"\$R .*": Parsed("a model of 140 GB"),
+    r".* --device cuda.*|.* bench (agreement|handoff).*": NO_GPU,
+    r"python -m mpillm [a-z-]+( RUN_DIR( --mbxp evaluated_test.json)?)?|mpirun -n N python -m mpillm run": Elsewhere(
+        "names of commands, in sentences: test_the_names_of_commands"
+    ),
+    r".* --help": Typed(says="usage: python -m mpillm run"),
+    r".* plan --disagg_config .*": Typed(before=(DISAGG_YAML,), says="gen"),
+    r".* plan --world_size 8194 .*": Typed(),
+    r".* plan .*": Typed(says="ranks on 1 node"),
+    r".* generate-disagg-config --mode .*": Typed("&& cat disagg.yaml", says="context_servers"),
+    r"mpirun .* generate-disagg-config .*": Typed("&& cat disagg.yaml", says="context_servers"),
+    r".* run --benchmarks llama2-70b .*--model_scale tiny.*": Typed(f"{SHORT} --server_target_qps 200", says="LoadGen"),
+    r".* run --core_type dummy .*": Typed(says=r"LoadGen +VALID"),
+    r".* run-harness --core_type dummy .*": Typed(says="Server"),
+    r".* run-harness --benchmarks=llama2,moe .*": Typed(f"{SHORT} --server_target_qps 200", says="mixtral-8x7b"),
+    r".* run .*build/(checkpoints|engines)/smollm2.*": Typed(SHORT, says="LoadGen", before=(f"python - <<'END'\n{QUANTISED}END",)),
+    r".* run .*(smollm2|--model_path DIR).*": Typed(SHORT, says=r"sample 1: "),
+    r".* bench routing .*": Typed("--offline_samples 2000 --server_s 1 --idle_s 1 --repeats 1", says="samples/s"),
+    r".* bench engine --model_path .*": Typed("--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"),
+    r".* bench load .*": Typed("--repeats 1", says="engine"),
+    r".* bench precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", says="tokens alike"),
+    r".* bench dataset.*": Typed("--repeats 1", says="samples"),
+    r".* generate-engines --model_path build/models.*": Typed(says="engine"),
+    r".* generate-(engines|triton-config) .*": Typed("--dry_run", says="build"),
+    r".* run-llm-server .*": Typed("--dry_run", says="tritonserver --|trtllm-serve ", before=(TRITON_REPOSITORY,)),
+    r".* accuracy .*--mbxp .*": Elsewhere("tests/unit/submission/test_accuracy.py: it takes a file that another program writes"),
+    r".* accuracy build/runs/accuracy --dataset_path .*": Typed(
+        before=(*RUNS[1:2], "mkdir -p build && mv runs build/runs && mv build/runs/server-accuracy build/runs/accuracy",
+                f"python -c '{OPEN_ORCA}' && mkdir MODEL_DIR && cp tokenizer.json MODEL_DIR"),
+        says="rouge1",
+    ),
+    r".* (accuracy|compliance) {}": Elsewhere("tests/e2e/test_submission_run.py types it, and test_typed with a folder"),
+    r".* accuracy runs/server-accuracy": Typed(before=RUNS[1:2], says="rouge1"),
+    r".* compliance runs/server-test06": Typed(before=RUNS[2:], says="TEST06 verification complete"),
+    r".* compliance build/runs/test06": Typed(
+        before=(RUNS[2], "mkdir build/runs; mv runs/server-test06 build/runs/test06"), says="TEST06 verification complete"
+    ),
+    r".* submission runs/\* .*": Typed(before=JUDGED, code=TEST_FAILED, says="the model is a tiny one"),
+    r".* submission build/runs/\* .*": Typed(before=(*JUDGED, "mv runs build/runs"), code=TEST_FAILED, says="the model is a tiny one"),
+}  # fmt: skip
+ADVICE = commands()
+
+
+def way(command: str) -> str:
+    """The key of the first way that fits."""
+    return next((pattern for pattern in WAYS if re.fullmatch(pattern, command)), "")
+
+
+TO_TYPE = {
+    re.sub(r"^(\.venv/bin/)?python3? ", "python ", advice.text): advice
+    for advice in ADVICE
+    if isinstance(WAYS.get(way(advice.text)), Typed)
+}
+
+
+def test_every_command_has_a_place() -> None:
+    lost = [f"{advice.where}: {advice.text}" for advice in ADVICE if not way(advice.text)]
+    assert not lost, "say in WAYS how these are tried:\n" + "\n".join(lost)
+    unused = WAYS.keys() - {way(advice.text) for advice in ADVICE}
+    assert not unused, f"nobody is told to type these any more: {unused}"
+    assert len(TO_TYPE) > 20
+
+
+@pytest.mark.parametrize("advice", [pytest.param(a, id=a.text) for a in ADVICE if isinstance(WAYS.get(way(a.text)), Parsed)])
+def test_options_of_what_is_not_run(advice: Advice) -> None:
+    settings = dict(re.fullmatch(r'(?:export )?(\w+)="(.*)"', setting).groups() for setting in advice.setting)  # type: ignore[union-attr, misc]
+    command = re.sub(r"\$(\w+)", lambda match: settings[match[1]], advice.text)
+    parse_run(shlex.split(command.partition(" run ")[2]))
+
+
+def test_the_names_of_commands() -> None:
+    named = {match[1] for advice in ADVICE if (match := re.match(r".*-m mpillm (bench [a-z]+|[a-z-]+)", advice.text))}
+    assert named <= {*command_names(), "fill"}, named - {*command_names()}
+
+
+def test_commands_in_messages_stand_between_backticks() -> None:
+    """So that they are collected, and so that a person sees where they end."""
+    bare = [
+        f"{where}: {text}"
+        for where, text in strings()
+        for line in re.sub(r"`[^`]*`", "", text).splitlines()
+        if re.search(r"-m mpillm [a-z]", line) and not re.match(r"\s*(usage: )?(mpirun -n \S+ )?python -m mpillm ", line)
+    ]
+    assert bare == []
+
+
+def test_options_in_messages_exist() -> None:
+    """Every --option that a sentence in the sources names is one of ours, or of a program that we start."""
+    known = {*BY_NAME, *(alias for field in BY_NAME.values() for alias in field.aliases)}
+    for path in (path for package in ("launch", "mpillm") for path in (ROOT / package).rglob("*.py")):  # those of single commands
+        known.update(re.findall(r'(?:Field\(|add_argument\()\s*"-*([a-z_]+)"', path.read_text(encoding="utf-8")))
+    sentences = [(where, text) for where, text in strings() if " " in text]
+    named = {(where, option) for where, text in sentences for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
+    assert sorted((where, option) for where, option in named if option.replace("-", "_") not in known | OTHERS) == []
+
+
+OTHERS = {
+    *("help", "version", "dry_run", "start_deadline"),
+    *("vboost", "power_limit"),  # nvidia-smi's
+    # the submission checker's, mpirun's, pip's, tritonserver's, trtllm-serve's and TensorRT-LLM's scripts'
+    *(
+        "input",
+        "np",
+        "allow_run_as_root",
+        "oversubscribe",
+        "bind_to",
+        "stdin",
+        "prtemca",
+        "with_ft",
+        "enable_recovery",
+        "mca",
+        "hostfile",
+        "host",
+    ),
+    *("map_by", "mpi", "no_deps", "no_input", "only_binary", "dest", "checkpoint_dir", "output_dir", "model_dir", "tp_size", "pp_size"),
+    *("moe_tp_size", "moe_ep_size", "model_repository", "grpc_port", "http_port", "metrics_port", "backend_config", "load_model"),
+    *("model_control_mode", "disable_auto_complete_config", "port", "backend", "extra_llm_api_options"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with SmolLM2's numbers of heads, and a tokenizer of bytes."""
+    import tokenizers
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("model") / "smollm2"
+    config = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=72, intermediate_size=96, num_hidden_layers=3, num_attention_heads=9, num_key_value_heads=3,
+        max_position_embeddings=4096, bos_token_id=256, eos_token_id=257,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class Shell:
+    """A person's shell in a folder with this program installed and the model fetched."""
+
+    def __init__(self, starter: Starter, model: Path) -> None:
+        self.starter, folder = starter, starter.folder
+        make_folder(folder)
+        (folder / "build" / "models").mkdir(parents=True)
+        (folder / MODEL).symlink_to(model)
+        (folder / "DIR").symlink_to(model)
+        (folder / "tokenizer.json").symlink_to(model / "tokenizer.json")
+        programs = folder / "programs"
+        programs.mkdir()
+        mpirun = Path(sys.executable).with_name("mpirun")
+        for name, line in {
+            **dict.fromkeys(("python", "python3"), f'exec {sys.executable} "$@"'),
+            "mpirun": f'exec {mpirun} --allow-run-as-root --oversubscribe --bind-to none "$@"',  # root, and more ranks than cores
+        }.items():
+            (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+            (programs / name).chmod(0o755)
+        self.path = str(programs)
+
+    def type(self, *lines: str) -> Ended:
+        """Type lines one after another; all but the last must succeed."""
+        script = "\n".join([f"export PATH={self.path}:$PATH", "set -e", *lines])
+        return self.starter.command(["bash", "-c", script]).end(240)
+
+
+@pytest.fixture
+def shell(one: Starter, model: Path) -> Shell:
+    return Shell(one, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("advice", [pytest.param(advice, id=text) for text, advice in TO_TYPE.items()])
+def test_typed(shell: Shell, advice: Advice) -> None:
+    how = WAYS[way(advice.text)]
+    assert isinstance(how, Typed)
+    if how is NO_GPU:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU: python -m mpillm bench has tests of its own there")
+    ended = shell.type(*how.before, *advice.setting, f"{advice.text} {how.more}").must(how.code)
+    assert re.search(how.says, ended.out + ended.err), ended
+
+
+# --- the cures that messages name ---
+
+RUN = "python -m mpillm mpirun -n 2 run"
+CURES = {  # what fails, what it says, and how the words of the advice are added
+    "no model": (RUN, "or a preset with random weights (`--model_path tiny-llama`)", f"{RUN} --model_path tiny-llama {SHORT}"),
+    "no rate": (
+        f"{RUN} --core_type dummy --scenarios Server",
+        "--scenarios Server needs --server_target_qps",
+        f"{RUN} --core_type dummy --scenarios Server --server_target_qps 1000",
+    ),
+    "a long prompt": (
+        f"{RUN} --model_path {MODEL} --dataset_path long.jsonl --max_num_tokens 100",
+        "does not fit --max_num_tokens 100 without `--enable_chunked_context true`",
+        f"{RUN} --model_path {MODEL} --dataset_path long.jsonl --max_num_tokens 100 --enable_chunked_context true {SHORT}",
+    ),
+    "no engine": (
+        f"{RUN} --model_path {MODEL} --engine_dir build/engines/mine",
+        "`python -m mpillm generate-engines` makes",
+        f"python -m mpillm generate-engines --model_path {MODEL} --engine_dir build/engines/mine"
+        f" && {RUN} --model_path {MODEL} --engine_dir build/engines/mine {SHORT}",
+    ),
+    "a dry run": (
+        f"{RUN} --core_type dummy --dry_run",
+        "`python -m mpillm plan` shows what a run would do",
+        "python -m mpillm plan --world_size 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_cure(shell: Shell, name: str) -> None:
+    """The command fails and names a cure; with the cure it works."""
+    fails, says, cured = CURES[name]
+    (shell.starter.folder / "long.jsonl").write_text('{"prompt": "' + "a" * 300 + '"}\n')
+    assert says in shell.type(fails).must(USAGE).message
+    shell.type(cured).must(DONE)

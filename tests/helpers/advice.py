@@ -1,0 +1,87 @@
+"""Every command that the program, its help and its pages tell a user to type, so that tests can type it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpillm.cli import COMMANDS
+from mpillm.commands.bench import BENCHES
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("disagg", "launch", "mpillm")
+
+_COMMAND = re.compile(
+    r"(time |[A-Z_]+=\S+ )?(\.venv/bin/)?(python3? -m mpillm [a-z]|mpirun -n \S+ (python3? -m mpillm|make) |srun |make [a-z]|\$R )"
+)
+_ASSIGNMENT = re.compile(r"(export )?[A-Z_]+=\"")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A command as it is to be typed, the shell variables that the same page sets before it, and where it is
+    printed.
+    """
+
+    where: str
+    text: str
+    setting: tuple[str, ...] = ()
+
+
+def of_pages() -> Iterator[Advice]:
+    """The commands in the code blocks of README.md and docs/, and those in their sentences."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        where, page = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        setting: list[str] = []
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+            for line in [] if language else block.replace("\\\n", "").splitlines():
+                command = re.sub(r"\s+#\s.*|\s+&$", "", line.removeprefix("$ "))
+                if _ASSIGNMENT.match(command):
+                    setting.append(command)
+                elif _COMMAND.match(command):
+                    yield Advice(where, command, tuple(setting))
+        for span in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)):
+            if _COMMAND.match(command := " ".join(span.split())) and "…" not in command:
+                yield Advice(where, command)
+
+
+def of_sources() -> Iterator[Advice]:
+    """The commands in the sources' strings: examples of --help on lines of their own, in messages between
+    backticks.
+    """
+    for where, text in strings():
+        for line in text.splitlines():
+            if line.startswith("  ") and _COMMAND.match(line.strip()):
+                yield Advice(where, re.sub(r"\s+#\s.*", "", line.strip()))
+        for span in re.findall(r"`([^`]+)`", text):
+            if _COMMAND.match(span):
+                yield Advice(where, span)
+
+
+def strings() -> Iterator[tuple[str, str]]:
+    """The strings of the sources except docstrings, each with its file; {} stands for what is filled in."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            where = str(path.relative_to(ROOT))
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+            for node in ast.walk(tree):
+                if isinstance(node, ast.JoinedStr):
+                    apart.update(id(part) for part in node.values)
+                    yield where, "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart:
+                    yield where, node.value
+
+
+def commands() -> list[Advice]:
+    """All of them, each once for a place."""
+    return list(dict.fromkeys((*of_pages(), *of_sources())))
+
+
+def command_names() -> list[str]:
+    """What can stand behind ``python -m mpillm``, benchmarks included."""
+    return [*(name for name in COMMANDS if name != "bench"), *(f"bench {name}" for name in BENCHES)]

@@ -1,0 +1,69 @@
+"""Torch cores that fail, or take too much: run as ``--core_type plugin_torch_cores:Class`` with this folder
+in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mpillm.comms.messages import Batch
+from mpillm.comms.mover import Mover, Moving, Peer
+from mpillm.cores.base import Credits
+from mpillm.cores.torch_core import TorchCore
+
+
+class Failing(TorchCore):
+    """Raises at its fifth step of the test, on rank MPILLM_TEST_RANK."""
+
+    _left = 1 << 60
+
+    def start_test(self) -> None:
+        super().start_test()
+        if self.config.rank == int(os.environ["MPILLM_TEST_RANK"]):
+            self._left = 5
+
+    def poll_responses(self) -> Batch | None:
+        self._left -= 1
+        if not self._left:
+            raise ValueError("broken in a step")
+        return super().poll_responses()
+
+
+class FailingHandoff(TorchCore):
+    """Raises at the fifth piece of a KV cache that rank MPILLM_TEST_RANK would move in the test."""
+
+    whole_below = 0
+    _left = 1 << 60
+
+    def start_test(self) -> None:
+        super().start_test()
+        if self.config.rank == int(os.environ["MPILLM_TEST_RANK"]):
+            self._left = 5
+
+    def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
+        self._mover = mover
+        super().connect(self, peers)
+
+    def send(self, rank: int, tag: int, buffer: Any) -> Moving:
+        self._count()
+        return self._mover.send(rank, tag, buffer)
+
+    def poll(self) -> None:
+        self._mover.poll()
+
+    def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
+        self._count()
+        return self._mover.receive(rank, tag, buffer)
+
+    def _count(self) -> None:
+        self._left -= 1
+        if not self._left:
+            raise ValueError("broken in the handoff")
+
+
+class Greedy(TorchCore):
+    """Takes all requests at once, whatever its KV cache holds: only the scheduler decides which of them run."""
+
+    def credits(self) -> Credits:
+        return Credits(1 << 20, 1 << 40)

@@ -1,0 +1,131 @@
+"""Run directories as a run leaves them, small: for what reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SEEDS = {  # of round v6.1
+    "effective_qsl_rng_seed": 2085463073848966840,
+    "effective_sample_index_rng_seed": 2747215439041700203,
+    "effective_schedule_rng_seed": 16159082839903944936,
+}
+MACHINE = {
+    "cpu": {"model": "CPU 9000", "sockets": 2, "cores": 64, "threads": 128, "max_mhz": 3000, "caches": ["L1d 32K", "L2 1024K"]},
+    "memory_bytes": 512 << 30,
+    "storage": {"bytes": 900 << 30, "disks": [{"name": "nvme0n1", "bytes": 960 << 30, "type": "NVMe SSD"}]},
+    "network": [{"name": f"ib{i}", "type": "InfiniBand", "mbit_per_s": 400_000} for i in range(2)],
+    "gpus": [{"name": "NVIDIA H200", "memory_bytes": 141 << 30}] * 8,
+    "gpu_driver": "NVRM version: 580.1",
+    "operating_system": "Debian 12",
+    "kernel": "6.1",
+    "architecture": "x86_64",
+    "software": {"torch": "2.13.0", "numpy": "2.4.6", "mlcommons-loadgen": "6.0.17"},
+}
+SAMPLES = 24576  # of llama2-70b
+# What LoadGen logs of a run as the benchmark asks for it, and the submission checker reads.
+FULL_SIZE = {
+    "effective_min_duration_ms": 600_000,
+    "effective_min_query_count": 1,
+    "effective_performance_sample_count": SAMPLES,
+    "effective_accuracy_sample_count": SAMPLES,
+    "effective_samples_per_query": SAMPLES,
+    "effective_target_latency_ns": 0,
+    "effective_sample_concatenate_permutation": True,
+    "requested_use_token_latencies": True,
+    "sut_name": "PySUT",
+    "early_stopping_met": True,
+    "result_samples_per_second": 50.0,
+    "result_tokens_per_second": 5000.0,
+    "result_completed_samples_per_sec": 50.0,
+    "result_completed_tokens_per_second": 5000.0,
+    "result_mean_latency_ns": 10**9,
+    "result_99.00_percentile_latency_ns": 10**9,
+    "result_first_token_99.00_percentile_latency_ns": 1_000_000_000,
+    "result_time_per_output_token_99.00_percentile_ns": 100_000_000,
+}
+
+
+def log_entry(index: int, tokens: Sequence[int], first: Sequence[int] | None = None, count: int | None = None) -> dict[str, Any]:
+    """An entry of LoadGen's accuracy log."""
+    entry = {"seq_id": index, "qsl_idx": index, "data": np.array(tokens, "<i4").tobytes().hex().upper()}
+    if first is not None:
+        entry["token_data"] = np.array(first, "<i4").tobytes().hex().upper()
+    return {**entry, "token_count": len(tokens) if count is None else count}
+
+
+def make_run(
+    path: Path,
+    kind: str = "performance",
+    scenario: str = "Offline",
+    answers: Sequence[Mapping[str, Any]] = (),
+    n_samples: int | None = None,
+    detail: Mapping[str, Any] | None = None,
+    result: Mapping[str, Any] | None = None,
+    machine: Mapping[str, Any] = MACHINE,
+    workers: int = 2,
+    **config: Any,
+) -> Path:
+    """A run of llama2-70b at 99.9 %, or what `config` (fields), `result` and `detail` (LoadGen's detailed
+    log) say instead.
+    """
+    (path / "ranks").mkdir(parents=True)
+    mode = "AccuracyOnly" if kind == "accuracy" else "PerformanceOnly"
+    fields = {
+        "benchmarks": ["llama2-70b"],
+        "scenarios": [scenario],
+        "accuracy_target": 0.999,
+        "model_scale": "full",
+        "core_type": "torch",
+        "mode": "aggregated",
+        "model_path": None,
+        "dataset_path": None,
+        "dtype": "bfloat16",
+        "enable_kv_cache_reuse": False,
+        "compliance_test": "TEST06" if kind == "TEST06" else None,
+        "system_name": None,
+        **config,
+    }
+    write(path / "config.json", {name: {"value": value, "source": "command line"} for name, value in fields.items()})
+    write(
+        path / "result.json",
+        {
+            "status": "VALID",
+            "scenario": scenario,
+            "test_mode": mode,
+            "world_size": workers + 1,
+            "loadgen_unsatisfied": [],
+            **(result or {}),
+        },
+    )
+    ranks = [{"rank": 0, "roles": ["harness"], "node": "n0", "device": None}]
+    ranks += [{"rank": 1 + i, "roles": ["executor"], "node": "n0", "device": i} for i in range(workers)]
+    write(path / "plan.json", {"world_size": workers + 1, "ranks": ranks})
+    write(path / "ranks.json", [{"rank": 0, "host": "n0", "versions": {"mpillm": "0.1.0", "Python": "3.11", "MPI": "Open MPI v5"}}])
+    write(path / "machines.json", {"n0": machine})
+    (path / "user.conf").write_text("llama2-70b.Offline.target_qps = 10\n")
+    total = len(answers) if n_samples is None else n_samples
+    entries = {
+        "loadgen_version": "6.0.17",
+        "effective_scenario": scenario,
+        "effective_test_mode": mode,
+        "effective_accuracy_log_sampling_target": 100 if kind == "TEST06" else 0,
+        "qsl_reported_total_count": total,
+        "effective_accuracy_sample_count": total,
+        **({"result_validity": "VALID"} if mode == "PerformanceOnly" else {}),
+        **SEEDS,
+        **(detail or {}),
+    }
+    lines = [":::MLLOG " + json.dumps({"key": key, "value": value, "metadata": {"is_error": False}}) for key, value in entries.items()]
+    (path / "mlperf_log_detail.txt").write_text("\n".join(lines) + "\n")
+    (path / "mlperf_log_summary.txt").write_text("MLPerf Results Summary\n")
+    write(path / "mlperf_log_accuracy.json", list(answers))
+    return path
+
+
+def write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")

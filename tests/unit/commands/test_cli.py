@@ -1,0 +1,153 @@
+"""The commands as one program: what a signal does to any of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mpillm import cli
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]], int]], None]:
+    """Makes a function the command `it`."""
+
+    def add(function: Callable[[Sequence[str]], int]) -> None:
+        module = ModuleType("mpillm.commands.it")
+        vars(module)["main"] = function
+        monkeypatch.setitem(sys.modules, "mpillm.commands.it", module)
+        monkeypatch.setitem(cli.COMMANDS, "it", "")
+
+    return add
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_command_leaves_nothing(
+    command: Callable[[Callable[[Sequence[str]], int]], None], tmp_path: Path, number: signal.Signals
+) -> None:
+    def main(_: Sequence[str]) -> int:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), number)
+            signal.sigtimedwait([], 5)
+        return 0
+
+    before = signal.getsignal(number)
+    command(main)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["it"])
+    assert stopped.value.code == 128 + number and not list(tmp_path.iterdir())
+    # One signal only is ours: the second kills. A program that calls `main` has its own back where it was not used.
+    assert signal.getsignal(number) == signal.SIG_DFL
+    signal.signal(number, before)
+
+
+def test_signals_are_as_they_were(command: Callable[[Callable[[Sequence[str]], int]], None]) -> None:
+    def main(_: Sequence[str]) -> int:
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, "nohup"
+        return 0
+
+    command(main)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        assert cli.main(["it"]) == 0
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
+
+
+def test_in_another_thread(command: Callable[[Callable[[Sequence[str]], int]], None]) -> None:
+    command(lambda _: 5)
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(cli.main(["it"])))
+    thread.start()
+    thread.join()
+    assert codes == [5]
+
+
+def test_a_file_that_the_system_refuses(
+    command: Callable[[Callable[[Sequence[str]], int]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(lambda _: len((tmp_path / "none" / "file").read_text()))
+    assert cli.main(["it"]) == 2
+    assert capsys.readouterr().err == f"mpillm: {tmp_path}/none/file: No such file or directory\n"
+
+
+def test_a_mistake_of_ours_keeps_its_traceback_in_development_mode() -> None:
+    program = (
+        "import sys, types\nfrom mpillm import cli\nmodule = sys.modules['mpillm.commands.it'] = types.ModuleType('it')\n"
+        "module.main = lambda _: open('none/file')\ncli.COMMANDS['it'] = ''\ncli.main(['it'])\n"
+    )
+    done = subprocess.run([sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "none/file" in done.stderr
+
+
+def test_a_terminal_without_the_characters() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "mpillm", "--help"], env=env, capture_output=True, text=True, check=True)
+    assert "mpirun -n 5 run ?" in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["plan", "--world_size", "4"], ["--help"]])
+def test_a_full_disk_under_what_is_printed(arguments: list[str], unbuffered: str) -> None:
+    """Also where Python would find out at its exit only."""
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "mpillm", *arguments], env=env, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "mpillm: a file, or what is printed, can't be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&- 0<&-"])
+def test_closed_output(closed: str, tmp_path: Path) -> None:
+    """What is printed goes nowhere; a file that is written is not what else goes there."""
+    command = f"{sys.executable} -m mpillm generate-disagg-config --mode disaggregated --world_size 4 --output {tmp_path}/file {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "file").read_text().count("wrote") == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone(unbuffered: str) -> None:
+    """Such as head."""
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpillm", "plan", "--world_size", "4"], env=env, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_command_has_a_file_of_its_own() -> None:
+    folder = Path(cli.__file__).parent / "commands"
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {f"mpillm.commands.{name}" for name in files} == {*map(cli.module_of, cli.COMMANDS)} - {"launch.mpirun"}
+
+
+HELP = """
+import contextlib, io, sys
+from mpillm.cli import COMMANDS, main
+from mpillm.commands.bench import BENCHES
+for words in [["--help"], *([name, "--help"] for name in COMMANDS), *(["bench", name, "--help"] for name in BENCHES)]:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+        main(words)
+    if "usage: " not in out.getvalue():
+        print(words, "prints no help", out.getvalue())
+print([name for name in ("mpi4py", "torch", "pandas", "transformers", "rich") if name in sys.modules])
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

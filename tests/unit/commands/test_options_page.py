@@ -1,0 +1,17 @@
+"""docs/options.md says what the fields say."""
+
+from pathlib import Path
+
+from mpillm.config.options import options_page
+from mpillm.fields import FIELDS
+
+PAGE = Path(__file__).parents[3] / "docs" / "options.md"
+
+
+def test_page_is_made_from_the_fields() -> None:
+    assert PAGE.read_text() == options_page(), "run `make docs`"
+
+
+def test_every_field_is_on_the_page() -> None:
+    page = PAGE.read_text()
+    assert all(f"`--{field.name}`" in page for field in FIELDS)

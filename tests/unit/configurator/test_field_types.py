@@ -1,0 +1,78 @@
+"""Fields as attributes: the field on a class, a value of its type on an instance."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpillm import fields
+from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.values import Values, collect
+from mpillm.configurator import Field
+from mpillm.configurator.command_line import Parser
+from mpillm.configurator.parsers import positive
+from mpillm.fields import FIELDS, AllFields
+
+ROOT = Path(__file__).parents[3]
+
+
+class Mine(Values):
+    size = Field("size", "how many", positive, default=3)
+    seed = fields.seed
+
+
+class Derived(Mine):
+    size = Field("size", "how many, here", positive)  # type: ignore[assignment]  # without a default it may be None
+    more = Field("more", "a word")
+
+
+def test_a_field_on_the_class_and_its_value_on_an_instance() -> None:
+    assert isinstance(Mine.size, Field) and Mine.seed is fields.seed is AllFields.seed
+    made = collect(["--size", "5"], Mine, Parser(prog="mpillm x"))
+    assert (made.size, made.seed, made[Mine.size]) == (5, 0, 5)
+    assert parse_run(["--core_type", "dummy"])[fields.top_p] == 1.0
+
+
+def test_a_class_of_another_kind_holds_the_field_itself() -> None:
+    class Plain:
+        size = Mine.size
+
+    assert Plain().size is Mine.size  # type: ignore[call-overload]  # types know only classes of options
+
+
+def test_a_subclass_declares_more_fields_and_other_ones_of_the_same_names() -> None:
+    assert Derived.declared() == [Derived.size, Derived.more, Mine.seed]
+    assert collect([], Derived, Parser(prog="mpillm x")).size is None
+
+
+def test_every_field_is_an_attribute_of_its_name() -> None:
+    assert all(getattr(AllFields, field.name) is field is getattr(fields, field.name) for field in FIELDS)
+    assert not {field.name for field in FIELDS} & (vars(RunConfig).keys() | vars(Values).keys())
+
+
+@pytest.mark.parametrize("field", [field for field in FIELDS if field.default is not None], ids=lambda field: field.name)
+def test_a_default_is_a_value_of_the_field(field: Field) -> None:
+    read = field.check(field.default, "default")
+    assert (read, type(read)) == (field.default, type(field.default))
+
+
+@pytest.mark.slow
+def test_mypy_knows_the_type_of_an_option(tmp_path: Path) -> None:
+    (tmp_path / "uses.py").write_text(
+        "from mpillm.config.options import RunConfig\n"
+        "def read(config: RunConfig) -> None:\n"
+        + "".join(f"    reveal_type(config.{name})\n" for name in ("max_batch_size", "seed", "scenarios", "mode", "model_path", "grace"))
+    )
+    done = subprocess.run([sys.executable, "-m", "mypy", tmp_path / "uses.py"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert re.findall(r'Revealed type is "(.*)"', done.stdout.replace("builtins.", "")) == [
+        "int | None",
+        "int",
+        "tuple[str, ...]",
+        "str",
+        "str | None",
+        "float",
+    ], done.stdout + done.stderr

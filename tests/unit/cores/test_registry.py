@@ -1,0 +1,71 @@
+"""Cores by name, and what their classes declare."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm import core_names
+from mpillm.core_names import BUILT_IN, DEFAULT, NOT_BUILT
+from mpillm.cores.base import LLMCore
+from mpillm.cores.dummy import DummyCore
+from mpillm.cores.registry import BackendRegistry, function
+
+ROOT = Path(__file__).parents[3]
+# Where PyTorch, or the core of that name, is the subject; user_config and core_names have the names of all cores.
+AT_HOME = re.compile(r"engine/|bench/|builder/torch_|cores/torch_core|core_names")
+
+
+class Halfway(LLMCore):
+    """Cannot run a test yet."""
+
+    def load(self) -> None: ...
+
+
+def test_what_a_core_needs_is_said_by_its_class_alone() -> None:
+    """A file that names a core treats it apart from those of plug-ins."""
+    files = [path for package in ("disagg", "launch", "mpillm") for path in (ROOT / package).rglob("*.py")]
+    named = {path.relative_to(ROOT).as_posix() for path in files if re.search(rf"\b{DEFAULT}\b", path.read_text(encoding="utf-8"))}
+    assert [name for name in sorted(named) if not AT_HOME.match(name.removeprefix("mpillm/"))] == []
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, *NOT_BUILT])
+def test_what_classes_name_is_there(name: str) -> None:
+    core = BackendRegistry.declared(name)
+    for path in filter(None, (core.engine_stages, core.servers)):
+        assert callable(function(path))
+    assert (core.framework is None) == (not core.packages)
+
+
+def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_names, "registered", {})
+    BackendRegistry.register("mine", "mpillm.cores.dummy:DummyCore")
+    assert BackendRegistry.get("mine") is BackendRegistry.get("dummy") is DummyCore
+    assert "mine" in BackendRegistry.names()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dumy", "--core_type dumy: no such core (did you mean 'dummy'?); there are: dummy, torch"),
+        ("nowhere:Core", "--core_type nowhere:Core needs the package 'nowhere'"),
+        ("mpillm.cores.dummy:Dummy", "has no attribute 'Dummy'"),
+        (".dummy:DummyCore", "expected the name of a core, or package.module:Class"),
+        (":", "expected the name of a core"),
+        ("math:pi", "--core_type math:pi: math:pi is not an LLMCore"),
+        ("math:", "--core_type math:: expected the name of a core, or package.module:Class"),
+        (f"{__name__}:Halfway", "the class lacks credits, enqueue, has_work, poll_responses, run_health_check"),
+        (
+            "trtllm_hlapi",
+            "not built in this version of mpillm; generate-engines works with it, but a test needs --core_type torch or dummy",
+        ),
+        ("triton_grpc", "generate-engines and run-llm-server work with it"),
+    ],
+)
+def test_no_such_core(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        BackendRegistry.get(name)
+    assert message in str(error.value)

@@ -1,0 +1,234 @@
+"""Conversions of data frames: made once, never of another state of the file, and never in the way of a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.data.data_loader import Samples
+from mpillm.data.preprocessed import Columns, converted, loader
+from mpillm.data.preprocessed.frames import Frame, read_frame
+from mpillm.data.preprocessed.loader import PreprocessedLoader
+from tests.helpers.data_frames import write_frame
+
+ROWS = [list(range(300, 900 + i)) for i in range(800)]
+STOPS = [[2], [13, 40, 13]] * 400
+COLUMNS = Columns("tok_input", "tok_input_len", "tok_stop_sequence", ("gt_output", "metric"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def frame(tmp_path: Path) -> Path:
+    return write(tmp_path / "set" / "set.pkl")
+
+
+def write(file: Path, **change: Any) -> Path:
+    columns: dict[str, Any] = {
+        "tok_input": ROWS,
+        "tok_input_len": np.array([len(row) for row in ROWS]),
+        "tok_stop_sequence": STOPS,
+        "gt_output": [f"antwoord {i} één \udc80" for i in range(800)],
+        "metric": [""] * 800,
+    } | change
+    file.parent.mkdir(exist_ok=True)
+    write_frame(file, {name: values for name, values in columns.items() if values is not None})
+    return file
+
+
+def load(file: Path) -> Samples:
+    return PreprocessedLoader(file, COLUMNS).load()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The data frames that were read."""
+    read: list[Path] = []
+
+    def counted(file: Path) -> Frame:
+        read.append(file)
+        return read_frame(file)
+
+    monkeypatch.setattr(loader, "read_frame", counted)
+    return read
+
+
+def conversions(folder: Path) -> list[str]:
+    return sorted(
+        path.name for path in folder.rglob("*") if path.is_dir() and "-" in path.name and path.parent.name.endswith(("pkl", "arrays"))
+    )
+
+
+def same(one: Samples, other: Samples) -> bool:
+    assert one.stop_words is not None and other.stop_words is not None
+    return (
+        np.array_equal(one.lengths, other.lengths)
+        and np.array_equal(one.tokens, other.tokens)
+        and np.array_equal(one.stop_words, other.stop_words)
+    )
+
+
+def test_the_second_load_maps_arrays(frame: Path, reads: list[Path]) -> None:
+    first = load(frame)
+    references = PreprocessedLoader(frame, COLUMNS).references()
+    second = load(frame)
+    assert reads == [frame]
+    assert isinstance(second.tokens, np.memmap) and second.tokens.dtype == np.int32
+    assert same(first, second) and second.tokens.tolist() == [token for row in ROWS for token in row]
+    assert first.note == f"data set converted for later runs: {frame}.arrays" and second.note == ""
+    assert references == {"gt_output": [f"antwoord {i} één \udc80" for i in range(800)], "metric": [""] * 800}
+    assert [path.name for path in frame.parent.iterdir() if path != frame] == ["set.pkl.arrays"]
+
+
+def test_a_small_file_is_not_worth_it(tmp_path: Path) -> None:
+    file = tmp_path / "small.pkl"
+    write_frame(file, {"tok_input": [[1, 2]]})
+    assert PreprocessedLoader(file).load().tokens.tolist() == [1, 2]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("keeps_time", [False, True])
+def test_a_changed_file_is_converted_again(frame: Path, reads: list[Path], keeps_time: bool) -> None:
+    """Of the same size, and (as with rsync) of the same time."""
+    load(frame)
+    before = frame.stat()
+    changed = frame.read_bytes().replace(b"M,\x01M-\x01", b"M-\x01M,\x01", 1)
+    with frame.open("r+b") as stream:
+        stream.write(changed)
+    if keeps_time:
+        os.utime(frame, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert frame.stat().st_size == before.st_size
+    assert load(frame).tokens[:3].tolist() == [301, 300, 302]
+    assert len(reads) == 2 and len(conversions(frame.parent)) == 1, "of an earlier state, nothing is kept"
+
+
+def test_other_columns_are_another_conversion(frame: Path, reads: list[Path]) -> None:
+    for _ in range(2):
+        load(frame)
+        assert PreprocessedLoader(frame).load().stop_words is None
+    assert len(reads) == 2 and len(conversions(frame.parent)) == 2
+
+
+def blocked(folder: Path) -> None:
+    """Nobody can write in this folder, root included: a file has its name."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("")
+
+
+def test_a_folder_that_cannot_be_written(frame: Path, reads: list[Path], cache: Path) -> None:
+    blocked(frame.with_name("set.pkl.arrays"))
+    first = load(frame)
+    assert same(load(frame), first) and len(reads) == 1
+    assert str(cache / "mpillm" / "datasets") in first.note
+    load(write(frame.parent.parent / "other" / "set.pkl"))
+    assert len(conversions(cache)) == 1 and len(reads) == 2, "the other one's is beside it"
+
+
+def test_nowhere_to_write(frame: Path, reads: list[Path], cache: Path) -> None:
+    blocked(frame.with_name("set.pkl.arrays"))
+    blocked(cache)
+    assert same(load(frame), load(frame)) and len(reads) == 2
+    note = load(frame).note
+    assert "not stored for later runs" in note and "set.pkl.arrays" in note and str(cache) in note and "\n" not in note
+
+
+def test_a_full_disk(frame: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    samples = load(frame)
+    assert len(samples.tokens) == sum(map(len, ROWS)) and os.strerror(errno.ENOSPC) in samples.note
+    assert list(frame.parent.iterdir()) == [frame] and not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_runs_that_convert_at_once(frame: Path) -> None:
+    both = threading.Barrier(2)
+
+    def convert() -> converted.Arrays:
+        both.wait(30)  # neither has found a conversion
+        return {"tokens": np.arange(10000)}
+
+    found: list[converted.Arrays] = []
+    threads = [threading.Thread(target=lambda: found.append(converted.converted(frame, "", convert)[0])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [len(arrays["tokens"]) for arrays in found] == [10000, 10000]
+    assert len(list(frame.with_name("set.pkl.arrays").iterdir())) == 1
+    assert isinstance(converted.converted(frame, "", dict)[0]["tokens"], np.memmap)
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "tokens.npy", 5000)
+
+
+def delete(folder: Path) -> None:
+    (folder / "stop_words.npy").unlink()
+
+
+def spoil(folder: Path) -> None:
+    (folder / "contents.json").write_text("[")
+
+
+@pytest.mark.parametrize("damage", [truncate, delete, spoil])
+def test_a_damaged_conversion_is_made_again(frame: Path, reads: list[Path], damage: Callable[[Path], None]) -> None:
+    first = load(frame)
+    (folder,) = frame.with_name("set.pkl.arrays").iterdir()
+    damage(folder)
+    assert same(load(frame), first) and same(load(frame), first)
+    assert len(reads) == 2 and list(frame.with_name("set.pkl.arrays").iterdir()) == [folder]
+
+
+def test_what_a_killed_run_leaves_is_removed_in_time(frame: Path) -> None:
+    left, running = (frame.with_name("set.pkl.arrays") / name for name in (".left", ".running"))
+    for folder in (left, running):
+        folder.mkdir(parents=True)
+    os.utime(left, (0, 0))
+    load(frame)
+    assert running.exists() and not left.exists()
+
+
+def test_a_file_that_changes_while_it_is_read(frame: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arrays are of neither state."""
+
+    def meanwhile(file: Path) -> Frame:
+        found = read_frame(file)
+        os.utime(file)
+        return found
+
+    monkeypatch.setattr(loader, "read_frame", meanwhile)
+    assert f"{frame} changed while it was read" in load(frame).note
+    assert list(frame.parent.iterdir()) == [frame]
+
+
+def test_wrong_references_are_wrong_when_they_are_needed(tmp_path: Path, reads: list[Path]) -> None:
+    for change, message in (({"metric": None}, "no column metric"), ({"metric": [None] * 800}, "row 0 of column metric is nothing")):
+        file = write(tmp_path / "set" / "wrong.pkl", **change)
+        assert len(load(file).lengths) == 800
+        reads.clear()
+        with pytest.raises(ConfigError, match=message):
+            PreprocessedLoader(file, COLUMNS).references()
+        load(file)
+        assert len(reads) == 1
+
+
+def test_a_wrong_frame_leaves_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path / "set" / "wrong.pkl", tok_input_len=np.zeros(800, np.int64))
+    with pytest.raises(ConfigError, match=r"wrong\.pkl: sample 0 has 600 tokens in column tok_input, tok_input_len says 0"):
+        load(file)
+    assert list(file.parent.iterdir()) == [file]

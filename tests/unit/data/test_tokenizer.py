@@ -1,0 +1,187 @@
+"""Tokenizers: the byte tokenizer, a small tokenizer.json with chat templates, and SmolLM2's against `transformers`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+TRICKY = [
+    "Hi",
+    "  two\n\n1 lines\t ",
+    "naïve 東京 🐌👩‍👩‍👧",
+    "<|im_end|> inside",
+    "12345 + 6 = ½",
+    "{{ messages }} {% if %}",
+    "a" * 5000,
+    "\x00\u200b",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer of bytes, the merge `ab` and three special tokens: two first and one last."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet, "ab"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|end|>"])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def settings(folder: Path, **content: Any) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+
+
+def text(tokenizer: Tokenizer, prompt: str) -> str:
+    """What the model is given, special tokens included."""
+    return "".join(tokenizer._tokenizer.id_to_token(i) for i in tokenizer.encode(prompt))  # type: ignore[attr-defined]
+
+
+def test_plain_text_has_no_special_tokens(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode_plain("abab") == tokenizer.encode("abab")[1:] == [258, 258]
+    assert tokenizer.encode_plain("") == []
+
+
+def test_bytes() -> None:
+    tokenizer = load_tokenizer(None)
+    assert tokenizer.encode("aé") == tokenizer.encode_plain("aé") == [97, 0xC3, 0xA9]
+    assert tokenizer.encode_batch(["a", "bc"]) == [[97], [98, 99]]
+    assert (tokenizer.vocab_size, tokenizer.plain_tokens) == (256, range(256))
+    for prompt in TRICKY:
+        assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
+    assert tokenizer.decode(np.array([97, 300, -1, 98], np.int32)) == "a\ufffd\ufffdb"
+    assert tokenizer.decode([]) == ""
+
+
+def test_a_folder_without_tokenizer_means_bytes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+
+
+def test_another_format_is_not_taken_for_bytes(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ConfigError, match=r"tokenizer\.model but no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_without_chat_template(folder: Path) -> None:
+    """The special tokens of the post-processor are added; truncation and padding of the file are not ours."""
+    tokenizer = load_tokenizer(folder)
+    assert text(tokenizer, "abcdefgh") == "<s>abcdefgh"
+    assert tokenizer.encode_batch(["ab", "a"]) == [tokenizer.encode("ab"), tokenizer.encode("a")]
+    assert tokenizer.vocab_size == 2 + 256 + 1 + 1
+    assert tokenizer.plain_tokens == range(2, 259)
+    for prompt in TRICKY:
+        if "<|" not in prompt:
+            assert tokenizer.decode(np.array(tokenizer.encode(prompt), np.int32)) == prompt
+    assert tokenizer.decode([0, 258, 259, 1, 10**6]) == "ab"
+
+
+def test_chat_template(folder: Path) -> None:
+    settings(
+        folder,
+        bos_token={"content": "<s>", "lstrip": False},
+        eos_token="</s>",
+        unk_token=None,
+        chat_template="{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}{{ eos_token }}\n"
+        "  {% endif %}\n{% endfor %}{% if add_generation_prompt %}a{{ '<|end|>' }}{% endif %}{{ unk_token }}",
+    )
+    assert text(load_tokenizer(folder), "ab") == "<s>ab</s>Ċa<|end|>"
+    assert text(load_tokenizer(folder, apply_chat_template=False), "ab") == "<s>ab"
+
+
+def test_chat_template_features(folder: Path) -> None:
+    """What `transformers` offers to templates: tojson, loop controls, the generation tag, strftime_now, tools that are none."""
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "old"}))
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+        "{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}"
+        "{{ strftime_now('%Y') | length }}{% if tools %}x{% endif %}{{ eos_token }}"
+    )
+    settings(folder, eos_token="</s>", chat_template="not this one")
+    assert text(load_tokenizer(folder), '<é"') == text(load_tokenizer(folder, apply_chat_template=False), '01"<é\\""4') + "</s>"
+
+
+def test_named_chat_templates(folder: Path) -> None:
+    settings(folder, chat_template=[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D{{ messages[0].content }}"}])
+    assert text(load_tokenizer(folder), "x") == "Dx"
+    settings(folder, chat_template=[{"name": "tool_use", "template": "T"}])
+    assert text(load_tokenizer(folder), "x") == "<s>x"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer.json", b"{", "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "Unheard"}}', "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer.json is not a tokenizer"),
+        ("tokenizer_config.json", b'{"chat_template": ', "tokenizer_config.json cannot be read as JSON"),
+        ("tokenizer_config.json", b"[]", "holds list, not an object"),
+        ("tokenizer_config.json", b'{"chat_template": 7}', "chat_template is int"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
+        ("chat_template.jinja", b"{% if %}", "chat template does not parse"),
+        ("chat_template.jinja", b"{{ raise_exception('system message needed') }}", "fails on one user message: system message needed"),
+        ("chat_template.jinja", b"{{ messages[3].content }}", "fails on one user message"),
+        ("chat_template.jinja", b"{{ messages.append(1) }}", "fails on one user message"),
+    ],
+)
+def test_malformed(folder: Path, file: str, content: bytes, says: str) -> None:
+    (folder / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        load_tokenizer(folder).encode("x")
+
+
+@pytest.mark.parametrize("module", ["tokenizers", "jinja2"])
+def test_missing_extra(folder: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "chat_template.jinja").write_text("x")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r"pip install 'mpillm\[tokenizer\]'"):
+        load_tokenizer(folder)
+
+
+def test_nothing_heavy_is_imported(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("x")
+    program = (
+        "import sys, pathlib; from mpillm.data.tokenizer import load_tokenizer; load_tokenizer(None);"
+        "print([name for name in ('tokenizers', 'jinja2') if name in sys.modules]); load_tokenizer(pathlib.Path(sys.argv[1])).encode('x');"
+        "print([name for name in ('transformers', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n[]\n"
+
+
+@pytest.mark.skipif("MPILLM_TEST_MODEL" not in os.environ, reason="MPILLM_TEST_MODEL names no model folder")
+def test_equals_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    from mpillm.data.dataset import BUILTIN_PROMPTS
+
+    model = Path(os.environ["MPILLM_TEST_MODEL"])
+    reference = transformers.AutoTokenizer.from_pretrained(model)
+    chat, plain = load_tokenizer(model), load_tokenizer(model, apply_chat_template=False)
+    prompts = TRICKY + [json.loads(line)["prompt"] for line in BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()]
+    for prompt, tokens in zip(prompts, chat.encode_batch(prompts), strict=True):
+        messages = [{"role": "user", "content": prompt}]
+        assert tokens == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False), prompt
+        assert plain.encode(prompt) == reference(prompt)["input_ids"], prompt
+        assert plain.decode(tokens) == reference.decode(tokens, skip_special_tokens=True), prompt
+    assert chat.vocab_size == len(reference)
+    assert not set(reference.all_special_ids) & set(chat.plain_tokens)

@@ -1,0 +1,339 @@
+"""The disaggregation YAML: what is read, what is refused and how, and the round trip."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg import ConfigError, DisaggConfig, ServerConfig, dump, load, parse
+from disagg.llm_args import LLM_ARGUMENTS
+from disagg.schema import MOE_ARGUMENTS, READ, ROUTERS, RUN_WIDE, SERVER, TOP_LEVEL
+
+# In the form of TensorRT-LLM's own test configurations: arguments at the top level are handed down.
+TRTLLM = """
+model: TinyLlama/TinyLlama-1.1B-Chat-v1.0
+hostname: localhost
+port: 8000
+backend: "pytorch"
+free_gpu_memory_fraction: 0.1
+disable_overlap_scheduler: True
+max_seq_len: 4096
+max_retries: 2
+context_servers:
+  num_instances: 2
+  router:
+    type: kv_cache_aware
+  max_batch_size: 16
+  tensor_parallel_size: 2
+  pipeline_parallel_size: 3
+  context_parallel_size: 2
+  kv_cache_config:
+    enable_block_reuse: True
+    event_buffer_max_size: 1024
+    free_gpu_memory_fraction: 0.1
+  urls:
+      - "localhost:8001"
+      - "localhost:8002"
+generation_servers:
+  num_instances: 1
+  max_seq_len: 4096
+  moe_config: {backend: CUTLASS}
+  urls: ["node-7.cluster:8003"]
+"""
+
+
+def test_a_trtllm_file_is_read_with_everything_in_its_place() -> None:
+    config = parse(TRTLLM)
+    context, generation = config.context_servers, config.generation_servers
+    assert context is not None and generation is not None
+    assert (config.model, config.backend, config.hostname, config.port) == (
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+        "pytorch",
+        "localhost",
+        8000,
+    )
+    assert config.options == {"max_retries": 2}
+    assert config.mode == "disaggregated"
+    assert config.sections == (("context_servers", context), ("generation_servers", generation))
+    assert context.ranks_per_instance == 12
+    assert config.n_workers == 2 * 12 + 1
+    assert context.router == {"type": "kv_cache_aware"}
+    assert context.kv_cache_config["event_buffer_max_size"] == 1024
+    assert context.urls == ("localhost:8001", "localhost:8002")
+    assert (context.max_seq_len, generation.max_seq_len) == (4096, 4096)
+    assert context.extra == {"free_gpu_memory_fraction": 0.1, "disable_overlap_scheduler": True}
+    assert generation.extra == {"moe_config": {"backend": "CUTLASS"}, "free_gpu_memory_fraction": 0.1, "disable_overlap_scheduler": True}
+
+
+# LLM arguments of TensorRT-LLM's newest llm_args.py that were unknown here once, one that no release has, and a mapping.
+@pytest.mark.parametrize(
+    "key", ["batch_wait_timeout_iters", "model_kwargs", "sleep_config", "use_cute_dsl_bf16_gemm", "pp_partition", "an_argument_of_tomorrow"]
+)
+def test_any_other_key_at_the_top_level_is_handed_down(key: str) -> None:
+    """As extract_disagg_cfg of TensorRT-LLM does it: no list of ours says which arguments there are."""
+    for value in (1, {"num_hidden_layers": 2}):
+        config = parse(f"{key}: {json.dumps(value)}\ncontext_servers: {{}}\ngeneration_servers: {{}}")
+        assert [server.extra for _, server in config.sections] == [{key: value}] * 2
+
+
+def test_every_llm_argument_may_stand_at_the_top_level_and_in_a_section() -> None:
+    for key in sorted(LLM_ARGUMENTS - set(SERVER) - set(READ) - set(RUN_WIDE) - set(TOP_LEVEL) - set(MOE_ARGUMENTS)):
+        (inside,) = (server for _, server in parse(f"executors: {{{key}: [1]}}").sections)
+        (handed_down,) = (server for _, server in parse(f"{key}: [1]\nexecutors: {{}}").sections)
+        assert inside.extra == handed_down.extra == {key: [1]}
+
+
+@pytest.mark.parametrize("router", [*ROUTERS, "ROUND_ROBIN", "Kv_Cache_Aware"])
+def test_routers_are_trtllms_in_any_case(router: str) -> None:
+    config = parse(f"executors: {{router: {{type: {router}, use_tokens: false}}}}")
+    assert config.executors is not None and config.executors.router == {"type": router.lower(), "use_tokens": False}
+
+
+def test_executors_make_an_aggregated_run() -> None:
+    config = parse("executors: {num_instances: 3, tensor_parallel_size: 2}")
+    assert config.mode == "aggregated"
+    assert [name for name, _ in config.sections] == ["executors"]
+    assert config.n_workers == 6
+
+
+def test_model_and_backend_may_stand_in_a_section() -> None:
+    assert parse("context_servers: {model: m}\ngeneration_servers: {model: m, backend: trt}") == DisaggConfig(
+        model="m", backend="trt", context_servers=ServerConfig(), generation_servers=ServerConfig()
+    )
+
+
+def test_merge_keys_and_anchors_are_plain_yaml() -> None:
+    config = parse("context_servers: &c {num_instances: 2, dtype: auto}\ngeneration_servers: {<<: *c, num_instances: 5}")
+    assert config.generation_servers == ServerConfig(num_instances=5, extra={"dtype": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("section", "expert_size"),
+    [
+        ("tensor_parallel_size: 8, moe_expert_parallel_size: 4", 4),
+        ("tensor_parallel_size: 8, moe_tensor_parallel_size: 2", 4),  # TensorRT-LLM's Mapping: what one leaves, the other takes
+        ("tensor_parallel_size: 8, moe_tensor_parallel_size: 2, moe_expert_parallel_size: 4", 4),
+        ("tensor_parallel_size: 8, moe_tensor_parallel_size: 2, moe_cluster_parallel_size: 4", 1),
+        ("tensor_parallel_size: 8, moe_expert_parallel_size: null", 1),
+    ],
+)
+def test_expert_parallel_size_as_in_trtllm(section: str, expert_size: int) -> None:
+    executors = parse(f"executors: {{{section}}}").executors
+    assert executors is not None and executors.moe_expert_parallel_size == expert_size
+
+
+# Each text and what its message must say, besides the file.
+BAD = [
+    ("", "empty"),
+    ("# only a comment", "empty"),
+    ("- a\n- b", "(a list); must be a mapping"),
+    ("just words", "(a string); must be a mapping"),
+    ("executors: {a: [}", "line 1, column 17"),
+    ("executors:\n  num_instances: 1\n\tmax_batch_size: 2", "line 3, column 1"),
+    ("executors: {num_instances: 1, num_instances: 1}", "line 1, column 31: not valid YAML: duplicate key 'num_instances'"),
+    ("executors: {}\nexecutors: {}", "line 2, column 1"),
+    ("executors: {}\n---\nexecutors: {}", "another document"),
+    ("executors: {extra_arg: {1: 2}}", "executors.extra_arg: the key 1 (an integer); must be a string"),
+    ("executors: {when: 2024-01-01}", "executors.when"),
+    ("port: 2024-99-99", "month"),
+    ("port: !!int ''", "does not fit its YAML type"),
+    ("executors: {weight: .nan}", "executors.weight: nan"),
+    ("executors: {a: &a [*a]}", "an alias refers to itself"),
+    ("[" * 3000, "nested too deeply"),
+    ("\0", "not valid YAML"),
+    ("hostname: localhost", "the sections are missing"),
+    ("context_servers: {}", "must be both context_servers and generation_servers"),
+    ("generation_servers: {}", "must be both context_servers and generation_servers"),
+    ("context_servers: {}\nexecutors: {}", "or only executors"),
+    ("context_servers: {}\ngeneration_servers: {}\nexecutors: {}", "or only executors"),
+    ("executors:", "executors: null; must be a mapping"),
+    ("executors: 3", "executors: 3 (an integer); must be a mapping"),
+    ("context_server: {}\ngeneration_servers: {}", "unknown section 'context_server' (did you mean 'context_servers'?)"),
+    ("generation_server: null", "unknown section 'generation_server' (did you mean 'generation_servers'?)"),
+    ("prefill: {num_instances: 1}\nexecutors: {}", "unknown section 'prefill'; the sections are context_servers,"),
+    ("hostnam: a\nexecutors: {}", "unknown key 'hostnam' (did you mean 'hostname'?)"),
+    ("trust_remote_cod: true\nexecutors: {}", "unknown key 'trust_remote_cod' (did you mean 'trust_remote_code'?)"),
+    ("executors: {enable_chunked_prefil: true}", "unknown key 'enable_chunked_prefil' (did you mean 'enable_chunked_prefill'?)"),
+    ("executors: {schedular_config: {}}", "unknown key 'schedular_config' (did you mean 'scheduler_config'?)"),
+    ("decoders: {tensor_parallel_size: 2}\nexecutors: {}", "unknown section 'decoders'; the sections are context_servers,"),
+    ("executors: {num_instance: 2}", "executors: unknown key 'num_instance' (did you mean 'num_instances'?)"),
+    ("port: 0\nexecutors: {}", "port: 0 (an integer); must be an integer from 1 to 65535"),
+    ("hostname: 'a b'\nexecutors: {}", "hostname: 'a b'"),
+    ("model: 3\nexecutors: {}", "model: 3 (an integer); must be a string"),
+    ("model: ''\nexecutors: {}", "model: '' (a string)"),
+    ("schedule_style: best\nexecutors: {}", "must be one of context_first, generation_first"),
+    ("executors: {tensor_parallel_size: two}", "executors.tensor_parallel_size: 'two' (a string); must be an integer, at least 1"),
+    ("executors: {tensor_parallel_size: true}", "executors.tensor_parallel_size: True (a boolean)"),
+    ("executors: {tensor_parallel_size: 2.0}", "executors.tensor_parallel_size: 2.0 (a number)"),
+    ("executors: {pipeline_parallel_size: null}", "executors.pipeline_parallel_size: null"),
+    ("executors: {num_instances: 0}", "executors.num_instances: 0 (an integer); must be an integer, at least 1"),
+    (
+        "context_servers: {num_instances: 0}\ngeneration_servers: {}",
+        "context_servers.num_instances: 0; must be at least 1: a request needs",
+    ),
+    ("context_servers: {}\ngeneration_servers: {num_instances: 0}", "write only the section executors"),
+    ("executors: {num_instances: -1}", "executors.num_instances: -1"),
+    ("executors: {max_batch_size: 0}", "executors.max_batch_size: 0"),
+    ("executors: {max_num_tokens: 1e3}", "executors.max_num_tokens: '1e3' (a string)"),  # YAML 1.1: no float without a dot
+    ("max_seq_len: big\nexecutors: {}", "max_seq_len: 'big'"),
+    ("max_seq_len: 8\nexecutors: {max_seq_len: 9}", "executors.max_seq_len: 9 (an integer); must be the same as at the top level, 8"),
+    ("model: a\nexecutors: {model: b}", "executors.model: 'b' (a string); must be the same as model, 'a'"),
+    ("context_servers: {model: a}\ngeneration_servers: {model: b}", "generation_servers.model: 'b'"),
+    ("executors: {kv_cache_config: 0.5}", "executors.kv_cache_config: 0.5 (a number); must be a mapping"),
+    ("executors: {kv_cache_config: {free_gpu_memory_fraction: 1.5}}", "executors.kv_cache_config.free_gpu_memory_fraction: 1.5"),
+    ("executors: {kv_cache_config: {enable_block_reuse: 1}}", "executors.kv_cache_config.enable_block_reuse: 1 (an integer)"),
+    ("executors: {kv_cache_config: {tokens_per_block: 0}}", "executors.kv_cache_config.tokens_per_block: 0"),
+    ("executors: {scheduler_config: {capacity_scheduler_policy: max_util}}", "scheduler_config.capacity_scheduler_policy: 'max_util'"),
+    ("executors: {scheduler_config: {context_chunking_policy: even}}", "executors.scheduler_config.context_chunking_policy: 'even'"),
+    ("executors: {scheduler_config: no}", "executors.scheduler_config: False (a boolean); must be a mapping"),
+    ("executors: {max_beam_width: 0}", "executors.max_beam_width: 0"),
+    ("{enable_chunked_prefill: 3, executors: {}}", "enable_chunked_prefill: 3 (an integer); must be true or false"),
+    ("executors: {cache_transceiver_config: {max_tokens_in_buffer: x}}", "executors.cache_transceiver_config.max_tokens_in_buffer"),
+    ("executors: {router: round_robin}", "executors.router: 'round_robin' (a string); must be a mapping"),
+    ("executors: {router: {type: best}}", "executors.router.type: 'best' (a string); must be one of round_robin,"),
+    ("executors: {router: {type: [x]}}", "executors.router.type: ['x']"),
+    ("executors: {urls: 'a:1'}", "executors.urls: 'a:1' (a string); must be a list"),
+    ("executors: {urls: ['a:1', 'b:2']}", "executors.urls: 2 given; must be 1"),
+    ("executors: {num_instances: 2, urls: ['a:1']}", "executors.urls: 1 given; must be 2"),
+    ("executors: {urls: ['http://a:1']}", "executors.urls[0]: 'http://a:1'"),
+    ("executors: {urls: ['a']}", "executors.urls[0]: 'a'"),
+    ("executors: {urls: ['a:0']}", "executors.urls[0]: 'a:0'"),
+    ("executors: {urls: ['a:65536']}", "executors.urls[0]: 'a:65536'"),
+    ("executors: {urls: [8001]}", "executors.urls[0]: 8001 (an integer)"),
+    (
+        "executors: {num_instances: 2, urls: ['a:1', 'a:1']}",
+        "executors.urls[1]: 'a:1' (a string); must be unique; executors.urls[0] has the same address",
+    ),
+    ("context_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:1']}", "context_servers.urls[0] has the same address"),
+    ("port: 81\nexecutors: {urls: ['localhost:81']}", "hostname and port has the same address"),
+    ("executors: {tensor_parallel_size: 4, moe_expert_parallel_size: 3}", "must be a divisor of tensor_parallel_size, 4"),
+    ("executors: {moe_expert_parallel_size: 2}", "must be a divisor of tensor_parallel_size, 1"),
+    ("executors: {tensor_parallel_size: 4, moe_tensor_parallel_size: 8}", "executors.moe_tensor_parallel_size: 8"),
+    ("executors: {tensor_parallel_size: 4, moe_tensor_parallel_size: 1, moe_expert_parallel_size: 2}", "must be tensor_parallel_size, 4"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BAD)
+def test_bad_input_is_named(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(text, "some.yaml")
+    message = str(raised.value)
+    assert message.startswith("some.yaml")
+    assert said in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"\xff\xfe\x00executors", "byte 0 (0xff) is not UTF-8"), (b"", "empty"), (b"\x7fELF\x02\x01\x01\x00", "not valid YAML")],
+)
+def test_bad_files_are_named(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "disagg.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        load(str(path))
+    assert str(path) in str(raised.value)
+    assert said in str(raised.value)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read") as raised:
+            load(str(path))
+        assert str(path) in str(raised.value)
+
+
+def test_a_file_may_have_a_byte_order_mark_and_any_letters(tmp_path: Path) -> None:
+    path = tmp_path / "disagg.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + "model: модель\nexecutors: {}".encode())
+    assert load(str(path)).model == "модель"
+
+
+def test_dump_has_no_anchors_and_sections_share_nothing() -> None:
+    text = dump(parse("kv_cache_config: {max_tokens: 64}\nlora_config: {a: [1]}\ncontext_servers: {}\ngeneration_servers: {}"))
+    assert "&" not in text and "*" not in text
+    assert yaml.safe_load(text)["generation_servers"]["lora_config"] == {"a": [1]}
+
+
+def test_a_configuration_travels_by_pickle() -> None:
+    config = parse(TRTLLM)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@given(st.text(max_size=60) | st.text("{}[]:,&*!|>'\"%@-? \n\t#a0.<~", max_size=40))
+def test_any_text_parses_or_is_a_config_error(text: str) -> None:
+    try:
+        config = parse(text)
+    except ConfigError as error:
+        assert str(error).startswith("<string>")
+    else:
+        assert config.n_workers >= 1
+
+
+_names = st.text(min_size=1, max_size=12).filter(lambda s: s.strip() != "")
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+# Argument names that are no key of a section and not nearly one.
+_arguments = st.dictionaries(st.sampled_from(["dtype", "lora_config", "moe_config", "zzz", "été", "=", "<<", "yes"]), _values, max_size=4)
+_limits = st.none() | st.integers(1, 10**6)
+
+
+@st.composite
+def _servers(draw: st.DrawFn, first_port: int) -> ServerConfig:
+    n = draw(st.integers(1, 4))
+    expert = draw(st.integers(1, 3))
+    return ServerConfig(
+        num_instances=n,
+        tensor_parallel_size=expert * draw(st.integers(1, 3)),
+        pipeline_parallel_size=draw(st.integers(1, 3)),
+        context_parallel_size=draw(st.integers(1, 3)),
+        moe_expert_parallel_size=expert,
+        max_batch_size=draw(_limits),
+        max_num_tokens=draw(_limits),
+        max_seq_len=draw(_limits),
+        kv_cache_config=draw(st.fixed_dictionaries({}, optional={"tokens_per_block": st.integers(1, 64), "other": _values})),
+        cache_transceiver_config=draw(st.sampled_from([{}, {"backend": "UCX"}])),
+        router=draw(st.sampled_from([{}, {"type": "round_robin"}])),
+        urls=draw(st.sampled_from([(), tuple(f"h{i}.x-y:{first_port + i}" for i in range(n))])),
+        extra=draw(_arguments),
+    )
+
+
+@st.composite
+def _configs(draw: st.DrawFn) -> DisaggConfig:
+    sections: dict[str, Any]
+    if draw(st.booleans()):
+        sections = {"executors": draw(_servers(100))}
+    else:
+        sections = {"context_servers": draw(_servers(100)), "generation_servers": draw(_servers(200))}
+    options = draw(st.fixed_dictionaries({}, optional={"max_retries": st.integers(0, 9), "otlp_config": st.just({"a": [None, "b"]})}))
+    return DisaggConfig(
+        "host-1", draw(st.integers(1, 65535)), model=draw(st.none() | _names), backend=draw(st.none() | _names), **sections, options=options
+    )
+
+
+@given(_configs())
+def test_round_trip(config: DisaggConfig) -> None:
+    assert parse(dump(config)) == config
+
+
+@given(_configs())
+def test_a_dumped_file_obeys_trtllms_rules(config: DisaggConfig) -> None:
+    """extract_disagg_cfg and extract_ctx_gen_cfgs of TensorRT-LLM, restated: what its reader would refuse is never written."""
+    data = yaml.safe_load(dump(config))
+    for name in {"context_servers", "generation_servers"} & set(data):
+        section = data[name]
+        assert not set(data) & set(section)
+        if "urls" in section:
+            assert len(section["urls"]) == section["num_instances"]
+            assert all(len(url.split(":")) == 2 and int(url.split(":")[1]) for url in section["urls"])

@@ -1,0 +1,318 @@
+# ruff: noqa: F811 - fixtures of another file
+"""The GPU's way of running steps, on a CPU: tokens that stay on the device, block tables, padded decode. Its kernels: tests/gpu."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpillm.comms.messages import ResponseFlag
+from mpillm.cores.base import CoreConfig
+from mpillm.cores.torch_core import TorchCore
+from mpillm.engine import step
+from mpillm.engine.engine import Engine, EngineLimits
+from mpillm.engine.gpu_worker import GpuWorker, ladder
+from mpillm.engine.model.model_info import check_model
+from mpillm.engine.parallel.groups import Groups, MpiGroups, Plan
+from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.sequence import Sequence
+from mpillm.engine.staging import Sampled
+from mpillm.engine.step import Step, Worker, unpack
+from tests.helpers import plain_kernels
+from tests.unit.engine.test_engine_torch import N_OUTPUT, Tokens, folder, make_batch, make_core, oracle, prompts  # noqa: F401 - fixtures
+
+
+class Late(Sampled):
+    """There when somebody has looked three times: the engine goes on as far as it can before it reads."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        super().__init__(tokens)
+        self._looks = 0
+
+    def ready(self) -> bool:
+        self._looks += 1
+        return self._looks > 3
+
+
+class Repacked(GpuWorker):
+    """What the other ranks of an instance get: the step out of a message."""
+
+    tables: dict[int, list[int]]
+    message: Plan
+
+    def run(self, step: Step) -> Sampled | None:
+        told = unpack(self.message, self.tables)
+        assert told == step
+        return super().run(told)
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "Sampled", Late)
+
+
+def make_engine(model: Path, kind: type[Worker] = GpuWorker, **options: Any) -> Engine:
+    torch.set_num_threads(1)
+    defaults: dict[str, Any] = {"tokens_per_block": 8, "end_ids": (), "max_seq_len": 256}
+    config = CoreConfig("torch", model_path=str(model), **(defaults | options))
+    info = check_model(config)
+    arguments: dict[str, Any] = {"dummy": False}
+    if kind is not Worker:
+        arguments |= {"max_batch_size": config.max_batch_size, "device": "cpu", "kernels": plain_kernels}
+    worker = kind(info, config.tokens_per_block, Groups(), **arguments)
+    return Engine(info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker)
+
+
+def answer(engine: Engine, prompts: Tokens, sampling: list[SamplingParams] | None = None, min_output: int = 0) -> Tokens:
+    greedy = [SamplingParams()] * len(prompts)
+    sequences = [Sequence(i, p, N_OUTPUT, min_output, s) for i, (p, s) in enumerate(zip(prompts, sampling or greedy, strict=True))]
+    for sequence in sequences:
+        engine.add(sequence)
+    progress, most = [], 0
+    while not engine.is_idle():
+        progress += engine.step()
+        most = max(most, len(engine._in_flight))
+    assert most == 1 + engine.worker.n_ahead
+    assert sorted(p.sequence.id for p in progress if p.is_final) == list(range(len(prompts)))
+    assert engine.blocks.n_free == engine.blocks.n_blocks
+    assert sorted(engine.scheduler._slots) == list(range(engine.limits.max_batch_size))
+    return [sequence.output for sequence in sequences]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"max_batch_size": 1},
+    {"max_batch_size": 5, "max_num_tokens": 7},
+    {"tokens_per_block": 1, "kv_cache_tokens": 300, "max_num_tokens": 40},
+    {"kv_cache_tokens": 160, "max_seq_len": None},
+    {"kv_cache_tokens": 160, "max_seq_len": None, "max_num_tokens": 16},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_tokens_fed_on_the_device_are_transformers(folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]) -> None:
+    engine = make_engine(folder, **options)
+    assert answer(engine, prompts) == expected
+    assert ("kv_cache_tokens" in options) == (engine.scheduler.preemptions > 3)
+
+
+def test_a_mixture(prompts: Tokens) -> None:
+    wanted = answer(make_engine(Path("tiny-mixtral"), Worker), prompts)
+    assert answer(make_engine(Path("tiny-mixtral")), prompts) == wanted
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: Tokens) -> Tokens:
+    return oracle(folder, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_tokens": 160, "max_seq_len": None}, {"max_batch_size": 3}], ids=str)
+def test_a_sequence_that_has_ended_when_its_next_step_runs(
+    folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
+) -> None:
+    """Its row is dropped; its slot and blocks may have been given to another one meanwhile."""
+    ends = (expected[3][5], expected[6][2], expected[8][1])
+    for min_output in (0, 9):
+        wanted = answer(make_engine(folder, Worker, end_ids=ends), prompts, min_output=min_output)
+        assert max(1, min_output) <= min(map(len, wanted)) < N_OUTPUT
+        assert answer(make_engine(folder, end_ids=ends, **options), prompts, min_output=min_output) == wanted
+
+
+def test_sampled_tokens_are_those_of_the_cpu(folder: Path, prompts: Tokens) -> None:
+    sampling = [SamplingParams(i % 3 * 0.5, [0, 20][i % 2], [1, 1, 0.7, 0.9][i % 4], i) for i in range(len(prompts))]
+    wanted = answer(make_engine(folder, Worker), prompts, sampling)
+    assert answer(make_engine(folder), prompts, sampling) == wanted
+    assert answer(make_engine(folder, kv_cache_tokens=160, max_seq_len=None), prompts, sampling) == wanted
+
+
+def test_a_follower_needs_the_message_alone(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+    """Tokens that nobody on the host knows, and blocks told once, through preemptions."""
+    engine = make_engine(folder, Repacked, kv_cache_tokens=160, max_seq_len=None)
+    worker: Any = engine.worker
+    worker.tables = {}
+
+    class Sending:
+        def send_plan(self, plan: np.ndarray) -> None:
+            worker.message = plan
+
+    peers: Any = Sending()
+    engine._peers = peers
+    assert answer(engine, prompts) == expected
+    assert engine.scheduler.preemptions > 3
+
+
+class ThreadGroups(MpiGroups):
+    """The ranks of an instance as threads: a collective goes on when all of a TP group have come to the same one."""
+
+    def __init__(self, layout: Layout, meeting: threading.Barrier, brought: list[Any], hidden: queue.Queue[torch.Tensor]) -> None:
+        Groups.__init__(self, layout)
+        self._meeting, self._brought, self._stages = meeting, brought, hidden
+
+    def _all(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
+        self._brought[self.layout.tp_rank] = what, x.clone()
+        self._meeting.wait(30)
+        assert len({name for name, _ in self._brought}) == 1, self._brought
+        parts = [part for _, part in self._brought]
+        self._meeting.wait(30)
+        return parts
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._all(f"all-reduce {list(x.shape)}", x)).sum(0) if self.layout.tp_size > 1 else x
+
+    def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
+        return torch.cat(self._all(f"gather {len(x)}", x), dim=1) if self.layout.tp_size > 1 else x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all(f"broadcast {len(x)}", x)[0] if self.layout.tp_size > 1 else x
+
+    def send_hidden(self, x: torch.Tensor) -> None:
+        self._stages.put(x.clone())
+
+    def receive_hidden(self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        x = self._stages.get(timeout=30)
+        assert (x.shape, x.dtype) == ((n_rows, width), dtype)
+        return x
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[int, int]) -> None:
+    """Each does the same collectives in the same order, and takes what the stage before it has sent."""
+    torch.set_num_threads(1)
+    meeting, brought, hidden = threading.Barrier(2), [None, None], queue.Queue[torch.Tensor]()
+
+    def warm_up(rank: int) -> None:
+        tp_rank, pp_rank = (rank, 0) if shape == (2, 1) else (0, rank)
+        config = CoreConfig(
+            "torch", model_path=str(folder), tp_size=shape[0], pp_size=shape[1], tp_rank=tp_rank, pp_rank=pp_rank, max_seq_len=64
+        )
+        groups = ThreadGroups(Layout(*shape, 1, tp_rank, pp_rank), meeting, brought, hidden)
+        worker = GpuWorker(check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=plain_kernels)
+        worker.warm_up(100)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(warm_up, range(2)))
+    assert hidden.empty()
+
+
+def test_first_tokens_when_two_steps_end_between_two_looks(folder: Path, prompts: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FIRST row has one token, also when the second one has come with it: steps may be shorter than a turn of the rank's loop."""
+    ready = False
+
+    class Together(Sampled):
+        def ready(self) -> bool:
+            return ready
+
+    def on_cpu(core: TorchCore) -> GpuWorker:
+        return GpuWorker(core.info, 8, Groups(), core.config.max_batch_size, dummy=False, device="cpu", kernels=plain_kernels)
+
+    monkeypatch.setattr(TorchCore, "_make_worker", on_cpu)
+    core = make_core(folder)
+    monkeypatch.setattr(step, "Sampled", Together)
+    core.enqueue(make_batch(prompts[:4], max_output=[1, 2, 3, 4]))
+    for _ in range(3):
+        assert core.poll_responses() is None
+    ready = True
+    batch = core.poll_responses()
+    assert batch is not None
+    first, final = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL)
+    rows = [(int(row["id"]), int(row["flags"]), int(row["n_tokens"])) for row in batch.rows]
+    assert sorted(rows) == [(0, first | final, 1), (1, first, 1), (1, final, 2), (2, first, 1), (3, first, 1)]
+    assert len(batch.tokens) == 6
+
+
+def test_decode_is_padded_to_the_ladder(folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for graphs: rows of nobody's touch no sequence."""
+    engine = make_engine(folder, max_num_tokens=100)
+    worker: Any = engine.worker
+    sizes = []
+
+    class Graph:
+        def __init__(self, size: int) -> None:
+            self.size, self.out = size, torch.empty(size, worker._config.hidden_size)
+
+        def replay(self) -> None:
+            sizes.append(self.size)
+            self.out.copy_(worker._forward_decode(self.size))
+
+    graphs = {size: Graph(size) for size in (4, 16, 64)}  # 20 prompts
+    worker._graphs = {size: (graph, graph.out) for size, graph in graphs.items()}
+    assert answer(engine, prompts) == expected
+    assert set(sizes) == {4, 16, 64}
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
+@pytest.mark.parametrize(
+    ("options", "n_prompts"),
+    [
+        ({}, 20),
+        ({"max_batch_size": 1, "max_num_tokens": 100}, 6),
+        ({"max_batch_size": 5, "max_num_tokens": 7}, 10),
+        ({"max_num_tokens": 1}, 2),
+    ],
+    ids=str,
+)
+def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
+    model: str, options: dict[str, Any], n_prompts: int, monkeypatch: pytest.MonkeyPatch, prompts: Tokens
+) -> None:
+    """Whatever depends on a power of two is the same for some number of rows that the warm-up had; and it leaves nothing behind."""
+    rows: dict[str, set[int]] = {}
+
+    def noting(name: str, place: int, kernel: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            rows.setdefault(name, set()).add(len(arguments[place]))
+            return kernel(*arguments)
+
+        return call
+
+    for name, place in (("embed", 1), ("silu_mul", 0), ("rotate_store", 0), ("decode_attention", 0), ("context_attention", 0)):
+        monkeypatch.setattr(plain_kernels, name, noting(name, place, getattr(plain_kernels, name)))
+    engine = make_engine(Path(model), max_seq_len=90, **options)
+    worker: Any = engine.worker
+    worker.warm_up(engine.limits.max_num_tokens)
+    warmed = dict(rows)
+    rows.clear()
+    assert not worker._told
+    assert all(not pool[:, 1:].any() for pool in (worker.cache.keys, worker.cache.values)), "it wrote to a block that somebody could have"
+    prompts = [prompt[:60] for prompt in prompts[:n_prompts]]
+    sampling = [SamplingParams(i % 2 * 0.7, i % 3 * 5, 1 - i % 5 * 0.1, i) for i in range(len(prompts))]
+    answers = answer(engine, prompts, sampling)
+    for name, numbers in rows.items():
+        # How decode is split changes at powers of two, tiles of other kernels behind them.
+        behind = int(name != "decode_attention")
+        classes, met = ({(n - behind).bit_length() for n in some} for some in (warmed[name], numbers))
+        assert met <= classes, (name, sorted(numbers), sorted(warmed[name]))
+    assert answers == answer(make_engine(Path(model), max_seq_len=90, **options), prompts, sampling)
+
+
+def test_the_ladder() -> None:
+    assert ladder(1) == [1]
+    assert ladder(48) == [1, 2, 4, 8, 16, 32, 48]
+    assert ladder(256) == [1, 2, 4, 8, 16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    assert all(b <= 1.25 * a for a, b in zip(ladder(1000)[6:], ladder(1000)[7:], strict=False))
+
+
+def test_what_fits_on_a_gpu() -> None:
+    from disagg.errors import ConfigError
+
+    config = CoreConfig("torch", model_path="llama3.1-8b", gpu_bytes=139 << 30, max_batch_size=1024, max_num_tokens=8192)
+    info = check_model(config)
+    assert info.dtype == "bfloat16"
+    assert 75 << 30 < info.kv_cache_tokens * 131072 < 0.8 * ((139 << 30) - info.n_bytes)
+    half = check_model(dataclasses.replace(config, kv_cache_fraction=0.4))
+    assert abs(2 * half.kv_cache_tokens - info.kv_cache_tokens) < 200
+    assert check_model(dataclasses.replace(config, kv_cache_tokens=70000)).kv_cache_tokens == 70000 // 32 * 32
+    small = dataclasses.replace(config, gpu_bytes=15 << 30, max_batch_size=8)
+    with pytest.raises(ConfigError, match=r"llama3\.1-8b does not fit: a GPU of instance 0 has 15\.0 GiB free, and 15\.0 GiB of weights"):
+        check_model(small)
+    assert check_model(dataclasses.replace(small, tp_size=2)).kv_cache_tokens > 50_000
+    with pytest.raises(ConfigError, match=r"KV cache of 2000000 tokens needs 244\.1 GiB on a GPU"):
+        check_model(dataclasses.replace(config, kv_cache_tokens=2_000_000))

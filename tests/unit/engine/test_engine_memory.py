@@ -1,0 +1,128 @@
+"""A model that does not fit is refused with the bytes needed and the bytes there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+import mpillm.engine.model.model_info
+from disagg.errors import ConfigError
+from mpillm.cores.base import CoreConfig
+from mpillm.engine.model.model_info import check_model, model_info
+from mpillm.engine.weights.memory import available_bytes, load_bytes
+
+GIB = 2**30
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what the node has."""
+
+    def have(gib: float) -> None:
+        monkeypatch.setattr(mpillm.engine.model.model_info, "available_bytes", lambda: int(gib * GIB))
+
+    return have
+
+
+def config(model: str, **options: Any) -> CoreConfig:
+    return CoreConfig("torch", model_path=model, load_format="dummy", **options)
+
+
+# What the published models are known to have, in numbers and heads.
+@pytest.mark.parametrize(
+    ("preset", "billions", "layers", "heads", "kv_heads", "length"),
+    [
+        ("llama2-7b", 6.738, 32, 32, 32, 4096),
+        ("llama2-13b", 13.016, 40, 40, 40, 4096),
+        ("llama2-70b", 68.977, 80, 64, 8, 4096),
+        ("llama3.1-8b", 8.030, 32, 32, 8, 131072),
+        ("llama3.1-70b", 70.554, 80, 64, 8, 131072),
+        ("llama3.1-405b", 405.853, 126, 128, 8, 131072),
+        ("mixtral-8x7b", 46.703, 32, 32, 8, 32768),
+    ],
+)
+def test_presets(preset: str, billions: float, layers: int, heads: int, kv_heads: int, length: int) -> None:
+    info = model_info(config(preset))
+    assert info.n_bytes / 2e9 == pytest.approx(billions, abs=0.001)
+    assert (info.n_layers, info.n_heads, info.n_kv_heads, info.max_seq_len) == (layers, heads, kv_heads, length)
+    assert info.dtype == "bfloat16"
+    assert (info.config.rope_scaling.kind == "llama3") == preset.startswith("llama3")
+
+
+def test_a_model_that_does_not_fit(node: Any) -> None:
+    """12.55 GiB of weights, up to 0.49 more while they are packed, and 2 GiB of KV cache for the longest sequence."""
+    node(15.1)
+    assert check_model(config("llama2-7b")).kv_cache_tokens == 4096
+    node(14.9)
+    with pytest.raises(ConfigError) as caught:
+        check_model(config("llama2-7b"))
+    assert (
+        "llama2-7b does not fit: it needs 15.0 GiB of memory (13.0 GiB to load the weights in bfloat16, "
+        "2.0 GiB of KV cache for 4096 tokens), and 14.9 GiB are available"
+    ) in str(caught.value)
+    check_model(config("llama2-7b", max_seq_len=1024))
+    check_model(config("llama2-7b", kv_cache_tokens=2048))
+    with pytest.raises(ConfigError, match=r"28.1 GiB of memory \(26.1 GiB to load the weights in float32, 2.0 GiB of KV cache"):
+        check_model(config("llama2-7b", dtype="float32", kv_cache_tokens=2048))
+
+
+def test_all_ranks_of_a_node_count(node: Any) -> None:
+    node(40)
+    check_model(config("llama2-7b", tp_size=2, node_ranks=4))
+    node(20)
+    with pytest.raises(ConfigError, match=r"of the 4 ranks on this node needs 7.5 GiB of memory .*, 30.1 GiB together, and 20.0 GiB are"):
+        check_model(config("llama2-7b", tp_size=2, node_ranks=4))
+
+
+def test_the_stage_that_holds_the_most_counts(node: Any) -> None:
+    """Of 126 layers on 4 stages two have 32; the first and the last hold an embedding of 3.9 GiB, too."""
+    node(100)
+    with pytest.raises(ConfigError, match=r"needs 205\.\d GiB of memory \(201\.\d GiB"):
+        check_model(config("llama3.1-405b", pp_size=4, max_seq_len=32768))
+    first = model_info(config("llama3.1-405b", pp_size=4, pp_rank=0)).n_bytes
+    assert 187 < first / GIB < 189
+
+
+def test_a_tied_embedding_is_there_twice(node: Any) -> None:
+    """As rows to look up, and packed for the logits: as much as a head of its own."""
+    info = model_info(config("tiny-llama"))
+    tied = dataclasses.replace(info.config, tie_word_embeddings=True)
+    assert load_bytes(tied, info.layout, "float32", "none") == load_bytes(info.config, info.layout, "float32", "none")
+    assert info.layout.n_values(tied) < info.layout.n_values(info.config)
+
+
+def available(folder: Path, lines: str, files: dict[str, str]) -> int:
+    """`available_bytes` of a process whose control groups are `lines`, with these files under their root."""
+    (folder / "own").write_text(lines)
+    for name, text in files.items():
+        path = folder / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return available_bytes(folder / "cgroup", folder / "own")
+
+
+def test_control_groups_limit_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert available_bytes(tmp_path / "none", tmp_path / "nor this") == 1000
+    stat = "anon 5\ninactive_file 30\nactive_file 20"
+    version_2 = {
+        "job/step/memory.max": "max",
+        "job/step/memory.current": "100",
+        "job/step/memory.stat": stat,
+        "job/memory.max": "500",
+        "job/memory.current": "200",
+        "job/memory.stat": stat,
+    }
+    assert available(tmp_path, "0::/job/step\n", version_2) == 500 - 200 + 50
+    assert available(tmp_path, "0::/outside/of/this/container\n", {}) == 1000
+    version_1 = {
+        "memory/job/memory.limit_in_bytes": "700",
+        "memory/job/memory.usage_in_bytes": "300",
+        "memory/job/memory.stat": "cache 9\ntotal_inactive_file 1\ntotal_active_file 2",
+    }
+    assert available(tmp_path, "4:cpu,cpuacct:/job\n3:memory:/job\n0::/\n", version_1) == 700 - 300 + 3

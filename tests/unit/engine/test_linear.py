@@ -1,0 +1,44 @@
+"""Products with weights of 8 bits on a CPU against those with the weights multiplied out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpillm.engine.model import linear
+from mpillm.engine.model.linear import Int8Linear, Linear, make_linear
+from mpillm.engine.weights.quantize import quantize_rows
+
+
+def matrix(algorithm: str, n_out: int = 96, n_in: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """8-bit numbers, scales, and the float32 matrix that they stand for."""
+    torch.manual_seed(n_out)
+    numbers, scales = quantize_rows(torch.randn(n_out, n_in) * torch.rand(n_out, 1), algorithm)
+    return numbers, scales, numbers.float() * scales
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece", [1, 64 * 20, 1 << 20])
+def test_int8(monkeypatch: pytest.MonkeyPatch, piece: int, dtype: torch.dtype) -> None:
+    """For few rows and many, and with matrices of one piece and of several."""
+    monkeypatch.setattr(linear, "_PIECE", piece)
+    numbers, scales, floats = matrix("int8")
+    product = make_linear(numbers, scales, dtype)
+    assert isinstance(product, Int8Linear) and (product.out_features, product.in_features) == (96, 64)
+    for n in (0, 1, 2, 31, 32, 33, 200):
+        x = torch.randn(n, 64).to(dtype)
+        found = product(x)
+        assert found.dtype == dtype and found.shape == (n, 96)
+        assert not n or error(found, x.float() @ floats.T) < (1e-6 if dtype == torch.float32 else 5e-3)
+
+
+def test_fp8_on_a_cpu_becomes_floats() -> None:
+    numbers, scales, floats = matrix("fp8")
+    product = make_linear(numbers, scales, torch.float32)
+    assert type(product) is Linear
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(product(x), x @ floats.T, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,125 @@
+"""Children end with their parent, whatever ends it, and leave their log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from disagg.errors import ConfigError
+from launch.children import Children, Stopped
+
+SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+# A child that starts another one and understands no SIGTERM.
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True);"
+    "print(p.pid, flush=True); time.sleep(60)",
+]
+
+
+def wait_for(log: Path) -> str:
+    end = time.monotonic() + 20
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return log.read_text()
+
+
+def test_exit_code_and_log(tmp_path: Path) -> None:
+    with Children() as children:
+        child = children.start("tool", [sys.executable, "-c", "print('one\\ntwo'); raise SystemExit(3)"], os.environ, tmp_path / "log")
+        assert children.wait(child, 20) == 3
+    assert child.tail(1) == "  | two"
+
+
+def test_a_deadline(tmp_path: Path) -> None:
+    with Children(stop_grace_s=5) as children:
+        child = children.start("tool", SLEEPER, os.environ, tmp_path / "log")
+        assert children.wait(child, 0.2) is None
+    assert child.process.poll() == -signal.SIGTERM
+
+
+def test_grandchildren_end_too(tmp_path: Path) -> None:
+    with Children(stop_grace_s=0.3) as children:
+        child = children.start("tool", STUBBORN, os.environ, tmp_path / "log")
+        grandchild = int(wait_for(tmp_path / "log"))
+        assert psutil.pid_exists(grandchild)
+    assert child.process.poll() == -signal.SIGKILL
+    assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_signal_stops_the_wait(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped, Children() as children:
+        child = children.start("tool", SLEEPER, os.environ, tmp_path / "log")
+        wait_for(tmp_path / "log")
+        os.kill(os.getpid(), signal.SIGTERM)
+        children.wait(child, 20)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert child.process.poll() == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_signal_that_came_is_passed_on(tmp_path: Path) -> None:
+    with pytest.raises(Stopped), Children(pass_on=True) as children:
+        child = children.start("tool", SLEEPER, os.environ, tmp_path / "log")
+        wait_for(tmp_path / "log")
+        os.kill(os.getpid(), signal.SIGINT)
+        children.wait(child, 20)
+    assert child.process.poll() == -signal.SIGINT
+
+
+def test_a_second_signal_cuts_the_grace_time_short(tmp_path: Path) -> None:
+    with pytest.raises(Stopped), Children(stop_grace_s=60) as children:
+        child = children.start("tool", STUBBORN, os.environ, tmp_path / "log")
+        wait_for(tmp_path / "log")
+        again = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        again.start()
+        began = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+        children.wait(child, 20)
+    again.join()
+    assert time.monotonic() - began < 30
+    assert child.process.poll() == -signal.SIGKILL
+
+
+def test_a_killed_parent(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = (
+        "import os, pathlib, time; from launch.children import Children; children = Children().__enter__();"
+        f"children.start('t', {SLEEPER!r}, os.environ, pathlib.Path({str(log)!r})); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    wait_for(log)
+    (child,) = psutil.Process(parent.pid).children()
+    parent.kill()
+    parent.wait()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with Children() as children, pytest.raises(ConfigError, match="tool: can't start /nowhere/tool: No such file"):
+        children.start("tool", ["/nowhere/tool"], os.environ, tmp_path / "log")
+
+
+def test_nohup(tmp_path: Path) -> None:
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Children(stop_grace_s=1) as children:
+            child = children.start("tool", SLEEPER, os.environ, tmp_path / "log")
+            wait_for(tmp_path / "log")
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert children.wait(child, 0.3) is None
+    finally:
+        signal.signal(signal.SIGHUP, hangup)

@@ -1,0 +1,177 @@
+"""The environment of child processes, and the exit code that rank 0 leaves."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ConfigError
+from launch.environment import (
+    EXIT_FILE,
+    LAUNCH_TYPE,
+    TTY,
+    clean_environment,
+    drop_launch_type,
+    let_rank_0_report,
+    mpirun_ends_ranks,
+    rank_environment,
+    tell_exit_code,
+    tell_signal,
+    tell_started,
+    told_exit_code,
+    told_signal,
+    told_started,
+)
+from launch.signals import stop_signals, title
+
+PERSON = {
+    "PATH": "/bin",
+    "HOME": "/home/a",
+    "OMPI_MCA_btl": "self,tcp",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "PMIX_MCA_gds": "hash",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "HYDRA_IFACE": "eth0",
+    "MPIR_CVAR_CH4_NETMOD": "ofi",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "4",
+}
+
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_MCA_PREFIXES": "mca,opal",
+    "OMPI_MCA_cpu_type": "x86_64",
+    "OMPI_MCA_initial_wdir": "/",
+    "OMPI_MCA_num_procs": "4",
+    "OMPI_MCA_mpi_ft_enable": "1",
+    "OMPI_VERSION": "5.0.11",
+    "PMIX_RANK": "0",
+    "PMIX_NAMESPACE": "prterun-vm-1@1",
+    "PMIX_SERVER_URI41": "prterun-vm-1@0.0;tcp4://127.0.0.1:1",
+    "PRTE_LAUNCHED": "1",
+}
+
+OPEN_MPI_4 = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_MCA_ess": "^singleton",
+    "OMPI_MCA_ess_base_jobid": "1",
+    "OMPI_MCA_orte_hnp_uri": "1.0;tcp://192.0.2.2:1",
+    "OMPI_MCA_orte_launch": "1",
+    "OMPI_MCA_mpi_oversubscribe": "0",
+    "OMPI_MCA_pmix": "^s1,s2",
+    "PMIX_RANK": "0",
+}
+
+MPICH = {"PMI_RANK": "0", "PMI_FD": "9", "PMI_SIZE": "2", "HYDI_CONTROL_FD": "7", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+SLURM = {
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEPID": "0",
+    "SLURM_SRUN_COMM_PORT": "1",
+    "SLURM_PMIX_MAPPING": "",
+}
+
+
+@pytest.mark.parametrize("job", [OPEN_MPI_5, OPEN_MPI_4, MPICH, SLURM], ids=["openmpi5", "openmpi4", "mpich", "slurm"])
+def test_what_a_launcher_set_goes_and_what_a_person_set_stays(job: dict[str, str]) -> None:
+    assert clean_environment({**PERSON, **job}) == PERSON
+
+
+def test_outside_a_job_nothing_changes() -> None:
+    env = {**PERSON, "OPAL_PREFIX": "/opt/moved", "LD_LIBRARY_PATH": "/opt/moved/lib", "OMPI_MCA_pmix": "ext3x"}
+    assert clean_environment(env) == env
+
+
+def test_the_library_folder_that_mpirun_added_goes() -> None:
+    env = {**OPEN_MPI_5, "OPAL_PREFIX": "/venv", "LD_LIBRARY_PATH": "/venv/lib:/venv/lib:/mine"}
+    assert clean_environment(env) == {"LD_LIBRARY_PATH": "/mine"}
+    assert clean_environment({**env, "LD_LIBRARY_PATH": "/venv/lib"}) == {}
+
+
+def test_a_child_does_not_write_our_exit_file() -> None:
+    assert clean_environment({EXIT_FILE: "/tmp/x", TTY: "1"}) == {}
+
+
+def test_ranks_get_the_exit_file_and_are_unbuffered() -> None:
+    env = rank_environment({**PERSON, **OPEN_MPI_5, TTY: "1"}, Path("/tmp/x"), tty=False)
+    assert env == {**PERSON, EXIT_FILE: "/tmp/x", "PYTHONUNBUFFERED": "1"}
+    assert rank_environment({}, Path("/tmp/x"), tty=True)[TTY] == "1"
+
+
+def test_an_exit_code_is_told_once_and_whole(tmp_path: Path) -> None:
+    file = tmp_path / "exit_code"
+    assert told_exit_code(file) is None
+    tell_exit_code(4, {EXIT_FILE: str(file)})
+    assert told_exit_code(file) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["exit_code"]
+
+
+def test_rank_0_tells_that_it_runs(tmp_path: Path) -> None:
+    file = tmp_path / "exit_code"
+    for env in ({}, {"OMPI_COMM_WORLD_RANK": "1"}, {"PMI_RANK": "2"}):
+        tell_started({EXIT_FILE: str(file), **env})
+        assert not told_started(file)
+    tell_started({EXIT_FILE: str(file), "PMI_RANK": "0"})
+    assert told_started(file) and told_exit_code(file) is None
+    with pytest.raises(ConfigError, match="rank 0 is on a host that does not see this folder"):
+        tell_started({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code"), "PMI_RANK": "0"})
+
+
+def test_without_a_launcher_nothing_is_told() -> None:
+    tell_started({"PMI_RANK": "0"})
+    tell_exit_code(4, {})
+
+
+def test_the_signal_that_the_launcher_got_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "exit_code"
+    assert told_signal({EXIT_FILE: str(file)}) is None and told_signal({}) is None
+    tell_signal(signal.SIGINT, file)
+    assert told_signal({EXIT_FILE: str(file)}) == signal.SIGINT
+    assert told_signal({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code")}) is None
+    assert (title(signal.SIGINT), title(signal.SIGTERM)) == ("Ctrl-C", "SIGTERM")
+
+
+def test_what_mpillm_mpirun_started_is_stopped_by_what_it_passes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(EXIT_FILE, raising=False)
+    assert signal.SIGUSR2 not in stop_signals() and signal.SIGINT in stop_signals()
+    monkeypatch.setenv(EXIT_FILE, "/tmp/x")
+    assert signal.SIGUSR2 in stop_signals()
+
+
+def test_another_rank_waits_until_rank_0_has_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    env = {EXIT_FILE: str(tmp_path / "exit_code")}
+
+    def rank_0_reports(seconds: float) -> None:
+        waited.append(seconds)
+        tell_exit_code(2, env)
+
+    monkeypatch.setattr(time, "sleep", rank_0_reports)
+    let_rank_0_report(env)
+    assert len(waited) == 1
+
+
+@pytest.mark.parametrize("env, expected", [(OPEN_MPI_5, True), (OPEN_MPI_5 | {EXIT_FILE: "/tmp/x"}, False), (MPICH, False), ({}, False)])
+def test_whose_mpirun_drops_what_its_ranks_print(env: dict[str, str], expected: bool) -> None:
+    assert mpirun_ends_ranks(env) is expected
+
+
+def test_a_launch_type_that_nothing_reads_is_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(LAUNCH_TYPE, "WORKER")
+    drop_launch_type("run")
+    drop_launch_type("run")
+    assert capsys.readouterr().err == (
+        "mpillm: note: the environment variable MLPERF_DISAGG_LAUNCH_TYPE=WORKER has no effect on run:"
+        " only run-llm-server with --core_type trtllm_disagg reads it\n"
+    )
+    monkeypatch.setenv(LAUNCH_TYPE, "WORKER")
+    monkeypatch.setenv("PMI_RANK", "1")
+    drop_launch_type("run")
+    assert not capsys.readouterr().err

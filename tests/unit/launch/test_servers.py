@@ -1,0 +1,175 @@
+"""Servers: started, ready, watched, ended; here and on another host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ConfigError
+from launch import servers as module
+from launch.command import Command
+from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, on_host, write_files
+
+# Answers this many health checks on its port, and then does what the next words say.
+ANSWERS = """
+import http.server, os, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *words):
+        pass
+with http.server.HTTPServer(("localhost", int(sys.argv[1])), Handler) as server:
+    for _ in range(int(sys.argv[2])):
+        server.handle_request()
+    print("answered", flush=True)
+    exec(sys.argv[3])
+"""
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting between two looks."""
+    monkeypatch.setattr(module, "_POLL_S", 0.02)
+    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def answering(then: str, times: int = 1, name: str = "one") -> Server:
+    port = free_port()
+    command = Command((sys.executable, "-c", ANSWERS, str(port), str(times), then))
+    return Server(name, command, {"HTTP": port}, (f"http://localhost:{port}/",), (f"localhost:{port}",))
+
+
+def test_it_is_ready_and_ends(tmp_path: Path) -> None:
+    server = answering("")
+    with Servers(tmp_path) as running:
+        log = running.start(server)
+        assert running.wait_ready(60) < 60
+        assert running.watch(60) == "one"
+    assert log == tmp_path / "one.log" and log.read_text().endswith("\nanswered\n")
+
+
+def test_it_answers_no_more(tmp_path: Path) -> None:
+    """It is there, and does nothing."""
+    with Servers(tmp_path) as running:
+        running.start(answering("time.sleep(600)"))
+        running.wait_ready(60)
+        message = r"^no answer to a health check for 0.5 s \(--stall_timeout\): one; the end of the log:\n"
+        with pytest.raises(ServerFailed, match=message) as failed:
+            running.watch(0.5)
+    assert failed.value.was_ready and str(failed.value).endswith("  | answered")
+
+
+def test_it_dies_after_it_was_ready(tmp_path: Path) -> None:
+    with Servers(tmp_path) as running:
+        running.start(answering("os.kill(os.getpid(), 9)"))
+        running.wait_ready(60)
+        with pytest.raises(ServerFailed, match=r"^one was ended by signal 9 after it was ready; the end of .*one.log:\n") as failed:
+            running.watch(60)
+    assert failed.value.was_ready
+
+
+def test_one_ends_while_another_starts(tmp_path: Path) -> None:
+    """An exit code of 0 before it was ready is a failure, too."""
+    with Servers(tmp_path) as running:
+        running.start(answering("time.sleep(600)"))
+        running.start(Server("two", Command((sys.executable, "-c", "print('bye')")), {}, ("http://localhost:9/",)))
+        with pytest.raises(ServerFailed, match=r"^two ended with exit code 0 before it was ready; .*\n(.*\n)*  \| bye$") as failed:
+            running.wait_ready(60)
+    assert not failed.value.was_ready
+
+
+def test_it_is_never_ready(tmp_path: Path, taken: int) -> None:
+    hangs = Server("one", Command((sys.executable, "-c", "import time; time.sleep(600)")), {}, (f"http://localhost:{free_port()}/",))
+    with Servers(tmp_path) as running:
+        running.start(hangs)
+        with pytest.raises(ServerFailed, match=r"^not ready within 0.2 s \(--load_deadline\): one; the end of the log:\n"):
+            running.wait_ready(0.2)
+
+
+def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
+    """`look` returns at once as long as all is well. In a thread that may set no signal handlers, all is the same."""
+    seen: list[str | None] = []
+
+    def work() -> None:
+        with Servers(tmp_path) as running:
+            running.start(answering("", times=2))
+            running.wait_ready(60)
+            seen.append(running.look(60))
+            seen.append(running.watch(60))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert seen == [None, "one"]
+
+
+def test_a_port_for_two() -> None:
+    """On one host; another host has its own."""
+    port = free_port()
+    one, two = (Server(name, Command(("x",)), {"HTTP": port}, ()) for name in ("one", "two"))
+    with pytest.raises(ConfigError, match=f"port {port} is given to both HTTP of two and HTTP of one"):
+        check_ports([one, two])
+    check_ports([one, on_host(two, "localhost")])
+
+
+def test_a_port_that_is_taken(taken: int) -> None:
+    server = Server("one", Command(("x",)), {"HTTP": taken}, ())
+    with pytest.raises(ConfigError, match=f"can't listen on port {taken} for HTTP of one: process {os.getpid()} "):
+        check_ports([server])
+    with pytest.raises(ConfigError, match=f"can't listen on port {taken} for HTTP of one: another program on localhost uses it"):
+        check_ports([on_host(server, "localhost")])
+    with pytest.raises(ConfigError, match=r"for HTTP of one: there is no host nowhere\.invalid"):
+        check_ports([on_host(server, "nowhere.invalid")])
+
+
+def test_files_are_written_once(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "options.yaml"
+    servers = [Server(name, Command(("x",)), {}, (), files={file: "text"}) for name in ("one", "two")]
+    assert files_of(servers) == {file: "text"}
+    write_files(tmp_path / "logs", servers)
+    assert file.read_text() == "text" and (tmp_path / "logs").is_dir()
+
+
+# As srun: it says where, runs the command with its own environment, and hands signals on.
+SRUN = """#!/bin/sh
+echo "step: $*"
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+def test_on_another_node_of_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    there = on_host(answering("print('MODEL is', os.environ['MODEL'])"), "node7")
+    assert there.host == "node7" and there.urls == (f"localhost:{there.ports['HTTP']}",)
+    with Servers(tmp_path) as running:
+        there = Server(there.name, Command(there.command.argv, {"MODEL": "llama"}), there.ports, there.health, host=there.host)
+        log = running.start(there)
+        running.wait_ready(60)
+        assert running.watch(60) == "one"
+    assert "\nstep: --overlap --nodes=1 --ntasks=1 --nodelist=node7 " in log.read_text()
+    assert log.read_text().endswith("\nanswered\nMODEL is llama\n")

@@ -1,0 +1,343 @@
+"""Cores, servers, warm-ups and data sets in NVIDIA's words, without ranks."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm import fields
+from mpillm.config.core_config import CoreConfig
+from mpillm.configurator import Configuration
+from mpillm.cores.registry import BackendRegistry
+from mpillm.llmlib import (
+    HarnessConfig,
+    LLMCore,
+    LLMDataLoader,
+    LLMHarnessOp,
+    LLMRequest,
+    LLMResponse,
+    LLMServer,
+    LLMServerFactory,
+    LLMServerProgressDisplay,
+    WarmupManager,
+)
+from mpillm.llmlib import fields as llmlib_fields
+from tests.helpers.support import wait_until
+
+STREAMING = {fields.scenarios: ("Server",), fields.max_output_len: 8}
+
+
+class Core(LLMCore):
+    """Answers when it is told to; its own ids are not the requests'."""
+
+    def __init__(self, *, healthy_after: int = 0, pieces: Sequence[Sequence[int]] = ((1, 2),), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.waiting: list[int] = []
+        self.seen: list[LLMRequest] = []
+        self.may_answer = threading.Event()
+        self.pieces = pieces
+        self.health_checks_left = healthy_after
+        self.error_first = False
+        self.cleaned_up = 0
+
+    def _enqueue_impl(self, queries: list[LLMRequest]) -> list[int]:
+        ids = [1000 + len(self.seen) + i for i in range(len(queries))]
+        self.seen += queries
+        self.waiting += ids
+        return ids
+
+    def _poll_responses_impl(self, timeout: datetime.timedelta) -> Iterator[LLMResponse]:
+        if not self.may_answer.wait(timeout.total_seconds()):
+            return
+        while self.waiting:
+            id_ = self.waiting.pop(0)
+            if self.error_first:
+                self.error_first = False
+                self.waiting.append(id_)
+                yield LLMResponse(id_, None, None, OSError("once"))
+                continue
+            for number, piece in enumerate(self.pieces, 1):
+                yield LLMResponse(id_, [list(piece), [99]], number == len(self.pieces), None)
+
+    def _cleanup_resources(self) -> None:
+        self.cleaned_up += 1
+
+    def run_health_check(self) -> None:
+        self.health_checks_left -= 1
+        if self.health_checks_left >= 0:
+            raise ConnectionError("not yet")
+
+    @classmethod
+    def get_num_cores_for_workload(cls, n: int = 2, **kwargs: Any) -> int:
+        return n
+
+    @classmethod
+    def get_config_for_core(cls, core_index: int, n: int = 2, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {"name": f"Core#{core_index}", "harness_config": HarnessConfig(), **kwargs}
+
+
+Told = list[tuple[int, list[int], bool]]
+
+
+@pytest.fixture
+def told() -> Told:
+    return []
+
+
+def make(told: Told, policy: str = "load_balancing", values: Any = None, **kwargs: Any) -> LLMServer:
+    with Configuration({fields.traffic_distribution_policy: policy, **(values or {})}, options={}).autoapply():
+        return LLMServerFactory.create_server(
+            Core,
+            disable_progress_display=True,
+            complete_callback=lambda request_id, output_tokens, is_first_token: told.append((request_id, output_tokens, is_first_token)),
+            **kwargs,
+        )
+
+
+def requests(n: int, first: int = 0) -> list[LLMRequest]:
+    return [LLMRequest(first + i, [1, 2, 3]) for i in range(n)]
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "load_balancing"])
+def test_a_server_spreads_a_batch_and_waits_for_it(told: Told, policy: str) -> None:
+    server = make(told, policy, n=3)
+    cores: list[Any] = list(server.cores)
+    server.issue_queries(requests(7))
+    assert sorted(core.get_num_pending_samples() for core in cores) == [2, 2, 3]
+    server.issue_queries(requests(1, 7))
+    assert max(core.get_num_pending_samples() for core in cores) == 3
+    for core in cores:
+        core.may_answer.set()
+    server.flush_queries()
+    assert sorted(told) == [(i, [1, 2], False) for i in range(8)]
+    assert server.sample_count == 8 and server.progress_display.completed == 8 and server.progress_display.tokens == 16
+    server.stop_work()
+    assert [core.cleaned_up for core in cores] == [1, 1, 1] and not server.cores
+    assert not any(core.response_thread.is_alive() for core in cores)
+    with pytest.raises(RuntimeError, match="core Core#0 was stopped"):
+        cores[0].enqueue(requests(1))
+
+
+def test_streaming(told: Told) -> None:
+    server = make(told, values=STREAMING, n=1)
+    (core,) = (core for core in server.cores if isinstance(core, Core))
+    core.pieces = [[], [4], [5, 6], [7]]
+    core.may_answer.set()
+    server.issue_queries(requests(1))
+    server.stop_work()
+    assert told == [(0, [4], True), (0, [4, 5, 6, 7], False)]
+    assert server.progress_display.units["TTFT(s)"][0] == server.progress_display.units["TPOT(ms)"][0] == 1
+
+
+def test_an_error_is_no_answer(told: Told) -> None:
+    """The core gives another response."""
+    server = make(told, n=1)
+    (core,) = (core for core in server.cores if isinstance(core, Core))
+    core.error_first = True
+    core.may_answer.set()
+    server.issue_queries(requests(2))
+    server.stop_work()
+    assert sorted(told) == [(0, [1, 2], False), (1, [1, 2], False)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "values", "message"),
+    [
+        ([[1], [2]], {}, "is not final, and this run is not streaming"),
+        ([[1]], {fields.min_output_len: 2, fields.max_output_len: 8}, "an answer of 1 tokens; min_output_len is 2"),
+        ([[1, 2], [3]], {"twice": True}, "which is not open"),
+    ],
+)
+def test_wrong_responses(told: Told, pieces: Any, values: Any, message: str) -> None:
+    twice = values.pop("twice", False) if isinstance(values, dict) else False
+    server = make(told, values=values, n=1)
+    (core,) = (core for core in server.cores if isinstance(core, Core))
+    core.pieces = pieces if not twice else [[1, 2]]
+    server.issue_queries(requests(1))
+    if twice:
+        core.waiting *= 2
+    core.may_answer.set()
+    wait_until(lambda: core.error is not None, "the response thread's failure", 20)
+    with pytest.raises(RuntimeError, match=f"core Core#0 failed: RuntimeError: .*{message}"):
+        server.flush_queries()
+    server.abandon()
+    assert core.cleaned_up == 1
+
+
+def test_a_thread_that_does_not_end_is_told(told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A backend that ignores the timeout of a poll keeps its thread; nobody waits for it forever."""
+    polling, released = threading.Event(), threading.Event()
+
+    def poll(timeout: datetime.timedelta) -> list[LLMResponse]:
+        polling.set()
+        released.wait(20)
+        return []
+
+    server = make(told, n=1)
+    (core,) = server.cores
+    monkeypatch.setattr(core, "_poll_responses_impl", poll)
+    monkeypatch.setattr("mpillm.llmlib.cores.base._END_S", 0.1)
+    server.issue_queries(requests(1))
+    assert polling.wait(20)
+    server.abandon()
+    assert "core Core#0: _poll_responses_impl has not returned for 0.1 s; its thread is left" in caplog.text
+    released.set()
+    assert core.response_thread is not None
+    core.response_thread.join(20)
+    assert not core.response_thread.is_alive()
+
+
+def test_nobody_is_told_of_a_warm_up(told: Told) -> None:
+    server = make(told)
+    for core in server.cores:
+        assert isinstance(core, Core)
+        core.health_checks_left = 2
+        core.may_answer.set()
+    cores: list[Any] = list(server.cores)
+    server.warm_up(3)
+    assert [len(core.seen) for core in cores] == [3, 3] and told == []
+    assert server.progress_display.completed == 0
+    server.issue_queries(requests(2))
+    server.stop_work()
+    assert len(told) == 2
+
+
+def test_a_warm_up_of_its_own(told: Told) -> None:
+    class Own(Core):
+        warmed = 0
+
+        def warm_up(self) -> None:  # type: ignore[override]
+            Own.warmed += 1
+
+    cores = make(told).cores
+    for core in cores:
+        core.__class__ = Own
+    WarmupManager().warmup(cores, requests(4))
+    assert Own.warmed == 2 and all(not core.seen for core in cores if isinstance(core, Core))
+
+
+def test_a_core_that_is_not_healthy(told: Told) -> None:
+    cores = make(told).cores
+    for core in cores:
+        assert isinstance(core, Core)
+    cores[1].health_checks_left = 1000  # type: ignore[attr-defined]
+    with pytest.raises(TimeoutError, match=r"core Core#1 is not healthy after 0.3 s: ConnectionError: not yet"):
+        WarmupManager(readiness_timeout=0.3).warmup(cores, requests(1))
+
+
+def test_a_registered_class_and_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Core, "needs_model", True, raising=False)
+    core = BackendRegistry.get(f"{__name__}:Core")
+    assert core is BackendRegistry.get(f"{__name__}:Core") and core.needs_model and core.__name__ == "Core"
+    with pytest.raises(ConfigError, match=r"gave 2, but this run has 3 instances, which need a core each"):
+        core.check(CoreConfig("x", n_instances=3))
+    core.check(CoreConfig("x", n_instances=3, options={"n": 3}))
+    with pytest.raises(ConfigError, match=r"get_num_cores_for_workload\(\) gave 0; must be at least 1"):
+        core.check(CoreConfig("x", options={"n": 0}))
+    with pytest.raises(ConfigError, match="dummy is a core of mpillm"):
+        LLMServerFactory.create_server("dummy")
+
+
+class Lacking(LLMCore):
+    def run_health_check(self) -> None: ...
+
+
+def test_a_class_that_lacks_methods() -> None:
+    with pytest.raises(ConfigError, match="Lacking lacks _enqueue_impl, _poll_responses_impl, get_config_for_core, get_num_cores_for"):
+        BackendRegistry.get(f"{__name__}:Lacking")
+
+
+def test_how_answers_are_generated(tmp_path: Path) -> None:
+    """By a file; by the configuration in force, which in a run has the file in it; or by the defaults."""
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"generation_config": {"max_output_len": 77, "eos_token_id": 5}}')
+    generation = HarnessConfig(gen_config_path=str(file)).gen_config
+    assert generation is not None and (generation.max_output_len, generation.eos_token_id) == (77, (5,))
+    with Configuration({fields.llm_gen_config_path: str(file)}, options={}).autoapply():
+        generation = HarnessConfig().gen_config
+    assert generation is not None and generation.max_output_len == 77 and not generation.streaming, "Offline does not stream"
+    with Configuration({**STREAMING, fields.llm_gen_config_path: str(file)}, options={}).autoapply():
+        generation = HarnessConfig().gen_config
+    assert generation is not None and generation.max_output_len == 8 and generation.streaming
+    assert HarnessConfig().gen_config is not None
+
+
+def test_fields_by_name() -> None:
+    assert llmlib_fields.trtllm_runtime_flags is fields.trtllm_runtime_flags
+    with pytest.raises(AttributeError, match="did you mean 'trtllm_runtime_flags'"):
+        _ = llmlib_fields.trtllm_runtime_flag
+
+
+class Loader(LLMDataLoader):
+    prompts: Sequence[Sequence[int]] = ((1, 2, 3), (4,))
+    stops: Sequence[Sequence[int] | None] = ((7, 8), None)
+
+    def __len__(self) -> int:
+        return 2
+
+    def get_input_tokens(self, sample_indices: Sequence[int]) -> Sequence[Sequence[int]]:
+        return [self.prompts[i] for i in sample_indices if i < len(self.prompts)]
+
+    def get_stop_tokens(self, sample_indices: Sequence[int]) -> Sequence[Sequence[int] | None]:
+        return [self.stops[i] for i in sample_indices]
+
+
+def test_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "ids.npy", np.eye(3))
+    with Configuration({fields.dataset_path: str(tmp_path)}, options={}).autoapply():
+        loader = Loader(["ids.npy"])
+    assert loader.ids.tolist() == np.eye(3).tolist()
+    with pytest.raises(AttributeError, match=r"Loader has no attribute lens, and has loaded no file lens.npy"):
+        _ = loader.lens
+    with pytest.raises(ConfigError, match=r"lens.npy cannot be read"):
+        Loader(["lens.npy"], dataset_path=tmp_path)
+    samples = loader.load()
+    assert samples.tokens.tolist() == [1, 2, 3, 4] and samples.lengths.tolist() == [3, 1]
+    assert samples.stop_words is not None and samples.stop_words.tolist() == [[7, 8], [-1, -1]]
+    monkeypatch.setattr(Loader, "stops", (None, None))
+    assert Loader().load().stop_words is None
+    for prompts, message in ((((1,), ()), "sample 1 has no tokens"), (((1,),), "get_input_tokens gave 1 samples, asked for 2")):
+        monkeypatch.setattr(Loader, "prompts", prompts)
+        with pytest.raises(ConfigError, match=message):
+            Loader().load()
+
+
+def test_what_an_operation_says_to_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call goes before the command line, that before the configuration in force."""
+    monkeypatch.setattr("sys.argv", ["harness.py", "--max_output_len=5", "--seed=3"])
+
+    class Op(LLMHarnessOp):
+        data_loader = Loader
+
+    values = {fields.max_output_len: 9, fields.top_k: 4, fields.seed: 7}
+    with Configuration(values, options={}).autoapply():
+        words = Op(core_type=Core, workload="llama2-70b", seed=1).words()
+    assert words[:2] == ["--max_output_len=5", "--seed=3"]
+    path = __name__
+    assert sorted(words[2:]) == [
+        "--benchmarks=llama2-70b",
+        f"--core_type={path}:Core",
+        f"--dataset={path}:Loader",
+        "--seed=1",
+        "--top_k=4",
+    ]
+    with pytest.raises(ConfigError, match=r"no option max_output_length.*did you mean"):
+        Op(max_output_length=3).words()
+    monkeypatch.setattr(Op, "issue_queries", lambda self, samples: None, raising=False)
+    with pytest.raises(ConfigError, match=r"Op.issue_queries would not be called"):
+        Op()
+
+
+def test_the_display_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    display = LLMServerProgressDisplay(total=2)
+    display.update(2, {"tokens/s": 12, "TTFT(s)": [0.5, 0.25]})
+    assert display.units == {"tokens/s": (1, 12.0), "TTFT(s)": (2, 0.75)}
+    display.finish()
+    assert "2 of 2 samples, 12 tokens" in capsys.readouterr().out

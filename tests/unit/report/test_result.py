@@ -1,0 +1,59 @@
+"""The last lines of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpillm.config.options import parse_run
+from mpillm.report.result import summary_rows
+
+SLOW = {
+    "loadgen_result": "INVALID",
+    "loadgen_unsatisfied": ["latency limits", "early stopping"],
+    "loadgen_advice": ["TPOT constrain not met: Reduce target QPS to improve latency."],
+    "samples": 100,
+    "errors": 0,
+    "test_s": 2.0,
+    "samples_per_second": 50.0,
+    "tokens_per_second": 500.0,
+    "ttft_ms": {"p50": 1.0},
+    "tpot_ms": None,
+    "compiled_in_test": 0,
+    "per_instance": [{"instance": 0, "samples": 100, "tokens": 1000, "busy_fraction": 0.5}],
+}
+NUMBERS: list[tuple[str, Any]] = [
+    ("samples", "100 in 2.00 s, 0 errors"),
+    ("samples per second", "50.00"),
+    ("tokens per second", "500.0"),
+    ("time to first token", "p50 1.00  ms"),
+    ("instance 0", "100 samples, 1000 tokens, busy 50 %"),
+]
+WHY = [("", "not satisfied: latency limits, early stopping"), ("", "TPOT constrain not met: Reduce target QPS to improve latency.")]
+
+
+@pytest.mark.parametrize(
+    ("options", "why", "judge"),
+    [
+        ([], WHY, None),
+        (["--compliance_test", "TEST06"], [("", "which means nothing for a TEST06 run")], "compliance"),
+        (["--test_mode", "AccuracyOnly"], WHY, "accuracy"),
+    ],
+)
+def test_rows(options: list[str], why: list[tuple[str, str]], judge: str | None) -> None:
+    """Why a test is INVALID, in LoadGen's words, and which command judges a run that LoadGen does not."""
+    config = parse_run(["--benchmarks", "llama2-70b", "--model_scale", "tiny", "--scenarios", "Server", *options])
+    head = ("LoadGen", f"INVALID (Server, {config.test_mode})")
+    then = [("judged by", f"python -m mpillm {judge} 'my runs/a'")] if judge else []
+    assert summary_rows(SLOW, config, "my runs/a") == [head, *why, *NUMBERS, *then, ("result", "my runs/a/result.json")]
+
+
+def test_a_run_that_compiled_something_in_its_test_says_so() -> None:
+    rows = dict(summary_rows(SLOW | {"compiled_in_test": 3}, parse_run(["--core_type", "dummy"]), "run"))
+    assert rows["compiled in the test"] == "3 kernels or graphs ('compiled' in result.json), which took time of the test"
+
+
+def test_no_accuracy_of_data_without_reference_answers() -> None:
+    config = parse_run(["--core_type", "dummy", "--test_mode", "AccuracyOnly"])
+    assert not [value for name, value in summary_rows(SLOW, config, "run") if name == "judged by"]

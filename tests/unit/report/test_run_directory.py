@@ -1,0 +1,45 @@
+"""A run directory belongs to one run at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.files import read_json, write_json
+from mpillm.report.run_directory import lock, unused
+
+TAKE = """
+import sys; from pathlib import Path; from mpillm.report.run_directory import lock
+lock(Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()
+"""
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", TAKE, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None and other.stdout is not None
+    with other:
+        assert other.stdout.readline() == b"taken\n"
+        with pytest.raises(ConfigError, match=f"--log_dir {tmp_path}: another run is writing to it"):
+            lock(tmp_path)
+    lock(tmp_path)  # a run that has ended, however it did, keeps nothing
+
+
+def test_runs_of_one_second(tmp_path: Path) -> None:
+    path = tmp_path / "run-1.5"
+    assert unused(path) == path
+    path.mkdir()
+    assert unused(path) == tmp_path / "run-1.5-2"
+    (tmp_path / "run-1.5-2").mkdir()
+    assert unused(path) == tmp_path / "run-1.5-3"
+
+
+def test_a_name_that_is_no_utf8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")  # Latin-1, as an old disk may have it
+    write_json(tmp_path / "config.json", {"log_dir": name, "title": "café"})
+    assert read_json(tmp_path / "config.json") == {"log_dir": name, "title": "café"}
+    assert "café" in (tmp_path / "config.json").read_text(encoding="utf-8")

@@ -1,0 +1,43 @@
+"""Percentiles against numpy's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpillm.roles.histogram import Histogram
+
+
+def test_empty() -> None:
+    assert Histogram().summary_ms() is None
+
+
+@given(st.lists(st.floats(1e-5, 1e5), min_size=1, max_size=300), st.integers(1, 5))
+def test_percentiles_are_those_of_numpy_within_a_fraction_of_a_percent(seconds: list[float], parts: int) -> None:
+    histogram = Histogram()
+    for part in np.array_split(np.array(seconds), parts):
+        histogram.add(part)
+    summary = histogram.summary_ms()
+    assert summary is not None
+    for name, share in (("p50", 50), ("p90", 90), ("p99", 99)):
+        expected = 1e3 * np.percentile(seconds, share, method="inverted_cdf")
+        assert summary[name] == pytest.approx(expected, rel=0.0021, abs=1e-4)
+    assert summary["mean"] == pytest.approx(1e3 * np.mean(seconds), rel=1e-6, abs=1e-4)
+
+
+def test_what_is_out_of_range_is_counted_at_the_end() -> None:
+    histogram = Histogram()
+    histogram.add(np.array([0.0, 1e-9, 1e9]))
+    summary = histogram.summary_ms()
+    assert summary is not None
+    assert summary["p50"] == pytest.approx(1e-3, abs=1e-3)
+    assert summary["p99"] == pytest.approx(1e9, rel=0.01)
+
+
+def test_the_memory_is_constant() -> None:
+    histogram = Histogram()
+    before = histogram._counts.nbytes
+    histogram.add(np.random.default_rng(0).exponential(1, 100_000))
+    assert histogram._counts.nbytes == before < 1 << 18

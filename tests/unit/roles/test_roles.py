@@ -1,0 +1,269 @@
+"""Roles, with a transport that only notes what is sent."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpillm.comms.messages import (
+    ACCEPT,
+    ANSWER,
+    DONE,
+    FIRST,
+    NO_SLOT,
+    OFFER,
+    QUERY,
+    REQUEST,
+    RESPONSE,
+    WARM_UP,
+    WINDOW,
+    WORK,
+    Batch,
+    ResponseFlag,
+)
+from mpillm.comms.tags import Tag
+from mpillm.comms.transport import Received
+from mpillm.cores.base import CoreConfig, Metrics
+from mpillm.cores.dummy import DummyCore
+from mpillm.data.dataset import Dataset
+from mpillm.errors import RunError
+from mpillm.loadgen.sut import Query
+from mpillm.roles.context import Context
+from mpillm.roles.follower import Follower
+from mpillm.roles.generation import Generation
+from mpillm.roles.harness import Harness, Sampling, Totals
+from mpillm.roles.instance import InstanceRole
+
+
+def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
+    """Not even of those that are answered before this rank knows that the warm-up has begun: a context instance may know it earlier."""
+    sent: list[Tag] = []
+    route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(tag))
+    core = DummyCore(CoreConfig("dummy"))
+    role = InstanceRole(core, route, leader=0, instance=0)
+    role.load()
+    core.enqueue(core.warm_up_requests())
+    assert role.poll()
+    role.warmup()
+    assert role.poll()
+    assert not sent
+    role.ready()
+    core.enqueue(core.warm_up_requests())
+    assert role.poll()
+    assert sent == [Tag.GRANT, Tag.DONE]
+
+
+def test_an_instance_measures_itself_in_the_test(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Twice a second, whatever it does meanwhile, and only where it leads; its log has it now and then."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    asked: list[float] = []
+
+    class Core(DummyCore):
+        def metrics(self) -> Metrics:
+            asked.append(now[0])
+            return Metrics(len(asked), 2, 3, 4, 0.5)
+
+    route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
+    leading = InstanceRole(Core(CoreConfig("dummy")), route, leader=0, instance=0)
+    following = Follower(Core(CoreConfig("dummy")))
+    for role in (leading, following):
+        role.load()
+        role.poll()
+        role.ready()
+        assert role.measured() is None
+        role.test()
+    caplog.set_level("INFO")
+    for now[0] in np.arange(100.0, 111.0, 0.125).tolist():
+        leading.poll()
+        following.poll()
+    assert following.measured() is None and following.report() == {"compiled": []}
+    assert asked == np.arange(100.0, 111.0, 0.5).tolist()
+    latest = Metrics(len(asked), 2, 3, 4, 0.5)
+    assert leading.measured() == (asked[-1] - 100, latest)
+    now[0] = 150.0  # it is in a step that takes long
+    assert leading.measured() == (50, latest)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("2 answer tokens computed, 3 requests running, 4 waiting, KV cache 50% full")
+
+
+class HandoffCore(DummyCore):
+    """Computes nothing: has the responses that the test gives it, and moves KV caches at once."""
+
+    def __init__(self) -> None:
+        super().__init__(CoreConfig("dummy"))
+        self.load()
+        self.ready: list[Batch] = []
+        self.offered: list[int] = []
+        self.moved: list[int] = []
+
+    def has_work(self) -> bool:
+        return bool(self.ready)
+
+    def poll_responses(self) -> Batch | None:
+        return self.ready.pop()
+
+    def enqueue(self, requests: Batch) -> None:
+        self.offered += requests.rows["id"].tolist()
+
+    def started(self) -> list[int]:
+        started, self.offered = self.offered, []
+        return started
+
+    def poll_kv(self) -> list[int]:
+        moved, self.moved = self.moved, []
+        return moved
+
+    def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
+        self.moved.append(request_id)
+
+    def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
+        self.moved += request.rows["id"].tolist()
+        return True
+
+    def release_kv(self, request_id: int) -> None: ...
+    def admit(self, request: Batch, token: int) -> None: ...
+
+
+def answered(*rows: tuple[int, int, int]) -> Batch:
+    """Responses of (id, tokens, flags)."""
+    made = np.array(list(rows), RESPONSE)
+    return Batch(made, np.zeros(made["n_tokens"].sum(), np.int32))
+
+
+def asked(*ids: int) -> Batch:
+    """Requests of a token each, for generation instance 1."""
+    rows = np.zeros(len(ids), REQUEST)
+    rows["id"], rows["n_tokens"], rows["max_output"], rows["generation"] = ids, 1, 9, 1
+    return Batch(rows, np.zeros(len(ids), np.int32))
+
+
+def counted(role: InstanceRole) -> tuple[int, int, int]:
+    """Requests that are owed and that were answered, and tokens."""
+    report = role.report()
+    return role._owed, report["samples"], report["tokens"]
+
+
+FIRST_AND_FINAL = ResponseFlag.FIRST | ResponseFlag.FINAL
+
+
+def test_a_context_instance_counts_what_it_hands_over_once() -> None:
+    """Of the test only; an answer of one token is answered with it, although its KV cache may still be under way."""
+    core, sent = HandoffCore(), []
+    route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append((tag, buffer)))
+    role = Context(core, route, leader=0, instance=0, receivers={1: 5}, warm_up_receivers=[])
+
+    def receive(tag: Tag, buffer: Any) -> None:
+        route.handlers[tag](Received(5, tag, buffer))
+
+    role.ready()
+    receive(Tag.WORK, WORK.write(asked(7, 8)))
+    assert counted(role) == (2, 0, 0)
+    role.poll()
+    assert [tag for tag, _ in sent] == [Tag.GRANT, Tag.OFFER]
+    receive(Tag.ACCEPT, ACCEPT.write([(7, 0), (8, 1)]))
+    core.ready = [answered((7, 1, ResponseFlag.FIRST), (8, 1, FIRST_AND_FINAL))]
+    role.poll()
+    assert counted(role) == (0, 2, 2)
+    flags = {int(row["id"]): int(row["flags"]) for tag, buffer in sent if tag == Tag.DONE for row in DONE.read(buffer).rows[:1]}
+    assert flags[7] == ResponseFlag.CONTEXT_DONE
+    assert not role.done("drain")  # the receiver has not let go of the second
+    receive(Tag.ACCEPT, ACCEPT.write([(8, NO_SLOT)]))
+    role.poll()
+    assert counted(role) == (0, 2, 2) and role.done("drain")
+
+
+def test_a_generation_instance_counts_all_but_first_tokens() -> None:
+    """Nothing of the warm-up, and no less than nothing of an answer that failed."""
+    core = HandoffCore()
+    route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
+    role = Generation(core, route, leader=0, instance=1, senders={5: 0}, warm_up_senders=1)
+
+    def receive(tag: Tag, buffer: Any) -> None:
+        route.handlers[tag](Received(5, tag, buffer))
+
+    def hand_over(*ids: int) -> None:
+        receive(Tag.OFFER, OFFER.write(asked(*ids)))
+        receive(Tag.FIRST, FIRST.write([(id_, 3) for id_ in ids]))
+        role.poll()
+
+    receive(Tag.WARM_UP, WARM_UP.write(1))
+    hand_over(1)
+    role.poll()
+    assert not role.done("warmup")
+    core.ready = [answered((1, 6, ResponseFlag.FINAL))]
+    role.poll()
+    assert role.done("warmup") and counted(role) == (0, 0, 0)
+    role.ready()
+    hand_over(7, 8)
+    role.poll()
+    assert counted(role) == (2, 0, 0)
+    core.ready = [answered((7, 6, ResponseFlag.FINAL), (8, 0, ResponseFlag.FINAL | ResponseFlag.ERROR))]
+    role.poll()
+    assert counted(role) == (0, 2, 5) and role.done("drain")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [[(1, ResponseFlag.FIRST)], [(4, ResponseFlag.FINAL)]],
+        [[(1, ResponseFlag.FIRST), (4, ResponseFlag.FINAL)]],  # a busy instance looks at both at once
+        [[(4, ResponseFlag.FINAL)], [(1, ResponseFlag.FIRST | ResponseFlag.CONTEXT_DONE)]],  # the last one overtook the first
+        [[(1, ResponseFlag.FIRST | ResponseFlag.FINAL)]],
+    ],
+)
+def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, int]]]) -> None:
+    told: dict[str, list[Any]] = {"first": [], "complete": []}
+    test: Any = SimpleNamespace(
+        issued=deque([Query(np.array([77], np.uint64), np.array([0]), 0.0)]),
+        use_token_latencies=True,
+        first_tokens=told["first"].extend,
+        complete=told["complete"].extend,
+        start=lambda: None,
+    )
+    sent: list[Batch] = []
+    route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(QUERY.read(buffer)))
+    dataset = Dataset("three tokens", np.array([5, 6, 7], np.int32), np.array([0, 3]))
+    totals = Totals()
+    harness = Harness(route, 1, dataset, Sampling(8), test, None, len(messages) == 2, totals)
+    route.handlers[Tag.WINDOW](Received(1, Tag.WINDOW, WINDOW.write(10)))
+    harness.test()
+    assert harness.poll()
+    id_ = sent[0].rows["id"][0]
+    for message in messages:
+        rows = np.array([(id_, n_tokens, flags) for n_tokens, flags in message], RESPONSE)
+        tokens = np.arange(sum(n_tokens for n_tokens, _ in message), dtype=np.int32)
+        route.handlers[Tag.ANSWER](Received(1, Tag.ANSWER, ANSWER.write(Batch(rows, tokens))))
+    assert [response.id for response in told["first"]] == [response.id for response in told["complete"]] == [77]
+    assert (totals.samples, totals.in_flight) == (1, 0)
+
+
+def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
+    test: Any = SimpleNamespace(error=MemoryError("std::bad_alloc"), start=lambda: None)
+    dataset = Dataset("one token", np.array([5], np.int32), np.array([0, 1]))
+    route: Any = SimpleNamespace(handlers={})
+    harness = Harness(route, 1, dataset, Sampling(8), test, None, False, Totals())
+    harness.test()
+    with pytest.raises(RunError, match=r"LoadGen: out of memory: .* --min_query_count.*--offline_expected_qps"):
+        harness.done("test")
+
+
+@pytest.mark.parametrize("ignores", [None, np.array([True, False, True])])
+@pytest.mark.parametrize("sampling", [Sampling(8), Sampling(8, top_k=2**31 - 1, seed=2**31 - 1)])  # the largest that options take
+def test_only_some_samples_have_stop_words(ignores: Any, sampling: Sampling) -> None:
+    sent: list[Batch] = []
+    route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(QUERY.read(buffer)))
+    dataset = Dataset("three samples", np.arange(3, dtype=np.int32), np.arange(4), ignores_stop=ignores)
+    issued = deque([Query(np.arange(4, dtype=np.uint64), np.array([2, 1, 1, 0]), 0.0)])
+    test: Any = SimpleNamespace(issued=issued)
+    harness = Harness(route, 1, dataset, sampling, test, None, False, Totals())
+    route.handlers[Tag.WINDOW](Received(1, Tag.WINDOW, WINDOW.write(10)))
+    assert harness.poll()
+    assert sent[0].rows["ignore_stop"].tolist() == ([0] * 4 if ignores is None else [1, 0, 0, 1])
+    assert sent[0].tokens.tolist() == [2, 1, 1, 0]
+    assert np.diff(np.sort(sent[0].rows["seed"])).tolist() == [1, 0, 1]

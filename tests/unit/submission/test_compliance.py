@@ -1,0 +1,156 @@
+"""TEST06: the settings, the three checks, and what the command leaves for the submission."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm import cli
+from mpillm.config.options import parse_run
+from mpillm.loadgen.logs import LoggedAnswer, read_answers
+from mpillm.submission.test06 import check_test06, prepare_audit
+from tests.helpers.run_directories import log_entry, make_run, write
+
+EOS = 2
+
+
+def answer(tmp_path: Path, tokens: Sequence[int], first: Sequence[int] | None, count: int | None = None) -> LoggedAnswer:
+    write(tmp_path / "log.json", [log_entry(0, tokens, first, count)])
+    return read_answers(tmp_path / "log.json")[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "count", "expected"),
+    [
+        ([5, 6, EOS], [5], None, (True, True, True)),
+        ([5, 6, 7], [5], None, (True, True, True)),  # no end token: the answer was cut at its longest
+        ([5, 6, EOS, EOS], [5], None, (True, False, True)),
+        ([5, EOS, 6, EOS], [5], None, (True, True, True)),  # not both at the end
+        ([EOS, EOS], [EOS], None, (True, True, True)),  # the first token is not looked at, as in the original
+        ([EOS, EOS, EOS], [EOS], None, (True, False, True)),
+        ([5, 6], [6], None, (False, True, True)),
+        ([5, 6], None, None, (False, True, True)),
+        ([5, 6], [], None, (False, True, True)),
+        ([5, 6], [5], 3, (True, True, False)),
+    ],
+)
+def test_checks(tmp_path: Path, tokens: list[int], first: list[int] | None, count: int | None, expected: tuple[bool, bool, bool]) -> None:
+    good = answer(tmp_path, [8, 9], [8])
+    result = check_test06([good, answer(tmp_path, tokens, first, count), good], "Server", [EOS])
+    assert (result.first_token, result.eos, result.length) == expected
+    assert result.passed == all(expected)
+
+
+def test_offline_has_no_first_tokens(tmp_path: Path) -> None:
+    result = check_test06([answer(tmp_path, [5], None)], "Offline", [EOS])
+    assert result.first_token is None and result.passed
+    assert result.text().splitlines() == [
+        "First token check pass: Skipped",
+        "EOS check pass: True",
+        "Sample length check pass: True",
+        "TEST06 verification complete",
+    ]
+
+
+def test_any_end_token_counts(tmp_path: Path) -> None:
+    assert not check_test06([answer(tmp_path, [5, 128001, 128009], [5])], "Server", [128001, 128009]).eos
+
+
+def test_audit_config(tmp_path: Path) -> None:
+    """LoadGen itself reads it: mode 2 is a performance run."""
+    import mlperf_loadgen as lg
+
+    file = prepare_audit("TEST06", None, tmp_path)
+    settings = lg.TestSettings()
+    settings.scenario, settings.mode = lg.TestScenario.Server, lg.TestMode.AccuracyOnly
+    settings.sample_concatenate_permutation = True
+    assert settings.FromConfig(file, "*", "Server", 2) == 0
+    assert settings.mode == lg.TestMode.PerformanceOnly
+    assert (settings.accuracy_log_sampling_target, settings.min_query_count, settings.min_duration_ms) == (100, 100, 0)
+    assert settings.accuracy_log_rng_seed == 720381539243781796
+    assert not settings.sample_concatenate_permutation
+
+
+def test_audit_config_of_ones_own(tmp_path: Path) -> None:
+    own = tmp_path / "own.config"
+    own.write_text("*.*.min_query_count = 3\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    kept = prepare_audit(None, str(own), run)
+    assert (Path(kept), Path(kept).read_text()) == (run / "audit.config", own.read_text())
+    assert prepare_audit(None, kept, run) == kept
+    assert prepare_audit(None, None, run) == "", "what an earlier run left there makes no compliance run"
+
+
+def test_an_audit_config_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^--audit_conf {tmp_path}: Is a directory"):
+        prepare_audit(None, str(tmp_path), tmp_path)
+
+
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", "TEST06", "Server", [log_entry(0, [5, EOS], [5])])
+    (run / "TEST06" / "accuracy").mkdir(parents=True)
+    (run / "TEST06" / "accuracy" / "mlperf_log_accuracy.json").symlink_to("/dev/full")
+    assert cli.main(["compliance", str(run)]) == 2
+    assert "can't be written: No space left on device" in capsys.readouterr().err
+    assert not (run / "TEST06" / "verify_accuracy.txt").exists()
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", "TEST06", "Server", [log_entry(i, [5, 10 + i, EOS], [5]) for i in range(3)])
+    assert cli.main(["compliance", str(run)]) == 0
+    verified = (run / "TEST06" / "verify_accuracy.txt").read_text()
+    assert verified.endswith("TEST06 verification complete\n")
+    assert verified in capsys.readouterr().out
+    assert json.loads((run / "TEST06" / "accuracy" / "mlperf_log_accuracy.json").read_text())[2]["qsl_idx"] == 2
+    assert cli.main(["compliance", str(run), "--end_ids", "9,1"]) == 0
+
+
+def test_command_when_a_check_fails(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "TEST06", "Server", [log_entry(0, [5, EOS, EOS], [5])])
+    assert cli.main(["compliance", str(run)]) == 4
+    assert "EOS check pass: False" in (run / "TEST06" / "verify_accuracy.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["performance"], "is not a TEST06 run: start one with --compliance_test TEST06"),
+        (["empty"], "LoadGen logged no answer"),
+        (["nowhere"], "no such run directory"),
+        (["empty", "--end_ids", "2,x"], "--end_ids 2,x: expected token ids"),
+        (["empty", "--end_idz", "2"], "unknown option --end_idz (did you mean '--end_ids'?)"),
+    ],
+)
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str) -> None:
+    make_run(tmp_path / "performance")
+    make_run(tmp_path / "empty", "TEST06")
+    assert cli.main(["compliance", str(tmp_path / argv[0]), *argv[1:]]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "empty" / "TEST06").exists()
+
+
+def test_a_log_that_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    detail = make_run(tmp_path / "run", "TEST06") / "mlperf_log_detail.txt"
+    detail.write_text("".join(detail.read_text().splitlines(keepends=True)[:2]))
+    assert cli.main(["compliance", str(tmp_path / "run")]) == 2
+    assert f"{detail}: LoadGen's log is incomplete: it was cut before result_validity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--compliance_test", "TEST6"], "TEST06"),
+        (["--compliance_test", "TEST06", "--test_mode", "AccuracyOnly"], "is a performance run, not --test_mode AccuracyOnly"),
+        (["--compliance_test", "TEST06", "--audit_conf", __file__], "exclude each other"),
+        (["--audit_conf", "/none"], "--audit_conf /none: no such file"),
+    ],
+)
+def test_bad_options_of_run(options: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_run(["--core_type", "dummy", *options])
+    assert says in str(error.value)

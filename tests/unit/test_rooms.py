@@ -1,0 +1,140 @@
+"""Rooms are packages. A room imports only rooms that stand before it in ROOMS; files do not import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# From the ground up. Rooms on one line do not import each other.
+ROOMS = """
+disagg
+launch
+mpillm.phases
+mpillm.errors mpillm.core_names
+mpillm.user_config
+mpillm.files mpillm.devices
+mpillm.configurator
+mpillm.fields
+mpillm.comms
+mpillm.models
+mpillm.data
+mpillm.workloads
+mpillm.config
+mpillm.loadgen
+mpillm.engine
+mpillm.cores
+mpillm.builder
+mpillm.roles
+mpillm.report
+mpillm.bench
+mpillm.submission
+mpillm.run
+mpillm.commands
+mpillm.llmlib
+mpillm.cli
+mpillm.__main__
+"""
+FLOOR = {room: floor for floor, line in enumerate(ROOMS.split("\n")) for room in line.split()}
+SAME_MEANING = ["errors"]  # ConfigError in disagg, what ends a run in mpillm
+VERSION = "mpillm"  # the package itself holds the version alone, and every room may import it
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Every module by its name."""
+    found = {}
+    for package in ("disagg", "launch", "mpillm"):
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(name: str) -> Iterator[str]:
+    """The modules of ours that `name` imports, at the top, inside functions, or for type checks."""
+    path = files()[name]
+    package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in files())
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{module}.{alias.name}"
+                if full in files():
+                    yield full
+                elif module in files():
+                    yield module
+
+
+def room(name: str) -> str:
+    """The room that a module stands in: the longest name in ROOMS that it begins with."""
+    parts = name.split(".")
+    known = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return next((prefix for prefix in known if prefix in FLOOR), name)
+
+
+def test_every_module_stands_in_a_room() -> None:
+    assert sorted(name for name in files() if room(name) not in FLOOR and name != VERSION) == []
+
+
+def test_every_room_is_there() -> None:
+    assert sorted(set(FLOOR) - {room(name) for name in files()}) == []
+
+
+def test_rooms_import_only_what_stands_below_them() -> None:
+    up = [
+        f"{name} -> {other}"
+        for name in sorted(files())
+        for other in sorted(set(imported(name)))
+        if name != VERSION and other != VERSION and room(name) != room(other) and FLOOR[room(other)] >= FLOOR[room(name)]
+    ]
+    assert up == []
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    assert circles({name: {other for other in imported(name) if other != name} for name in files()}) == []
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules in which each imports, over others, itself."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        waiting, seen = [*graph[start]], set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += graph[name]
+        reached[start] = seen
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]}
+    return sorted(sorted(group) for group in groups)
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+
+
+def test_no_file_name_twice() -> None:
+    """One word names one place: a newcomer finds it in one guess. The files of llmlib have NVIDIA's names."""
+    stems = sorted(path.stem for path in files().values() if path.stem not in ("__init__", "__main__") and "llmlib" not in path.parts)
+    assert [stem for stem, after in pairwise(stems) if stem == after] == SAME_MEANING
+
+
+def test_the_top_stays_small() -> None:
+    assert len(list((ROOT / "mpillm").glob("*.py"))) <= 10
+
+
+def test_every_room_says_what_lives_there() -> None:
+    silent = [
+        name
+        for name, path in files().items()
+        if path.stem == "__init__" and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert silent == []

@@ -1,0 +1,106 @@
+"""``make size``: how much code there is in each room (folder), beside the last release.
+
+Counted are Python's tokens and the lines that they are on: no comments, no docstrings, no blank lines.
+`TABLE` has the numbers of the last release; ``python -m tools.size --write 0.2.0`` writes it anew when a
+release is made. A size is a number to look at: nothing fails on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import tokenize
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+TABLE = Path("docs/size.txt")
+PACKAGES = ("disagg", "launch", "mpillm")
+
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+# Python 3.12 splits f-strings into tokens; earlier ones don't, and the count should be the same.
+_BEGINS, _ENDS = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
+
+
+class Size(NamedTuple):
+    """Of a file, or of all that lie in one folder."""
+
+    lines: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: object) -> Size:
+        if not isinstance(other, Size):
+            return NotImplemented
+        return Size(self.lines + other.lines, self.tokens + other.tokens)
+
+
+def size(source: str) -> Size:
+    """Code lines and tokens of a file; SyntaxError if it is no Python."""
+    docstrings = {
+        (node.body[0].lineno, node.body[0].col_offset)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and ast.get_docstring(node, False) is not None
+    }
+    lines: set[int] = set()
+    tokens = depth = 0  # of f-strings
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in _NO_CODE or (token.type == tokenize.STRING and token.start in docstrings):
+            continue
+        lines.update(range(token.start[0], token.end[0] + 1))
+        tokens += not depth
+        depth += (token.type == _BEGINS) - (token.type == _ENDS)
+    return Size(len(lines), tokens)
+
+
+def rooms(root: Path) -> dict[str, Size]:
+    """The size of the files in each folder, without those in folders within it."""
+    found: defaultdict[str, Size] = defaultdict(Size)
+    for package in PACKAGES:
+        for file in sorted((root / package).rglob("*.py")):
+            found[file.parent.relative_to(root).as_posix()] += size(file.read_text(encoding="utf-8"))
+    return dict(sorted(found.items()))
+
+
+def read_table(file: Path) -> tuple[str, dict[str, Size]]:
+    """The release, and what its rooms were."""
+    release, *rows = file.read_text(encoding="utf-8").splitlines()
+    return release, {room: Size(int(lines), int(tokens)) for room, lines, tokens in (row.split() for row in rows)}
+
+
+def write_table(file: Path, release: str, now: dict[str, Size]) -> None:
+    """What `read_table` reads."""
+    file.write_text("\n".join([release, *(f"{room} {one.lines} {one.tokens}" for room, one in now.items())]) + "\n", encoding="utf-8")
+
+
+def table(release: str, before: dict[str, Size], now: dict[str, Size]) -> str:
+    """One line for each room of then or now, and one for all."""
+    both = {room: (before.get(room, Size()), now.get(room, Size())) for room in sorted({*before, *now})}
+    both["all"] = sum(before.values(), Size()), sum(now.values(), Size())
+    width = max(map(len, both))
+    head = f"{'':<{width}}  {'lines':>7}  {'before':>7}  {'tokens':>8}  {'before':>8}         before: {release}"
+    rows = [head]
+    for room, (then, one) in both.items():
+        change = f"{one.tokens / then.tokens - 1:+7.1%}" if then.tokens and one.tokens else "    new" if one.tokens else "   gone"
+        rows.append(f"{room:<{width}}  {one.lines:>7,}  {then.lines:>7,}  {one.tokens:>8,}  {then.tokens:>8,}  {change}")
+    return "\n".join(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table, or write the one of a release."""
+    parser = argparse.ArgumentParser(description="Lines and tokens of code in each folder, beside the last release.")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    parser.add_argument("--write", metavar="RELEASE", help=f"write {TABLE} for this release instead")
+    options = parser.parse_args(argv)
+    now = rooms(options.root)
+    if options.write:
+        write_table(options.root / TABLE, options.write, now)
+    else:
+        print(table(*read_table(options.root / TABLE), now))
+
+
+if __name__ == "__main__":
+    main()
