@@ -89,9 +89,18 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     return clean
 
 
-def rank_environment(env: Mapping[str, str], exit_file: Path, tty: bool) -> dict[str, str]:
-    """The environment of `mpirun` and, through it, of the ranks."""
+def rank_environment(
+    env: Mapping[str, str], exit_file: Path, tty: bool, session: str | None = None
+) -> dict[str, str]:
+    """The environment of `mpirun` and, through it, of the ranks.
+
+    `session`: a folder on this node for Open MPI 5's session folder, which is named after mpirun's process
+    id. Beside others in `TMPDIR`, one that a killed mpirun left keeps a later one with the same id from
+    starting.
+    """
     ranks = clean_environment(env)
+    if session is not None:
+        ranks.setdefault("PRTE_MCA_prte_local_tmpdir_base", session)
     ranks[EXIT_FILE] = str(exit_file)
     ranks["PYTHONUNBUFFERED"] = "1"
     if tty:

@@ -411,9 +411,12 @@ def main(
     print(shlex.join(line), file=sys.stderr, flush=True)
     # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working
     # directory is.
-    with tempfile.TemporaryDirectory(prefix=".mpillm-", dir=Path.cwd() if several_hosts else None) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix=".mpillm-") as session,
+        tempfile.TemporaryDirectory(prefix=".mpillm-", dir=Path.cwd() if several_hosts else None) as folder,
+    ):
         exit_file = Path(folder) / "exit_code"
-        env = rank_environment(os.environ, exit_file, tty=sys.stdout.isatty())
+        env = rank_environment(os.environ, exit_file, tty=sys.stdout.isatty(), session=session)
         supervisor = Supervisor(
             openmpi=mpi.kind == "openmpi",
             stop_grace_s=stop_grace_s,

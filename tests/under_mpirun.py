@@ -10,6 +10,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ def start(ranks: int, arguments: list[str]) -> int:
     """Run this file on `ranks` ranks."""
     program = [sys.executable, "-u", __file__, *arguments]
     line = command_line(detect(), ranks, program, root=os.geteuid() == 0, cores=usable_cores(), survive=False)
-    return subprocess.run(line, env=clean_environment(os.environ), stdin=subprocess.DEVNULL, timeout=TIMEOUT_S).returncode
+    with tempfile.TemporaryDirectory(prefix="mpillm-") as folder:  # what a killed mpirun leaves goes with it
+        env = {**clean_environment(os.environ), "TMPDIR": folder}
+        return subprocess.run(line, env=env, stdin=subprocess.DEVNULL, timeout=TIMEOUT_S).returncode
 
 
 def rank(number: int, arguments: list[str]) -> int:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.support import PYTHONS, Samples, Starter, make_samples
+
+
+@pytest.fixture(autouse=True)
+def own_tmpdir(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A `TMPDIR` for each test, with a short path, as sockets need.
+
+    A plain mpirun of Open MPI that is killed leaves its session folder there, and a later one that gets the
+    same process id does not start beside it.
+    """
+    with tempfile.TemporaryDirectory(prefix="mpillm-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture

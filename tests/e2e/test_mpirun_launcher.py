@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -243,14 +244,30 @@ def test_a_killed_launcher_takes_all_along(python: str, start: Start) -> None:
     assert job.end()[0] == -signal.SIGKILL
 
 
-def test_a_killed_mpirun_takes_all_along(python: str, start: Start) -> None:
-    job = start(python, "deaf")
+def test_a_killed_mpirun_takes_all_along(python: str, start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    job = start(python, "deaf", TMPDIR=str(folder))
     job.rank_pids()
     (mpirun,) = psutil.Process(job.process.pid).children()
     mpirun.kill()
     status, output = job.end()
     assert status == 5
     assert "mpirun ended with -9" in output
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/loadavg").exists(), reason="the last process id is read from /proc")
+def test_what_a_killed_mpirun_left_under_the_same_process_id(start: Start, tmp_path: Path) -> None:
+    """Open MPI 5 names its session folder after its process id alone, and won't start where its files are."""
+    folder = tmp_path / "tmp"
+    last = int(Path("/proc/loadavg").read_text().split()[-1])
+    for pid in range(last, last + 4000):
+        left = folder / f"ompi.{pid}" / f"pmix.{socket.gethostname()}.tool"
+        left.parent.mkdir(parents=True)
+        left.touch()
+    status, output = start(PYTHONS["openmpi"], "tell0", ranks=1, TMPDIR=str(folder)).end()
+    assert status == 0, output
 
 
 def test_a_launcher_inside_a_rank_starts_a_world_of_its_own(python: str, start: Start) -> None:
