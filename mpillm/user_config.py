@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import ClassVar, NamedTuple, TypeVar
 
 from mpillm import core_names
+from mpillm.workloads import WORKLOADS
 
 T = TypeVar("T", bound=type)
 
@@ -45,16 +46,8 @@ class Scenario(enum.Enum):
     Interactive = "Interactive"
 
 
-class Benchmark(enum.Enum):
-    """--benchmarks"""
-
-    LLAMA2 = "llama2-70b"
-    LLAMA2_INTERACTIVE = "llama2-70b-interactive"
-    MIXTRAL8X7B = "mixtral-8x7b"
-    Mixtral8x7B = MIXTRAL8X7B  # NVIDIA's spelling
-    LLAMA3_1_405B = "llama3.1-405b"
-    LLAMA3_1_405B_INTERACTIVE = "llama3.1-405b-interactive"
-
+Benchmark = enum.Enum("Benchmark", {member: w.name for w in WORKLOADS.values() for member in w.members})  # type: ignore[misc]
+"""--benchmarks"""
 
 CoreType = enum.Enum("CoreType", {name.upper(): name for name in (*core_names.BUILT_IN, *core_names.NOT_BUILT)})  # type: ignore[misc]
 """--core_type"""

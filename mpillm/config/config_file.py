@@ -19,9 +19,10 @@ from disagg.yaml_text import CONSTRUCTOR_ERRORS, strict_loader
 from mpillm import fields, user_config
 from mpillm.config import nvidia_config
 from mpillm.configurator import Configuration, Field, Level, Origin
-from mpillm.fields.general import INTERACTIVE, accuracy_of, plain_form
+from mpillm.fields.general import INTERACTIVE
 from mpillm.fields.passed_over import PASSED_OVER
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting
+from mpillm.workloads import accuracy_of, plain_form
 
 # What a file's configurations are told apart by.
 KEYS = (

@@ -19,8 +19,9 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 from mpillm import fields, user_config
 from mpillm.configurator import Field
-from mpillm.fields.general import INTERACTIVE, SCENARIOS, WORKLOADS
+from mpillm.fields.general import INTERACTIVE, SCENARIOS
 from mpillm.fields.passed_over import PASSED_OVER
+from mpillm.workloads import WORKLOADS
 
 _FIELD_MODULES = ("gen_engines", "general", "harness", "loadgen", "meta", "models", "power", "triton")
 _PATHS = (fields.llm_gen_config_path, fields.dataset_path)  # relative to the top of the tree

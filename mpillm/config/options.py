@@ -17,12 +17,12 @@ from mpillm import fields, workloads
 from mpillm.config import config_file, disagg_values
 from mpillm.config.resolution import resolve
 from mpillm.config.values import Values, complete
+from mpillm.config.workload_options import defaults_of, named_test
 from mpillm.configurator import COMMAND_LINE, DEFAULT, Configuration, Field, Found, Level, Origin
 from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.fields import BY_NAME, FIELDS, AllFields
 from mpillm.fields.passed_over import PASSED_OVER
 from mpillm.models.model_files import GenerationConfig
-from mpillm.workloads.names import named_test
 
 T = TypeVar("T")
 
@@ -266,7 +266,7 @@ def _from_layers(options: Mapping[str, str], known: Sequence[Field], defaults: M
         if scenarios[0] not in known_workload.scenarios and test["scenarios"].origin.level < Level.WORKLOAD:
             scenarios = known_workload.scenarios[:1]  # of a benchmark that has none but Server
             test["scenarios"] = Found(scenarios, Origin(Level.WORKLOAD, f"workload {known_workload.title}"))
-        workload.update(known_workload.defaults(scenarios[0]))
+        workload.update(defaults_of(known_workload, scenarios[0]))
         workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
     path, origin, _ = _said(own, fields.llm_gen_config_path)
     if path is not None:

@@ -14,11 +14,12 @@ from mpillm.configurator import DEFAULT, Field, Found, Level, Origin
 from mpillm.core_names import NOT_BUILT
 from mpillm.fields.checkpoint import CheckpointFields
 from mpillm.fields.engine_build import BuildFields
-from mpillm.fields.general import GeneralFields, plain_form
+from mpillm.fields.general import GeneralFields
 from mpillm.fields.harness_stage import HarnessFields
 from mpillm.fields.model import ModelFields
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.fields.topology import TopologyFields
+from mpillm.workloads import plain_form
 
 _RUNTIME, _BUILD = HarnessFields.trtllm_runtime_flags.name, BuildFields.trtllm_build_flags.name
 _CHECKPOINT = CheckpointFields.trtllm_checkpoint_flags.name

@@ -6,57 +6,22 @@ import enum
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import accuracy, boolean, names
-from mpillm.user_config import Benchmark, HarnessType, PowerSetting, Scenario
+from mpillm.user_config import HarnessType, PowerSetting, Scenario
+from mpillm.workloads import TARGETS, WORKLOADS
 
 
 def _words(of: type[enum.Enum]) -> tuple[str, ...]:
     return tuple(member.value for member in of)
 
 
-WORKLOADS = _words(Benchmark)
 INTERACTIVE = Scenario.Interactive.value  # NVIDIA's and the submission checker's name for Server of a workload's interactive form
 SCENARIOS = tuple(name for name in _words(Scenario) if name != INTERACTIVE)
 
-_FORM = "-interactive"
-_OTHER_NAMES = {  # NVIDIA's and LoadGen's
-    "llama2-70b": ("llama2", "llama-v2", "llama-v2-70b"),
-    "mixtral-8x7b": ("mixtral", "mixtral8x7b", "moe"),
-    "llama3.1-405b": ("llama3_1-405b", "llama-v3.1-405b"),
-}
-_ALIASES = {
-    other + name.removeprefix(plain): name
-    for plain, others in _OTHER_NAMES.items()
-    for other in others
-    for name in WORKLOADS
-    if name.removesuffix(_FORM) == plain
-}
-_TARGETS = {"-99": 0.99, "-99.9": 0.999}  # of the accuracy, at the end of a benchmark's name
+_ALIASES = {alias: workload.name for workload in WORKLOADS.values() for alias in workload.aliases}
+_WITH_TARGET = {name + target: known + target for name, known in {**_ALIASES, **{w: w for w in WORKLOADS}}.items() for target in TARGETS}
 
 workload_names = names(*WORKLOADS, **_ALIASES)
-benchmark_names = names(
-    *WORKLOADS,
-    **_ALIASES,
-    **{name + target: known + target for name, known in {**_ALIASES, **{w: w for w in WORKLOADS}}.items() for target in _TARGETS},
-)
-
-
-def accuracy_of(benchmark: str) -> tuple[str, float | None]:
-    """The workload that a benchmark's name means, and the accuracy target, if the name has one: llama2-70b-99.9."""
-    for suffix, target in _TARGETS.items():
-        if benchmark.endswith(suffix):
-            return benchmark.removesuffix(suffix), target
-    return benchmark, None
-
-
-def plain_form(workload: str) -> str:
-    """The workload of which this one is the interactive form, or the workload itself."""
-    return workload.removesuffix(_FORM)
-
-
-def interactive_form(workload: str) -> str | None:
-    """The interactive form of a workload, or None."""
-    form = plain_form(workload) + _FORM
-    return form if form in WORKLOADS else None
+benchmark_names = names(*WORKLOADS, **_ALIASES, **_WITH_TARGET)
 
 
 class GeneralFields(Options):

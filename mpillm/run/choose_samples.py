@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from mpillm import workloads
 from mpillm.config.options import RunConfig
 from mpillm.configurator import Found
 from mpillm.cores.base import ModelLimits
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
-from mpillm.data.preprocessed.loader import PreprocessedLoader
+from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
+from mpillm.data.tiny_dataset import DATASET, write_dataset
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
-from mpillm.workloads.tiny import DATASET, write_dataset
 
 
 def load_samples(config: RunConfig, models: Sequence[ModelLimits | None], run_directory: Callable[[], Path]) -> tuple[Dataset, Tokenizer]:
@@ -57,7 +56,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
         return None
     path = Path(config.dataset_path)
     if (workload is not None and path.suffix != ".jsonl") or PreprocessedLoader.reads(path):
-        return workloads.loader(workload, config.dataset_path)
+        return loader_of(path, workload)
     return path
 
 

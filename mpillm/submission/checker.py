@@ -11,20 +11,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mpillm import workloads
 from mpillm.loadgen.logs import advice, logged_errors
 from mpillm.submission.rules import (
-    LATENCY_LIMITS,
     MIN_DURATION_MS,
     STOPS,
     SYSTEM_MEANINGFUL,
-    Limits,
     Problem,
     has_scenarios,
     missing_scenarios,
 )
 from mpillm.submission.runs import Result, Run
-from mpillm.submission.targets import TASKS, check
+from mpillm.submission.targets import check
+from mpillm.workloads import Workload
+from mpillm.workloads.workload import Limits
 
 # How to make a missing piece.
 _CURE = {
@@ -70,11 +69,11 @@ def _result(result: Result, closed: bool) -> Iterator[Problem]:
 
 def _performance(run: Run, closed: bool) -> Iterator[Problem]:
     """PerformanceCheck, which reads only this run's logs."""
-    detail, samples, offline = run.detail, _samples(run), run.directory.scenario == "Offline"
+    detail, samples, offline = run.detail, run.workload.n_samples, run.directory.scenario == "Offline"
     if run.round is None:
         version = detail.get("loadgen_version")
         yield Problem(f"its LoadGen ({version}) has the seeds of no round with this layout", ("seeds_check",))
-    elif run.benchmark not in run.round.benchmarks:
+    elif run.benchmark not in run.workload.submission.rounds.get(run.round.name, ()):
         # The checker has no sample counts and no accuracy targets for this round and benchmark.
         checks: tuple[str, ...] = ("performance_sample_count_check", "accuracy_result_check", "dataset_check")
         checks = (STOPS,) if closed else (*checks, "min_query_count_check") if offline else checks
@@ -86,24 +85,23 @@ def _performance(run: Run, closed: bool) -> Iterator[Problem]:
     ):
         if (value := detail.get(f"effective_{key}", 0)) < least:
             yield Problem(f"{key} was {value} {unit}; must be at least {least}", (name,))
-    limits = LATENCY_LIMITS.get(run.benchmark)
-    if limits and not detail.get("requested_use_token_latencies"):
+    if not detail.get("requested_use_token_latencies"):
         what = "use_token_latencies was off, but every LLM needs it"
         yield Problem(what, ("llm_check", "get_performance_metric_check"))
     if not offline:
-        yield from _latencies(run, limits)
+        yield from _latencies(run, run.workload.submission.limits)
 
 
-def _latencies(run: Run, limits: Limits | None) -> Iterator[Problem]:
+def _latencies(run: Run, limits: Limits) -> Iterator[Problem]:
     """An Interactive run must meet Server's limits, as in the checker; LoadGen has applied its own."""
     detail = run.detail
     if not detail.get("early_stopping_met"):
         why = "; ".join(text for text in advice(run.path) if "unsuccessful" in text)
         yield Problem(f"early stopping was not satisfied{f' ({why})' if why else ''}", ("latency_check",))
-    elif limits and (target := detail.get("effective_target_latency_ns", 0) / _NS_PER_MS) > limits.target_ms:
+    elif (target := detail.get("effective_target_latency_ns", 0) / _NS_PER_MS) > limits.target_ms:
         what = f"target_latency was {target:g} ms; must be at most {limits.target_ms:g} ms"
         yield Problem(what, ("latency_check",))
-    if not limits or not detail.get("requested_use_token_latencies"):
+    if not detail.get("requested_use_token_latencies"):
         return
     for name, key, limit in (
         ("TTFT", "result_first_token_99.00_percentile_latency_ns", limits.ttft_ms),
@@ -117,7 +115,7 @@ def _latencies(run: Run, limits: Limits | None) -> Iterator[Problem]:
 
 def _accuracy(run: Run, closed: bool) -> Iterator[Problem]:
     """AccuracyCheck: scores count in the closed division only."""
-    samples = _samples(run)
+    samples = run.workload.n_samples
     count = run.detail.get("effective_accuracy_sample_count", run.detail.get("qsl_reported_total_count"))
     if count != samples:
         what = f"accuracy_sample_count was {count} samples; the benchmark has {samples}"
@@ -135,11 +133,9 @@ def _accuracy(run: Run, closed: bool) -> Iterator[Problem]:
 
 def _missed(run: Run, text: str) -> list[str]:
     """Return the scores of an accuracy.txt that miss their target, as "rouge1 20.1 (at least 44.4)"."""
-    task = TASKS[run.directory.benchmark.removesuffix("-interactive")]
     scores = {name: float(value) for name, value in re.findall(r"'(\w+)':\s+'?(\d+(?:\.\d+)?)", text)}
-    return [
-        c.text() for c in check(task, scores, float(run.directory.config["accuracy_target"])) if not c.passed
-    ]
+    target = float(run.directory.config["accuracy_target"])
+    return [c.text() for c in check(run.workload.accuracy, scores, target) if not c.passed]
 
 
 def _compliance(run: Run, _closed: bool) -> Iterator[Problem]:
@@ -164,19 +160,14 @@ def _system(system: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _scenarios(results: Sequence[Result], system: Mapping[str, Any]) -> Iterator[Problem]:
     """A closed submission of a benchmark has the scenarios of its kind of system."""
-    by_benchmark: dict[str, set[str]] = {}
+    by_benchmark: dict[str, tuple[Workload, set[str]]] = {}
     for result in results:
-        by_benchmark.setdefault(result.benchmark, set()).add(result.scenario)
-    for benchmark, scenarios in by_benchmark.items():
+        by_benchmark.setdefault(result.benchmark, (result.workload, set()))[1].add(result.scenario)
+    for benchmark, (workload, scenarios) in by_benchmark.items():
         if not has_scenarios(system["system_type"]):
             kind = system["system_type"]
             what = f"{benchmark}: the closed division has none of its scenarios for system_type {kind}"
             yield Problem(what, (STOPS,))
             continue
-        for scenario in missing_scenarios(benchmark, scenarios):
+        for scenario in missing_scenarios(workload, scenarios):
             yield Problem(f"{benchmark}: the closed division needs {scenario} too", ("scenarios_check",))
-
-
-def _samples(run: Run) -> int:
-    """Return the number of samples of the full benchmark."""
-    return workloads.WORKLOADS[run.directory.benchmark].n_samples

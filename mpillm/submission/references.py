@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from mpillm import workloads
+from mpillm.data.preprocessed.loader import loader_of
 from mpillm.submission.scores import Row
+from mpillm.workloads import Workload
 
 
-def read_references(workload: workloads.Workload, file: str) -> list[Row]:
+def read_references(workload: Workload, file: str) -> list[Row]:
     """Read the workload's reference columns of every sample, in the order of the data set.
 
     From the published data frame (or its folder), or a JSONL file with an object per line. ConfigError names
@@ -18,7 +19,7 @@ def read_references(workload: workloads.Workload, file: str) -> list[Row]:
     """
     path, columns = Path(file), workload.columns.references
     if path.suffix != ".jsonl":
-        read = workloads.loader(workload, file).references()
+        read = loader_of(path, workload).references()
         return [
             dict(zip(columns, values, strict=True))
             for values in zip(*(read[column] for column in columns), strict=True)

@@ -1,4 +1,4 @@
-"""MLCommons' rules for a submission.
+"""MLCommons' rules for a submission. What they say of one benchmark is in its `Workload`.
 
 The facts are from the submission checker in mlcommons/inference
 (tools/submission/submission_checker/constants.py, August 2026).
@@ -10,13 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from disagg.errors import ConfigError
+from mpillm.workloads import Workload
 
 STATUSES = ("available", "preview", "rdi")
 SYSTEM_TYPES = ("datacenter", "edge", "datacenter,edge", "edge,datacenter")
-
-# The checker's name of a benchmark with two accuracy targets, 99 % and 99.9 %, contains the target.
-_TWO_TARGETS = ("llama2-70b",)
-_INTERACTIVE = "-interactive"
 
 
 @dataclass(frozen=True)
@@ -25,18 +22,13 @@ class Round:
 
     name: str  # the checker's
     seeds: tuple[int, int, int]  # qsl, sample index, schedule
-    benchmarks: tuple[str, ...]
 
 
 ROUNDS = (
     # mlcommons-loadgen 6.0.16 and later
-    Round("v6.1", (2085463073848966840, 2747215439041700203, 16159082839903944936), ("llama2-70b-99.9",)),
+    Round("v6.1", (2085463073848966840, 2747215439041700203, 16159082839903944936)),
     # mlcommons-loadgen 6.0.9 to 6.0.15
-    Round(
-        "v6.0",
-        (2465351861681999779, 14276810075590677512, 3936089224930324775),
-        ("llama2-70b-99", "llama2-70b-99.9", "mixtral-8x7b", "llama3.1-405b"),
-    ),
+    Round("v6.0", (2465351861681999779, 14276810075590677512, 3936089224930324775)),
 )
 _SEEDS = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed")
 
@@ -47,19 +39,22 @@ def round_of(detail: Mapping[str, object]) -> Round | None:
     return next((r for r in ROUNDS if r.seeds == seeds), None)
 
 
-def place(workload: str, accuracy_target: float, loadgen_scenario: str) -> tuple[str, str]:
+def place(workload: Workload, accuracy_target: float, loadgen_scenario: str) -> tuple[str, str]:
     """Return the names of the folders for benchmark and scenario.
 
     A workload's interactive form is a scenario of its benchmark; LoadGen runs it as Server with limits of its
     own.
     """
-    benchmark = workload.removesuffix(_INTERACTIVE)
-    scenario = loadgen_scenario
-    if workload.endswith(_INTERACTIVE):
+    benchmark, scenario = workload.interactive_of or workload.name, loadgen_scenario
+    if workload.submission.two_targets:
+        benchmark += f"-{100 * accuracy_target:g}"
+    if workload.interactive_of:
         if scenario != "Server":
-            raise ConfigError(f"{workload} is run in scenario Server; there is no {scenario} of it to submit")
+            raise ConfigError(
+                f"{workload.name} is run in scenario Server; there is no {scenario} of it to submit"
+            )
         scenario = "Interactive"
-    return (f"{benchmark}-{100 * accuracy_target:g}" if benchmark in _TWO_TARGETS else benchmark), scenario
+    return benchmark, scenario
 
 
 @dataclass(frozen=True)
@@ -74,35 +69,18 @@ STOPS = "it stops there"
 """Stands for a check where the checker ends with a traceback."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The latencies that the checker allows a Server run."""
-
-    ttft_ms: float
-    tpot_ms: float
-    target_ms: float  # of a whole answer, if user.conf sets one
-
-
-LATENCY_LIMITS = {
-    "llama2-70b-99": Limits(2000, 200, 20_000),
-    "llama2-70b-99.9": Limits(2000, 200, 20_000),
-    "mixtral-8x7b": Limits(2000, 200, 20_000),
-    "llama3.1-405b": Limits(6000, 175, 60_000),
-}
-
-
 def has_scenarios(system_type: str) -> bool:
     """Return whether the closed division has these benchmarks for this kind of system."""
     return "datacenter" in system_type
 
 
-def missing_scenarios(benchmark: str, scenarios: set[str]) -> list[str]:
-    """Return the scenarios that a closed datacenter submission of `benchmark` lacks."""
-    required = ("Offline", "Server") if benchmark == "mixtral-8x7b" else ("Offline",)
-    missing = [name for name in required if name not in scenarios]
-    if benchmark != "mixtral-8x7b" and not scenarios & {"Server", "Interactive"}:
-        missing.append("one of Server and Interactive")
-    return missing
+def missing_scenarios(workload: Workload, scenarios: set[str]) -> list[str]:
+    """Return the scenarios that a closed datacenter submission of a workload lacks."""
+    return [
+        f"one of {' and '.join(either)}" if len(either) > 1 else either[0]
+        for either in workload.submission.scenarios
+        if scenarios.isdisjoint(either)
+    ]
 
 
 MIN_DURATION_MS = 600_000

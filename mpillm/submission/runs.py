@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from mpillm import fields
+from mpillm.config.workload_options import defaults_of
 from mpillm.engine.model.model_config import PRESETS
 from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.rules import FREE_SETTINGS, Problem, Round, place, round_of
 from mpillm.submission.test06 import is_test06
+from mpillm.workloads import WORKLOADS, Workload
 
 KINDS = ("performance", "accuracy", "TEST06")
 # What the runs of one result must have in common: they are of one system under test.
 _SAME = ("core_type", "mode", "model_path", "model_scale", "dtype", "quantization", "engine_dir")
 # Options that a workload sets and the closed division does not allow to change.
-_OF_THE_WORKLOAD = ("max_output_len", "min_output_len", "stop_words")
+_OF_THE_WORKLOAD = (fields.max_output_len, fields.min_output_len, fields.stop_words)
 # The entries of `describe_machine` that a submission describes.
 _OF_MACHINE = (
     "cpu",
@@ -47,6 +50,11 @@ class Run:
     @property
     def path(self) -> Path:
         return self.directory.path
+
+    @property
+    def workload(self) -> Workload:
+        """The full benchmark, whatever its scale was."""
+        return WORKLOADS[self.directory.benchmark]
 
     @cached_property
     def detail(self) -> dict[str, Any]:
@@ -110,11 +118,11 @@ class Run:
     def changed(self) -> list[str]:
         """Return changes to the benchmark's task: forbidden in the closed division, unseen by the checker."""
         config, workload = self.directory.config, self.directory.workload
-        defaults = {field.name: value for field, value in workload.defaults(self.directory.scenario).items()}
+        defaults = defaults_of(workload, self.directory.scenario)
         found = []
-        for name in _OF_THE_WORKLOAD:
-            if (given := config.get(name, defaults[name])) != defaults[name]:
-                found.append(f"--{name} was {given}, the benchmark's is {defaults[name]}")
+        for option in _OF_THE_WORKLOAD:
+            if (given := config.get(option.name, defaults[option])) != defaults[option]:
+                found.append(f"--{option.name} was {given}, the benchmark's is {defaults[option]}")
         if more := set(config.get("end_ids") or ()).difference(workload.end_ids):
             found.append(f"--end_ids had {sorted(more)}, which end no answer of the benchmark")
         if config.get("temperature") and config.get("top_k") != 1:
@@ -136,7 +144,7 @@ def read_run(path: Path) -> Run:
     """
     directory = RunDirectory.read(path)
     benchmark, scenario = place(
-        directory.workload.name, float(directory.config["accuracy_target"]), directory.scenario
+        directory.workload, float(directory.config["accuracy_target"]), directory.scenario
     )
     kind = "performance"
     if directory.is_accuracy:
@@ -159,6 +167,11 @@ class Result:
     scenario: str
     runs: dict[str, Run] = field(default_factory=dict)  # by kind
     measurements: dict[str, Any] = field(default_factory=dict)  # measurements.json
+
+    @property
+    def workload(self) -> Workload:
+        """The full benchmark."""
+        return next(iter(self.runs.values())).workload
 
     def forbidden(self, division: str) -> list[Problem]:
         """What the rules forbid in its runs."""

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
+from mpillm.data.tiny_dataset import DATASET, REFERENCES
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.files import as_writable, read_json, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
-from mpillm.submission.scores import Answer, Row, Scores, pass_at_1
-from mpillm.submission.targets import TASKS, Check, Task, check
-from mpillm.workloads.tiny import DATASET, REFERENCES
+from mpillm.submission.scores import METRICS, Answer, Row, Scores, pass_at_1
+from mpillm.submission.targets import Check, check
 
 COMPLETIONS = "mbxp_completions.json"
 
@@ -24,7 +24,6 @@ class Answers(NamedTuple):
     """What an accuracy run answered, and what its answers are compared with."""
 
     run: RunDirectory
-    task: Task
     answers: list[LoggedAnswer]
     rows: Sequence[Row]
     tokenizer: Tokenizer
@@ -37,8 +36,11 @@ def read_accuracy_run(
 
     ConfigError: something is missing, or does not belong to the run.
     """
-    task = task_of(run)
-    if mbxp and "mbxp" not in task.references:
+    if not run.is_accuracy:
+        raise ConfigError(
+            f"{run.path}: a performance run has no accuracy; name a run with --test_mode AccuracyOnly"
+        )
+    if mbxp and "mbxp" not in run.workload.accuracy.references:
         raise ConfigError(f"--mbxp {mbxp}: {run.benchmark} has no MBXP samples")
     answers = _answers(run)
     rows = _rows(run, dataset_path)
@@ -49,29 +51,20 @@ def read_accuracy_run(
             f"the data set has {len(rows)} samples, and the run answered sample {worst}: "
             "it is not the run's data set"
         )
-    return Answers(run, task, answers, rows, decoder)
+    return Answers(run, answers, rows, decoder)
 
 
 def score_run(given: Answers, mbxp: str | None) -> tuple[Scores, list[Check]]:
     """Score the answers, which may take minutes, and write both files."""
-    run, task = given.run, given.task
+    run, accuracy = given.run, given.run.workload.accuracy
     texts = [Answer(given.tokenizer.decode(answer.tokens), len(answer.tokens)) for answer in given.answers]
-    scores = task.score(texts, [given.rows[answer.index] for answer in given.answers])
+    scores = METRICS[accuracy.metric](texts, [given.rows[answer.index] for answer in given.answers])
     if scores.completions:
         scores = _with_mbxp(run, scores, mbxp)
-    checks = check(task, scores.values, float(run.config["accuracy_target"]))
+    checks = check(accuracy, scores.values, float(run.config["accuracy_target"]))
     with as_writable(run.path / "accuracy.txt"):
         _write(run, scores, checks)
     return scores, checks
-
-
-def task_of(run: RunDirectory) -> Task:
-    """Return how `run` is scored. ConfigError: it is not an accuracy run."""
-    if not run.is_accuracy:
-        raise ConfigError(
-            f"{run.path}: a performance run has no accuracy; name a run with --test_mode AccuracyOnly"
-        )
-    return TASKS[run.benchmark.removesuffix("-interactive")]
 
 
 def _answers(run: RunDirectory) -> list[LoggedAnswer]:

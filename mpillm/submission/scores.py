@@ -1,4 +1,4 @@
-"""The scores of each workload, from decoded answers and the rows of its data set.
+"""The scores of a run, from decoded answers and the rows of the data set.
 
 Names and rounding are those that the reference scripts of mlcommons/inference print
 (language/<workload>/evaluate-accuracy.py), because the submission checker looks for them.
@@ -12,6 +12,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.submission import matching, rouge
+from mpillm.workloads.workload import Metric
 
 Row = Mapping[str, str]
 
@@ -30,21 +31,19 @@ class Scores:
 
     values: dict[str, float]  # by the references' names
     notes: list[str] = field(default_factory=list)  # what a reader must know about them
-    completions: list[dict[str, str]] = field(
-        default_factory=list
-    )  # code still to be executed (mixtral-8x7b)
+    completions: list[dict[str, str]] = field(default_factory=list)  # code still to be executed (MBXP)
 
 
-def llama2(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """llama2-70b: ROUGE against OpenOrca's answers."""
+def openorca(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
+    """ROUGE against OpenOrca's answers."""
     values, length, notes = _openorca([answer.text for answer in answers], [row["output"] for row in rows])
     return Scores(values | _lengths(answers, length), notes)
 
 
-def mixtral(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """mixtral-8x7b: ROUGE on its OpenOrca samples, exact match on its GSM8K samples.
+def openorca_gsm8k_mbxp(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
+    """ROUGE on OpenOrca's samples, exact match on GSM8K's.
 
-    Its MBXP samples are scored by executing what the model wrote, in six languages. The reference's container
+    MBXP's samples are scored by executing what the model wrote, in six languages. The reference's container
     does that (`Scores.completions` is the input of its `evaluate_mbxp`); see `pass_at_1`.
     """
     orca = [i for i, row in enumerate(rows) if row["dataset"] == "OpenOrca"]
@@ -74,8 +73,8 @@ def mixtral(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
     return Scores(values | _lengths(answers, length), notes, completions)
 
 
-def llama3(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """llama3.1-405b: each sample by its metric: ROUGE-L, needle in a haystack, or question answering."""
+def long_context(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
+    """Each sample by its metric: ROUGE-L, needle in a haystack, or question answering."""
     split, trained = rouge.splitter()
     texts = rouge.as_lines([answer.text for answer in answers], split)
     targets = rouge.as_lines([row["gt_output"] for row in rows], split)
@@ -98,6 +97,12 @@ def llama3(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
 
 
 _MATCHES: dict[str, Callable[[str, str], float]] = {"niah_em": matching.needle, "qa_em": matching.question}
+
+METRICS: dict[Metric, Callable[[Sequence[Answer], Sequence[Row]], Scores]] = {
+    "openorca": openorca,
+    "openorca_gsm8k_mbxp": openorca_gsm8k_mbxp,
+    "long_context": long_context,
+}
 
 
 def pass_at_1(completions: Sequence[Mapping[str, str]], evaluated: Mapping[str, Any]) -> float:

@@ -1,36 +1,37 @@
-"""The MLPerf Inference LLM workloads: defaults of options, names, `tiny` forms, early stopping."""
+"""The MLPerf Inference LLM workloads: all that is known of each, names, `tiny` forms, early stopping."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from mpillm import fields
-from mpillm.fields.general import accuracy_of
+from disagg.errors import ConfigError, nearest
 from mpillm.workloads.benchmarks import WORKLOADS as WORKLOADS
-from mpillm.workloads.benchmarks import Workload as Workload
+from mpillm.workloads.tiny import tiny
+from mpillm.workloads.workload import Workload as Workload
 
-if TYPE_CHECKING:
-    from mpillm.data.preprocessed.loader import PreprocessedLoader
+TARGETS = {"-99": 0.99, "-99.9": 0.999}
+"""Accuracy targets, by the end of a benchmark's name."""
 
 
 def get(name: str, scale: str = "full") -> Workload:
-    """Return the workload of this name or alias, in full or ``tiny``; ConfigError names the nearest match."""
-    (benchmark,) = fields.benchmarks.parse(name, "workload")
-    known, _ = accuracy_of(benchmark)
-    if scale == "full":
-        return WORKLOADS[known]
-    from mpillm.workloads.tiny import tiny
-
-    return tiny(WORKLOADS[known])
+    """Return the workload of this name, in full or ``tiny``; ConfigError names the nearest match."""
+    if name not in WORKLOADS:
+        raise ConfigError(f"there is no workload {name}{nearest(name, WORKLOADS)}")
+    return WORKLOADS[name] if scale == "full" else tiny(WORKLOADS[name])
 
 
-def loader(workload: Workload | None, path: str) -> PreprocessedLoader:
-    """Return the loader of `path`, as this workload's data set or (None) as any."""
-    from mpillm.data.preprocessed.loader import PreprocessedLoader
+def accuracy_of(benchmark: str) -> tuple[str, float | None]:
+    """Return the workload that a name means, and its accuracy target, if it has one: llama2-70b-99.9."""
+    for suffix, target in TARGETS.items():
+        if benchmark.endswith(suffix):
+            return benchmark.removesuffix(suffix), target
+    return benchmark, None
 
-    return (
-        PreprocessedLoader(Path(path), workload.columns, workload.frame_file)
-        if workload
-        else PreprocessedLoader(Path(path))
-    )
+
+def plain_form(name: str) -> str:
+    """Return the name of the workload of which this one is the interactive form, or `name` itself."""
+    return (name in WORKLOADS and WORKLOADS[name].interactive_of) or name
+
+
+def interactive_form(name: str) -> str | None:
+    """Return the name of a workload's interactive form, or None."""
+    plain = plain_form(name)
+    return next((form.name for form in WORKLOADS.values() if form.interactive_of == plain), None)

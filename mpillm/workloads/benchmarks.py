@@ -1,80 +1,20 @@
-"""The MLPerf Inference LLM workloads, as defaults of the options of a run.
+"""The MLPerf Inference LLM workloads. One `Workload(…)` is all that mpillm knows of a benchmark.
 
-Sources, all in mlcommons/inference (August 2026): ``language/<workload>/README.md`` (models, data sets),
-``SUT.py`` and ``SUT_VLLM.py`` there (how answers are generated), ``dataset.py`` and ``evaluate-accuracy.py``
-there (columns), and ``loadgen/mlperf.conf`` (LoadGen's names of the models). LoadGen itself brings latency
-limits, sample counts and durations, in the mlperf.conf inside it; accuracy targets are in
-`mpillm.submission.targets`.
+Sources, all in mlcommons/inference (August 2026): ``language/<workload>/README.md`` (models, data sets,
+reference accuracy), ``SUT.py`` and ``SUT_VLLM.py`` there (how answers are generated), ``dataset.py`` and
+``evaluate-accuracy.py`` there (columns, scores), ``loadgen/mlperf.conf`` (LoadGen's names of the models), and
+``tools/submission/submission_checker/constants.py`` (rounds v6.0 and v6.1: targets, limits, scenarios).
+LoadGen itself brings latency limits, sample counts and durations, in the mlperf.conf inside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from mpillm.workloads.workload import Accuracy, Columns, Limits, Submission, Workload
 
-from disagg.errors import ConfigError, nearest
-from mpillm import fields
-from mpillm.configurator import Field
-from mpillm.data.preprocessed import Columns
-
-_STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prompt except llama3.1-405b's
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One benchmark. Lengths are in tokens."""
-
-    name: str
-    loadgen_model: str  # as mlperf.conf names it
-    hf_model: str  # its name on Hugging Face
-    model_path: str  # default folder, or a preset
-    tensor_parallelism: int  # fewest GPUs of 141 GB that hold its weights in bf16, as a power of two
-    dataset_path: str  # default: NVIDIA's folders
-    frame_file: str  # MLCommons' name of its data frame
-    columns: Columns
-    n_samples: int
-    max_input_len: int
-    max_output_len: int
-    end_ids: tuple[int, ...]
-    min_output_len: int = 1
-    stop_words: tuple[tuple[int, ...], ...] = ()  # as tokens; the data set says which samples have one
-    scenarios: tuple[str, ...] = ("Offline", "Server")
-    options: Mapping[str, Mapping[Field, Any]] = field(default_factory=dict)  # other defaults, by scenario
-    scaled: str = ""  # what is smaller than in the benchmark; empty: nothing
-
-    @property
-    def title(self) -> str:
-        """The name, with the scale if it is not full."""
-        return f"{self.name} (tiny)" if self.scaled else self.name
-
-    def defaults(self, scenario: str) -> dict[Field, Any]:
-        """Return the options' defaults; answers are greedy. ConfigError for a scenario it does not have."""
-        if scenario not in self.scenarios:
-            have = " and ".join(self.scenarios)
-            raise ConfigError(
-                f"--scenarios {scenario}: {self.name} has {have}{nearest(scenario, self.scenarios)}",
-                about=["scenarios"],
-            )
-        return {
-            fields.model_path: self.model_path,
-            fields.dataset_path: self.dataset_path,
-            fields.max_num_tokens: _STEP_TOKENS,
-            fields.enable_chunked_context: self.max_input_len > _STEP_TOKENS,
-            fields.max_seq_len: self.max_input_len + self.max_output_len,
-            fields.max_output_len: self.max_output_len,
-            fields.min_output_len: self.min_output_len,
-            fields.end_ids: self.end_ids,
-            fields.stop_words: [list(word) for word in self.stop_words] or None,
-            **dict.fromkeys(
-                (fields.tensor_parallelism, fields.ctx_tp_size, fields.gen_tp_size), self.tensor_parallelism
-            ),
-            **self.options.get(scenario, {}),
-        }
-
-
-_LLAMA2 = Workload(
+LLAMA2_70B = Workload(
     name="llama2-70b",
+    aliases=("llama2", "llama-v2", "llama-v2-70b"),
+    members=("LLAMA2",),
     loadgen_model="llama2-70b",
     hf_model="meta-llama/Llama-2-70b-chat-hf",
     model_path="build/models/Llama-2-70b-chat-hf",
@@ -86,9 +26,58 @@ _LLAMA2 = Workload(
     max_input_len=1024,
     max_output_len=1024,
     end_ids=(2,),
+    accuracy=Accuracy(
+        metric="openorca",
+        references={"rouge1": 44.4312, "rouge2": 22.0352, "rougeL": 28.6162},
+        tokens_per_sample=(0.9 * 294.45, 1.1 * 294.45),
+    ),
+    submission=Submission(
+        rounds={"v6.0": ("llama2-70b-99", "llama2-70b-99.9"), "v6.1": ("llama2-70b-99.9",)},
+        limits=Limits(ttft_ms=2000, tpot_ms=200, target_ms=20_000),
+        scenarios=(("Offline",), ("Server", "Interactive")),
+        two_targets=True,
+    ),
+    tiny_model="tiny-llama",
+    tiny_divisor=16,
 )
-_LLAMA3 = Workload(
+
+MIXTRAL_8X7B = Workload(
+    name="mixtral-8x7b",
+    aliases=("mixtral", "mixtral8x7b", "moe"),
+    members=("MIXTRAL8X7B", "Mixtral8x7B"),  # the second is NVIDIA's spelling
+    loadgen_model="mixtral-8x7b",
+    hf_model="mistralai/Mixtral-8x7B-Instruct-v0.1",
+    model_path="build/models/Mixtral-8x7B-Instruct-v0.1",
+    tensor_parallelism=1,
+    dataset_path="build/preprocessed_data/moe",
+    frame_file="09292024_mixtral_15k_mintoken2_v1.pkl",
+    columns=Columns(
+        "tok_input", "tok_input_len", "tok_stop_sequence", ("dataset", "id", "input", "gt_output")
+    ),
+    n_samples=15000,
+    max_input_len=2048,
+    max_output_len=1024,
+    min_output_len=2,
+    end_ids=(2,),
+    stop_words=((13, 13940, 28832, 13),),  # "\n```\n", which ends the code of MBXP's samples
+    accuracy=Accuracy(
+        metric="openorca_gsm8k_mbxp",
+        references={"rouge1": 45.5989, "rouge2": 23.3526, "rougeL": 30.4608, "gsm8k": 73.66, "mbxp": 60.16},
+        tokens_per_sample=(0.9 * 144.84, 1.1 * 145.9),
+    ),
+    submission=Submission(
+        rounds={"v6.0": ("mixtral-8x7b",)},
+        limits=Limits(ttft_ms=2000, tpot_ms=200, target_ms=20_000),
+        scenarios=(("Offline",), ("Server",)),
+    ),
+    tiny_model="tiny-mixtral",
+    tiny_divisor=16,
+)
+
+LLAMA3_1_405B = Workload(
     name="llama3.1-405b",
+    aliases=("llama3_1-405b", "llama-v3.1-405b"),
+    members=("LLAMA3_1_405B",),
     loadgen_model="llama3_1-405b",
     hf_model="meta-llama/Llama-3.1-405B-Instruct",
     model_path="build/models/Llama-3.1-405B-Instruct",
@@ -99,46 +88,29 @@ _LLAMA3 = Workload(
     n_samples=8313,
     max_input_len=20000,
     max_output_len=2000,
-    end_ids=(
-        128001,
-        128008,
-        128009,
-    ),  # of the model's generation_config.json, as the reference's vLLM reads it
+    # Of the model's generation_config.json, as the reference's vLLM reads it.
+    end_ids=(128001, 128008, 128009),
+    accuracy=Accuracy(
+        metric="long_context",
+        references={"rougeL": 21.6666, "exact_match": 90.1335},
+        tokens_per_sample=(0.9 * 684.68, 1.1 * 684.68),
+    ),
+    submission=Submission(
+        rounds={"v6.0": ("llama3.1-405b",)},
+        limits=Limits(ttft_ms=6000, tpot_ms=175, target_ms=60_000),
+        scenarios=(("Offline",), ("Server", "Interactive")),
+    ),
+    tiny_model="tiny-llama",
+    tiny_divisor=64,
 )
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        _LLAMA2,
-        replace(
-            _LLAMA2,
-            name="llama2-70b-interactive",
-            loadgen_model="llama2-70b-interactive",
-            scenarios=("Server",),
-        ),
-        Workload(
-            name="mixtral-8x7b",
-            loadgen_model="mixtral-8x7b",
-            hf_model="mistralai/Mixtral-8x7B-Instruct-v0.1",
-            model_path="build/models/Mixtral-8x7B-Instruct-v0.1",
-            tensor_parallelism=1,
-            dataset_path="build/preprocessed_data/moe",
-            frame_file="09292024_mixtral_15k_mintoken2_v1.pkl",
-            columns=Columns(
-                "tok_input", "tok_input_len", "tok_stop_sequence", ("dataset", "id", "input", "gt_output")
-            ),
-            n_samples=15000,
-            max_input_len=2048,
-            max_output_len=1024,
-            min_output_len=2,
-            end_ids=(2,),
-            stop_words=((13, 13940, 28832, 13),),  # "\n```\n", which ends the code of MBXP's samples
-        ),
-        _LLAMA3,
-        replace(
-            _LLAMA3,
-            name="llama3.1-405b-interactive",
-            loadgen_model="llama3_1-405b-interactive",
-            scenarios=("Server",),
-        ),
+        LLAMA2_70B,
+        LLAMA2_70B.interactive(),
+        MIXTRAL_8X7B,
+        LLAMA3_1_405B,
+        LLAMA3_1_405B.interactive(),
     )
 }

@@ -50,7 +50,7 @@ def test_importing_disagg_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("code", "unwanted"),
     [
-        ("import mpillm.config.options; mpillm.config.options.workloads.get('moe', 'tiny').defaults('Server')", HEAVY),
+        ("import mpillm.config.options; from mpillm import workloads; workloads.get('mixtral-8x7b', 'tiny')", HEAVY),
         # What every rank imports; the harness's imports mpillm.run.session as well.
         (
             "import mpi4py; mpi4py.rc.initialize = False; import mpillm.run.rank",

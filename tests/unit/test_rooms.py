@@ -15,7 +15,7 @@ ROOMS = """
 disagg
 launch
 mpillm.phases
-mpillm.errors mpillm.core_names
+mpillm.errors mpillm.core_names mpillm.workloads
 mpillm.user_config
 mpillm.files mpillm.devices
 mpillm.configurator
@@ -23,7 +23,6 @@ mpillm.fields
 mpillm.comms
 mpillm.models
 mpillm.data
-mpillm.workloads
 mpillm.config
 mpillm.loadgen
 mpillm.engine

@@ -19,15 +19,22 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
 from mpillm.data.data_loader import LLMDataLoader, Samples
-from mpillm.data.preprocessed import Columns
 from mpillm.data.preprocessed.converted import Arrays, converted
 from mpillm.data.preprocessed.frames import Frame, read_frame
+from mpillm.workloads.workload import Columns, Workload
 
 TOKENS_FILE, LENGTHS_FILE, STOP_FILE = "input_ids_padded.npy", "input_lens.npy", "stop_ids_padded.npy"
 FRAME_SUFFIXES = (".pkl", ".pkl.gz")
 
 _TEXT, _ENDS = "reference", "_ends"  # in the names of arrays
 _CHUNK_ROWS = 1024  # rows of the padded array in one read
+
+
+def loader_of(path: Path, workload: Workload | None) -> PreprocessedLoader:
+    """Return the loader of `path`, as this workload's data set or (None) as any."""
+    if workload is None:
+        return PreprocessedLoader(path)
+    return PreprocessedLoader(path, workload.columns, workload.frame_file)
 
 
 class PreprocessedLoader(LLMDataLoader):

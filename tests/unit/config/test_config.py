@@ -14,7 +14,6 @@ import pytest
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm import workloads
 from mpillm.commands import run_harness as harness
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import RunConfig, parse_each, parse_run, run_name
@@ -283,7 +282,7 @@ def test_every_name_that_nvidia_and_mlcommons_have_for_a_workload(workload: str)
     for name in [workload, *NAMES[workload]]:
         config = parse_run([*DUMMY, "--benchmarks", name])
         assert (config.benchmarks, config.accuracy_target) == ((workload,), 0.99), name
-        assert workloads.get(name).name == workload
+        assert config.workload and config.workload.name == workload
     high = parse_run([*DUMMY, f"--benchmarks={workload}-99.9"])
     assert (high.benchmarks, high.accuracy_target) == ((workload,), 0.999)
     assert high.to_json()["accuracy_target"] == {"value": 0.999, "source": f"command line: benchmarks {workload}-99.9"}

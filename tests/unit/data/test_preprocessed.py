@@ -12,9 +12,9 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.data.dataset import Dataset, Limits, load_dataset
-from mpillm.data.preprocessed import Columns
 from mpillm.data.preprocessed.loader import PreprocessedLoader
 from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.workloads.workload import Columns
 from tests.helpers.data_frames import write_frame
 
 ROWS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]

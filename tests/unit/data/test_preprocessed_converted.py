@@ -14,9 +14,10 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.data.data_loader import Samples
-from mpillm.data.preprocessed import Columns, converted, loader
+from mpillm.data.preprocessed import converted, loader
 from mpillm.data.preprocessed.frames import Frame, read_frame
 from mpillm.data.preprocessed.loader import PreprocessedLoader
+from mpillm.workloads.workload import Columns
 from tests.helpers.data_frames import write_frame
 
 ROWS = [list(range(300, 900 + i)) for i in range(800)]

@@ -14,8 +14,9 @@ from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.loadgen.logs import digest
 from mpillm.submission import matching
-from mpillm.submission.scores import Answer, llama2, llama3, mixtral, pass_at_1
-from mpillm.submission.targets import TASKS, check
+from mpillm.submission.scores import Answer, long_context, openorca, openorca_gsm8k_mbxp, pass_at_1
+from mpillm.submission.targets import check
+from mpillm.workloads import get
 from tests.helpers.run_directories import log_entry, make_run
 
 A, B = "0123abcd-0123-0123-0123-0123456789ab", "ffffffff-ffff-ffff-ffff-ffffffffffff"
@@ -71,7 +72,7 @@ def test_question(text: str, expected: str, score: float) -> None:
 def test_llama2() -> None:
     """ROUGE-1 of the second: precision 2/2, recall 2/4; ROUGE-2: 1/1 and 1/3; stemming makes runs and running one."""
     pytest.importorskip("rouge_score")
-    scores = llama2(answers(" the dog runs. ", "a b"), [{"output": "The dog, running"}, {"output": "a b c d"}])
+    scores = openorca(answers(" the dog runs. ", "a b"), [{"output": "The dog, running"}, {"output": "a b c d"}])
     assert scores.values["rouge1"] == round(100 * (1 + 2 / 3) / 2, 4)
     assert scores.values["rouge2"] == round(100 * (1 + 0.5) / 2, 4)
     assert scores.values["rougeL"] == scores.values["rougeLsum"] == scores.values["rouge1"]
@@ -99,7 +100,7 @@ def test_mixtral() -> None:
         {"dataset": "GSM8K", "id": "z", "input": "", "gt_output": "8"},
         {"dataset": "MBXP", "id": "python_MBPP/1_f", "input": "def f", "gt_output": "assert f()"},
     ]
-    scores = mixtral(answers("a b", "7", "7", "return 1"), rows)
+    scores = openorca_gsm8k_mbxp(answers("a b", "7", "7", "return 1"), rows)
     assert (scores.values["rouge1"], scores.values["gsm8k"], scores.values["gen_num"]) == (100.0, 50.0, 4)
     assert "mbxp" not in scores.values
     assert scores.completions == [
@@ -122,10 +123,10 @@ def test_llama3() -> None:
         {"metric": "niah_em", "gt_output": A},
         {"metric": "qa_em", "gt_output": "Paris"},
     ]
-    values = llama3(answers("a b c d", "none", "Answer: paris"), rows).values
+    values = long_context(answers("a b c d", "none", "Answer: paris"), rows).values
     assert (values["rougeL"], values["exact_match"], values["gen_num"]) == (100.0, 50.0, 3)
     with pytest.raises(ConfigError, match="a sample with metric 'rogue': not one of rouge, niah_em, qa_em"):
-        llama3(answers("a"), [{"metric": "rogue", "gt_output": "a"}])
+        long_context(answers("a"), [{"metric": "rogue", "gt_output": "a"}])
 
 
 @pytest.mark.parametrize(
@@ -149,15 +150,16 @@ def test_llama3() -> None:
     ],
 )
 def test_targets_are_the_checkers(benchmark: str, target: float, least: dict[str, float]) -> None:
-    checks = {c.name: c for c in check(TASKS[benchmark], dict(least), target)}
+    accuracy = get(benchmark).accuracy
+    checks = {c.name: c for c in check(accuracy, dict(least), target)}
     assert {name: c.at_least for name, c in checks.items()} == pytest.approx(least, rel=1e-9)
     limits = {"llama2-70b": 323.895, "mixtral-8x7b": 160.49, "llama3.1-405b": 753.148}
     assert checks["tokens_per_sample"].at_most == pytest.approx(limits[benchmark])
-    assert not any(c.passed for c in check(TASKS[benchmark], {}, target))
-    assert not any(c.passed for c in check(TASKS[benchmark], {name: value - 0.01 for name, value in least.items()}, target))
+    assert not any(c.passed for c in check(accuracy, {}, target))
+    assert not any(c.passed for c in check(accuracy, {name: value - 0.01 for name, value in least.items()}, target))
     above = {name: value + 0.01 for name, value in least.items()}
-    assert all(c.passed for c in check(TASKS[benchmark], above, target))
-    assert not all(c.passed for c in check(TASKS[benchmark], {**above, "tokens_per_sample": 1000.0}, target))
+    assert all(c.passed for c in check(accuracy, above, target))
+    assert not all(c.passed for c in check(accuracy, {**above, "tokens_per_sample": 1000.0}, target))
 
 
 # --- the command ---

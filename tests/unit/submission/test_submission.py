@@ -308,7 +308,7 @@ def test_open_division(maker: Maker) -> None:
     ],
 )
 def test_place(workload: str, target: float, scenario: str, expected: tuple[str, str]) -> None:
-    assert place(workload, target, scenario) == expected
+    assert place(get(workload), target, scenario) == expected
 
 
 def test_existing_output(maker: Maker) -> None:
@@ -366,7 +366,7 @@ def test_bad_input(maker: Maker) -> None:
         make_run(maker.folder / "f", result={"status": "FAILED", "phase": "test", "failures": [{"cause": "x"}]}),
     )
     says("start one with --benchmarks", make_run(maker.folder / "any", benchmarks=None))
-    says("there is no resnet50", make_run(maker.folder / "other", benchmarks=["resnet50"]))
+    says("there is no workload resnet50", make_run(maker.folder / "other", benchmarks=["resnet50"]))
     says("are both the performance run of llama2-70b-99.9 Offline", performance, make_run(maker.folder / "second"))
     says("--dtype is 'bfloat16' and 'float32'", performance, make_run(maker.folder / "fp32", "accuracy", dtype="float32"))
     says("--quantization is None and 'int8'", performance, make_run(maker.folder / "int8", "accuracy", quantization="int8"))

@@ -1,11 +1,39 @@
-"""Workload, scenario and accuracy target from the names that NVIDIA and MLCommons have for them."""
+"""What a workload means for options: defaults, and which test NVIDIA's and MLCommons' names of it stand for."""
 
 from __future__ import annotations
 
-from disagg.errors import ConfigError
-from mpillm import workloads
-from mpillm.configurator import Found, Level, Origin
-from mpillm.fields.general import INTERACTIVE, WORKLOADS, accuracy_of, interactive_form, plain_form
+from typing import Any
+
+from disagg.errors import ConfigError, nearest
+from mpillm import fields
+from mpillm.configurator import Field, Found, Level, Origin
+from mpillm.fields.general import INTERACTIVE
+from mpillm.workloads import WORKLOADS, Workload, accuracy_of, interactive_form, plain_form
+
+_STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prompt except llama3.1-405b's
+
+
+def defaults_of(workload: Workload, scenario: str) -> dict[Field, Any]:
+    """Return a workload's defaults; answers are greedy. ConfigError for a scenario it does not have."""
+    if scenario not in workload.scenarios:
+        have = " and ".join(workload.scenarios)
+        raise ConfigError(
+            f"--scenarios {scenario}: {workload.name} has {have}{nearest(scenario, workload.scenarios)}",
+            about=["scenarios"],
+        )
+    return {
+        fields.model_path: workload.model_path,
+        fields.dataset_path: workload.dataset_path,
+        fields.max_num_tokens: _STEP_TOKENS,
+        fields.enable_chunked_context: workload.max_input_len > _STEP_TOKENS,
+        fields.max_seq_len: workload.max_input_len + workload.max_output_len,
+        fields.max_output_len: workload.max_output_len,
+        fields.min_output_len: workload.min_output_len,
+        fields.end_ids: workload.end_ids,
+        fields.stop_words: [list(word) for word in workload.stop_words] or None,
+        **dict.fromkeys((fields.tensor_parallelism, fields.ctx_tp_size, fields.gen_tp_size), workload.tensor_parallelism),
+        **{fields.BY_NAME[name]: value for name, value in workload.loadgen.get(scenario, {}).items()},
+    }
 
 
 def named_test(benchmarks: Found, scenarios: Found, accuracy_target: Found) -> dict[str, Found]:
@@ -31,7 +59,7 @@ def named_test(benchmarks: Found, scenarios: Found, accuracy_target: Found) -> d
             have = ", ".join(name for name, form in forms.items() if form)
             raise ConfigError(f"{said} is a form of a workload: name one with --benchmarks ({have})")
         if (form := interactive_form(workload_names[0])) is None:
-            have = " and ".join(workloads.get(workload_names[0]).scenarios)
+            have = " and ".join(WORKLOADS[workload_names[0]].scenarios)
             raise ConfigError(f"{said}: {workload_names[0]} has no interactive form; it has {have}")
         workload_names = (form,)
         where = f"{scenarios.origin.where}: scenarios {INTERACTIVE}"

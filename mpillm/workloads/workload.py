@@ -1,0 +1,102 @@
+"""What a workload is: one record, which every other room reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Metric = Literal["openorca", "openorca_gsm8k_mbxp", "long_context"]
+"""How answers are scored: the names of the functions in `mpillm.submission.scores`."""
+
+FORM = "-interactive"
+"""The end of an interactive form's names, NVIDIA's and LoadGen's alike."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of a published data frame's columns."""
+
+    tokens: str = "tok_input"
+    lengths: str | None = None  # of `tokens`, as a check
+    stop_words: str | None = None  # as tokens; a sample with only the end token has none
+    references: tuple[str, ...] = ()  # which answers are scored against
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How a benchmark is scored.
+
+    A score must reach its reference times the accuracy target; the answers' mean length must be within
+    bounds.
+    """
+
+    metric: Metric
+    references: Mapping[str, float]  # by the scores' names
+    tokens_per_sample: tuple[float, float]  # least and most
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The latencies that the submission checker allows a Server run."""
+
+    ttft_ms: float
+    tpot_ms: float
+    target_ms: float  # of a whole answer, if user.conf sets one
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What the submission checker has of a benchmark."""
+
+    rounds: Mapping[str, tuple[str, ...]]  # its names of the benchmark, by round
+    limits: Limits
+    scenarios: tuple[tuple[str, ...], ...]  # a closed datacenter submission needs one of each
+    two_targets: bool = False  # accuracy targets of 99 % and 99.9 %: its names contain the target
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One benchmark. Lengths are in tokens."""
+
+    name: str
+    aliases: tuple[str, ...]  # NVIDIA's and LoadGen's names of it
+    members: tuple[str, ...]  # names in `Benchmark`, for a configuration in Python
+    loadgen_model: str  # as mlperf.conf names it
+    hf_model: str  # its name on Hugging Face
+    model_path: str  # default folder, or a preset
+    tensor_parallelism: int  # fewest GPUs of 141 GB that hold its weights in bf16, as a power of two
+    dataset_path: str  # default: NVIDIA's folders
+    frame_file: str  # MLCommons' name of its data frame
+    columns: Columns
+    n_samples: int
+    max_input_len: int
+    max_output_len: int
+    end_ids: tuple[int, ...]
+    accuracy: Accuracy
+    submission: Submission
+    tiny_model: str  # the preset of --model_scale tiny
+    tiny_divisor: int  # of a prompt's length there
+    min_output_len: int = 1
+    stop_words: tuple[tuple[int, ...], ...] = ()  # as tokens; the data set says which samples have one
+    scenarios: tuple[str, ...] = ("Offline", "Server")
+    interactive_of: str = ""  # the workload of which this is the interactive form
+    loadgen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options, by scenario
+    scaled: str = ""  # what is smaller than in the benchmark; empty: nothing
+
+    @property
+    def title(self) -> str:
+        """The name, with the scale if it is not full."""
+        return f"{self.name} (tiny)" if self.scaled else self.name
+
+    def interactive(self) -> Workload:
+        """Return its interactive form: Server with stricter limits, a LoadGen model of its own."""
+        return replace(
+            self,
+            name=self.name + FORM,
+            aliases=tuple(alias + FORM for alias in self.aliases),
+            members=(f"{self.members[0]}_INTERACTIVE",),
+            loadgen_model=self.loadgen_model + FORM,
+            scenarios=("Server",),
+            interactive_of=self.name,
+        )
