@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about
-from launch.command import NotHere
+from launch.command import NotHere, find_program
+from mpillm.config.options import RunConfig
 from mpillm.devices import visible_gpus
 from mpillm.files import read_object
 
@@ -110,3 +111,19 @@ def python_with_trtllm() -> str:
     if importlib.util.find_spec("tensorrt_llm") is not None:
         return sys.executable
     return shutil.which("python3") or sys.executable
+
+
+def lacking(config: RunConfig, problem: NotHere) -> None:
+    """Raise `problem`; in a dry run only report it."""
+    if not config.dry_run:
+        raise problem
+    print(f"# can't run here: {problem}")
+
+
+def program_or_name(config: RunConfig, name: str, hint: str) -> str:
+    """The path of a program; in a dry run that does not find it, its name."""
+    try:
+        return find_program(name, hint)
+    except NotHere as error:
+        lacking(config, error)
+        return name

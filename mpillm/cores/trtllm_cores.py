@@ -16,7 +16,7 @@ class TrtllmExecutorCore(LLMCore):
 class TritonGrpcCore(TrtllmExecutorCore):
     """The same engine behind `tritonserver`."""
 
-    servers = "mpillm.commands.run_llm_server:triton_servers"
+    servers = "mpillm.builder.triton_servers:triton_servers"
 
 
 class TrtllmHlApiCore(TrtllmExecutorCore):
@@ -28,10 +28,10 @@ class TrtllmHlApiCore(TrtllmExecutorCore):
 class TrtllmEndpointCore(TrtllmHlApiCore):
     """`trtllm-serve` over HTTP."""
 
-    servers = "mpillm.commands.run_llm_server:endpoint_servers"
+    servers = "mpillm.builder.trtllm_servers:endpoint_servers"
 
 
 class TrtllmDisaggCore(TrtllmHlApiCore):
     """`trtllm-serve disaggregated` over HTTP."""
 
-    servers = "mpillm.commands.run_llm_server:disaggregated_servers"
+    servers = "mpillm.builder.trtllm_servers:disaggregated_servers"

@@ -242,12 +242,12 @@ DRY = {
 def test_a_dry_run_needs_nothing_of_the_stages_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
+    from mpillm.builder import preconditions
     from mpillm.cli import main
-    from mpillm.commands import run_llm_server
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(run_llm_server, "find_program", lambda program, hint: find_nothing(program))
+    monkeypatch.setattr(preconditions, "find_program", lambda program, hint: find_nothing(program))
     monkeypatch.delenv("MLPERF_DISAGG_LAUNCH_TYPE", raising=False)
     options, expected = DRY[name]
     assert main(["run-llm-server", *options, "--dry_run"]) == DONE
@@ -429,13 +429,12 @@ def test_an_engine_of_several_ranks_is_started_by_mpirun(
 def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], visible: str | None, shares: list[str]
 ) -> None:
-    from mpillm.builder import preconditions
+    from mpillm.builder import preconditions, trtllm_servers
     from mpillm.cli import main
-    from mpillm.commands import run_llm_server
     from mpillm.devices import Gpu
 
     gpus = tuple(Gpu(f"GPU-{i}", "NVIDIA H200", 141 << 30, 140 << 30) for i in range(4))
-    for module in (run_llm_server, preconditions):
+    for module in (trtllm_servers, preconditions):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
     monkeypatch.chdir(place)
     if visible is None:

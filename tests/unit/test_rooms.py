@@ -1,8 +1,9 @@
-"""Rooms are packages. A room imports only rooms that stand before it in ROOMS; files do not import each other in a circle."""
+"""Rooms are packages. A room imports, or names in a string, only rooms before it in ROOMS; files import each other in no circle."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -26,8 +27,8 @@ mpillm.data
 mpillm.config
 mpillm.loadgen
 mpillm.engine
-mpillm.cores
 mpillm.builder
+mpillm.cores
 mpillm.roles
 mpillm.report
 mpillm.bench
@@ -40,6 +41,8 @@ mpillm.__main__
 """
 FLOOR = {room: floor for floor, line in enumerate(ROOMS.split("\n")) for room in line.split()}
 SAME_MEANING = ["errors"]  # ConfigError in disagg, what ends a run in mpillm
+NAMED = re.compile(r"((?:disagg|launch|mpillm)(?:\.\w+)*):\w*")  # ``module:function``, whole or as the start of an f-string
+TABLE = "mpillm.core_names"  # the one table of names and classes, like the entry points of a package: only cores.registry follows it
 VERSION = "mpillm"  # the package itself holds the version alone, and every room may import it
 
 
@@ -72,6 +75,13 @@ def imported(name: str) -> Iterator[str]:
                     yield module
 
 
+def named(name: str) -> Iterator[str]:
+    """The modules of ours of which `name` names something by a string."""
+    for node in ast.walk(ast.parse(files()[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := NAMED.fullmatch(node.value)):
+            yield match[1]
+
+
 def room(name: str) -> str:
     """The room that a module stands in: the longest name in ROOMS that it begins with."""
     parts = name.split(".")
@@ -87,14 +97,30 @@ def test_every_room_is_there() -> None:
     assert sorted(set(FLOOR) - {room(name) for name in files()}) == []
 
 
-def test_rooms_import_only_what_stands_below_them() -> None:
-    up = [
+def up(name: str, others: Iterator[str]) -> list[str]:
+    """The arrows from `name` to modules that do not stand below it."""
+    return [
         f"{name} -> {other}"
-        for name in sorted(files())
-        for other in sorted(set(imported(name)))
-        if name != VERSION and other != VERSION and room(name) != room(other) and FLOOR[room(other)] >= FLOOR[room(name)]
+        for other in sorted(set(others))
+        if VERSION not in (name, other) and room(name) != room(other) and FLOOR[room(other)] >= FLOOR[room(name)]
     ]
-    assert up == []
+
+
+def test_rooms_import_only_what_stands_below_them() -> None:
+    assert [arrow for name in sorted(files()) for arrow in up(name, imported(name))] == []
+
+
+def test_rooms_name_only_what_stands_below_them() -> None:
+    assert [arrow for name in sorted(files()) if name != TABLE for arrow in up(name, named(name))] == []
+
+
+def test_a_name_in_a_string_is_an_arrow() -> None:
+    assert "mpillm.builder.torch_engine" in set(named("mpillm.cores.torch_core"))
+    assert "mpillm.cores.torch_core" in set(named(TABLE))
+    assert up("mpillm.cores.torch_core", iter(["mpillm.builder.torch_engine"])) == []
+    assert up("mpillm.builder.torch_engine", iter(["mpillm.cores.torch_core"])) == [
+        "mpillm.builder.torch_engine -> mpillm.cores.torch_core"
+    ]
 
 
 def test_files_do_not_import_each_other_in_a_circle() -> None:

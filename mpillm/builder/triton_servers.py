@@ -1,0 +1,61 @@
+"""What `run-llm-server` starts for Triton: a `tritonserver` for each model repository."""
+
+from __future__ import annotations
+
+import socket
+
+from disagg.errors import ConfigError
+from launch.command import NotHere
+from launch.servers import Server, ports_here
+from launch.tritonserver import Repository, default_grpc_ports, find_tritonserver, ports_beside, read_repositories, triton_server
+from mpillm.builder.preconditions import lacking, program_or_name
+from mpillm.builder.triton_repository import triton_stages
+from mpillm.config.backends import TritonHarnessConfig
+from mpillm.config.options import RunConfig
+
+
+def triton_servers(config: RunConfig) -> list[Server]:
+    """A `tritonserver` for each model repository."""
+    if config.triton_skip_server_spawn:
+        raise ConfigError("--triton_skip_server_spawn: the servers run already, so there is nothing to start")
+    repos = _repositories(config)
+    try:
+        program = find_tritonserver(config.tritonserver)
+    except NotHere as error:
+        lacking(config, error)
+        program = config.tritonserver or "tritonserver"
+    needs_mpirun = any(repo.needs_mpirun for repo in repos)
+    mpirun = program_or_name(config, "mpirun", "it starts the ranks of an engine") if needs_mpirun else ""
+    ports = ports_beside(_grpc_ports(config, len(repos)))
+    return [triton_server(index, program, repo, ports[index], mpirun) for index, repo in enumerate(repos)]
+
+
+def _repositories(config: RunConfig) -> list[Repository]:
+    """Those that are there; in a dry run that finds none, those that generate-triton-config would write."""
+    repos = read_repositories(config.triton_model_repo)
+    if not repos:
+        folder = f"{config.triton_model_repo}_0"
+        problem = f"--triton_model_repo {config.triton_model_repo}: there is no {folder}; generate-triton-config makes it"
+        lacking(config, NotHere(problem))
+        stages = triton_stages(config)
+        print(f"# assumed: {', '.join(str(stage.output) for stage in stages)}, as generate-triton-config writes them")
+        return [Repository(stage.output, stage.names, stage.layout.gpus_per_model) for stage in stages]
+    if config.triton_num_servers not in (None, len(repos)):
+        raise ConfigError(
+            f"--triton_num_servers {config.triton_num_servers}, but there are {len(repos)} model repositories, {repos[0].folder} …"
+        )
+    return repos
+
+
+def _grpc_ports(config: RunConfig, n: int) -> list[int]:
+    """The gRPC port of each server of this host: as given, or the default ones."""
+    urls = config.build(TritonHarnessConfig).server_urls
+    if not urls:
+        return default_grpc_ports(n)
+    source = "--triton_grpc_ports" if config.triton_grpc_ports else "--triton_server_urls"
+    given = [*ports_here(urls).values()]
+    if len(given) != n:
+        raise ConfigError(
+            f"{source} names {len(given)} servers on this host ({socket.gethostname()}), and there are {n} model repositories"
+        )
+    return given

@@ -1,0 +1,98 @@
+"""What `run-llm-server` starts of TensorRT-LLM's: a `trtllm-serve` for each URL, or those of a disaggregation YAML."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import yaml
+
+from disagg import DisaggConfig
+from disagg.errors import ConfigError
+from launch import trtllm_serve
+from launch.command import NotHere
+from launch.environment import LAUNCH_TYPE, launch_type
+from launch.launcher import EveryRankError, one_of_several
+from launch.servers import Server, ports_here
+from mpillm.builder.preconditions import check_gpus, lacking, program_or_name
+from mpillm.builder.served import check_agreement, llm_api_options, on_this_host, served
+from mpillm.builder.trtllm import TRTLLMLibraryLoader
+from mpillm.config.backends import TrtllmEndpointConfig
+from mpillm.config.options import RunConfig
+from mpillm.devices import visible_gpus
+
+_EXTRA_OPTIONS = Path("build/servers/extra_llm_api_options.yaml")
+
+
+def endpoint_servers(config: RunConfig) -> list[Server]:
+    """A `trtllm-serve` for each URL on this host, each with its share of the GPUs."""
+    harness = config.build(TrtllmEndpointConfig)
+    what = served(config)
+    if what.is_made and not Path(what.model).is_dir():
+        lacking(config, NotHere(f"{what.said}: there is no folder {what.model}; generate-engines makes it"))
+    cut = TRTLLMLibraryLoader(
+        tp_size=config.tensor_parallelism,
+        pp_size=config.pipeline_parallelism,
+        ep_size=config.moe_expert_parallelism,
+        build_flags=config.trtllm_build_flags,
+    ).layout
+    gpus = visible_gpus()
+    if config.trtllm_server_urls:
+        ports = [*ports_here(config.trtllm_server_urls).values()]
+        if not ports:
+            raise ConfigError(f"--trtllm_server_urls {','.join(config.trtllm_server_urls)}: none is on this host ({socket.gethostname()})")
+    else:
+        ports = [trtllm_serve.FIRST_PORT + index for index in range(max(1, len(gpus or ()) // cut.ranks))]
+    try:
+        check_gpus(len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
+    except NotHere as error:
+        lacking(config, error)
+    flags = {**harness.build_flags, **harness.runtime_flags}
+    sizes = {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "ep_size": cut.ep_size if cut.ep_size > 1 else None}
+    limits = {name: flags.get(name) for name in ("max_batch_size", "max_num_tokens", "max_beam_width", "num_postprocess_workers")}
+    return trtllm_serve.endpoints(
+        program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL),
+        [what.model, *(["--tokenizer", str(what.tokenizer)] if what.tokenizer else [])],
+        ports,
+        {"backend": what.backend, **sizes, **limits, "max_seq_len": config.max_seq_len or flags.get("max_seq_len")},
+        (_EXTRA_OPTIONS, yaml.safe_dump(llm_api_options(config), sort_keys=False)),
+        cut.ranks,
+        None if gpus is None else len(gpus),
+    )
+
+
+def disaggregated_servers(config: RunConfig) -> list[Server]:
+    """Workers, leader or both.
+
+    A worker is a rank of the mpirun around this process if there is one; else an mpirun of all workers is started here.
+    """
+    path = config.disagg_config
+    if not path:
+        raise ConfigError("--core_type trtllm_disagg needs --trtllm_disagg_config_path; generate-disagg-config writes that file")
+    kind, launcher = launch_type(), one_of_several()
+    made = _yaml(config, path, launcher.size if launcher and kind == "worker" else None)
+    if made.mode != "disaggregated":
+        raise ConfigError(f"{path}: {made.mode}; trtllm-serve needs context_servers and generation_servers")
+    serve = program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL)
+    if launcher and kind == "worker":
+        return [trtllm_serve.worker_rank(serve, path, made, launcher)]
+    if launcher:
+        what = "one leader is started alone, or by mpirun -n 1" if kind else f"{LAUNCH_TYPE}=worker makes each a worker"
+        raise EveryRankError(f"{launcher.name} started {launcher.size or 'several'} ranks of run-llm-server: {what}")
+    servers = [] if kind == "leader" else [trtllm_serve.workers(serve, path, made)]
+    if kind != "worker":
+        servers.append(trtllm_serve.leader(serve, path, made, config.load_deadline, config.stall_timeout))
+    return servers
+
+
+def _yaml(config: RunConfig, path: str, size: int | None) -> DisaggConfig:
+    """The YAML that is named; in a dry run that finds none, what generate-disagg-config would write for workers on this host."""
+    if Path(path).exists():
+        config = config.with_yaml()
+        assert config.yaml is not None
+        check_agreement(config, path, config.yaml)
+        return config.yaml
+    lacking(config, NotHere(f"--trtllm_disagg_config_path {path}: no such file; generate-disagg-config writes it"))
+    made = on_this_host(config, size)
+    print(f"# assumed: {path}, as generate-disagg-config writes it for {made.n_workers} workers on this host")
+    return made
