@@ -1,1 +1,1 @@
-"""What ranks tell each other: messages, tags, transports, the event loop, the watch, phases, communicators."""
+"""Communication between ranks: messages, transports, the event loop, the watch, phases, communicators."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class InstanceComms(NamedTuple):
-    """What the core of a rank may talk over: its instance, and its groups inside it."""
+    """The communicators that a rank's core may use: its instance, and its tp and pp groups in it."""
 
     instance: MPI.Intracomm
     tp: MPI.Intracomm
@@ -22,7 +22,7 @@ class InstanceComms(NamedTuple):
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators that this rank is a member of; None where it is not."""
+    """The communicators of this rank; None where it is not a member."""
 
     control: MPI.Intracomm
     route: MPI.Intracomm | None
@@ -47,10 +47,10 @@ def handoff_ranks(plan: WorldPlan) -> list[int]:
 
 
 def create_communicators(world: MPI.Intracomm, control: MPI.Intracomm, plan: WorldPlan) -> Communicators:
-    """Every communicator of `plan` that this rank belongs to, in the same order on every rank.
+    """Create every communicator of `plan` that this rank belongs to, in the same order on every rank.
 
-    Each call involves the members alone, so that no later one waits for a rank that it does not need. MPI's own messages for that travel
-    in `world`, where nobody probes for messages: in `control` rank 0 would take them for its own.
+    Each creation involves only the members, so none waits for a rank that it does not need. MPI's own
+    messages for it travel in `world`, where nobody probes: in `control` rank 0 would receive them as its own.
     """
     rank = control.rank
     me = plan.ranks[rank]
@@ -68,7 +68,7 @@ def create_communicators(world: MPI.Intracomm, control: MPI.Intracomm, plan: Wor
 
 
 def _group(world: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
-    """A communicator of `ranks`, of which this rank is one."""
+    """Create a communicator of `ranks`, which include this rank."""
     group = world.Get_group()
     members = group.Incl(list(ranks))
     comm = world.Create_group(members)

@@ -1,7 +1,8 @@
 """Phases, failures and the end of a run, over the control communicator.
 
-A blocking barrier hangs without telling who is missing. So each rank tells rank 0 that it has arrived, and rank 0, which counts, releases
-all of them; when the phase's deadline passes first, rank 0 knows who is missing, where each was last seen, and what its stack was.
+A blocking barrier hangs without saying who is missing. So each rank tells rank 0 that it has arrived; rank 0
+counts, and releases all of them. If the phase's deadline passes first, rank 0 knows which ranks are missing,
+where each was last seen, and its stack.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from mpillm.phases import PHASES, Phase
 
 _LOOK_INTERVAL_S = 0.005
 _CHECK_INTERVAL_S = 0.1
-_SETTLE_S = 0.5  # after the first failure: time for the others that have the same cause to arrive
+_SETTLE_S = 0.5  # after the first failure: time for others with the same cause to arrive
 
 
 class Stopped(Exception):
-    """Rank 0 ends the run, because it can't go on; `finalize`: every rank is there, so MPI can be left properly."""
+    """Rank 0 ends the run because it can't go on. `finalize`: no rank is lost, so call MPI_Finalize."""
 
     def __init__(self, code: int, finalize: bool) -> None:
         super().__init__(code)
@@ -40,7 +41,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: how long each phase may take, how long the end may take, how long a rank may be silent."""
+    """Seconds that each phase may take, that the end may take, and that a rank may be silent."""
 
     phases: dict[Phase, float]
     grace: float = 5.0
@@ -48,15 +49,15 @@ class Limits:
 
 
 class RankControl:
-    """What every rank does, rank 0 included: arrive, wait for the release, fail, stop."""
+    """Every rank's part, rank 0 included: arrive, wait for the release, fail, stop."""
 
     def __init__(self, transport: Transport, watch: Watch, limits: Limits) -> None:
         self.transport = transport
         self.watch = watch
         self.limits = limits
         self._released: dict[Phase, Any] = {}
-        self.host = ""  # of this rank; with `rank0`, host and pid of rank 0, known from the end of join
-        self.rank0: tuple[str, int] | None = None
+        self.host = ""  # this rank's; known from the end of join, like `rank0`
+        self.rank0: tuple[str, int] | None = None  # rank 0's host and pid
         self._rank0_heard = self._rank0_checked = time.monotonic()
         self._next_look = 0.0
         RELEASE.handle(transport, self._on_release)
@@ -65,7 +66,7 @@ class RankControl:
             BEAT.handle(transport, lambda source, beat: self.rank0_beat())
 
     def poll(self) -> bool:
-        """Look for control messages; during the test only now and then, because a look costs and none of them is urgent."""
+        """Handle control messages; rarely during the test: probing costs, and none of them is urgent."""
         now = time.monotonic()
         if now < self._next_look:
             return False
@@ -74,13 +75,16 @@ class RankControl:
         worked = self.transport.dispatch()
         if now - self._rank0_checked > _CHECK_INTERVAL_S:
             away, self._rank0_checked = now - self._rank0_checked, now
-            self._rank0_heard += away if away > 1 else 0.0  # its beats of that time are not read yet
+            self._rank0_heard += away if away > 1 else 0.0  # its beats of that time are still unread
             if cause := self.rank0_lost():
                 raise RunError(Failure(cause, 0, code=ExitCode.INSTANCE_LOST))
         return worked
 
     def rank0_lost(self) -> str:
-        """Why rank 0 will not end the run any more, or "": then this rank must end by itself. Called in any thread."""
+        """Why rank 0 can no longer end the run, so that this rank must end by itself; "" if it can.
+
+        Any thread may call this.
+        """
         if self.transport.rank == 0 or self.rank0 is None:
             return ""
         host, pid = self.rank0
@@ -91,15 +95,21 @@ class RankControl:
         return ""
 
     def rank0_beat(self) -> None:
-        """Rank 0 is alive."""
+        """Note that rank 0 is alive."""
         self._rank0_heard = time.monotonic()
 
     def run_phase(
-        self, loop: EventLoop, phase: Phase, work: Callable[[], None], done: Callable[[], bool], report: Callable[[], Any]
+        self,
+        loop: EventLoop,
+        phase: Phase,
+        work: Callable[[], None],
+        done: Callable[[], bool],
+        report: Callable[[], Any],
     ) -> Any:
-        """Do this rank's part of `phase`, tell rank 0, and wait until all ranks have; what rank 0 released it with.
+        """Do this rank's part of `phase`, tell rank 0, and wait until all ranks have done theirs.
 
-        The watch's limits lie behind rank 0's deadline: it ends a rank only when rank 0 could not.
+        Returns the value that rank 0 released it with. The watch's limit is later than rank 0's deadline: it
+        ends a rank only if rank 0 could not.
         """
         patience = self.limits.grace * (2 if self.transport.rank == 0 else 4)
         self.watch.enter(phase, self.limits.phases[phase] + patience)
@@ -110,10 +120,10 @@ class RankControl:
         return self._released.pop(phase)
 
     def fail(self, failure: Failure) -> Stopped:
-        """Tell rank 0 that this rank can't go on, and wait (at most the grace time) to be told to stop."""
+        """Tell rank 0 that this rank can't go on, and wait, at most the grace time, for its order to stop."""
         end = time.monotonic() + self.limits.grace
         try:
-            with contextlib.suppress(MPI.Exception):  # rank 0 is lost itself
+            with contextlib.suppress(MPI.Exception):  # rank 0 itself is lost
                 FAILED.send(self.transport, 0, failure)
             while time.monotonic() < end and not self.rank0_lost():
                 self.transport.dispatch_whoever_is_lost()
@@ -122,7 +132,7 @@ class RankControl:
         return Stopped(failure.code or ExitCode.NOT_READY, False)
 
     def say_bye(self) -> None:
-        """Nothing of the run is left on this rank."""
+        """Tell rank 0 that nothing of the run is left on this rank."""
         with contextlib.suppress(MPI.Exception):  # as in `fail`
             BYE.send(self.transport, 0, None)
             self.transport.flush(1.0)
@@ -136,33 +146,44 @@ class RankControl:
 
 @dataclass
 class RankState:
-    """What rank 0 knows of a rank."""
+    """What rank 0 knows about a rank."""
 
-    label: str  # "rank 3"; from the plan on "rank 3 (gen, instance 1)"
+    label: str  # "rank 3"; once there is a plan, "rank 3 (gen, instance 1)"
     host: str = ""
     pid: int = 0
     heard: float = field(default_factory=time.monotonic)
-    seen: str = ""  # the phase that it last spoke from
+    seen: str = ""  # the phase of its last message
     beat: Beat | None = None
-    measured: Any = None  # the latest that a beat has brought (see `Role.measured`)
+    measured: Any = None  # from its latest beat (see `Role.measured`)
 
     def describe(self) -> str:
         """Label, host and pid."""
         return f"{self.label}, {self.host}, pid {self.pid}" if self.pid else self.label
 
     def last_seen(self) -> str:
-        """The phase it was last heard in and, if its main thread was stuck there, the stack."""
-        stack = f", stuck for {self.beat.away_s:.1f} s in:\n{self.beat.stack}" if self.beat and self.beat.stack else ""
+        """The phase of its last message and, if its main thread was stuck there, the stack."""
+        stack = (
+            f", stuck for {self.beat.away_s:.1f} s in:\n{self.beat.stack}"
+            if self.beat and self.beat.stack
+            else ""
+        )
         return f"last seen in phase '{self.seen}'{stack}" if self.seen else "it has not joined"
 
 
 class Rank0Control:
-    """Rank 0's part beside that: counts arrivals, releases phases, keeps the deadlines and the heartbeats, ends the run."""
+    """Rank 0's additional part: counts arrivals, releases phases, checks deadlines, ends the run."""
 
-    def __init__(self, control: RankControl, size: int, started: float, on_complete: Callable[[Phase, float, dict[int, Any]], Any]) -> None:
-        """`started`: when the first phase did (time.monotonic).
+    def __init__(
+        self,
+        control: RankControl,
+        size: int,
+        started: float,
+        on_complete: Callable[[Phase, float, dict[int, Any]], Any],
+    ) -> None:
+        """`started`: when the first phase started (time.monotonic).
 
-        `on_complete(phase, seconds, reports by rank)` is called when all ranks have arrived; its value is released to all.
+        `on_complete(phase, seconds, reports by rank)` is called when all ranks have arrived; its value is
+        released to all.
         """
         self._transport = control.transport
         self._limits = control.limits
@@ -181,13 +202,13 @@ class Rank0Control:
         BYE.handle(self._transport, lambda source, _: self._byes.add(source))
 
     def poll(self) -> bool:
-        """Keep the deadlines; raises RunError when the run can't go on."""
+        """Check deadlines and heartbeats. RunError: the run can't go on."""
         now = time.monotonic()
         if now - self._checked < _CHECK_INTERVAL_S:
             return False
         away, self._checked = now - self._checked, now
         for state in self.ranks:
-            # Beats that came while rank 0 itself was busy are not read yet: that time does not count.
+            # Beats that came while rank 0 itself was busy are still unread: that time does not count.
             state.heard += away if away > 1 else 0.0
         self.heard_now(0)
         if gone := self.losses(self.gone()):
@@ -200,7 +221,7 @@ class Rank0Control:
         return False
 
     def label(self, plan: WorldPlan) -> None:
-        """Describe ranks by what they do from now on."""
+        """From now on describe ranks by their roles in `plan`."""
         for state, rank in zip(self.ranks, plan.ranks, strict=True):
             instance = "" if rank.instance is None else f", instance {rank.instance}"
             state.label = f"rank {rank.rank} ({', '.join(rank.roles)}{instance})"
@@ -209,9 +230,13 @@ class Rank0Control:
         self.ranks[rank].heard = time.monotonic()
 
     def dead(self) -> list[int]:
-        """Ranks of this host whose process has ended without a word."""
+        """Ranks of this host whose process has ended without saying BYE."""
         here = self.ranks[0].host
-        return [r for r, s in enumerate(self.ranks) if s.pid and s.host == here and r not in self._byes and not runs(s.pid)]
+        return [
+            r
+            for r, s in enumerate(self.ranks)
+            if s.pid and s.host == here and r not in self._byes and not runs(s.pid)
+        ]
 
     def silent(self) -> list[int]:
         """Ranks whose heartbeat is missing."""
@@ -219,12 +244,12 @@ class Rank0Control:
         return [r for r, s in enumerate(self.ranks) if s.pid and s.heard < since and r not in self._byes]
 
     def gone(self) -> list[int]:
-        """Ranks that will not answer any more."""
+        """Ranks that will not answer again: dead or silent."""
         return sorted({*self.dead(), *self.silent()})
 
     def settle(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-        """What to tell the person: `failures` and those that arrive in the next moment, without what merely follows from others."""
-        # Whoever interrupted rank 0 may kill it in a moment: mpirun does, when it has lost a rank.
+        """The failures to report: `failures` and those of the next moment, without mere consequences."""
+        # Whoever interrupted rank 0 may kill it in a moment: mpirun does so when it has lost a rank.
         end = time.monotonic() + (_SETTLE_S if not failures[0].interrupted else _SETTLE_S / 10)
         while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
             self._transport.dispatch_whoever_is_lost()
@@ -233,32 +258,39 @@ class Rank0Control:
         every = {(f.rank, f.cause): f for f in (*failures, *self._failures.values())}
         if primary := [f for f in every.values() if not f.interrupted]:
             return tuple(primary)
-        # The launcher's signal may have reached another rank before this one: it is about the whole run all the same.
+        # The launcher's signal ends the whole run, even if another rank received it first.
         by_launcher = Interrupted.by_launcher()
         return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])
 
     def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
-        """What to tell the person of ranks that `gone` or `dead` found."""
+        """The failures to report for ranks that `gone` or `dead` found."""
         dead = set(self.dead())
         silence = f"no heartbeat for {self._limits.heartbeat:g} s (--heartbeat_timeout)"
         return tuple(
-            Failure(f"{'the process has ended' if r in dead else silence}; {self.ranks[r].last_seen()}", r, code=ExitCode.INSTANCE_LOST)
+            Failure(
+                f"{'the process has ended' if r in dead else silence}; {self.ranks[r].last_seen()}",
+                r,
+                code=ExitCode.INSTANCE_LOST,
+            )
             for r in ranks
         )
 
     def stop_all(self, code: int) -> Stopped | None:
-        """Tell every rank to end, and wait; how to end here too, or None if a rank that is there did not end within the grace time."""
+        """Tell every rank to end, and wait; return how rank 0 is to end.
+
+        None: a rank that is not lost did not end within the grace time.
+        """
         lost = set(self.gone())
         stuck = {rank for rank, state in enumerate(self.ranks) if state.beat and state.beat.stack}
         stopped = Stopped(code, finalize=not (lost or stuck - {0}))
         others = set(range(1, len(self.ranks)))
-        for rank in self.silent():  # it will not read a message, and its launcher would wait for it
+        for rank in self.silent():  # it reads no message, and its launcher would wait for it
             if rank and self.ranks[rank].host == self.ranks[0].host:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.ranks[rank].pid, signal.SIGKILL)
         end = time.monotonic() + self._limits.grace
         for rank in others - lost:
-            with contextlib.suppress(MPI.Exception):  # it may be lost by now, and then needs no telling
+            with contextlib.suppress(MPI.Exception):  # it may be lost by now
                 STOP.send(self._transport, rank, Stop(stopped.code, stopped.finalize))
         while time.monotonic() < end:
             if others <= self._byes | set(self.gone()):
@@ -268,7 +300,7 @@ class Rank0Control:
 
     def _late(self, deadline: float) -> list[Failure]:
         missing = [rank for rank in range(len(self.ranks)) if rank not in self._arrived.get(self.phase, {})]
-        # Who is stuck keeps the others waiting: in the test it is the harness that has not arrived, whoever is stuck.
+        # A stuck rank keeps others waiting: in the test the harness has not arrived, whichever rank is stuck.
         stuck = [rank for rank, state in enumerate(self.ranks) if state.beat and state.beat.stack]
         head = f"phase '{self.phase}' missed its deadline of {deadline:g} s (--{self.phase}_deadline)"
         return [Failure(f"{head}; {self.ranks[rank].last_seen()}", rank) for rank in stuck or missing]

@@ -1,4 +1,4 @@
-"""The one event loop of a rank: it owns MPI, and sleeps when there is nothing to do."""
+"""A rank's one event loop: it owns MPI, and sleeps when there is nothing to do."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from mpillm.comms.watch import Watch
 
 _FIRST_SLEEP_S = 20e-6
-_LONGEST_SLEEP_S = 600e-6  # bounds the latency that a rank between two messages adds
-_IDLE_SLEEP_S = 1200e-6  # of one that has had nothing to do for _IDLE_LOOKS; see `bench routing` for what each look costs in CPU
+_LONGEST_SLEEP_S = 600e-6  # bounds the latency that a rank adds between two messages
+_IDLE_SLEEP_S = 1200e-6  # after _IDLE_LOOKS without work; `bench routing` measures a look's CPU time
 _IDLE_LOOKS = 256
 
 
 class EventLoop:
-    """Calls every poller in turn; a poller returns whether it found work, and never waits."""
+    """Calls every poller in turn; a poller never waits, and returns whether it found work."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self.pollers: list[Callable[[], bool]] = []
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Poll until `done()`; errors come out of the pollers, deadlines from rank 0's control and the watch."""
+        """Poll until `done()`. Pollers raise errors; rank 0's control and the watch enforce deadlines."""
         pause, idle = _FIRST_SLEEP_S, 0
         watch = self._watch
         while not done():

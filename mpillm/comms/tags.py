@@ -6,9 +6,9 @@ import enum
 
 
 class Tag(enum.IntEnum):
-    """Tags are unique over all communicators, so that a stray message names its sender's intent.
+    """Tags are unique over all communicators, so that a stray message shows what its sender meant.
 
-    `messages.py` says what those of control and route carry, the engine's files what its own do.
+    `messages.py` says what those of control and route carry, the engine's files say it of their own.
     """
 
     # control
@@ -17,8 +17,8 @@ class Tag(enum.IntEnum):
     RELEASE = 3  # all ranks have; from rank 0
     FAILED = 4  # this rank can't go on; to rank 0
     STOP = 5  # end now; from rank 0
-    BYE = 6  # this rank has let go of everything and will exit; to rank 0
-    # route: named by what the receiver is to do with it
+    BYE = 6  # this rank has released everything and will exit; to rank 0
+    # route
     QUERY = 10  # requests; harness to leader
     WORK = 11  # requests; leader to instance
     DONE = 12  # responses; instance to leader
@@ -26,16 +26,16 @@ class Tag(enum.IntEnum):
     GRANT = 14  # how much more it can hold; instance to leader
     WINDOW = 15  # how many more requests it can take; leader to harness
     # route again, between the leaders of context and generation instances (see roles/handoff.py)
-    OFFER = 20  # requests whose KV caches will come
-    ACCEPT = 21  # the slots that they are expected under
+    OFFER = 20  # requests whose KV caches will follow
+    ACCEPT = 21  # the slots to send them under
     FIRST = 22  # first tokens
     WARM_UP = 23  # how many requests of the warm-up will be offered
     # instance and pp: inside the engine
-    PLAN = 24  # leader to all other ranks of its instance: a step (engine/step.py)
-    TOKENS = 25  # last stage to leader: int32 tokens that a step has sampled (engine/parallel/groups.py)
+    PLAN = 24  # leader to the other ranks of its instance: a step (engine/step.py)
+    TOKENS = 25  # last stage to leader: int32 tokens that a step sampled (engine/parallel/groups.py)
     HIDDEN = 26  # stage to stage: the activations of a step (engine/parallel/groups.py)
-    MOVED = 27  # any rank to its leader: int32 tickets of KV caches that have left it, or arrived (engine/handoff/transfer.py)
-    # handoff, up to the end of the slots
-    NCCL_ID = 28  # bytes: with which two ranks on GPUs make a communicator of their own
-    NOTICE = 29  # int64 tag, int64 bytes: this comes next over NCCL (engine/handoff/nccl_mover.py)
+    MOVED = 27  # rank to leader: int32 tickets of KV caches sent or received (engine/handoff/transfer.py)
+    # handoff, up to the last slot
+    NCCL_ID = 28  # bytes: the id of an NCCL communicator between two ranks
+    NOTICE = 29  # int64 tag, int64 bytes: what comes next over NCCL (engine/handoff/nccl_mover.py)
     KV = 32  # + slot: pieces of a KV cache

@@ -23,9 +23,9 @@ class Received(NamedTuple):
 
 
 class Transport:
-    """Sends never wait, and a message that is arriving is never waited for: `poll` is all the progress there is.
+    """Neither sends nor receives wait: progress happens only in `poll`.
 
-    Messages from one rank are delivered in the order sent. Counters are for the benchmarks.
+    Messages from one rank are delivered in the order sent. The counters are for the benchmarks.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -51,12 +51,12 @@ class Transport:
             self._sending.append((request, buffer))
 
     def reap(self) -> None:
-        """Let go of the messages that have left."""
+        """Release the messages that have left."""
         while self._sending and self._sending[0][0].Test():
             self._sending.popleft()
 
     def flush(self, seconds: float) -> None:
-        """Wait, at most so long, until all messages have left."""
+        """Wait, at most `seconds`, until all messages have left."""
         end = time.monotonic() + seconds
         while self._sending and time.monotonic() < end:
             self.reap()
@@ -66,13 +66,14 @@ class Transport:
         self.reap()
         if self._local:
             return self._local.popleft()
-        # Bounded, so that a flood of large messages cannot take all the memory before they are looked at.
+        # Bounded, so that a flood of large messages cannot exhaust memory before anybody reads them.
         if len(self._arriving) < 64:
             message = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, self._status)
             if message is not None:
                 status = self._status
                 buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                # Not Mrecv: a large message needs its sender's help, and the sender may be in the middle of an engine step.
+                # Not Mrecv: a large message needs its sender's help, and the sender may be in the middle of
+                # an engine step.
                 request = message.Irecv((buffer, MPI.BYTE))
                 self._arriving.append((request, Received(status.source, Tag(status.tag), buffer)))
         if self._arriving and self._arriving[0][0].Test():
@@ -80,8 +81,8 @@ class Transport:
         return None
 
     def take(self, source: int, tag: Tag) -> Received | None:
-        """One small message of this source and tag, out of turn; None if there is none."""
-        for _ in range(32):  # MPICH moves on by one waiting message a call
+        """A small waiting message of this source and tag, out of turn; None if there is none."""
+        for _ in range(32):  # MPICH advances by one waiting message per call
             message = self.comm.Improbe(source, tag, self._status)
             if message is not None:
                 buffer = np.empty(self._status.Get_count(MPI.BYTE), np.uint8)
@@ -90,7 +91,7 @@ class Transport:
         return None
 
     def dispatch(self) -> bool:
-        """Give the messages that are there (a bounded number) to their handlers; whether there were any."""
+        """Pass waiting messages, at most 32, to their handlers; return whether there were any."""
         for count in range(32):
             received = self.poll()
             if received is None:
@@ -99,7 +100,7 @@ class Transport:
         return True
 
     def dispatch_whoever_is_lost(self) -> None:
-        """As `dispatch`, with a short sleep when there was nothing; for the end of a run, when a lost rank is no news."""
+        """Dispatch, or sleep shortly, ignoring lost ranks: for the end of a run."""
         try:
             if not self.dispatch():
                 time.sleep(0.001)
@@ -107,5 +108,5 @@ class Transport:
             self.acknowledge_losses()
 
     def acknowledge_losses(self) -> None:
-        """Under ULFM a communicator reports a lost member, whichever, again and again until that is acknowledged."""
+        """Stop ULFM from reporting the lost members: it does so at every call until they are acknowledged."""
         self.comm.Ack_failed()

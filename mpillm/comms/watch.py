@@ -1,7 +1,8 @@
-"""The watch: a thread per rank that says the rank is alive, where it is stuck, and ends it when nobody else can.
+"""The watch: a thread per rank that reports where the rank is, and ends it if nobody else can.
 
-The main thread may spend minutes inside a backend (loading weights) or be stuck there for good. Heartbeats therefore come from a thread
-of their own; each says how long the main thread has been away from its event loop and, when that is long, its Python stack.
+The main thread may spend minutes in a backend (loading weights), or be stuck there for good. So heartbeats
+come from a thread of their own. Each says how long the main thread has been away from its event loop and, if
+that is long, gives its Python stack.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from mpillm.comms.messages import Beat
 from mpillm.phases import PHASES, Phase
 
 _HERE = str(Path(__file__).parent)
-STALLED_S = 1.0  # away from the event loop for longer than this: the beat carries the stack
+STALLED_S = 1.0  # once away from the event loop for longer, beats carry the stack
 
 
 class Watch:
-    """Starts with MPI, and is told of each phase."""
+    """A thread that starts with MPI and learns of each phase."""
 
     def __init__(self, rank: int, interval_s: float = 0.5) -> None:
         self._rank = rank
@@ -40,11 +41,11 @@ class Watch:
         self._thread.start()
 
     def tick(self) -> None:
-        """The main thread is in its event loop."""
+        """Note that the main thread is in its event loop."""
         self._last_tick = time.monotonic()
 
     def enter(self, phase: Phase, limit_s: float) -> None:
-        """The main thread is in `phase` and must leave it within `limit_s` seconds, or the watch ends the rank."""
+        """Note that the main thread enters `phase`; after `limit_s` seconds in it, end the rank."""
         self.phase = phase
         self._limit = time.monotonic() + limit_s
         self.tick()
@@ -55,30 +56,31 @@ class Watch:
         stop_requested: Callable[[], int | None],
         last_resort: Callable[[str], None],
     ) -> None:
-        """From now on send beats. All three are called in the watch's thread.
+        """From now on send beats. The watch's thread calls all three.
 
-        `stop_requested` looks for a stop that the stuck main thread can't see; `last_resort` gets the message of a broken limit.
+        `stop_requested` looks for a stop that the stuck main thread can't see. `last_resort` receives the
+        message when the limit has passed.
         """
         self._stop_requested = stop_requested
         self._last_resort = last_resort
         self._send = send
 
     def quiet(self) -> None:
-        """No more calls, and no limit: MPI is about to end."""
+        """Make no more calls and drop the limit: MPI is about to end."""
         with self._calling:
             self._send = None
             self._stop_requested = lambda: None
             self._limit = float("inf")
 
     def note(self, message: str) -> None:
-        """A line on the stderr that the process was started with, wherever stderr goes now."""
+        """Write a line to the stderr that the process started with, wherever stderr goes now."""
         os.write(self._stderr, f"mpillm: rank {self._rank}: {message}\n".encode())
 
     def main_stack(self) -> str:
         """The Python stack of the main thread, innermost call last."""
         frame = sys._current_frames().get(self._main or 0)
         frames = traceback.extract_stack(frame) if frame else []
-        # What called the role or the core is the same for all of them, and says nothing.
+        # The frames above the role or the core are always the same and say nothing.
         ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_HERE)]
         inner = frames[ours[-1] + 1 :] if ours else []
         return "".join(traceback.format_list(inner or frames[-4:]))
@@ -94,8 +96,17 @@ class Watch:
                     self._send(Beat(self.phase, away, self.main_stack() if stalled else ""))
                 code = self._stop_requested() if stalled else None
             if code is not None:
-                print("stopped while the main thread was stuck in:", self.main_stack(), sep="\n", file=sys.stderr, flush=True)
+                print(
+                    "stopped while the main thread was stuck in:",
+                    self.main_stack(),
+                    sep="\n",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os._exit(code)
             if now > self._limit:
-                self._last_resort(f"phase '{self.phase}' did not end within its deadline and its grace time\n{self.main_stack()}")
+                self._last_resort(
+                    f"phase '{self.phase}' did not end within its deadline and its grace time\n"
+                    f"{self.main_stack()}"
+                )
                 return
