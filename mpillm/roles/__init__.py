@@ -1,1 +1,1 @@
-"""What a rank does: harness, leader, instances, and the handoff between them. Imports `comms` and `cores.base`."""
+"""What a rank does: harness, leader, instances, and the handoff between them."""

@@ -1,4 +1,4 @@
-"""The context instance: computes the prompt and the first token, and hands the KV cache to a generation instance."""
+"""The context instance: computes prompt and first token, hands the KV cache to a generation instance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WARM_UP_IDS = 4096  # more than the requests of any warm-up
 
 
 class Context(InstanceRole):
-    """Keeps a request's prompt until it is offered: the generation instance gets prompt and KV cache."""
+    """Keeps a request's prompt until it is offered: the generation instance receives prompt and KV cache."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Context(InstanceRole):
         receivers: dict[int, int],
         warm_up_receivers: list[int],
     ) -> None:
-        """`receivers`: generation instance to its leader's rank in the route communicator.
+        """`receivers`: for each generation instance its leader's rank in the route communicator.
 
         `warm_up_receivers`: the generation instances that this one warms up.
         """
@@ -35,13 +35,13 @@ class Context(InstanceRole):
         self._sender = HandoffSender(route, core, receivers)
         self._n_receivers = len(receivers)
         self._warm_up_receivers = warm_up_receivers
-        self._requests: dict[int, Batch] = {}  # that are not offered yet: from then on the sender knows of them
+        self._requests: dict[int, Batch] = {}  # not yet offered; the sender knows the others
 
     def warmup(self) -> None:
         batches = []
         for receiver in self._warm_up_receivers:
             requests = self._core.warm_up_requests()
-            # Ids of their own: a generation instance may be warmed up by several context instances at once.
+            # Unique ids: several context instances may warm up a generation instance at once.
             requests.rows["id"] += (self._instance * self._n_receivers + receiver) * _WARM_UP_IDS
             requests.rows["generation"] = receiver
             self._sender.announce(receiver, int((requests.rows["max_output"] > 1).sum()))
@@ -54,7 +54,7 @@ class Context(InstanceRole):
         return super().done(phase) and (phase != "drain" or self._sender.idle)
 
     def poll(self) -> bool:
-        self._offer()  # before the next step: the receivers can answer while it computes
+        self._offer()  # before the next step, so that the receivers can answer while it computes
         worked = super().poll()
         handed_over = self._sender.poll()
         if handed_over:
@@ -72,14 +72,14 @@ class Context(InstanceRole):
             self._sender.offer([self._requests.pop(id_) for id_ in started])
 
     def _on_responses(self, responses: Batch) -> None:
-        self._offer()  # what was started in this step; no response can be of a request that is yet to start
+        self._offer()  # the requests that this step started: no other can have a response
         first_tokens: dict[int, int | None] = {}
         for row, start in zip(responses.rows, responses.offsets(), strict=False):
             id_, final = int(row["id"]), bool(row["flags"] & ResponseFlag.FINAL)
             if id_ in self._sender:
                 first_tokens[id_] = None if final else int(responses.tokens[start])
                 if final:
-                    # Not FIRST and FINAL at once, which says that nothing more will be heard of it: CONTEXT_DONE will.
+                    # FIRST with FINAL would say that nothing follows, but CONTEXT_DONE does.
                     row["flags"] &= ~np.uint32(ResponseFlag.FIRST)
             elif final:
                 row["flags"] |= ResponseFlag.FIRST
@@ -89,7 +89,7 @@ class Context(InstanceRole):
             self._sender.tell_first(first_tokens)
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """The first ones, also of answers that go on elsewhere."""
+        """The first tokens, also of answers that continue elsewhere."""
         return int(rows["n_tokens"].sum())
 
     def _on_handed_over(self, handed_over: list[HandedOver]) -> None:
@@ -97,7 +97,7 @@ class Context(InstanceRole):
         if not self._in_test:
             self._warming.difference_update(ids)
             return
-        self._ended(sum(not ended for _, ended in handed_over))  # the others were, by their first token
+        self._ended(sum(not ended for _, ended in handed_over))  # the others ended with their first token
         rows = np.zeros(len(ids), RESPONSE)
         rows["id"] = ids
         rows["flags"] = ResponseFlag.CONTEXT_DONE

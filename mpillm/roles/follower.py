@@ -1,4 +1,4 @@
-"""What every rank of an instance does: bring its core up, and give it time."""
+"""What every rank of an instance does: start its core, and poll it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class Follower(Role):
-    """A rank that does not lead its instance: what its core does, the leader's core has told it."""
+    """A rank that does not lead its instance: its core does what the leader's core tells it."""
 
     def __init__(self, core: LLMCore) -> None:
         self._core = core

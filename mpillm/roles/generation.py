@@ -1,4 +1,4 @@
-"""The generation instance: receives KV caches and generates on from the first token."""
+"""The generation instance: receives KV caches, and generates from the second token on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from mpillm.roles.instance import InstanceRole
 
 
 class Generation(InstanceRole):
-    """Its requests come from context instances, never from the leader."""
+    """Receives its requests from context instances, never from the leader."""
 
-    def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int, senders: dict[int, int], warm_up_senders: int) -> None:
-        """`senders`: rank in the route communicator to the context instance that it leads.
+    def __init__(
+        self,
+        core: LLMCore,
+        route: Transport,
+        leader: int,
+        instance: int,
+        senders: dict[int, int],
+        warm_up_senders: int,
+    ) -> None:
+        """`senders`: for each rank of the route communicator the context instance that it leads.
 
         `warm_up_senders`: how many context instances will warm this one up.
         """
@@ -27,7 +35,7 @@ class Generation(InstanceRole):
         self._warmed = 0
 
     def warmup(self) -> None:
-        """Its requests come by the handoff, perhaps before it is told that the warm-up has begun."""
+        """Nothing to do: the handoff brings the requests, perhaps even before this call."""
 
     def done(self, phase: Phase) -> bool:
         announced = self._receiver.announced
@@ -45,5 +53,5 @@ class Generation(InstanceRole):
         super()._on_responses(responses)
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """Without the first ones, which are the context instances'."""
+        """Without the first tokens, which the context instances generated."""
         return int((np.maximum(rows["n_tokens"], 1) - 1)[final].sum())

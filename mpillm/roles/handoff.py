@@ -1,18 +1,20 @@
 """The handoff: a request and its KV cache move from a context to a generation instance, each of any layout.
 
-The instances' leaders negotiate on the route, many requests to a message:
+The instances' leaders negotiate on the route, many requests per message:
 
-    OFFER    context to generation: requests whose contexts have the memory that they need, a step before they are computed
-    ACCEPT   back: there is room, and all ranks of the generation instance expect the KV cache under this slot
-    FIRST    context to generation: the first token, or that the answer has ended with it
-    ACCEPT   with NO_SLOT: the generation instance has let go of a request that ended with its first token
+    OFFER    context to generation: requests whose contexts have their memory, a step before their computation
+    ACCEPT   back: there is room; all ranks of the generation instance expect the KV cache under this slot
+    FIRST    context to generation: the first token, or that the answer ended with it
+    ACCEPT   with NO_SLOT: the generation instance has dropped a request that ended with its first token
 
-The KV cache itself moves from rank to rank in the handoff communicator (`engine.handoff.transfer`), while later layers still compute if the
-acceptance was there in time. How the ranks of an instance learn what to send and receive is the core's affair.
+The KV cache itself moves from rank to rank in the handoff communicator (`engine.handoff.transfer`); if the
+acceptance arrives in time, while later layers still compute. The core tells the ranks of an instance what to
+send and receive.
 
-A generation instance takes offers in the order in which they came; one that it has no room for waits there, and holds up nobody else's.
-Only contexts that have their memory are offered: what a receiver keeps room for does come, whatever else the instances wait for. So they
-never wait for each other in a circle. A request's id stays in use until both sides have let go of it.
+A generation instance takes offers in the order in which they arrive; one without room waits, and delays no
+other instance's. Context instances offer only requests that already have their memory, so what a receiver
+reserves room for always comes, whatever else the instances wait for: there is no circular wait. A request's
+id stays in use until both sides have released the request.
 """
 
 from __future__ import annotations
@@ -25,27 +27,31 @@ from mpillm.comms.messages import ACCEPT, FIRST, NO_SLOT, NO_TOKEN, OFFER, WARM_
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 
-_SLOTS = 256  # KV caches under way to one receiver
+_SLOTS = 256  # KV caches on the way to one receiver at most
 
 
 @dataclass
 class _Given:
-    """A request that was offered, as the context instance's leader sees it."""
+    """An offered request, as the context instance's leader sees it."""
 
     instance: int
     accepted: bool = False
-    left: bool = False  # the KV cache
-    told: bool = False  # the first token, or that there will be no more
+    left: bool = False  # the KV cache has
+    told: bool = False  # the receiver knows the first token, or that the answer ended with it
     ended: bool = False  # with its first token
-    let_go: bool = False  # by the receiver
+    let_go: bool = False  # the receiver has dropped it
 
     @property
     def done(self) -> bool:
-        return self.told and (self.left or (self.ended and not self.accepted)) and (self.let_go or not self.ended)
+        return (
+            self.told
+            and (self.left or (self.ended and not self.accepted))
+            and (self.let_go or not self.ended)
+        )
 
 
 class HandedOver(NamedTuple):
-    """A request that is the generation instance's now, or nobody's."""
+    """A request that now belongs to the generation instance, or to nobody."""
 
     id: int
     ended: bool  # with its first token
@@ -53,20 +59,20 @@ class HandedOver(NamedTuple):
 
 @dataclass
 class _Taken:
-    """A request that was offered, as the generation instance's leader sees it."""
+    """An offered request, as the generation instance's leader sees it."""
 
     source: int
     request: Batch
-    slot: int = NO_SLOT  # from when it is accepted
+    slot: int = NO_SLOT  # once it is accepted
     arrived: bool = False
     first_token: int | None = None
 
 
 class HandoffSender:
-    """The context instance's leader."""
+    """The part of the context instance's leader."""
 
     def __init__(self, transport: Transport, core: LLMCore, receivers: dict[int, int]) -> None:
-        """`receivers`: generation instance to its leader's rank in the transport's communicator."""
+        """`receivers`: for each generation instance its leader's rank in the transport's communicator."""
         self._transport = transport
         self._core = core
         self._receivers = receivers
@@ -75,7 +81,7 @@ class HandoffSender:
         ACCEPT.handle(transport, self._on_accept)
 
     def __contains__(self, id_: int) -> bool:
-        """Whether the request was offered, and somebody may still hold something of it."""
+        """Whether the request was offered and either side may still hold something of it."""
         return id_ in self._given
 
     @property
@@ -83,7 +89,7 @@ class HandoffSender:
         return not self._given
 
     def offer(self, requests: list[Batch]) -> None:
-        """Offer requests (batches of one row and its prompt) to the generation instances that they name."""
+        """Offer requests, batches of one row and its prompt, to the generation instances that they name."""
         by_instance: dict[int, list[Batch]] = {}
         for request in requests:
             instance = int(request.rows["generation"][0])
@@ -93,22 +99,24 @@ class HandoffSender:
             OFFER.send(self._transport, self._receivers[instance], concat(batches))
 
     def announce(self, instance: int, n_requests: int) -> None:
-        """Tell a generation instance how many requests of the warm-up it will be offered."""
+        """Tell a generation instance how many warm-up requests to expect."""
         WARM_UP.send(self._transport, self._receivers[instance], n_requests)
 
     def tell_first(self, tokens: dict[int, int | None]) -> None:
-        """First tokens by id of requests that were offered; None: the answer has ended with it."""
+        """Send the first tokens of offered requests, by id; None: the answer ended with its first token."""
         by_receiver: dict[int, list[tuple[int, int]]] = {}
         for id_, token in tokens.items():
             given = self._given[id_]
             given.told, given.ended = True, token is None
             self._maybe_done.append(id_)
-            by_receiver.setdefault(self._receivers[given.instance], []).append((id_, NO_TOKEN if token is None else token))
+            by_receiver.setdefault(self._receivers[given.instance], []).append(
+                (id_, NO_TOKEN if token is None else token)
+            )
         for receiver, firsts in by_receiver.items():
             FIRST.send(self._transport, receiver, firsts)
 
     def poll(self) -> list[HandedOver]:
-        """Requests that this instance holds nothing of any more."""
+        """Release finished requests; return those of which this instance holds nothing any more."""
         for id_ in self._core.poll_kv():
             self._given[id_].left = True
             self._maybe_done.append(id_)
@@ -130,18 +138,18 @@ class HandoffSender:
 
 
 class HandoffReceiver:
-    """The generation instance's leader."""
+    """The part of the generation instance's leader."""
 
     def __init__(self, transport: Transport, core: LLMCore, senders: dict[int, int]) -> None:
-        """`senders`: rank in the transport's communicator to the context instance that it leads."""
+        """`senders`: for each rank of the transport's communicator the context instance that it leads."""
         self._transport = transport
         self._core = core
         self._senders = senders
         self._taken: dict[int, _Taken] = {}
-        self._waiting: deque[_Taken] = deque()  # in the order in which they came
+        self._waiting: deque[_Taken] = deque()  # in order of arrival
         self._slots = list(range(_SLOTS))
         self.admitted = 0  # since the start
-        self.announced: dict[int, int] = {}  # requests of the warm-up by sender
+        self.announced: dict[int, int] = {}  # warm-up requests by sender
         OFFER.handle(transport, self._on_offer)
         FIRST.handle(transport, self._on_first)
         WARM_UP.handle(transport, self._on_warm_up)
@@ -151,7 +159,7 @@ class HandoffReceiver:
         return not self._taken
 
     def poll(self) -> bool:
-        """Accept what there is room for, and admit what has arrived; whether anything moved."""
+        """Accept offers that there is room for, admit what has arrived; return whether there was any."""
         accepted: dict[int, list[tuple[int, int]]] = {}
         while self._waiting and self._slots:
             taken = self._waiting[0]
@@ -170,7 +178,7 @@ class HandoffReceiver:
         return bool(accepted or arrived)
 
     def _settle(self, id_: int) -> None:
-        """Go on with a request whose KV cache and first token may both be there, or let go of it."""
+        """Admit the request once KV cache and first token are there, or drop it if its answer has ended."""
         taken = self._taken[id_]
         if taken.first_token == NO_TOKEN:
             if taken.slot == NO_SLOT:

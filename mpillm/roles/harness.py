@@ -19,16 +19,16 @@ from mpillm.phases import Phase
 from mpillm.roles.histogram import Histogram
 from mpillm.roles.role import Role
 
-_MAX_BATCH = 1024  # requests of one message
+_MAX_BATCH = 1024  # requests per message
 _NO_MEMORY = (
-    "out of memory: it lists all queries before the test; lower --min_query_count, --min_duration or the expected rate"
-    " (--offline_expected_qps, --server_target_qps)"
+    "out of memory: it lists all queries before the test; lower --min_query_count, --min_duration"
+    " or the expected rate (--offline_expected_qps, --server_target_qps)"
 )
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How every answer of a run is generated."""
+    """How to generate every answer of a run."""
 
     max_output_len: int
     min_output_len: int = 0
@@ -40,13 +40,13 @@ class Sampling:
 
 @dataclass
 class Totals:
-    """Counted as answers come; constant size."""
+    """Counts of a test, updated as answers arrive; constant size."""
 
     issued: int = 0
     samples: int = 0
     errors: int = 0
     tokens: int = 0
-    started: float = 0.0  # time.perf_counter(); 0: not yet
+    started: float = 0.0  # time.perf_counter(); 0: not started
     ended: float = 0.0
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
@@ -58,7 +58,7 @@ class Totals:
 
 
 class Harness(Role):
-    """Owns LoadGen and the data set. A sample in flight has a slot, whose number is the request's id on the wire."""
+    """Owns LoadGen and the data set. The number of a sample's slot is its request's id on the wire."""
 
     def __init__(
         self,
@@ -71,9 +71,10 @@ class Harness(Role):
         hands_over: bool,
         totals: Totals,
     ) -> None:
-        """`leader`: its rank in the route communicator; `hands_over`: context instances hand requests to generation instances.
+        """`leader`: its rank in the route communicator.
 
-        `on_answer(index in the data set, tokens)` is called for each answer, if given. What happens is counted in `totals`.
+        `hands_over`: context instances hand requests to generation instances. `on_answer(index in the data
+        set, tokens)`, if given, is called for each answer. The harness counts in `totals`.
         """
         self._route = route
         self._leader = leader
@@ -88,7 +89,7 @@ class Harness(Role):
         # By slot.
         self._free = np.zeros(0, np.uint32)
         self._active = np.zeros(0, np.bool_)  # the sample is not answered yet
-        self._held = np.zeros(0, np.int64)  # instances that may still speak of the request: its slot is not free before
+        self._held = np.zeros(0, np.int64)  # instances that may still send something of the request
         self._sample_ids = np.zeros(0, np.uint64)
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
@@ -141,7 +142,9 @@ class Harness(Role):
         rows["n_tokens"] = lengths
         rows["max_output"] = self._sampling.max_output_len
         if self._dataset.output_lengths is not None:
-            rows["max_output"] = np.minimum(self._dataset.output_lengths[indices], self._sampling.max_output_len)
+            rows["max_output"] = np.minimum(
+                self._dataset.output_lengths[indices], self._sampling.max_output_len
+            )
         rows["min_output"] = np.minimum(self._sampling.min_output_len, rows["max_output"])
         rows["temperature"] = self._sampling.temperature
         rows["top_k"] = self._sampling.top_k
@@ -157,7 +160,9 @@ class Harness(Role):
         if n > len(self._free):
             size = len(self._active)
             grown = max(n, size, 1024)
-            self._free = np.concatenate([self._free, np.arange(size + grown - 1, size - 1, -1, dtype=np.int64).astype(np.uint32)])
+            self._free = np.concatenate(
+                [self._free, np.arange(size + grown - 1, size - 1, -1, dtype=np.int64).astype(np.uint32)]
+            )
             for name in ("_active", "_held", "_sample_ids", "_indices", "_issued_at", "_first_at"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros(grown, old.dtype)]))
@@ -177,8 +182,8 @@ class Harness(Role):
         ids, flags = batch.rows["id"], batch.rows["flags"]
         starts, lengths = batch.offsets()[:-1], batch.rows["n_tokens"].astype(np.int64)
         final = (flags & ResponseFlag.FINAL) != 0
-        # The generation instance's last token may overtake the context instance's first: then it brings the first as well. The first
-        # tokens before the last ones, because both of an answer may be in one message.
+        # FINAL from the generation instance may overtake FIRST from the context instance: then it brings the
+        # first token, too. FIRST before FINAL, because one message may hold both of an answer.
         for kind in (flags & ResponseFlag.FIRST) != 0, final:
             first = kind & self._active[ids] & (self._first_at[ids] == 0) & (lengths > 0)
             if first.any():
@@ -188,11 +193,15 @@ class Harness(Role):
             self._on_final(ids[final], batch.tokens, starts[final], lengths[final], errors, now)
         self._let_go(ids, flags)
 
-    def _on_first(self, slots: NDArray[np.uint32], tokens: NDArray[np.int32], starts: NDArray[np.int64], now: float) -> None:
+    def _on_first(
+        self, slots: NDArray[np.uint32], tokens: NDArray[np.int32], starts: NDArray[np.int64], now: float
+    ) -> None:
         self._first_at[slots] = now
         self._totals.ttft.add(now - self._issued_at[slots])
         if self._test.use_token_latencies:
-            self._test.first_tokens(sample_responses(self._sample_ids[slots], tokens, starts, np.ones(len(slots), np.int64)))
+            self._test.first_tokens(
+                sample_responses(self._sample_ids[slots], tokens, starts, np.ones(len(slots), np.int64))
+            )
 
     def _on_final(
         self,
@@ -214,17 +223,21 @@ class Harness(Role):
         totals.tokens += int(lengths.sum())
         totals.ended = now
         if self._on_answer is not None:
-            for index, start, length in zip(self._indices[slots].tolist(), starts.tolist(), lengths.tolist(), strict=True):
+            for index, start, length in zip(
+                self._indices[slots].tolist(), starts.tolist(), lengths.tolist(), strict=True
+            ):
                 self._on_answer(index, tokens[start : start + length])
         self._test.complete(sample_responses(self._sample_ids[slots], tokens, starts, lengths))
 
     def _let_go(self, slots: NDArray[np.uint32], flags: NDArray[np.uint32]) -> None:
-        """Free the slots that no instance will speak of again.
+        """Free the slots of which no instance will send anything again.
 
-        A request that was handed over ends twice, in either order: FINAL from one instance, CONTEXT_DONE from the other.
+        A request that was handed over ends twice, in either order: FINAL from one instance, CONTEXT_DONE from
+        the other.
         """
         final, handed_over = (flags & ResponseFlag.FINAL) != 0, (flags & ResponseFlag.CONTEXT_DONE) != 0
-        alone = final & ((flags & ResponseFlag.FIRST) != 0)  # the first token was the last one: nothing was handed over
+        # The answer ended with its first token: nothing was handed over.
+        alone = final & ((flags & ResponseFlag.FIRST) != 0)
         self._held[slots] -= np.where(alone, self._holders, (final | handed_over).astype(np.int64))
         freed = slots[(final | handed_over) & (self._held[slots] == 0)]
         if len(freed):

@@ -24,7 +24,7 @@ class Histogram:
         self._sum += float(seconds.sum())
 
     def summary_ms(self) -> dict[str, float] | None:
-        """p50, p90, p99 and mean in milliseconds; None without any."""
+        """p50, p90, p99 and mean in milliseconds; None without durations."""
         total = int(self._counts.sum())
         if total == 0:
             return None

@@ -1,4 +1,4 @@
-"""What the leaders of all instances do: take requests, give responses. `Executor`s are this and no more; `ctx` and `gen` hand over."""
+"""What the leader of every instance does: take requests, return responses. An executor does no more."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mpillm.phases import Phase
 from mpillm.roles.follower import Follower
 
 _log = logging.getLogger(__name__)
-_MEASURE_S = 0.5  # as often as the heartbeat that carries it
+_MEASURE_S = 0.5  # as often as the heartbeat, which carries the figures
 _LOG_S = 10.0
 
 
 class InstanceRole(Follower):
-    """The rank that leads an instance, and talks on the route."""
+    """The rank that leads an instance and communicates on the route."""
 
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
         """`leader`: the leader's rank in the route communicator."""
@@ -30,7 +30,7 @@ class InstanceRole(Follower):
         self._route = route
         self._leader = leader
         self._instance = instance
-        self._in_test = False  # until then all requests are of the warm-up, of which the leader is not told
+        self._in_test = False  # until then all requests belong to the warm-up, which the leader does not see
         self._warming: set[int] = set()
         # Of the test.
         self._owed = 0  # requests
@@ -40,7 +40,7 @@ class InstanceRole(Follower):
         self._polled = 0.0
         self._test_started = 0.0
         self._measure_at = self._log_at = math.inf
-        self._measured: tuple[float, Metrics] | None = None  # and when
+        self._measured: tuple[float, Metrics] | None = None  # when, and what
         WORK.handle(route, self._on_work)
 
     # --- phases ---
@@ -66,7 +66,7 @@ class InstanceRole(Follower):
         if self._measured is None:
             return None
         (at, metrics), now = self._measured, time.perf_counter()
-        # In a step that takes long the counts do not change: those from before it are those of now.
+        # During a long step the counts do not change: those from before it are still true.
         return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
 
     def report(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class InstanceRole(Follower):
         return True
 
     def _measure(self, now: float) -> None:
-        """Note what the core has computed: the next heartbeat tells rank 0."""
+        """Read the core's metrics, which the next heartbeat carries to rank 0."""
         self._measure_at = now + _MEASURE_S
         metrics = self._core.metrics()
         if metrics is None:
@@ -109,7 +109,8 @@ class InstanceRole(Follower):
             self._log_at = now + _LOG_S
             usage = "" if metrics.kv_cache_usage is None else f", KV cache {metrics.kv_cache_usage:.0%} full"
             _log.info(
-                "%.0f s of the test: %d prompt tokens and %d answer tokens computed, %d requests running, %d waiting%s",
+                "%.0f s of the test: %d prompt tokens and %d answer tokens computed,"
+                " %d requests running, %d waiting%s",
                 *(now - self._test_started, *metrics[:4], usage),
             )
 
@@ -131,10 +132,10 @@ class InstanceRole(Follower):
         DONE.send(self._route, self._leader, responses)
 
     def _ended(self, n_requests: int) -> None:
-        """This instance has nothing more to do for so many requests."""
+        """Count requests for which this instance has nothing more to do."""
         self._owed -= n_requests
         self._samples += n_requests
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """How many tokens this instance has generated for responses, of which some are `final`."""
+        """How many tokens this instance generated for responses, of which some are `final`."""
         return int(rows["n_tokens"][final].sum())

@@ -1,4 +1,4 @@
-"""The leader: takes requests from the harness, sends them to instances as they have room, and passes answers back."""
+"""The leader: takes requests from the harness, sends them to instances with room, passes answers back."""
 
 from __future__ import annotations
 
@@ -9,27 +9,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg import WorldPlan
-from mpillm.comms.messages import ANSWER, DONE, GRANT, NO_INSTANCE, QUERY, WINDOW, WORK, Batch, Grant, ResponseFlag
+from mpillm.comms.messages import (
+    ANSWER,
+    DONE,
+    GRANT,
+    NO_INSTANCE,
+    QUERY,
+    WINDOW,
+    WORK,
+    Batch,
+    Grant,
+    ResponseFlag,
+)
 from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.role import Role
 
-_MIN_WINDOW = 2048  # requests that wait at the leader at most, or twice what the instances hold
-_MAX_BATCH = 2048  # requests of one message
+_MIN_WINDOW = 2048  # most requests that wait at the leader, unless twice what the instances hold is more
+_MAX_BATCH = 2048  # requests per message
 _ALONE = ResponseFlag.FIRST | ResponseFlag.FINAL
 
 
 class Leader(Role):
-    """Knows of every accepted request which instances owe it."""
+    """Knows for every accepted request which instances owe its answer."""
 
     def __init__(
-        self, route: Transport, ranks: dict[int, int], plan: WorldPlan, entry_policy: str, generation_policy: str, stall_timeout_s: float
+        self,
+        route: Transport,
+        ranks: dict[int, int],
+        plan: WorldPlan,
+        entry_policy: str,
+        generation_policy: str,
+        stall_timeout_s: float,
     ) -> None:
-        """`ranks`: the rank in the route communicator of each world rank.
+        """`ranks`: for each world rank its rank in the route communicator.
 
-        The policies choose among the instances where a request starts, and among those that go on with it.
+        `entry_policy` chooses among the instances where requests start, `generation_policy` among the
+        generation instances that continue them.
         """
         self._route = route
         self._plan = plan
@@ -38,13 +56,18 @@ class Leader(Role):
         self._rank_of = {i.index: ranks[i.leader] for i in plan.instances}
         self._instance_at = {rank: instance for instance, rank in self._rank_of.items()}
         contexts = [i.index for i in plan.instances if i.role == "ctx"]
-        self._entry = InstancePool(contexts or [i.index for i in plan.instances], entry_policy)  # where a request starts
-        self._generation = InstancePool([i.index for i in plan.instances if i.role == "gen"], generation_policy) if contexts else None
+        # The instances where requests start.
+        self._entry = InstancePool(contexts or [i.index for i in plan.instances], entry_policy)
+        self._generation = (
+            InstancePool([i.index for i in plan.instances if i.role == "gen"], generation_policy)
+            if contexts
+            else None
+        )
         self._granted: set[int] = set()
         self._waiting: deque[Batch] = deque()
         self._window = 0
-        self._dispatched = 0  # since the harness was last granted more
-        # By request id; ids are small and reused, so these stay small too.
+        self._dispatched = 0  # since the last grant to the harness
+        # By request id; ids are small and reused, so these arrays stay small.
         self._needs = np.zeros(0, np.int64)
         self._entry_of = np.full(0, -1, np.int64)
         self._generation_of = np.full(0, -1, np.int64)
@@ -52,7 +75,7 @@ class Leader(Role):
         self._stall_checked = 0.0
         QUERY.handle(route, self._on_query)
         GRANT.handle(route, self._on_grant)
-        route.handlers[DONE.tag] = self._on_done  # not `handle`: the message itself goes on to the harness
+        route.handlers[DONE.tag] = self._on_done  # not `handle`: the message is forwarded to the harness
 
     def done(self, phase: Phase) -> bool:
         if phase == "ready":
@@ -62,7 +85,9 @@ class Leader(Role):
     def owed(self) -> dict[int, int]:
         """Requests that each instance still owes."""
         pools = [self._entry] if self._generation is None else [self._entry, self._generation]
-        return {int(i): int(n) for pool in pools for i, n in zip(pool.instances, pool.owed_requests, strict=True)}
+        return {
+            int(i): int(n) for pool in pools for i, n in zip(pool.instances, pool.owed_requests, strict=True)
+        }
 
     def poll(self) -> bool:
         worked = bool(self._waiting) and self._dispatch()
@@ -103,7 +128,8 @@ class Leader(Role):
         if self._generation is None:
             self._return_credits(self._entry, self._entry_of, final)
         else:
-            # The context instance is done with what it has handed over, and with what nothing is handed over of (see context.py).
+            # The context instance is done with requests that it has handed over, and with those of which it
+            # hands nothing over (see context.py).
             left = rows["id"][((flags & ResponseFlag.CONTEXT_DONE) != 0) | ((flags & _ALONE) == _ALONE)]
             self._return_credits(self._generation, self._generation_of, final)
             if instance not in self._generation.instances:
@@ -123,7 +149,7 @@ class Leader(Role):
         return sent > 0
 
     def _send_next(self, batch: Batch) -> int:
-        """Send the first requests of the batch that heads the queue; how many."""
+        """Send the first requests of `batch`, the head of the queue; return how many."""
         rows = batch.rows[:_MAX_BATCH]
         needs = self._needs[rows["id"]]
         entry, n = self._entry.pick(needs)
@@ -151,22 +177,24 @@ class Leader(Role):
             self._waiting[0] = Batch(batch.rows[n:], batch.tokens[n_tokens:])
         return n
 
-    def _return_credits(self, pool: InstancePool, position_of: NDArray[np.int64], ids: NDArray[np.uint32]) -> None:
+    def _return_credits(
+        self, pool: InstancePool, position_of: NDArray[np.int64], ids: NDArray[np.uint32]
+    ) -> None:
         if not len(ids):
             return
         positions = position_of[ids]
         if (positions < 0).any():
-            raise RunError(Failure(f"request {int(ids[positions < 0][0])} was answered twice, or never asked for"))
+            raise RunError(Failure(f"request {int(ids[positions < 0][0])} was answered twice, or never sent"))
         pool.give_back(positions, self._needs[ids])
         position_of[ids] = -1
 
     def _grant_harness(self, requests: int) -> None:
         WINDOW.send(self._route, self._harness, requests)
 
-    # --- an instance that owes and says nothing ---
+    # --- instances that owe answers but are silent ---
 
     def _touch(self, instance: int) -> None:
-        """The instance owes something from now on, if it did not before."""
+        """Note that the instance owes something from now on, if it did not before."""
         if self._heard[instance] == np.inf:
             self._heard[instance] = time.monotonic()
 
@@ -180,8 +208,8 @@ class Leader(Role):
             elif now - self._heard[instance.index] > self._stall_timeout_s:
                 raise RunError(
                     Failure(
-                        f"instance {instance.index} ({instance.role}) sent nothing for {self._stall_timeout_s:g} s (--stall_timeout);"
-                        f" open requests: {n}",
+                        f"instance {instance.index} ({instance.role}) sent nothing for"
+                        f" {self._stall_timeout_s:g} s (--stall_timeout); open requests: {n}",
                         instance.leader,
                         code=ExitCode.TEST_FAILED,
                     )

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 class InstancePool:
     """The instances of one role as the leader sees them: what each can still hold and what it owes.
 
-    A credit is taken when a request is sent and comes back with its last response, so an instance is never sent more than it granted.
+    Sending a request takes credit, its last response returns it: an instance never receives more than it
+    granted.
     """
 
     def __init__(self, instances: list[int], policy: str) -> None:
-        """`instances`: their numbers in the plan; `policy`: of --traffic_distribution_policy."""
+        """`instances`: their indices in the plan; `policy`: a value of --traffic_distribution_policy."""
         self.instances = np.array(instances, np.int64)
         n = len(instances)
         self.free_requests = np.zeros(n, np.int64)
@@ -30,19 +31,20 @@ class InstancePool:
         self._position = {instance: i for i, instance in enumerate(instances)}
 
     def position(self, instance: int) -> int:
-        """Where `instance` stands in this pool's arrays."""
+        """The index of `instance` in this pool's arrays."""
         return self._position[instance]
 
     def grant(self, position: int, requests: int, tokens: int) -> None:
-        """The instance can hold this much more."""
+        """Add credit: the instance can hold this much more."""
         self.free_requests[position] += requests
         self.free_tokens[position] += tokens
 
     def pick(self, needs: NDArray[np.int64]) -> tuple[int, int]:
-        """Position of the instance for the next requests, and how many of them: (-1, 0) when none has room for the first.
+        """The position of the instance for the next requests, and how many; (-1, 0) if none has room.
 
-        `needs`: KV tokens of the requests that wait, in order. An instance is given a run of them up to its fair share, so that a
-        large batch is spread with one message per instance and a single request goes where the policy says.
+        `needs`: KV tokens of the waiting requests, in order. An instance receives consecutive requests up to
+        its fair share, so that one message per instance spreads a large batch, and a single request goes
+        where the policy says.
         """
         candidates = np.flatnonzero((self.free_requests > 0) & (self.free_tokens >= needs[0]))
         if not len(candidates):
@@ -55,7 +57,7 @@ class InstancePool:
         return chosen, max(1, min(fits, share, int(self.free_requests[chosen])))
 
     def take(self, position: int, needs: NDArray[np.int64]) -> None:
-        """Requests that need this many tokens each were sent."""
+        """Take credit for requests that were sent; `needs`: KV tokens of each."""
         n, tokens = len(needs), int(needs.sum())
         self.free_requests[position] -= n
         self.free_tokens[position] -= tokens
@@ -63,7 +65,7 @@ class InstancePool:
         self.owed_tokens[position] += tokens
 
     def give_back(self, positions: NDArray[np.int64], needs: NDArray[np.int64]) -> None:
-        """Requests ended: one entry of `positions` and `needs` each."""
+        """Return the credit of requests that ended: one entry of `positions` and `needs` each."""
         n = len(self.instances)
         requests = np.bincount(positions, minlength=n)
         tokens = np.bincount(positions, weights=needs, minlength=n).astype(np.int64)
@@ -78,7 +80,7 @@ class InstancePool:
         return chosen
 
     def _fewest_owed_tokens(self, candidates: NDArray[np.int64]) -> int:
-        # Among equals the one that was served least recently, or a quiet run would give everything to the first.
+        # Among equals the least recently served: otherwise a quiet run would give everything to the first.
         order = (candidates - self._turn) % len(self.instances)
         chosen = int(candidates[np.lexsort((order, self.owed_tokens[candidates]))[0]])
         self._turn = chosen + 1

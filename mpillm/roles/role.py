@@ -1,4 +1,4 @@
-"""A role: what a rank does in each phase. Roles that share a rank share its event loop."""
+"""A role: what a rank does in each phase. Roles on the same rank share its event loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Role:
-    """Each phase has a method of its name, called once; the phase lasts until `done(phase)`, while `poll` is called."""
+    """Has a method per phase, called once; then `poll` is called until `done(phase)`."""
 
     def load(self) -> None: ...
     def health(self) -> None: ...
@@ -21,7 +21,7 @@ class Role:
     def stop(self) -> None: ...
 
     def poll(self) -> bool:
-        """Look for work, without waiting; whether there was any."""
+        """Do what there is to do, without waiting; return whether there was anything."""
         return False
 
     def done(self, phase: Phase) -> bool:
@@ -29,9 +29,12 @@ class Role:
         return True
 
     def measured(self) -> tuple[float, Metrics] | None:
-        """Seconds of the test, and what the instance that this role leads has computed by then. Called in the heartbeat's thread."""
+        """Seconds of the test, and the metrics by then of the instance that this role leads.
+
+        The heartbeat's thread calls this.
+        """
         return None
 
     def report(self) -> dict[str, Any]:
-        """What rank 0 is told of the test when this rank has drained."""
+        """What to tell rank 0 about the test once this rank has drained."""
         return {}
