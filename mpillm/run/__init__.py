@@ -1,1 +1,1 @@
-"""A run on one rank: joining, planning, the phases, the end. Imports all rooms but `commands`."""
+"""A run on one rank: joining, planning, the phases, the end."""

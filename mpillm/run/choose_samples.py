@@ -1,4 +1,4 @@
-"""From options to the samples of a test: the workload's data set, a person's own, or a made one."""
+"""From options to the samples of a test: the workload's data set, the user's own, or a synthetic one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from mpillm.data.tiny_dataset import DATASET, write_dataset
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 
 
-def load_samples(config: RunConfig, models: Sequence[ModelLimits | None], run_directory: Callable[[], Path]) -> tuple[Dataset, Tokenizer]:
-    """The data set and the tokenizer of a run. `models`: what each instance allows; ConfigError if a sample does not fit one of them.
+def load_samples(
+    config: RunConfig, models: Sequence[ModelLimits | None], run_directory: Callable[[], Path]
+) -> tuple[Dataset, Tokenizer]:
+    """The data set and the tokenizer of a run.
 
-    A scaled-down workload without a data set of the person's own gets one, in `run_directory()`; `config` then says where.
+    `models`: what each instance allows; ConfigError if a sample does not fit one of them. For a scaled-down
+    workload without --dataset_path a data set is written to `run_directory()`; `config` then says where.
     """
     folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
     tokenizer = load_tokenizer(folder, config.apply_chat_template)
@@ -37,13 +40,22 @@ def load_samples(config: RunConfig, models: Sequence[ModelLimits | None], run_di
     )
     if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
         ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
-        raise ConfigError(f"--end_ids {ids} ({source}): {config.model_path or 'the core'} knows {limits.vocab_size} tokens")
+        raise ConfigError(
+            f"--end_ids {ids} ({source}): {config.model_path or 'the core'} knows {limits.vocab_size} tokens"
+        )
     return load_dataset(_source(config, run_directory), tokenizer, limits), tokenizer
 
 
 def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synthetic | LLMDataLoader | None:
     if config.dataset == "synthetic":
-        return Synthetic(config.input_mean, config.output_mean, config.input_stdev, config.output_stdev, config.num_samples, config.seed)
+        return Synthetic(
+            config.input_mean,
+            config.output_mean,
+            config.input_stdev,
+            config.output_stdev,
+            config.num_samples,
+            config.seed,
+        )
     if ":" in config.dataset:
         with config.autoapply():
             return _loader_class(config.dataset)()

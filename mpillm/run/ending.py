@@ -1,9 +1,10 @@
-"""How a run ends on one rank: one state machine, for the main thread and for the watch's.
+"""How a run ends on one rank: one state machine, shared by the main thread and the watch's.
 
     RUNNING ──► TELLING ──► STOPPING ──► LEAVING
 
-A run that ends well goes from RUNNING to LEAVING, and one that rank 0 has stopped from RUNNING to STOPPING. Only the thread that leaves
-RUNNING goes on from there: the main thread as a rule, the watch's when the main thread is stuck in a backend or in MPI.
+A run that ends well goes from RUNNING to LEAVING, one that rank 0 stops from RUNNING to STOPPING. Only the
+thread that leaves RUNNING continues: the main thread as a rule, the watch's if the main thread is stuck in a
+backend or in MPI.
 """
 
 from __future__ import annotations
@@ -41,16 +42,23 @@ _log = logging.getLogger("mpillm")
 
 
 class State(enum.Enum):
-    """Where a rank is on its way out."""
+    """How far a rank has come in ending."""
 
     RUNNING = "the phases go on"
-    TELLING = "rank 0 gathers failures and tells the person; another rank has told rank 0 and waits to be stopped"
-    STOPPING = "rank 0 has told all ranks to stop and waits for them; another rank stops its roles"
-    LEAVING = "out of MPI, if every rank is there, and out of the process"
+    TELLING = (
+        "rank 0 gathers failures and prints the message; another rank has told rank 0 and waits for STOP"
+    )
+    STOPPING = "rank 0 has sent STOP and waits for all ranks; another rank stops its roles"
+    LEAVING = "finalizes MPI, if no rank is lost, and exits"
 
 
-def failures_of(error: BaseException, rank: int, phase: Phase, config: RunConfig | None) -> tuple[Failure, ...]:
-    """What `error`, raised in the main thread of `rank`, tells about the run; on rank 0 a wrong option is the whole run's."""
+def failures_of(
+    error: BaseException, rank: int, phase: Phase, config: RunConfig | None
+) -> tuple[Failure, ...]:
+    """The failures that `error`, raised in the main thread of `rank`, means for the run.
+
+    On rank 0 a wrong option is the failure of the whole run.
+    """
     whole = rank or None
     if isinstance(error, Interrupted):
         return (error.failure(whole),)
@@ -63,17 +71,17 @@ def failures_of(error: BaseException, rank: int, phase: Phase, config: RunConfig
     if isinstance(error, MPI.Exception):
         return (Failure(f"MPI: {error}", rank, code=ExitCode.INSTANCE_LOST),)
     if isinstance(error, OSError) and error.filename:
-        if isinstance(error, PermissionError) and phase == "join":  # a file that the person named
+        if isinstance(error, PermissionError) and phase == "join":  # on a file that an option names
             return (Failure(f"{error.filename}: {error.strerror}", whole, code=ExitCode.USAGE),)
         return (Failure(f"{error.filename}: {error.strerror}", rank),)
     return (Failure(f"{type(error).__name__}: {error}", rank, text),)
 
 
 class Ending(ABC):
-    """One rank's way out of the run. `finish`, `stop` and `fail` are the main thread's, `end_stuck` and `abort` the watch's."""
+    """Ends one rank: the main thread by `finish`, `stop` or `fail`, the watch by `end_stuck` or `abort`."""
 
     def __init__(self, control: RankControl, beats: Transport, roles: Sequence[Role]) -> None:
-        """`beats`: the watch's own transport; `roles`: those of this rank, also those that are added later."""
+        """`beats`: the watch's own transport; `roles`: this rank's, including those added later."""
         self.state = State.RUNNING
         self._lock = threading.Lock()  # held to leave RUNNING
         self._control = control
@@ -85,7 +93,7 @@ class Ending(ABC):
     # --- the main thread ---
 
     def finish(self, code: int, comms: Communicators) -> int:
-        """Every rank has done all phases."""
+        """Leave the run after the last phase; return the exit code."""
         self._begin(State.LEAVING)
         if self._control.transport.rank == 0:
             tell_exit_code(code)
@@ -95,13 +103,13 @@ class Ending(ABC):
         return code
 
     def stop(self, stopped: Stopped) -> NoReturn:
-        """Rank 0 has said so."""
+        """End this rank, because rank 0 has sent STOP."""
         self._begin(State.STOPPING)
         self._let_go()
         self._leave(stopped)
 
     def fail(self, failures: tuple[Failure, ...]) -> NoReturn:
-        """End the run everywhere, because of `failures`."""
+        """End the run on every rank, because of `failures`."""
         self._begin(State.TELLING)
         self._watch.enter(self._watch.phase, 3 * self._limits.grace)
         for failure in failures:
@@ -112,9 +120,9 @@ class Ending(ABC):
         self._leave(stopped)
 
     def _begin(self, state: State) -> None:
-        """Leave RUNNING; if the watch's thread has, wait until it ends the process."""
+        """Leave RUNNING; if the watch's thread has done so, wait until it ends the process."""
         for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # the rank is ending already, under deadlines
+            signal.signal(number, signal.SIG_IGN)  # the rank is already ending, under deadlines
         patience = 3 * self._limits.grace
         if self._lock.acquire(timeout=patience):
             first = self.state is State.RUNNING
@@ -127,18 +135,18 @@ class Ending(ABC):
 
     @abstractmethod
     def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
-        """Have the run end everywhere; how it ends here."""
+        """End the run on the other ranks; return how this one is to end."""
 
     def _let_go(self) -> None:
         """Stop this rank's roles."""
         for role in self._roles:
             try:
                 role.stop()
-            except Exception:  # noqa: BLE001 - the run's first failure has been told; this one goes to the log
+            except Exception:  # noqa: BLE001 - the run's first failure is reported; this one is logged
                 _log.exception("while stopping")
 
     def _leave(self, stopped: Stopped) -> NoReturn:
-        """Out of MPI, if the other ranks come along, and out of the process, LoadGen's threads included."""
+        """Finalize MPI, if no rank is lost, and exit the process with LoadGen's threads."""
         self.state = State.LEAVING
         self._watch.quiet()
         if stopped.finalize:
@@ -149,7 +157,7 @@ class Ending(ABC):
         os._exit(int(stopped.code))
 
     def _finalize(self) -> None:
-        """Leave MPI. It waits for the other ranks and holds Python's lock while it does: only a signal can end that wait."""
+        """Finalize MPI, which waits for the other ranks and holds the GIL: only a signal can end the wait."""
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, self._limits.grace)
         MPI.Finalize()
@@ -158,10 +166,13 @@ class Ending(ABC):
     # --- the watch's thread ---
 
     def end_stuck(self) -> int | None:
-        """While the main thread is stuck: the exit code if this rank should end now, because rank 0 has said so or somebody is lost."""
+        """While the main thread is stuck: the exit code to end this rank with now, or None.
+
+        It ends if rank 0 has sent STOP, or if a rank is lost.
+        """
         with self._lock:
             if self.state is not State.RUNNING:
-                return None  # the main thread does all this itself
+                return None  # the main thread ends the rank itself
             code = self._look()
             if code is not None:
                 self.state = State.LEAVING
@@ -169,10 +180,10 @@ class Ending(ABC):
 
     @abstractmethod
     def _look(self) -> int | None:
-        """See `end_stuck`; all that is to be done before the process ends has been done."""
+        """As `end_stuck`; before a code is returned, everything that must precede the exit is done."""
 
     def abort(self, message: str) -> NoReturn:
-        """A limit of the main thread has passed, and, on other ranks than 0, rank 0 has not ended the run as it should have."""
+        """Abort MPI: a limit of the main thread has passed, and rank 0 has not ended the run."""
         with self._lock:
             self.state = State.LEAVING
         code = self._last_words(message)
@@ -181,11 +192,11 @@ class Ending(ABC):
 
     @abstractmethod
     def _last_words(self, message: str) -> int:
-        """Tell the person; the exit code."""
+        """Report `message`; return the exit code."""
 
 
 class RankEnding(Ending):
-    """Of every rank but 0."""
+    """Ends every rank but 0."""
 
     def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
         if cause := self._control.rank0_lost():
@@ -216,22 +227,25 @@ class RankEnding(Ending):
         return ExitCode.INSTANCE_LOST
 
     def _say_rank0_lost(self, cause: str) -> None:
-        """Rank 0 is there but answers nobody: one of the others tells the person and ends it. If it is gone, its launcher says so."""
+        """On rank 1: report that rank 0 is silent, and kill it. If it has ended, its launcher reports it."""
         rank0, here = self._control.rank0, self._control.host
         if self._control.transport.rank != 1 or rank0 is None or (rank0[0] == here and not runs(rank0[1])):
             return
-        self._watch.note(f"rank 0 (harness) on {rank0[0]}, pid {rank0[1]}, was lost in phase '{self._watch.phase}': {cause}")
+        self._watch.note(
+            f"rank 0 (harness) on {rank0[0]}, pid {rank0[1]},"
+            f" was lost in phase '{self._watch.phase}': {cause}"
+        )
         if rank0[0] == here:
             os.kill(rank0[1], signal.SIGKILL)
 
 
 class Rank0Ending(Ending):
-    """Of rank 0, which ends the run for all."""
+    """Ends rank 0, and the run on all ranks."""
 
     def __init__(self, control: RankControl, beats: Transport, roles: Sequence[Role], rank0: Rank0) -> None:
         super().__init__(control, beats, roles)
         self._rank0 = rank0
-        self._code: int | None = None  # from when the person has been told
+        self._code: int | None = None  # once the failure is reported
 
     def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
         code = self._tell_person(self._rank0.control.settle(failures))
@@ -245,7 +259,7 @@ class Rank0Ending(Ending):
         lost = self._rank0.control.dead()
         if not lost:
             return None
-        # The main thread may be waiting for them, in MPI.
+        # The main thread may be waiting for them in MPI.
         code = self._tell_person(self._rank0.control.losses(lost))
         for rank in set(range(1, len(self._rank0.control.ranks))) - set(lost):
             with suppress(MPI.Exception):
@@ -253,7 +267,7 @@ class Rank0Ending(Ending):
         return code
 
     def _last_words(self, message: str) -> int:
-        if self._code is not None:  # while the others were told to stop
+        if self._code is not None:  # the failure is reported; stopping the other ranks took too long
             self._watch.note(message)
             return self._code
         return self._tell_person((Failure(message, 0),))

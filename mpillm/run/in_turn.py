@@ -1,4 +1,4 @@
-"""Tests one after another, each in an mpirun of its own."""
+"""Several tests one after another, each in an mpirun of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mpillm.config.disagg_yaml import generated
 from mpillm.config.options import RunConfig, run_name
 from mpillm.devices import visible_gpus
 
-_OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")  # options that are said anew for each test
+# Options that this module sets for each test.
+_OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,19 @@ class Test:
 
 
 def run_in_turn(tests: Sequence[Test]) -> int:
-    """Run the tests and print a table of their results; the worst of their exit codes."""
+    """Run the tests and print a table of their results; return the highest of their exit codes."""
     lines = []
     worst = 0
     for test in tests:
         print(f"\n=== {test.name}\n{test.command}", flush=True)
         earlier = _written(test)
-        # No deadline here: the mpirun has one for its start, and rank 0 those of each phase, and of a test without an answer.
+        # No deadline here: the mpirun has one for its start, and rank 0 one for each phase and for a test
+        # without answers.
         with Children(MPIRUN_GRACE_S, pass_on=True) as children:
-            code = children.wait(children.start(test.name, test.command.argv, test.command.environment()), None) or 0
+            code = (
+                children.wait(children.start(test.name, test.command.argv, test.command.environment()), None)
+                or 0
+            )
         code = 128 - code if code < 0 else code
         worst = max(worst, code)
         lines.append((test.name, *_outcome(test, code, earlier)))
@@ -48,7 +53,7 @@ def run_in_turn(tests: Sequence[Test]) -> int:
 
 
 def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
-    """The mpirun of one test: the options as they were typed, and this workload and scenario."""
+    """The mpirun of one test: the options as typed, with this workload and scenario."""
     name = run_name(config)
     log_dir = Path(config.log_dir or Path("build/runs") / time.strftime("%Y%m%d-%H%M%S"))
     if several or not config.log_dir:
@@ -65,7 +70,7 @@ def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
 def ranks_of(config: RunConfig) -> int:
     """--world_size, or the ranks of the instances that the options or the YAML name, with control ranks.
 
-    An aggregated test has as many instances as this node's GPUs hold, one where they are not known.
+    An aggregated test has as many instances as this node's GPUs hold; one where the GPUs are unknown.
     """
     if config.world_size:
         return int(config.world_size)
@@ -78,9 +83,9 @@ def ranks_of(config: RunConfig) -> int:
 
 
 def _without_ours(argv: Sequence[str]) -> list[str]:
-    """The options as typed, but for those that this command says for each test."""
+    """The options as typed, without those that this module sets for each test."""
     kept: list[str] = []
-    ours = False  # whether the option is that a word belongs to: its name, or its value
+    ours = False  # whether the word is the name or a value of such an option
     for word in argv:
         if word.startswith("--"):
             ours = word[2:].partition("=")[0].replace("-", "_") in _OURS
@@ -90,7 +95,7 @@ def _without_ours(argv: Sequence[str]) -> list[str]:
 
 
 def _written(test: Test) -> int | None:
-    """When the test's result.json was written; None if it is not there."""
+    """When the test's result.json was written; None if there is none."""
     try:
         return (test.log_dir / "result.json").stat().st_mtime_ns
     except OSError:
@@ -98,7 +103,10 @@ def _written(test: Test) -> int | None:
 
 
 def _outcome(test: Test, code: int, earlier: int | None) -> tuple[str, str, str]:
-    """Status, samples per second and exit code for the table, from the test's result.json, unless it is that of an `earlier` run."""
+    """Status, samples per second and exit code for the table, from the test's result.json.
+
+    `earlier`: when an earlier run had written that file; an unchanged file is no result.
+    """
     if _written(test) == earlier:
         return "no result", "", str(code)
     try:
@@ -106,10 +114,16 @@ def _outcome(test: Test, code: int, earlier: int | None) -> tuple[str, str, str]
     except (OSError, ValueError):
         return "no result", "", str(code)
     rate = result.get("samples_per_second")
-    return str(result.get("status", "no result")), f"{rate:.2f}" if isinstance(rate, (int, float)) else "", str(code)
+    return (
+        str(result.get("status", "no result")),
+        f"{rate:.2f}" if isinstance(rate, (int, float)) else "",
+        str(code),
+    )
 
 
 def _table(lines: Sequence[tuple[str, ...]]) -> str:
     rows = [("test", "status", "samples/s", "exit code"), *lines]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,6 +1,6 @@
-"""From what all ranks say when they join to a run that is ready to be loaded: everything that can be checked before.
+"""From the ranks' join reports to a run that is ready to load: everything that can be checked before.
 
-Nothing here needs MPI, and nothing is written but the made data set of a scaled-down workload.
+Nothing here needs MPI, and nothing is written except the data set of a scaled-down workload.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Planned:
     config: RunConfig
     reports: dict[int, JoinReport]  # by rank
     plan: WorldPlan
-    yaml: DisaggConfig  # with the values that are in force
+    yaml: DisaggConfig  # with the values in force
     gpus: dict[int, OwnGpu]  # by rank; empty: CPUs
     cores: list[CoreConfig]  # of the instances' leaders
-    models: list[Any]  # of each of `cores`, what its check knows: `ModelInfo`, or None
-    notes: list[str]  # what of the configuration has no effect
+    models: list[Any]  # for each of `cores` what its check returned: `ModelInfo`, or None
+    notes: list[str]  # which parts of the configuration have no effect
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Prepared:
     settings: LoadGenSettings
 
     def announcement(self, directory: str) -> list[str]:
-        """Lines for the person; `directory`: of the run, as they name it."""
+        """Lines to print before the run loads; `directory`: the run directory as the user names it."""
         planned, config, dataset = self.planned, self.planned.config, self.dataset
         plan = planned.plan
         nodes = len({rank.node for rank in plan.ranks})
@@ -64,19 +64,22 @@ class Prepared:
         if dataset.note:
             lines.append(dataset.note)
         if has_text(config) and dataset.texts and isinstance(self.tokenizer, ByteTokenizer):
-            lines.append(f"no tokenizer.json in {config.model_path}: each byte of a prompt is a token, and the answers mean nothing")
+            lines.append(
+                f"no tokenizer.json in {config.model_path}:"
+                " each byte of a prompt is a token, and the answers mean nothing"
+            )
         if config.workload is not None:
             lines.append(f"workload {config.workload.title}: LoadGen's {self.settings.describe()}")
             if config.workload.scaled:
                 lines.append(f"scaled down: {config.workload.scaled}")
-        if not (config.audit_conf or config.compliance_test):  # which change the test in ways of their own
+        if not (config.audit_conf or config.compliance_test):  # which change the test themselves
             lines += self.settings.forecast.lines()
         if planned.gpus:
             rank, gpu = next(iter(planned.gpus.items()))
             lines.append(f"GPUs: {len(planned.gpus)} ({planned.reports[rank].gpus[gpu.device].name})")
         return [
-            f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {planned.yaml.mode}, core {config.core_type}{model},"
-            f" {planned.reports[0].versions['MPI']}",
+            f"mpillm {__version__}: ranks: {len(plan.ranks)}, nodes: {nodes}, {planned.yaml.mode},"
+            f" core {config.core_type}{model}, {planned.reports[0].versions['MPI']}",
             "",
             disagg.table(plan),
             *(f"  {line}" for line in lines),
@@ -84,7 +87,10 @@ class Prepared:
 
 
 def plan_run(config: RunConfig | None, reports: dict[int, JoinReport]) -> Planned:
-    """`config` is rank 0's, None if its command line was wrong; ConfigError if the ranks differ, or can't run it."""
+    """Plan the run. ConfigError: the ranks differ, or can't run the configuration.
+
+    `config`: rank 0's; None if its command line is wrong.
+    """
     config = _agreed(config, reports)
     ranks = range(len(reports))
     yaml = disagg_config(config, len(ranks))
@@ -100,12 +106,14 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport]) -> Planne
 
 
 def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:
-    """Read the data set and LoadGen's settings; ConfigError if they don't fit the model, or each other.
+    """Read the data set and LoadGen's settings. ConfigError: they don't fit the model, or each other.
 
-    `run_directory()` is where the data set of a scaled-down workload is written, and is called for nothing else.
+    `run_directory()` is called only to write the data set of a scaled-down workload there.
     """
     dataset, tokenizer = load_samples(planned.config, planned.models, run_directory)
-    return Prepared(planned, dataset, tokenizer, load_settings(LoadGenConfig.from_run(planned.config), len(dataset)))
+    return Prepared(
+        planned, dataset, tokenizer, load_settings(LoadGenConfig.from_run(planned.config), len(dataset))
+    )
 
 
 def has_text(config: RunConfig) -> bool:
@@ -114,14 +122,21 @@ def has_text(config: RunConfig) -> bool:
 
 
 def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConfig:
-    """The configuration of all ranks; ConfigError says which rank has another one, another version, or a wrong command line."""
+    """The configuration of all ranks.
+
+    ConfigError: names the rank with another one, another version of a package, or a wrong command line.
+    """
     errors: dict[str, list[int]] = {}
     for rank, report in reports.items():
         if report.usage_error:
             errors.setdefault(report.usage_error, []).append(rank)
     if errors or config is None:
         everywhere = [len(ranks) for ranks in errors.values()] == [len(reports)]
-        raise ConfigError("\n".join(error if everywhere else f"{rank_list(ranks)}: {error}" for error, ranks in errors.items()))
+        raise ConfigError(
+            "\n".join(
+                error if everywhere else f"{rank_list(ranks)}: {error}" for error, ranks in errors.items()
+            )
+        )
     mine = reports[0]
     for rank, report in reports.items():
         for name, version in report.versions.items():
@@ -132,7 +147,12 @@ def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConf
         first = min(other)
         difference = config.difference(other[first].values)
         raise ConfigError(
-            f"{rank_list(list(other))} {'was' if len(other) == 1 else 'were'} started with another configuration than rank 0: "
-            + (f"rank {first}: {difference}" if difference else f"the contents of {config.disagg_config} differ")
+            f"{rank_list(list(other))} {'was' if len(other) == 1 else 'were'} started with"
+            " another configuration than rank 0: "
+            + (
+                f"rank {first}: {difference}"
+                if difference
+                else f"the contents of {config.disagg_config} differ"
+            )
         )
     return config

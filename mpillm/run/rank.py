@@ -1,4 +1,4 @@
-"""The life of a run on one rank: its phases, in their order. Needs MPI to be up."""
+"""A run on one rank: its phases, in order. Needs MPI to be initialized."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ from mpillm.run.rank_roles import make_roles
 if TYPE_CHECKING:
     from mpillm.run.rank0 import Rank0
 
-logging.getLogger("mpillm").addHandler(logging.NullHandler())  # before a rank's log is open, rank 0 tells the person what is logged
+# Until a rank's log is open, records are dropped: rank 0 reports the failure itself.
+logging.getLogger("mpillm").addHandler(logging.NullHandler())
 
 
 class _Part(NamedTuple):
-    """What this rank has of the run, beside its roles, from the time when all ranks have joined."""
+    """What this rank has, besides its roles, once all ranks have joined."""
 
     comms: Communicators
     route: Transport | None
@@ -53,45 +54,51 @@ class Rank:
     """One rank, from joining to stopping."""
 
     def __init__(self, comm: MPI.Intracomm, config: RunConfig | None, usage_error: str) -> None:
-        """`comm`: for control; `config`: None when the command line was wrong, for `usage_error`."""
+        """`comm`: for control; `config`: None if the command line is wrong, as `usage_error` says."""
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
         self._config = config
         self._usage_error = usage_error
         limits = Limits(DEADLINES)
         if config is not None:
-            limits = Limits({phase: config[field] for phase, field in FIELD_OF.items()}, config.grace, config.heartbeat_timeout)
+            limits = Limits(
+                {phase: config[field] for phase, field in FIELD_OF.items()},
+                config.grace,
+                config.heartbeat_timeout,
+            )
         self._watch = Watch(comm.rank)
         self._control = RankControl(Transport(comm), self._watch, limits)
-        self._beats = Transport(comm)  # the watch's own: a transport belongs to one thread
+        self._beats = Transport(comm)  # the watch's: a transport belongs to one thread
         self._loop = EventLoop(self._watch)
         self._loop.pollers.append(self._control.poll)
         self._roles: list[Role] = []
         self.log_dir = ""  # the run directory, once rank 0 has made it
-        self._test_clock = (0.0, 0.0)  # time and CPU time at the test's start
+        self._test_clock = (0.0, 0.0)  # time and CPU time when the test started
         self._rank0: Rank0 | None = None
         self._ending: Ending = RankEnding(self._control, self._beats, self._roles)
         if self.rank == 0:
             from mpillm.report.console import Console
-            from mpillm.run.rank0 import Rank0  # LoadGen, data set: for this rank only
+            from mpillm.run.rank0 import Rank0  # imports LoadGen and the data set: for this rank only
 
-            self._rank0 = Rank0(self._control, self.size, config, time.monotonic() - _process_age_s(), Console())
+            self._rank0 = Rank0(
+                self._control, self.size, config, time.monotonic() - _process_age_s(), Console()
+            )
             self._ending = Rank0Ending(self._control, self._beats, self._roles, self._rank0)
             self._loop.pollers.append(self._rank0.control.poll)
         self._watch.connect(self._beat, self._ending.end_stuck, self._ending.abort)
 
     def live(self) -> int:
-        """All phases; the exit code. Does not return after a failure: the process ends here."""
+        """Do all phases; return the exit code. After a failure the process ends here."""
         try:
             code, comms = self._phases()
         except Stopped as stopped:
             self._ending.stop(stopped)
-        except (Exception, Interrupted) as error:  # noqa: BLE001 - whatever it is, it goes to rank 0 and ends the run
+        except (Exception, Interrupted) as error:  # noqa: BLE001 - any error goes to rank 0 and ends the run
             self._ending.fail(failures_of(error, self.rank, self._watch.phase, self._config))
         return self._ending.finish(code, comms)
 
     def _phases(self) -> tuple[int, Communicators]:
-        """The exit code, and what is left to be freed."""
+        """Do all phases; return the exit code, and the communicators to free."""
         join, *others, stop = PHASES
         part = self._set_up(self._phase(join, self._join_report))
         for phase in others:
@@ -101,7 +108,8 @@ class Rank:
     def _phase(self, phase: Phase, report: Callable[[], Any] | None = None) -> Any:
         def work() -> None:
             if phase == "test":
-                gc.freeze()  # what start-up made lives to the end: no collection need look at it while requests wait
+                # Objects made at start-up live to the end: no collection during the test need visit them.
+                gc.freeze()
                 gc.enable()
                 self._test_clock = time.perf_counter(), time.process_time()
             for role in self._roles:
@@ -112,7 +120,7 @@ class Rank:
 
     @cached_property
     def _gpus(self) -> tuple[Gpu, ...]:
-        """Of this node, if the core uses any."""
+        """This node's GPUs, if the core uses any."""
         config = self._config
         return BackendRegistry.get(config.core_type).gpus() if config and config.device != "cpu" else ()
 
@@ -133,14 +141,15 @@ class Rank:
         )
 
     def _set_up(self, setup: Setup) -> _Part:
-        if self._config is None:  # rank 0 has been told, and releases nobody
+        if self._config is None:  # rank 0 knows, and releases nobody
             raise ConfigError(self._usage_error)
         self._control.host, self._control.rank0 = MPI.Get_processor_name(), setup.rank0
         self.log_dir, ranks = setup.log_dir, setup.plan.ranks
         machine = None
         if all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank]):
             packages = BackendRegistry.get(self._config.core_type).packages
-            machine = describe_machine(self._gpus, packages)  # now: packages may be replaced while the test runs
+            # Read now: packages may be replaced while the test runs.
+            machine = describe_machine(self._gpus, packages)
         try:
             open_rank_log(Path(setup.log_dir), self.rank)
         except OSError as error:
@@ -148,7 +157,9 @@ class Rank:
         comms = create_communicators(MPI.COMM_WORLD, self._comm, setup.plan)
         route = Transport(comms.route) if comms.route is not None else None
         session = self._rank0.session if self._rank0 else None
-        self._roles += make_roles(self._config, setup, comms, route, session.make_harness if session else None)
+        self._roles += make_roles(
+            self._config, setup, comms, route, session.make_harness if session else None
+        )
         if route:
             self._loop.pollers.append(route.dispatch)
         self._loop.pollers += [role.poll for role in self._roles]
@@ -167,19 +178,21 @@ class Rank:
         )
 
     def _beat(self, beat: Beat) -> None:
-        """Rank 0 tells everybody, everybody tells rank 0. Called in the watch's thread."""
-        beat = beat._replace(measured=next((measured for role in self._roles if (measured := role.measured())), None))
+        """Send a heartbeat: rank 0 to everybody, the others to rank 0. The watch's thread calls this."""
+        beat = beat._replace(
+            measured=next((measured for role in self._roles if (measured := role.measured())), None)
+        )
         if self._rank0 is not None:
             self._rank0.control.ranks[0].measured = beat.measured
         for dest in range(1, self.size) if self.rank == 0 else (0,):
-            with contextlib.suppress(MPI.Exception):  # it is lost, and others look after that
+            with contextlib.suppress(MPI.Exception):  # it is lost; its missing heartbeat will show that
                 BEAT.send(self._beats, dest, beat)
         with contextlib.suppress(MPI.Exception):
             self._beats.reap()
 
 
 def _process_age_s() -> float:
-    """Seconds since this process was started: Python's own start included. 0 where the system does not say."""
+    """Seconds since this process started, Python's own start included; 0 where the system does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

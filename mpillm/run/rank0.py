@@ -1,4 +1,4 @@
-"""What rank 0 does for all ranks: prepare the run when they have joined, tell the person, write the result."""
+"""What rank 0 does for all ranks: prepares the run once they have joined, reports, writes the result."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from mpillm.run.session import Session
 
 
 class Rank0:
-    """Rank 0's view of a run: as long as ranks join `session` is None, from then on it is all there is to know."""
+    """Rank 0's view of a run. `session` is None until all ranks have joined."""
 
-    def __init__(self, control: RankControl, size: int, config: RunConfig | None, started: float, console: Console) -> None:
-        """`config`: None when the command line was wrong; `started`: when the process was, by time.monotonic."""
+    def __init__(
+        self, control: RankControl, size: int, config: RunConfig | None, started: float, console: Console
+    ) -> None:
+        """`config`: None if the command line is wrong; `started`: when the process was (time.monotonic)."""
         self._config = config
         self._console = console
-        self._record: RunRecord | None = None  # from when the run directory is made
+        self._record: RunRecord | None = None  # once the run directory exists
         self.session: Session | None = None
         self.control = Rank0Control(control, size, started, self._phase_done)
 
     def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
-        """All ranks have done `phase`; what this returns is given to all of them, what it raises ends the run."""
+        """All ranks have done `phase`; the value returned is released to all of them."""
         note, value = "", None
         if self.session is None:
             value, note = self._joined(reports), "all ranks agree"
@@ -56,20 +58,27 @@ class Rank0:
         return Setup(planned.plan, str(record.path), (reports[0].host, reports[0].pid), planned.gpus)
 
     def _made_record(self, planned: Planned) -> RunRecord:
-        """The run directory, made when it is first asked for."""
+        """The run directory, created at the first call."""
         if self._record is None:
             self._record = RunRecord(take_directory(planned.config), planned.config, planned.plan)
         return self._record
 
     def failed(self, failures: tuple[Failure, ...]) -> int:
-        """Tell the person, once, and write what there is; the exit code."""
+        """Print the message and write the result; return the exit code."""
         phase, record = self.control.phase, self._record
         code = exit_code(failures, phase)
         see = ""
         if record is not None:
-            record.result |= {"status": "FAILED", "phase": phase, "exit_code": code, "failures": failures_json(failures)}
+            record.result |= {
+                "status": "FAILED",
+                "phase": phase,
+                "exit_code": code,
+                "failures": failures_json(failures),
+            }
             ranks = sorted({f.rank for f in failures if f.rank is not None})
-            see = path_shown(record.path / "ranks" / f"rank_{ranks[0]:04d}.log" if len(ranks) == 1 else record.path)
+            see = path_shown(
+                record.path / "ranks" / f"rank_{ranks[0]:04d}.log" if len(ranks) == 1 else record.path
+            )
         if self.session is not None:
             self.session.failed()
         when = f"in phase '{phase}'" if code != ExitCode.USAGE else "before anything was loaded"

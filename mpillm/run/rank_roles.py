@@ -1,4 +1,4 @@
-"""From the plan to the roles of one rank."""
+"""From the plan to one rank's roles and its core's configuration."""
 
 from __future__ import annotations
 
@@ -29,24 +29,28 @@ from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 from mpillm.roles.role import Role
 
-_LIMITS = ("max_batch_size", "max_num_tokens")  # where nobody says, CoreConfig does
+_LIMITS = ("max_batch_size", "max_num_tokens")  # CoreConfig has their defaults
 _SECTIONS = {role: section for section, role in ROLES.items()}
 _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 
 
-def core_configs(config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpus: dict[int, OwnGpu]) -> list[CoreConfig]:
-    """What the cores on `ranks` (of instances) are built from; `gpus`: see `devices.assign`."""
+def core_configs(
+    config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpus: dict[int, OwnGpu]
+) -> list[CoreConfig]:
+    """The configurations of the cores on `ranks`, all of instances; `gpus`: see `devices.assign`."""
     workers = Counter(rank.node for rank in plan.ranks if rank.instance is not None)
     return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
 
 
-def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, OwnGpu], node_ranks: int) -> CoreConfig:
-    """`node_ranks`: ranks of its node that belong to an instance."""
+def _core_config(
+    config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, OwnGpu], node_ranks: int
+) -> CoreConfig:
+    """`node_ranks`: how many ranks of its node belong to instances."""
     me, gpu = plan.ranks[rank], gpus.get(rank)
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
     config = config.of(_SECTIONS[instance.role])
     values = {place.in_core or place.field.name: config[place.field] for place in CORE}
-    config.build(TrtllmHarnessConfig)  # which checks that the limits fit those that the engine is built for
+    config.build(TrtllmHarnessConfig)  # checks the limits against those that the engine was built for
     return CoreConfig(
         core_type=config.core_type,
         role=_CORE_ROLES[instance.role],
@@ -74,12 +78,18 @@ def _core_config(config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, 
 
 
 def check_honoured(config: RunConfig) -> list[str]:
-    """A line for what each section of the given YAML states and our cores do without; ConfigError for what they can't do without."""
+    """A line for each section of the YAML with settings that have no effect here.
+
+    ConfigError: a setting can't be ignored.
+    """
     lines = []
     for section, server in config.yaml.sections if config.yaml else ():
         where = f"{config.disagg_config}: {section}"
         if server.context_parallel_size > 1:
-            raise ConfigError(f"{where}.context_parallel_size {server.context_parallel_size}: must be 1; mpillm has no context parallelism")
+            raise ConfigError(
+                f"{where}.context_parallel_size {server.context_parallel_size}: must be 1;"
+                " mpillm has no context parallelism"
+            )
         if BackendRegistry.get(config.core_type).needs_model:
             _check_precision(config.of(section), server, where)
         asked, policy = server.router.get("type"), config.of(section).traffic_distribution_policy
@@ -91,33 +101,52 @@ def check_honoured(config: RunConfig) -> list[str]:
 
 
 def _check_precision(config: RunConfig, server: ServerConfig, where: str) -> None:
-    """What says in which precision to compute would make another measurement of it."""
+    """ConfigError if the YAML asks for another precision: ignoring it would change what is measured."""
     kinds = fields.kv_cache_dtype.choices
     if (dtype := KV_CACHE_DTYPE.of(server)) not in (None, *kinds):
-        raise ConfigError(f"{where}.{KV_CACHE_DTYPE.name} {dtype}: the {config.core_type} core has {', '.join(kinds)}")
+        raise ConfigError(
+            f"{where}.{KV_CACHE_DTYPE.name} {dtype}: the {config.core_type} core has {', '.join(kinds)}"
+        )
     if server.extra.get("quant_config"):
         raise ConfigError(
-            f"{where}.quant_config: the {config.core_type} core quantises by the checkpoint or --quantization; leave it out",
+            f"{where}.quant_config: the {config.core_type} core quantises by the checkpoint or"
+            " --quantization; leave it out",
             about=["quantization"],
         )
 
 
 def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None:
-    """`models`: what each of `cores` is of. ConfigError if context and generation instances would hold KV caches of two types."""
-    dtypes = {core.role: dtype for core, model in zip(cores, models, strict=True) if (dtype := getattr(model, "kv_dtype", None))}
+    """ConfigError if context and generation instances would hold KV caches of different types.
+
+    `models`: what the check of each of `cores` returned.
+    """
+    dtypes = {
+        core.role: dtype
+        for core, model in zip(cores, models, strict=True)
+        if (dtype := getattr(model, "kv_dtype", None))
+    }
     if len(set(dtypes.values())) > 1:
         kinds = " and ".join(f"{role} instances have a KV cache in {dtype}" for role, dtype in dtypes.items())
         raise ConfigError(
-            f"{kinds}: the handoff does not convert it, so --dtype and --kv_cache_dtype, or dtype and kv_cache_config.dtype of both"
-            " sections, must be the same",
+            f"{kinds}: the handoff does not convert it, so --dtype and --kv_cache_dtype,"
+            " or dtype and kv_cache_config.dtype of both sections, must be the same",
             about=["dtype", "kv_cache_dtype"],
         )
 
 
-def what_runs(config: RunConfig, yaml: DisaggConfig, plan: WorldPlan, cores: Iterable[CoreConfig]) -> DisaggConfig:
-    """`yaml` with the values that are in force; `cores` has one of each section. A generated one gets the hosts of `plan`, too."""
+def what_runs(
+    config: RunConfig, yaml: DisaggConfig, plan: WorldPlan, cores: Iterable[CoreConfig]
+) -> DisaggConfig:
+    """`yaml` with the values in force, and, if it was generated, the hosts of `plan`.
+
+    `cores`: at least one of each section.
+    """
     if config.yaml is None and len({rank.node for rank in plan.ranks}) > 1:
-        yaml = with_hosts(yaml, plan.ranks[plan.leader_rank].node, [plan.ranks[instance.leader].node for instance in plan.instances])
+        yaml = with_hosts(
+            yaml,
+            plan.ranks[plan.leader_rank].node,
+            [plan.ranks[instance.leader].node for instance in plan.instances],
+        )
     of_role = {core.role: core for core in cores}
 
     def in_force(section: str, server: ServerConfig) -> ServerConfig:
@@ -129,7 +158,7 @@ def what_runs(config: RunConfig, yaml: DisaggConfig, plan: WorldPlan, cores: Ite
 
 
 def _thread_share(node_ranks: int) -> int:
-    """This rank's share of its node's cores; all that it is bound to, if its launcher has bound it to some."""
+    """This rank's share of its node's CPU cores; if its launcher has bound it, all those."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if allowed < (os.cpu_count() or 1):
         return allowed
@@ -143,7 +172,7 @@ def make_roles(
     route: Transport | None,
     make_harness: Callable[[Transport, int], Role] | None,
 ) -> list[Role]:
-    """The roles of this rank, in the order in which their phases run; `make_harness` on the harness's rank."""
+    """This rank's roles, in the order in which their phases run; `make_harness`: on the harness's rank."""
     plan = setup.plan
     rank = comms.control.rank
     me = plan.ranks[rank]
@@ -155,7 +184,9 @@ def make_roles(
             core = BackendRegistry.get(config.core_type)(core_config, comms.instance)
         roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if route is not None and "leader" in me.roles:
-        entry, generation = (config.of(_SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1))
+        entry, generation = (
+            config.of(_SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1)
+        )
         roles.append(Leader(route, ranks, plan, entry, generation, config.stall_timeout))
     if route is not None and make_harness is not None:
         roles.append(make_harness(route, ranks[plan.leader_rank]))
@@ -163,7 +194,12 @@ def make_roles(
 
 
 def _instance_role(
-    core: LLMCore, plan: WorldPlan, rank: int, ranks: dict[int, int], route: Transport | None, comms: Communicators
+    core: LLMCore,
+    plan: WorldPlan,
+    rank: int,
+    ranks: dict[int, int],
+    route: Transport | None,
+    comms: Communicators,
 ) -> Follower:
     instance = plan.instances[core.config.instance]
     leader = ranks[plan.leader_rank]
@@ -172,12 +208,16 @@ def _instance_role(
     if comms.handoff is not None:
         members = handoff_ranks(plan)
         others = generations if instance.role == "ctx" else contexts
-        core.connect(MpiMover(comms.handoff), {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others})
+        core.connect(
+            MpiMover(comms.handoff),
+            {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others},
+        )
     if route is None or rank != instance.leader:
         return Follower(core)
     if instance.role == "executor":
         return InstanceRole(core, route, leader, instance.index)
-    # Who warms up whom: every context instance has a generation instance to hand to, and every generation instance is handed something.
+    # Pairs for the warm-up: every context instance hands something over, every generation instance receives
+    # something.
     n = max(len(contexts), len(generations))
     pairs = {(contexts[k % len(contexts)].index, generations[k % len(generations)].index) for k in range(n)}
     if instance.role == "ctx":
@@ -185,4 +225,11 @@ def _instance_role(
         mine = sorted(generation for context, generation in pairs if context == instance.index)
         return Context(core, route, leader, instance.index, receivers, mine)
     senders = {ranks[i.leader]: i.index for i in contexts}
-    return Generation(core, route, leader, instance.index, senders, sum(1 for _, generation in pairs if generation == instance.index))
+    return Generation(
+        core,
+        route,
+        leader,
+        instance.index,
+        senders,
+        sum(1 for _, generation in pairs if generation == instance.index),
+    )

@@ -1,4 +1,4 @@
-"""Rank 0's view of a run from the time when all ranks have joined: the harness, the progress, the result."""
+"""Rank 0's view of a run once all ranks have joined: the harness, the progress, the result."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ _LOG_S = 10.0
 
 
 class Session:
-    """Everything that one run has on rank 0: made when all ranks have joined, complete from then on."""
+    """A run's objects on rank 0; created, complete, once all ranks have joined."""
 
-    def __init__(self, prepared: Prepared, record: RunRecord, console: Console, control: Rank0Control) -> None:
-        """Fills the run directory; OSError if a file of it can't be written."""
+    def __init__(
+        self, prepared: Prepared, record: RunRecord, console: Console, control: Rank0Control
+    ) -> None:
+        """Write the plan to the run directory. OSError: one of its files can't be written."""
         config, plan = prepared.planned.config, prepared.planned.plan
         self._prepared = prepared
         self._config = config
@@ -38,7 +40,8 @@ class Session:
         self._record = record
         self._console = console
         self._control = control
-        self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path)  # LoadGen's audit.config, or ""
+        # LoadGen's audit.config, or ""
+        self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path)
         record.write_plan(prepared.planned.yaml, prepared.settings, plan, prepared.planned.reports)
         self._outputs: Outputs | None = None
         if config.save_outputs or has_text(config):
@@ -50,13 +53,20 @@ class Session:
         self._progress_at = self._logged_at = 0.0
 
     def make_harness(self, route: Transport, leader: int) -> Harness:
-        """The harness role, which counts for this session; `leader`: its rank in the route communicator."""
+        """The harness role; `leader`: the leader's rank in the route communicator."""
         config, dataset, settings = self._config, self._prepared.dataset, self._prepared.settings
         return Harness(
             route,
             leader,
             dataset,
-            Sampling(config.max_output_len, config.min_output_len, config.temperature, config.top_k, config.top_p, config.seed),
+            Sampling(
+                config.max_output_len,
+                config.min_output_len,
+                config.temperature,
+                config.top_k,
+                config.top_p,
+                config.seed,
+            ),
             LoadGenTest(settings.test, len(dataset), self._record.path, self._audit),
             self._outputs.add if self._outputs else None,
             self._plan.instances[0].role == "ctx",
@@ -64,7 +74,7 @@ class Session:
         )
 
     def poll(self) -> bool:
-        """During the test: take down what the instances have computed, and draw the progress."""
+        """During the test: record what the instances have computed, and draw the progress."""
         now, totals = time.monotonic(), self._totals
         if not totals.started or now - self._progress_at <= _PROGRESS_S:
             return False
@@ -78,10 +88,16 @@ class Session:
             self._console.progress(totals.samples, totals.issued, totals.tokens, elapsed, computed, steady)
             if totals.issued and now - self._logged_at > _LOG_S:
                 self._logged_at = now
-                _log.info("%s", " ".join(line.strip() for line in progress_lines(totals.samples, totals.issued, elapsed, computed)))
+                _log.info(
+                    "%s",
+                    " ".join(
+                        line.strip()
+                        for line in progress_lines(totals.samples, totals.issued, elapsed, computed)
+                    ),
+                )
         return False
 
-    # --- what all ranks have done; a note for the person ---
+    # --- after a phase of all ranks: its note for the console ---
 
     def ready(self) -> str:
         startup = time.time() - self._last_start
@@ -89,25 +105,31 @@ class Session:
         return f"{startup:.2f} s after the last rank was started"
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
-        """Judge the test."""
+        """Judge the test from LoadGen's logs and the ranks' reports."""
         if self._outputs:
             self._outputs.close()
         directory, result = self._record.path, self._record.result
         judged = verdict(directory, self._config.test_mode)
         if judged is None:
-            raise RunError(Failure(f"LoadGen's logs in {directory} are missing or incomplete: is the disk full?"))
+            raise RunError(
+                Failure(f"LoadGen's logs in {directory} are missing or incomplete: is the disk full?")
+            )
         result |= {"status": judged, "loadgen_result": judged, "loadgen_unsatisfied": unsatisfied(directory)}
         result["loadgen_advice"] = advice(directory) if judged == "INVALID" else []
         result |= test_result(self._totals, reports, self._timeline)
         self._timeline.close()
-        machines = {self._plan.ranks[rank].node: report.machine for rank, report in sorted(reports.items()) if report.machine}
+        machines = {
+            self._plan.ranks[rank].node: report.machine
+            for rank, report in sorted(reports.items())
+            if report.machine
+        }
         write_json(directory / "machines.json", machines)
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
 
     # --- the end ---
 
     def finished(self) -> int:
-        """Everything has ended well: the last lines, and the exit code."""
+        """After the last phase: print the summary, return the exit code."""
         record, config = self._record, self._config
         record.write_result()
         if self._outputs and has_text(config):
@@ -117,8 +139,11 @@ class Session:
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
 
     def failed(self) -> None:
-        """Note in the result what there is."""
+        """Add to the result what was counted before the failure."""
         self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
         if self._timeline.computed() is not None:
-            told = [{"instance": i.index, "metrics": self._timeline.summary(i.index)} for i in self._plan.instances]
+            told = [
+                {"instance": i.index, "metrics": self._timeline.summary(i.index)}
+                for i in self._plan.instances
+            ]
             self._record.result.setdefault("per_instance", told)
