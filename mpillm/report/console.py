@@ -1,4 +1,4 @@
-"""What the person sees: the plan, a line per phase, a progress bar, answers, a summary or one message of failure. Rank 0 only."""
+"""The console of rank 0: plan, phases, progress bar, answers, then a summary or one failure message."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from mpillm.report.timeline import Computed
 
 _WIDTH = 80  # of the progress lines
 _MOST_BAR, _LEAST_BAR = 24, 4
-_UP = "\x1b[1A\x1b[2K"  # to the line above, and clear it
-_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a line longer than the terminal is cut, or goes on in the next one (DEC's auto-wrap mode)
-_STEADY_S = 30.0  # --show_steady_state_progress: the throughput of so many seconds, so that start and end of a test don't dilute it
+_UP = "\x1b[1A\x1b[2K"  # go to the line above, and clear it
+_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # cut long lines, or continue them in the next (DEC's auto-wrap mode)
+_STEADY_S = 30.0  # window of --show_steady_state_progress: excludes the start and the end of the test
 _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
 
 
 class Console:
-    """Prints lines; redraws the progress in place on a terminal, and prints it every few seconds elsewhere."""
+    """Prints lines; redraws the progress in place on a terminal, elsewhere prints it every few seconds."""
 
     def __init__(self, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> None:
         self._out, self._err = out, err
-        # Under mpirun a rank's own stdout says nothing: Open MPI makes it a terminal, MPICH a pipe, whatever the person looks at.
+        # Under mpirun a rank's own stdout says nothing about the user's: Open MPI always makes it a terminal,
+        # MPICH a pipe.
         self._terminal = os.environ.get(TTY) == "1" if find_launcher() else out.isatty()
         self._interval_s = 0.25 if self._terminal else 5.0
         self._drawn = time.monotonic()
@@ -39,21 +40,28 @@ class Console:
         self._drawn_before: deque[tuple[float, int, int]] = deque()  # seconds, samples, tokens
 
     def line(self, text: str = "") -> None:
-        """Print a line, after the bar if one is being drawn."""
+        """Print a line in place of the progress bar, if that is shown."""
         self._clear_bar()
         self._print(text)
 
     def phase(self, name: str, seconds: float, note: str = "") -> None:
-        """A phase is done."""
+        """Print that a phase is done."""
         self.line(f"  {name:<7} {seconds:8.2f} s  {note}".rstrip())
 
     def progress(
-        self, done: int, total: int, tokens: int, elapsed_s: float, computed: Computed | None = None, steady: bool = False
+        self,
+        done: int,
+        total: int,
+        tokens: int,
+        elapsed_s: float,
+        computed: Computed | None = None,
+        steady: bool = False,
     ) -> None:
-        """Draw the bar, if it is time to.
+        """Draw the bar, if it is due.
 
-        `done`, `total`: samples answered and known of; `tokens`: of those answers; `elapsed_s`: of the test; `computed`: what the
-        instances say; `steady`: the rates of answers of the last seconds as well.
+        `done`, `total`: samples answered and issued; `tokens`: in those answers; `elapsed_s`: since the test
+        started; `computed`: what the instances report; `steady`: show the throughput of the last seconds,
+        too.
         """
         now = time.monotonic()
         if now - self._drawn < self._interval_s or elapsed_s <= 0 or total == 0:
@@ -64,9 +72,9 @@ class Console:
             lines.append(lately)
         text = "\n".join(lines)
         if self._terminal:
-            # Lines of their own each time, and back up to them: Open MPI passes output on by whole lines. (rich's live display redraws
-            # within a line: under Open MPI's mpirun all of it arrives at the end.)
-            # They are cut at the terminal's edge, which may be anywhere by now: one line up would not clear one that takes two.
+            # Print whole lines and go back up to them: Open MPI forwards output line by line. (rich's live
+            # display redraws within a line: under Open MPI's mpirun all of it arrives at the end.) Cut them
+            # at the terminal's edge, wherever that is now: going up one line does not clear a wrapped one.
             text = f"{_UP * self._n_bar_lines}{_CUT}{text}{_WRAP}"
             self._n_bar_lines = len(lines)
         self._print(text)
@@ -80,25 +88,33 @@ class Console:
         if elapsed_s == since_s:
             return ""
         seconds = elapsed_s - since_s
-        return f"    last {seconds:.0f} s: {(done - done_then) / seconds:.1f} samples/s  {(tokens - tokens_then) / seconds:.1f} tokens/s"
+        samples_s, tokens_s = (done - done_then) / seconds, (tokens - tokens_then) / seconds
+        return f"    last {seconds:.0f} s: {samples_s:.1f} samples/s  {tokens_s:.1f} tokens/s"
 
     def answers(self, answers: Sequence[tuple[int, str, str]]) -> None:
-        """A few (index, prompt, answer) as text."""
+        """Print a few (index, prompt, answer)."""
         width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120)) - 6
         for index, prompt, answer in answers:
             self.line()
-            self.line(f"  sample {index}: {textwrap.shorten(' '.join(prompt.split()), width, placeholder=' …')}")
+            self.line(
+                f"  sample {index}: {textwrap.shorten(' '.join(prompt.split()), width, placeholder=' …')}"
+            )
             for part in textwrap.wrap(" ".join(answer.split()), width)[:4] or ["(no text)"]:
                 self.line(f"    | {part}")
 
     def summary(self, rows: Sequence[tuple[str, Any]]) -> None:
-        """Names and values, aligned."""
+        """Print names and values, aligned."""
         self.line()
         for name, value in rows:
             self.line(f"  {name:<22} {value}")
 
-    def failure(self, when: str, failures: Sequence[Failure], see: str, describe: Callable[[int], str]) -> None:
-        """The one message of a run that failed: what, who, and where to read more. Ranks with the same cause share a line."""
+    def failure(
+        self, when: str, failures: Sequence[Failure], see: str, describe: Callable[[int], str]
+    ) -> None:
+        """Print the one message of a failed run: what failed, which ranks, and where to read more.
+
+        Ranks with the same cause share a line.
+        """
         self._clear_bar()
         if all(failure.interrupted and failure.rank is None for failure in failures):
             self._interrupted(f"mpillm: {failures[0].cause} {when}" + (f"\n  see {see}" if see else ""))
@@ -112,14 +128,17 @@ class Console:
             who = "" if not ranks else f"{describe(ranks[0]) if len(ranks) == 1 else rank_list(ranks)}: "
             message.append(textwrap.indent(f"{who}{cause}", "  "))
             if trace:
-                message.append(textwrap.indent("\n".join(trace.rstrip().splitlines()[-_TRACE_LINES:]), "    "))
+                message.append(
+                    textwrap.indent("\n".join(trace.rstrip().splitlines()[-_TRACE_LINES:]), "    ")
+                )
         if see:
             message.append(f"  see {see}")
         print("\n".join(message), file=self._err, flush=True)
 
     def _interrupted(self, message: str) -> None:
         if mpirun_ends_ranks():
-            with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:  # noqa: PTH123 - where mpirun was started, if it is there
+            # The terminal where mpirun was started, if there is one.
+            with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:  # noqa: PTH123
                 print(message, file=terminal)
                 return
         print(message, file=self._err, flush=True)
@@ -132,12 +151,13 @@ class Console:
     def _print(self, text: str, end: str = "\n") -> None:
         try:
             print(text, end=end, file=self._out, flush=True)
-        except OSError:  # the reader (head, say) has gone, or its disk is full: the run goes on, and its directory tells all
+        # The reader (head, say) has gone, or its disk is full: the run goes on, and its directory has it all.
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
 
 
 def progress_lines(done: int, total: int, elapsed_s: float, computed: Computed | None) -> list[str]:
-    """What is answered and, if the instances say, what they have computed; lines of at most 80 columns."""
+    """What is answered and, if the instances report it, computed: lines of at most 80 columns."""
     text = f"{done}/{total} samples  {done / elapsed_s:.1f} samples/s  {elapsed_s:.0f} s"
     head = "  test    "
     width = min(_MOST_BAR, _WIDTH - len(f"{head}[] {text}"))
@@ -148,7 +168,8 @@ def progress_lines(done: int, total: int, elapsed_s: float, computed: Computed |
         c = computed
         usage = "" if c.kv_cache_usage is None else f"  kv {c.kv_cache_usage:.0%}"
         lines.append(
-            f"    out {_short(c.generated)} tok/s (now {_short(c.generated_now)})  in {_short(c.prompt)} ({_short(c.prompt_now)})"
+            f"    out {_short(c.generated)} tok/s (now {_short(c.generated_now)})"
+            f"  in {_short(c.prompt)} ({_short(c.prompt_now)})"
             f"  run {_short(c.running)}  wait {_short(c.waiting)}{usage}"
         )
     return lines

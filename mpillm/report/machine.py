@@ -1,4 +1,4 @@
-"""What a node is made of, as far as a program without privileges can tell: for the system description of a submission."""
+"""A node's hardware and software, as far as an unprivileged program sees them: for a submission."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from mpillm.devices import Gpu
 
 _CPU = Path("/sys/devices/system/cpu/cpu0")
-_SOFTWARE = ("numpy", "transformers", "mlcommons-loadgen", "mpi4py")  # of every run
+_SOFTWARE = ("numpy", "transformers", "mlcommons-loadgen", "mpi4py")  # listed for every core
 
 
 def describe_machine(gpus: Sequence[Gpu], packages: Sequence[str]) -> dict[str, Any]:
-    """This node, ready for JSON. What the system does not tell is missing or empty.
+    """Describe this node, ready for JSON. What the system does not say is None or empty.
 
-    `gpus`: those that the run may use here; `packages`: what its core computes with, for their versions.
+    `gpus`: those that the run may use here; `packages`: those whose versions matter to its core.
     """
     return {
         "cpu": _cpu(),
@@ -36,7 +36,7 @@ def describe_machine(gpus: Sequence[Gpu], packages: Sequence[str]) -> dict[str, 
 
 
 def _cpu() -> dict[str, Any]:
-    """Model, sockets, cores of all sockets together, highest frequency and caches (size and level, of one core)."""
+    """Model, sockets, cores of all sockets, highest frequency and one core's caches (level and size)."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -68,7 +68,7 @@ def _disks() -> list[dict[str, Any]]:
     """Block devices that are backed by hardware."""
     disks = []
     for folder in sorted(Path("/sys/block").glob("*")):
-        sectors = _first_line(folder / "size")  # of 512 bytes, whatever the disk's own are
+        sectors = _first_line(folder / "size")  # of 512 bytes, whatever the disk's sector size
         if (folder / "device").exists() and sectors.isdecimal():
             disks.append({"name": folder.name, "bytes": int(sectors) * 512, "type": _disk_type(folder)})
     return disks
@@ -82,13 +82,18 @@ def _disk_type(folder: Path) -> str:
 
 
 def _network_cards() -> list[dict[str, Any]]:
-    """Network interfaces that are backed by hardware; the speed in Mbit/s, None while there is no link or the driver tells none."""
+    """Network interfaces that are backed by hardware.
+
+    Their speed is in Mbit/s; None without a link, or if the driver does not say.
+    """
     cards = []
     for folder in sorted(Path("/sys/class/net").glob("*")):
         if (folder / "device").exists():
             speed = _first_line(folder / "speed")
             kind = "InfiniBand" if _first_line(folder / "type") == "32" else "Ethernet"
-            cards.append({"name": folder.name, "type": kind, "mbit_per_s": int(speed) if speed.isdecimal() else None})
+            cards.append(
+                {"name": folder.name, "type": kind, "mbit_per_s": int(speed) if speed.isdecimal() else None}
+            )
     return cards
 
 
@@ -100,7 +105,7 @@ def _operating_system() -> str:
 
 
 def _software(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of installed packages that a result may depend on, without importing them."""
+    """Versions of installed packages that may affect a result, without importing them."""
     from importlib import metadata  # 20 ms, for the first rank of a node only
 
     versions = {}
@@ -113,7 +118,7 @@ def _software(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _first_line(path: Path) -> str:
-    """Empty if the system has no such file, or will not say (a network card without a link)."""
+    """The file's first line; empty if it is missing or unreadable (a network card without a link)."""
     try:
         return path.read_text(errors="replace").partition("\n")[0].strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The answers: `outputs.jsonl`, and the few that are shown."""
+"""The answers: `outputs.jsonl`, and the few on the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = 3
 
 
 class Outputs:
-    """Takes each answer as it comes; keeps only the shown ones in memory."""
+    """Takes each answer as it arrives; keeps only the few for the console in memory."""
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, path: Path | None) -> None:
         """`path`: where to write a line per answer, or None."""
@@ -28,7 +28,7 @@ class Outputs:
         self._shown: dict[int, NDArray[np.int32]] = {}
 
     def add(self, index: int, tokens: NDArray[np.int32]) -> None:
-        """An answer to the sample at `index`; OSError if the disk is full."""
+        """Take the answer to the sample at `index`. OSError: the disk is full."""
         if index not in self._shown and (len(self._shown) < SHOWN or index < max(self._shown)):
             if len(self._shown) == SHOWN:
                 del self._shown[max(self._shown)]
@@ -45,22 +45,25 @@ class Outputs:
                 self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def shown(self) -> list[tuple[int, str, str]]:
-        """(index, prompt, answer) of the shown answers, by index."""
-        return [(index, self._prompt(index), self._tokenizer.decode(tokens)) for index, tokens in sorted(self._shown.items())]
+        """(index, prompt, answer) of the few for the console, by index."""
+        return [
+            (index, self._prompt(index), self._tokenizer.decode(tokens))
+            for index, tokens in sorted(self._shown.items())
+        ]
 
     def _prompt(self, index: int) -> str:
         text = self._dataset.texts.get(index)
         return self._tokenizer.decode(self._dataset.sample(index)) if text is None else text
 
     def close(self) -> None:
-        """Write out what is buffered; OSError if the disk is full."""
+        """Write out what is buffered. OSError: the disk is full."""
         if self._file is not None:
             with self._named_errors():
                 self._file.close()
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """A failed write does not say by itself which file it was."""
+        """Add the file's name to the error of a failed write."""
         try:
             yield
         except OSError as error:

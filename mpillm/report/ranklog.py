@@ -1,4 +1,4 @@
-"""A rank's log file, to which everything that it prints goes (rank 0's console excepted)."""
+"""A rank's log file: it receives all that the rank prints, except rank 0's console."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 
 
 def open_rank_log(directory: Path, rank: int) -> Path:
-    """Send logging to ``ranks/rank_NNNN.log``, and stdout and stderr too unless this is rank 0; OSError if that can't be written."""
+    """Send logging to ``ranks/rank_NNNN.log``, and, unless this is rank 0, stdout and stderr.
+
+    OSError: the file can't be written.
+    """
     path = directory / "ranks" / f"rank_{rank:04d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -19,5 +22,7 @@ def open_rank_log(directory: Path, rank: int) -> Path:
         sys.stderr.flush()
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    logging.basicConfig(stream=file, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.basicConfig(
+        stream=file, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
     return path

@@ -1,4 +1,4 @@
-"""`result.json`: what a run came to, also when it failed."""
+"""`result.json`: the outcome of a run, also of a failed one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mpillm.errors import Failure
 from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Totals
 
-_MOST_COMPILED = 20  # that are named
+_MOST_COMPILED = 20  # kernels or graphs to name
 
 
 def test_result(totals: Totals, reports: dict[int, DrainReport], timeline: Timeline) -> dict[str, Any]:
-    """The numbers of the test: from the harness, from the instances' reports (by rank) when they were drained, and from `timeline`.
+    """The figures of the test: from the harness, from the ranks' drain reports, and from `timeline`.
 
-    Takes the reports' last measurements into `timeline`.
+    Adds the reports' final metrics to `timeline`.
     """
     elapsed = totals.ended - totals.started
     per_instance, compiled = [], []
@@ -27,7 +27,9 @@ def test_result(totals: Totals, reports: dict[int, DrainReport], timeline: Timel
         instance = {key: value for role in report.roles for key, value in role.items()}
         if "instance" in instance:
             lasted = instance.pop("test_s")
-            instance["busy_fraction"] = round(min(1.0, instance.pop("busy_s") / lasted), 4) if lasted > 0 else 0.0
+            instance["busy_fraction"] = (
+                round(min(1.0, instance.pop("busy_s") / lasted), 4) if lasted > 0 else 0.0
+            )
             if (metrics := instance.pop("metrics")) is not None:
                 timeline.add(instance["instance"], lasted, metrics)
             instance["metrics"] = timeline.summary(instance["instance"])
@@ -53,8 +55,10 @@ def test_result(totals: Totals, reports: dict[int, DrainReport], timeline: Timel
 
 
 def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -> list[tuple[str, Any]]:
-    """What the person sees at the end: names and values of `result.json`, which lies in `directory`."""
-    rows: list[tuple[str, Any]] = [("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})")]
+    """The summary for the console: names and values of `result.json`, which lies in `directory`."""
+    rows: list[tuple[str, Any]] = [
+        ("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})")
+    ]
     if config.compliance_test:
         rows.append(("", f"which means nothing for a {config.compliance_test} run"))
     else:
@@ -70,11 +74,23 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
         if (latency := result[key]) is not None:
             rows.append((name, "  ".join(f"{k} {v:.2f}" for k, v in latency.items()) + "  ms"))
     if n := result["compiled_in_test"]:
-        rows.append(("compiled in the test", f"{n} kernels or graphs ('compiled' in result.json), which took time of the test"))
+        rows.append(
+            (
+                "compiled in the test",
+                f"{n} kernels or graphs ('compiled' in result.json), which took time of the test",
+            )
+        )
     for instance in result["per_instance"]:
-        work = f"{instance['samples']} samples, {instance['tokens']} tokens, busy {100 * instance['busy_fraction']:.0f} %"
+        busy = f"busy {100 * instance['busy_fraction']:.0f} %"
+        work = f"{instance['samples']} samples, {instance['tokens']} tokens, {busy}"
         rows.append((f"instance {instance['instance']}", work))
-    judge = "compliance" if config.compliance_test else "accuracy" if config.workload and config.test_mode == "AccuracyOnly" else None
+    judge = (
+        "compliance"
+        if config.compliance_test
+        else "accuracy"
+        if config.workload and config.test_mode == "AccuracyOnly"
+        else None
+    )
     if judge:
         rows.append(("judged by", f"python -m mpillm {judge} {shlex.quote(directory)}"))
     return [*rows, ("result", f"{directory}/result.json")]

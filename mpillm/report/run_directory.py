@@ -1,4 +1,4 @@
-"""A run directory: taken by a run, and read again by the commands that work on what a run left."""
+"""A run directory: created and locked by a run, read by the commands that work on finished runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mpillm.files import as_written, read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 from mpillm.loadgen.settings import LoadGenSettings
 
-# What everything that works on a run reads of these files.
+# Keys that every reader of a finished run needs from these files.
 _OF_RESULT = ("test_mode", "scenario", "world_size")
 _OF_CONFIG = ("benchmarks", "accuracy_target", "model_scale", "core_type")
 TIMELINE = "timeline.jsonl"
-# What would be taken for a run's if it ended without making its own.
+# Files of an earlier run that would pass for this run's if this one failed before writing its own.
 OF_AN_EARLIER_RUN = (
     "outputs.jsonl",
     "result.json",
@@ -37,7 +37,7 @@ OF_AN_EARLIER_RUN = (
 
 
 def unused(path: Path) -> Path:
-    """`path`, or the first of path-2, path-3, … that is not there: several runs may start in one second."""
+    """`path`, or the first of path-2, path-3, … that does not exist: runs may start in the same second."""
     n, found = 1, path
     while found.exists():
         n += 1
@@ -46,8 +46,11 @@ def unused(path: Path) -> Path:
 
 
 def lock(folder: Path) -> None:
-    """Keep other runs out of a run directory until this process ends; ConfigError if one is there. File systems without locks keep none."""
-    descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would end the lock
+    """Keep other runs out of a run directory until this process ends, where the file system has locks.
+
+    ConfigError: another run is writing to it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -59,15 +62,21 @@ def lock(folder: Path) -> None:
 
 @about("log_dir")
 def take_directory(config: RunConfig) -> Path:
-    """Make the directory of a run, and keep other runs out of it; ConfigError or RunError if that can't be."""
+    """Create and lock the directory of a run. ConfigError, RunError: that is impossible."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = Path(config.log_dir) if config.log_dir else unused(Path("build/runs") / f"{stamp}-{run_name(config)}")
+    path = (
+        Path(config.log_dir) if config.log_dir else unused(Path("build/runs") / f"{stamp}-{run_name(config)}")
+    )
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"--log_dir {str(path)!r}: not valid UTF-8, which LoadGen needs; name another folder") from None
+        raise ConfigError(
+            f"--log_dir {str(path)!r}: not valid UTF-8, which LoadGen needs; name another folder"
+        ) from None
     if (path / "config.json").exists() and not (path / "plan.json").exists():
-        raise ConfigError(f"--log_dir {path}: it holds the config.json of a model or an engine; name another folder")
+        raise ConfigError(
+            f"--log_dir {path}: it holds the config.json of a model or an engine; name another folder"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock(path)
@@ -77,18 +86,22 @@ def take_directory(config: RunConfig) -> Path:
 
 
 def unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:
-    """A directory that can't be written is a wrong option; a disk that is full is not."""
+    """The error of a run directory that can't be written: a wrong option, unless the disk is full."""
     message = f"the run directory {path} (--log_dir) can't be written: {error.strerror}"
-    return RunError(Failure(message + config.set_by("log_dir"), code=None if error.errno in STORAGE_ERRORS else ExitCode.USAGE))
+    return RunError(
+        Failure(
+            message + config.set_by("log_dir"), code=None if error.errno in STORAGE_ERRORS else ExitCode.USAGE
+        )
+    )
 
 
 def path_shown(path: Path) -> str:
-    """Relative to the current directory where that is shorter."""
+    """`path` for the console: relative if it lies in the current directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 class RunRecord:
-    """What a run writes down beside LoadGen's logs. `result` and `phases_s` fill while it lasts."""
+    """The files of a run besides LoadGen's logs. `result` and `phases_s` fill as it proceeds."""
 
     def __init__(self, path: Path, config: RunConfig, plan: WorldPlan) -> None:
         """`path`: from `take_directory`."""
@@ -110,19 +123,27 @@ class RunRecord:
             "retried": 0,
         }
 
-    def write_plan(self, yaml: DisaggConfig, settings: LoadGenSettings, plan: WorldPlan, reports: dict[int, JoinReport]) -> None:
-        """What will run, where and from which options; results of an earlier run are deleted. OSError if a file can't be written."""
+    def write_plan(
+        self, yaml: DisaggConfig, settings: LoadGenSettings, plan: WorldPlan, reports: dict[int, JoinReport]
+    ) -> None:
+        """Write what will run, where and from which options; delete an earlier run's results.
+
+        OSError: a file can't be written.
+        """
         (self.path / "disagg.yaml").write_text(disagg.dump(yaml), encoding="utf-8")
         (self.path / "user.conf").write_text(settings.user_conf, encoding="utf-8")
         write_json(self.path / "plan.json", plan.to_json())
         write_json(self.path / "config.json", self._config.to_json())
-        joined = [{"rank": rank, "host": r.host, "pid": r.pid, "versions": r.versions} for rank, r in sorted(reports.items())]
+        joined = [
+            {"rank": rank, "host": r.host, "pid": r.pid, "versions": r.versions}
+            for rank, r in sorted(reports.items())
+        ]
         write_json(self.path / "ranks.json", joined)
         for name in OF_AN_EARLIER_RUN:
             (self.path / name).unlink(missing_ok=True)
 
     def write_result(self) -> None:
-        """OSError if the disk is full."""
+        """Write result.json. OSError: the disk is full."""
         write_json(self.path / "result.json", self.result | {"phases_s": self.phases_s})
 
 
@@ -136,9 +157,11 @@ class RunDirectory:
 
     @staticmethod
     def read(path: Path) -> RunDirectory:
-        """ConfigError: `path` is no run directory, a file of it can't be read, or the run failed."""
+        """Read a run. ConfigError: `path` is no run directory, a file can't be read, or the run failed."""
         if not path.is_dir():
-            raise ConfigError(f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}")
+            raise ConfigError(
+                f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}"
+            )
         if not (path / "result.json").exists():
             raise ConfigError(f"{path} has no result.json: not a run directory, or the run has not ended")
         result = read_json(path / "result.json")
@@ -146,7 +169,11 @@ class RunDirectory:
             failed = result["status"] == "FAILED"
             for key in () if failed else _OF_RESULT:
                 result[key]
-            last = "result_validity" if failed or result["test_mode"] == "PerformanceOnly" else "effective_test_mode"
+            last = (
+                "result_validity"
+                if failed or result["test_mode"] == "PerformanceOnly"
+                else "effective_test_mode"
+            )
         if failed:
             causes = "; ".join(failure["cause"] for failure in result.get("failures", ()))
             raise ConfigError(f"the run in {path} failed in phase '{result.get('phase')}': {causes}")
@@ -163,7 +190,7 @@ class RunDirectory:
 
     @property
     def benchmark(self) -> str:
-        """The workload's name; ConfigError if the run was of none."""
+        """The workload's name. ConfigError: the run had none."""
         name = _one(self.config.get("benchmarks"))
         if not name:
             raise ConfigError(f"{self.path} is not a run of an MLPerf workload: start one with --benchmarks")
@@ -171,12 +198,12 @@ class RunDirectory:
 
     @property
     def workload(self) -> workloads.Workload:
-        """The workload, scaled as it was run."""
+        """The workload, at the scale of the run."""
         return workloads.get(self.benchmark, str(self.config["model_scale"]))
 
     @property
     def scenario(self) -> str:
-        """LoadGen's."""
+        """LoadGen's scenario."""
         return _one(self.result["scenario"])
 
     @property
@@ -185,5 +212,5 @@ class RunDirectory:
 
 
 def _one(value: Any) -> str:
-    """A field that may hold several names holds one in a run."""
+    """The one name in a field that may hold several, but not for a run."""
     return str(value[0] if isinstance(value, (list, tuple)) else value or "")

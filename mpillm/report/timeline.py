@@ -1,4 +1,4 @@
-"""What the instances compute while the test runs: for the progress line, for `result.json`, and second by second in `timeline.jsonl`."""
+"""What instances compute during the test: for the progress lines, `result.json` and `timeline.jsonl`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TextIO
 from mpillm.cores.base import Metrics
 
 LATELY_S = 10.0  # the window of a rate "now"
-_LEAST_WINDOW_S = 1.0  # rates of shorter ones say more about when they were read
+_LEAST_WINDOW_S = 1.0  # over less, a rate depends mostly on when it was read
 _INTERVAL_S = 1.0  # between lines of an instance
-_MOST_LINES_PER_S = 64  # of all instances: with more of them each has a line less often
-_EARLY_S = 0.25  # a measurement that comes so much before its line is due is written: the next one would be late by more
+_MOST_LINES_PER_S = 64  # of all instances; with more instances each has fewer lines
+_EARLY_S = 0.25  # write metrics that are early by at most this much: the next would be later still
 
 
 class Computed(NamedTuple):
-    """All instances together. Rates are tokens per second: mean of the test so far, and now."""
+    """Figures of all instances together. Rates are tokens per second: mean of the test so far, and now."""
 
     generated: float
     generated_now: float
@@ -26,30 +26,38 @@ class Computed(NamedTuple):
     prompt_now: float
     running: int
     waiting: int
-    kv_cache_usage: float | None  # of the instance whose cache is the fullest
+    kv_cache_usage: float | None  # of the instance with the fullest cache
 
 
 class _Gauge:
-    """Mean, peak and last of a value."""
+    """Mean, peak and last value."""
 
     def __init__(self) -> None:
         self._n, self._sum, self._peak, self._last = 0, 0.0, 0.0, 0.0
 
     def add(self, value: float) -> None:
-        self._n, self._sum, self._peak, self._last = self._n + 1, self._sum + value, max(self._peak, value), value
+        self._n += 1
+        self._sum += value
+        self._peak = max(self._peak, value)
+        self._last = value
 
     def summary(self) -> dict[str, float] | None:
         """None if there was no value."""
         if self._n == 0:
             return None
-        return {"mean": round(self._sum / self._n, 4), "peak": round(self._peak, 4), "last": round(self._last, 4)}
+        return {
+            "mean": round(self._sum / self._n, 4),
+            "peak": round(self._peak, 4),
+            "last": round(self._last, 4),
+        }
 
 
 class _Track:
-    """One instance. Constant size."""
+    """The metrics of one instance; constant size."""
 
     def __init__(self) -> None:
-        self.recent = deque([(0.0, 0, 0)])  # seconds, prompt tokens, generated tokens; the oldest is at least `LATELY_S` old, or the start
+        # Seconds, prompt tokens, generated tokens; the oldest is at least `LATELY_S` old, or the start.
+        self.recent = deque([(0.0, 0, 0)])
         self.metrics = Metrics(0, 0, 0, 0)
         self.written = 0.0
         self._gauges = {name: _Gauge() for name in ("running", "waiting", "kv_cache_usage")}
@@ -71,31 +79,45 @@ class _Track:
             self._peaks = [max(pair) for pair in zip(self._peaks, self.rates_now(), strict=True)]
 
     def rates(self) -> list[float]:
-        """Of prompt tokens and generated tokens, per second of the test."""
+        """Prompt tokens and generated tokens per second, over the test so far."""
         _, *counts = self.recent[-1]
         return [count / self.seconds if self.seconds > 0 else 0.0 for count in counts]
 
     def rates_now(self) -> list[float]:
-        """As `rates`, of the last seconds."""
+        """As `rates`, over the last seconds."""
         (since, *before), (now, *counts) = self.recent[0], self.recent[-1]
-        return [max(0, count - old) / (now - since) if now > since else 0.0 for count, old in zip(counts, before, strict=True)]
+        return [
+            max(0, count - old) / (now - since) if now > since else 0.0
+            for count, old in zip(counts, before, strict=True)
+        ]
 
     def summary(self) -> dict[str, Any]:
         rates = {
-            f"{name}_per_second": {"mean": round(mean, 4), "peak": round(max(peak, mean), 4), "last": round(now, 4)}
+            f"{name}_per_second": {
+                "mean": round(mean, 4),
+                "peak": round(max(peak, mean), 4),
+                "last": round(now, 4),
+            }
             for name, mean, peak, now in zip(
-                ("prompt_tokens", "generated_tokens"), self.rates(), self._peaks, self.rates_now(), strict=True
+                ("prompt_tokens", "generated_tokens"),
+                self.rates(),
+                self._peaks,
+                self.rates_now(),
+                strict=True,
             )
         }
-        counts = {"prompt_tokens": self.metrics.prompt_tokens, "generated_tokens": self.metrics.generated_tokens}
+        counts = {
+            "prompt_tokens": self.metrics.prompt_tokens,
+            "generated_tokens": self.metrics.generated_tokens,
+        }
         return counts | rates | {name: gauge.summary() for name, gauge in self._gauges.items()}
 
 
 class Timeline:
-    """Takes what instances measure, in any order among them; its memory does not grow with the test."""
+    """Takes the metrics of instances, in any order among them; its memory does not grow with the test."""
 
     def __init__(self, instances: Iterable[int], path: Path) -> None:
-        """`path`: the file, which is made with the first line; cores that can't tell what they have computed leave none."""
+        """`path`: the file, created with its first line; there is none if the core has no metrics."""
         self._instances = tuple(instances)
         self._interval_s = max(_INTERVAL_S, len(self._instances) / _MOST_LINES_PER_S)
         self._tracks: dict[int, _Track] = {}
@@ -104,9 +126,12 @@ class Timeline:
         self._closed = False
 
     def add(self, instance: int, seconds: float, metrics: Metrics) -> None:
-        """What `instance` has computed after so many seconds of the test; OSError, with the file's name, if the disk is full."""
+        """Add the metrics of `instance` after `seconds` of the test.
+
+        OSError, with the file's name: the disk is full.
+        """
         track = self._tracks.setdefault(instance, _Track())
-        if seconds <= track.seconds or self._closed:  # it was here before, or comes when the test is over
+        if seconds <= track.seconds or self._closed:  # already here, or after the end of the test
             return
         track.add(seconds, metrics)
         if seconds - track.written >= self._interval_s - _EARLY_S:
@@ -114,23 +139,32 @@ class Timeline:
             self._write({"seconds": round(seconds, 3), "instance": instance} | _rounded(metrics))
 
     def computed(self) -> Computed | None:
-        """Of all instances; None if none of them has told anything yet."""
+        """Figures of all instances together; None before the first metrics."""
         if not self._tracks:
             return None
         tracks = list(self._tracks.values())
         prompt, generated = (sum(rates) for rates in zip(*(track.rates() for track in tracks), strict=True))
-        prompt_now, generated_now = (sum(rates) for rates in zip(*(track.rates_now() for track in tracks), strict=True))
-        running, waiting = (sum(getattr(track.metrics, name) for track in tracks) for name in ("running", "waiting"))
+        prompt_now, generated_now = (
+            sum(rates) for rates in zip(*(track.rates_now() for track in tracks), strict=True)
+        )
+        running, waiting = (
+            sum(getattr(track.metrics, name) for track in tracks) for name in ("running", "waiting")
+        )
         usages = [usage for track in tracks if (usage := track.metrics.kv_cache_usage) is not None]
-        return Computed(generated, generated_now, prompt, prompt_now, running, waiting, max(usages, default=None))
+        return Computed(
+            generated, generated_now, prompt, prompt_now, running, waiting, max(usages, default=None)
+        )
 
     def summary(self, instance: int) -> dict[str, Any] | None:
-        """For `result.json`: totals, and mean, peak and last of rates, requests and KV cache; None if the instance told nothing."""
+        """For `result.json`: totals, and mean, peak and last of rates, requests and KV cache.
+
+        None: the instance has sent no metrics.
+        """
         track = self._tracks.get(instance)
         return track.summary() if track else None
 
     def close(self) -> None:
-        """What is added from then on is not of the test. OSError as `add`."""
+        """Close the file, and ignore later metrics: they are not of the test. OSError as `add`."""
         self._closed = True
         if self._file is not None:
             self._file.close()
