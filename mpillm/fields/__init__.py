@@ -1,9 +1,8 @@
-"""Everything that can be configured: one registry from which command lines, --help, docs/options.md and config.json are made.
+"""The registry of all options, from which command lines, --help, docs/options.md and config.json are made.
 
-A new option is one declaration in the class of its stage:
-``name = Field("name", "what it means", parser, default=…, group=GROUP)``. It is then an option of the commands that
-show its group, an attribute of `RunConfig` with the type that its parser returns, and a name of this package
-(`mpillm.fields.name`).
+A new option is one declaration in the class of its stage: ``name = Field("name", "what it means", parser,
+default=…, group=GROUP)``. It is then an option of the commands that show its group, an attribute of
+`RunConfig` with the type that its parser returns, and a name of this package (`mpillm.fields.name`).
 """
 
 from __future__ import annotations
@@ -54,14 +53,16 @@ class AllFields(
 FIELDS: tuple[Field, ...] = tuple(AllFields.declared())
 BY_NAME: dict[str, Field] = {name: field for field in FIELDS for name in (field.name, *field.aliases)}
 
-# What several commands show of other groups.
+# Fields that several commands show from other groups.
 SIZES = ("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism")
 MODEL_AND_LIMITS = ("model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
 
-# Options that may say the values of others: flags with keys that are options, and what means something else, too.
+# Options that may set others: flags with keys that are options, and options whose value implies another's.
 SETS: dict[Field, tuple[Field, ...]] = {
     BuildFields.gpu_batch_size: (ModelFields.max_batch_size,),
-    HarnessFields.trtllm_runtime_flags: tuple(field for field in (*RUNTIME_FLAGS.values(), *RUNTIME_OPTIONS.values()) if field in FIELDS),
+    HarnessFields.trtllm_runtime_flags: tuple(
+        field for field in (*RUNTIME_FLAGS.values(), *RUNTIME_OPTIONS.values()) if field in FIELDS
+    ),
     BuildFields.trtllm_build_flags: tuple(BUILD_OPTIONS.values()),
     GeneralFields.use_triton: (GeneralFields.harness_type,),
     GeneralFields.harness_type: (TopologyFields.core_type,),
@@ -70,7 +71,7 @@ SETS: dict[Field, tuple[Field, ...]] = {
 
 
 def shown(*groups: str, also: Iterable[str] = ()) -> list[Field]:
-    """What a command has an effect for, and so shows in --help: the fields of `groups`, those `also` named, and what may set any."""
+    """A command's options: the fields of `groups`, those in `also`, and all that may set any of these."""
     found = {field for field in FIELDS if field.group in groups} | {BY_NAME[name] for name in also}
     while setting := {field for field, others in SETS.items() if found.intersection(others)} - found:
         found |= setting
@@ -78,7 +79,7 @@ def shown(*groups: str, also: Iterable[str] = ()) -> list[Field]:
 
 
 def __getattr__(name: str) -> Field:
-    """A field, by its name or one of its other names."""
+    """A field, by its name or an alias."""
     try:
         return BY_NAME[name]
     except KeyError:

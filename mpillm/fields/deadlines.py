@@ -1,4 +1,4 @@
-"""How long a run waits: no wait is without a limit."""
+"""Deadlines: every wait of a run has one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from mpillm.configurator.parsers import seconds
 from mpillm.phases import Phase
 
 FIELD_OF: dict[Phase, Field[float]] = {}
-"""The deadline of each phase, in the order of a run."""
+"""The deadline of each phase, in their order."""
 
 
 def _deadline(phase: Phase, default: float) -> Field[float]:
-    FIELD_OF[phase] = Field(f"{phase}_deadline", f"longest time for phase {phase}, seconds", seconds, default=default, group="deadlines")
+    FIELD_OF[phase] = Field(
+        f"{phase}_deadline",
+        f"longest time for phase {phase}, seconds",
+        seconds,
+        default=default,
+        group="deadlines",
+    )
     return FIELD_OF[phase]
 
 
 class DeadlineFields(Options):
-    """How long a run waits."""
+    """Deadlines: every wait of a run has one."""
 
     join_deadline = _deadline("join", 60.0)
     load_deadline = _deadline("load", 1800.0)
@@ -34,9 +40,19 @@ class DeadlineFields(Options):
         group="deadlines",
     )
     heartbeat_timeout = Field(
-        "heartbeat_timeout", "seconds without a heartbeat after which a rank is lost", seconds, default=30.0, group="deadlines"
+        "heartbeat_timeout",
+        "seconds without a heartbeat after which a rank is lost",
+        seconds,
+        default=30.0,
+        group="deadlines",
     )
-    grace = Field("grace", "longest time for ranks to end after a failure, seconds", seconds, default=5.0, group="deadlines")
+    grace = Field(
+        "grace",
+        "longest time for ranks to end after a failure, seconds",
+        seconds,
+        default=5.0,
+        group="deadlines",
+    )
     build_deadline = Field(
         "build_deadline",
         "longest time for one stage of generate-engines (a quantisation or a build), seconds",

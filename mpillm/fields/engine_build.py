@@ -10,7 +10,11 @@ from mpillm.fields.general import workload_names
 class BuildFields(Options):
     """Stage 2: the engine."""
 
-    engine_dir = Field("engine_dir", "folder of the engine; the ranks of mpillm's own engine map their weights from it", group="build")
+    engine_dir = Field(
+        "engine_dir",
+        "folder of the engine; the ranks of mpillm's own engine map their weights from it",
+        group="build",
+    )
     gpu_batch_size = Field(
         "gpu_batch_size",
         "largest batch of an instance, requests: a number, or workload:number,workload:number",
@@ -19,7 +23,8 @@ class BuildFields(Options):
     )
     trtllm_build_flags = Field(
         "trtllm_build_flags",
-        "flags of the engine's build, key:value,key:value; the environment variable TRTLLM_BUILD_FLAGS overrides them",
+        "flags of the engine's build, key:value,key:value;"
+        " the environment variable TRTLLM_BUILD_FLAGS overrides them",
         flag_dict,
         default={},
         group="build",

@@ -1,4 +1,4 @@
-"""What is run, and where its values come from."""
+"""What to run, and where its values come from."""
 
 from __future__ import annotations
 
@@ -14,46 +14,79 @@ def _words(of: type[enum.Enum]) -> tuple[str, ...]:
     return tuple(member.value for member in of)
 
 
-INTERACTIVE = Scenario.Interactive.value  # NVIDIA's and the submission checker's name for Server of a workload's interactive form
+# NVIDIA's and the submission checker's name for Server with a workload's interactive form.
+INTERACTIVE = Scenario.Interactive.value
 SCENARIOS = tuple(name for name in _words(Scenario) if name != INTERACTIVE)
 
 _ALIASES = {alias: workload.name for workload in WORKLOADS.values() for alias in workload.aliases}
-_WITH_TARGET = {name + target: known + target for name, known in {**_ALIASES, **{w: w for w in WORKLOADS}}.items() for target in TARGETS}
+_NAMES = {**_ALIASES, **{name: name for name in WORKLOADS}}
+_WITH_TARGET = {name + target: known + target for name, known in _NAMES.items() for target in TARGETS}
 
 workload_names = names(*WORKLOADS, **_ALIASES)
 benchmark_names = names(*WORKLOADS, **_ALIASES, **_WITH_TARGET)
 
 
 class GeneralFields(Options):
-    """What is run, and where its values come from."""
+    """What to run, and where its values come from."""
 
     benchmarks = Field(
         "benchmarks",
-        f"the workload, which sets the defaults of other options: {', '.join(WORKLOADS)}; also llama2, moe, llama3_1-405b;"
-        " with -99 or -99.9 at its end it sets accuracy_target",
+        f"the workload, which sets the defaults of other options: {', '.join(WORKLOADS)};"
+        " also llama2, moe, llama3_1-405b; the suffix -99 or -99.9 sets accuracy_target",
         benchmark_names,
         group="workload",
         aliases=("models",),
     )
     scenarios = Field(
         "scenarios",
-        f"LoadGen's scenario: {', '.join(SCENARIOS)}; {INTERACTIVE} is Server of a workload's interactive form",
+        f"LoadGen's scenario: {', '.join(SCENARIOS)};"
+        f" {INTERACTIVE} is Server with a workload's interactive form",
         names(*SCENARIOS, INTERACTIVE, **{"single-stream": "SingleStream", "single_stream": "SingleStream"}),
         default=("Offline",),
         group="workload",
     )
     accuracy_target = Field(
-        "accuracy_target", "the share of the reference accuracy to reach: 0.99, 0.999", accuracy, default=0.99, group="workload"
+        "accuracy_target",
+        "the share of the reference accuracy to reach: 0.99, 0.999",
+        accuracy,
+        default=0.99,
+        group="workload",
     )
-    harness_type = Field("harness_type", "triton: through Triton servers", default="custom", choices=_words(HarnessType), group="workload")
-    use_triton = Field("use_triton", "the same as --harness_type triton", boolean, default=False, group="workload")
+    harness_type = Field(
+        "harness_type",
+        "triton: through Triton servers",
+        default="custom",
+        choices=_words(HarnessType),
+        group="workload",
+    )
+    use_triton = Field(
+        "use_triton", "the same as --harness_type triton", boolean, default=False, group="workload"
+    )
     power_setting = Field(
-        "power_setting", "chooses among a file's configurations", default="MaxP", choices=_words(PowerSetting), group="workload"
+        "power_setting",
+        "chooses among a file's configurations",
+        default="MaxP",
+        choices=_words(PowerSetting),
+        group="workload",
     )
     model_scale = Field(
-        "model_scale", "the workload's model, or a tiny one of its architecture", default="full", choices=("full", "tiny"), group="workload"
+        "model_scale",
+        "the workload's model, or a tiny one of its architecture",
+        default="full",
+        choices=("full", "tiny"),
+        group="workload",
     )
-    system_name = Field("system_name", "the system's name: chooses among a file's configurations, and names results", group="workload")
-    config_file = Field("config_file", "a configuration of your own, Python or YAML (docs/configuration.md)", group="workload")
-    dry_run = Field("dry_run", "print the commands without running them", boolean, default=False, group="stages")
-    force = Field("force", "do it again even if the result is up to date", boolean, default=False, group="stages")
+    system_name = Field(
+        "system_name",
+        "the system's name: chooses among a file's configurations, and names results",
+        group="workload",
+    )
+    config_file = Field(
+        "config_file", "a configuration of your own, Python or YAML (docs/configuration.md)", group="workload"
+    )
+    dry_run = Field(
+        "dry_run", "print the commands without running them", boolean, default=False, group="stages"
+    )
+    force = Field(
+        "force", "do it again even if the result is up to date", boolean, default=False, group="stages"
+    )

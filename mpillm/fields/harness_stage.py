@@ -1,4 +1,4 @@
-"""Stage 3: what holds for a harness of any core."""
+"""Stage 3: the harness, with any core."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from mpillm.configurator.parsers import boolean, flag_dict, urls
 
 
 class HarnessFields(Options):
-    """Stage 3: what holds for a harness of any core."""
+    """Stage 3: the harness, with any core."""
 
     llm_gen_config_path = Field("llm_gen_config_path", "the model's generation_config.json", group="harness")
     trtllm_runtime_flags = Field(
         "trtllm_runtime_flags",
-        "flags of the executor, key:value,key:value; the environment variable TRTLLM_RUNTIME_FLAGS overrides them",
+        "flags of the executor, key:value,key:value;"
+        " the environment variable TRTLLM_RUNTIME_FLAGS overrides them",
         flag_dict,
         default={},
         group="harness",
     )
-    trtllm_server_urls = Field("trtllm_server_urls", "TensorRT-LLM's HTTP servers, host:port,host:port", urls, group="harness")
+    trtllm_server_urls = Field(
+        "trtllm_server_urls", "TensorRT-LLM's HTTP servers, host:port,host:port", urls, group="harness"
+    )
     show_steady_state_progress = Field(
         "show_steady_state_progress",
-        "the progress line also shows the throughput of the last 30 seconds",
+        "show the throughput of the last 30 seconds in the progress line, too",
         boolean,
         default=False,
         group="harness",

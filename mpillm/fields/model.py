@@ -6,7 +6,11 @@ from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import boolean, fraction, one_of, positive
 
 # The harness's names of policies, and TensorRT-LLM's.
-SCHEDULER_POLICIES = {"max_util": "MAX_UTILIZATION", "no_evict": "GUARANTEED_NO_EVICT", "static": "STATIC_BATCH"}
+SCHEDULER_POLICIES = {
+    "max_util": "MAX_UTILIZATION",
+    "no_evict": "GUARANTEED_NO_EVICT",
+    "static": "STATIC_BATCH",
+}
 CHUNKING_POLICIES = {name: name.upper() for name in ("first_come_first_served", "equal_progress")}
 
 
@@ -15,87 +19,116 @@ class ModelFields(Options):
 
     model_path = Field(
         "model_path",
-        "a Hugging Face folder, or a preset with random weights: llama2-7b, llama2-13b, llama2-70b, llama3.1-8b, llama3.1-70b,"
-        " llama3.1-405b, llama3.2-1b, mixtral-8x7b, tiny-llama, tiny-mixtral",
+        "a Hugging Face folder, or a preset with random weights: llama2-7b, llama2-13b, llama2-70b,"
+        " llama3.1-8b, llama3.1-70b, llama3.1-405b, llama3.2-1b, mixtral-8x7b, tiny-llama, tiny-mixtral",
         group="model",
     )
     load_format = Field(
-        "load_format", "read the weights, or make random ones from config.json", default="auto", choices=("auto", "dummy"), group="model"
+        "load_format",
+        "read the weights, or make random ones from config.json",
+        default="auto",
+        choices=("auto", "dummy"),
+        group="model",
     )
     dtype = Field(
         "dtype",
-        "of weights, and of the KV cache unless kv_cache_dtype says it; auto is the checkpoint's",
+        "type of the weights, and of the KV cache unless kv_cache_dtype sets it; auto: the checkpoint's",
         default="auto",
         choices=("auto", "float32", "bfloat16"),
         group="model",
     )
     quantization = Field(
         "quantization",
-        "of the layers' weights; auto is the checkpoint's; int8 (only on CPUs) and fp8 quantise an unquantised checkpoint as it is loaded",
+        "type of the layers' weights; auto: the checkpoint's;"
+        " int8 (only on CPUs) and fp8 quantise an unquantised checkpoint as it is loaded",
         default="auto",
         choices=("auto", "none", "int8", "fp8"),
         group="model",
     )
     kv_cache_dtype = Field(
         "kv_cache_dtype",
-        "of the KV cache; auto: fp8 where the checkpoint has scales for it, dtype otherwise; fp8 without scales has scale 1",
+        "type of the KV cache; auto: fp8 if the checkpoint has scales for it, otherwise dtype;"
+        " fp8 without scales has scale 1",
         default="auto",
         choices=("auto", "bfloat16", "fp8"),
         group="model",
     )
     precision = Field(
         "precision",
-        "of the layers' weights, in the words of NVIDIA's configurations: sets qformat among trtllm_checkpoint_flags and, for"
-        " mpillm's own engine, quantization",
+        "type of the layers' weights, in the words of NVIDIA's configurations: sets qformat among"
+        " trtllm_checkpoint_flags and, for mpillm's own engine, quantization",
         choices=("fp4", "nvfp4", "fp8", "fp16", "bf16", "fp32"),
         group="model",
     )
     device = Field(
         "device",
-        "what the engine runs on; auto: GPUs, one for each worker rank, where there are any",
+        "what the engine runs on; auto: GPUs, one per worker rank, where there are any",
         default="auto",
         choices=("auto", "cuda", "cpu"),
         group="model",
     )
     max_batch_size = Field(
-        "max_batch_size", "maximum requests that an instance runs at once [default: the core's]", positive, group="model"
+        "max_batch_size",
+        "maximum requests of an instance at once [default: the core's]",
+        positive,
+        group="model",
     )
-    max_num_tokens = Field("max_num_tokens", "maximum tokens of one engine step [default: the core's]", positive, group="model")
-    max_seq_len = Field("max_seq_len", "maximum tokens of prompt and answer together [default: the model's]", positive, group="model")
-    kv_cache_tokens = Field("kv_cache_tokens", "size of a rank's KV cache, tokens [default: the core's]", positive, group="model")
+    max_num_tokens = Field(
+        "max_num_tokens", "maximum tokens of one engine step [default: the core's]", positive, group="model"
+    )
+    max_seq_len = Field(
+        "max_seq_len",
+        "maximum tokens of prompt and answer together [default: the model's]",
+        positive,
+        group="model",
+    )
+    kv_cache_tokens = Field(
+        "kv_cache_tokens", "size of a rank's KV cache, tokens [default: the core's]", positive, group="model"
+    )
     kv_cache_free_gpu_mem_fraction = Field(
         "kv_cache_free_gpu_mem_fraction",
-        "without kv_cache_tokens: the share of the GPU memory left by the model that the KV cache takes",
+        "without kv_cache_tokens: the KV cache's share of the GPU memory that the model leaves free",
         fraction,
         default=0.80,
         group="model",
     )
-    tokens_per_block = Field("tokens_per_block", "tokens of one KV cache block", positive, default=32, group="model")
+    tokens_per_block = Field(
+        "tokens_per_block", "tokens of one KV cache block", positive, default=32, group="model"
+    )
     enable_chunked_context = Field(
-        "enable_chunked_context", "let a prompt be computed in several steps", boolean, default=False, group="model"
+        "enable_chunked_context",
+        "allow a prompt to be computed in several steps",
+        boolean,
+        default=False,
+        group="model",
     )
     context_chunking_policy = Field(
         "context_chunking_policy",
-        "which prompts a step computes: the oldest first, or an equal part of each",
+        "which prompts a step computes: the oldest first, or equal parts of all",
         default="first_come_first_served",
         choices=tuple(CHUNKING_POLICIES),
         group="model",
     )
     batch_scheduler_policy = Field(
         "batch_scheduler_policy",
-        "when a request starts: as soon as its prompt fits the KV cache (max_util: a request that finds the cache full later is evicted and"
-        " computed again), when its longest answer fits (no_evict), or in batches that run to their end (static)",
+        "when a request starts: once its prompt fits the KV cache (max_util; if the cache is full later,"
+        " a request is evicted and computed again), once its longest answer fits, too (no_evict),"
+        " or in batches that run to their end (static)",
         one_of(*SCHEDULER_POLICIES, **{theirs.lower(): ours for ours, theirs in SCHEDULER_POLICIES.items()}),
         default="max_util",
         group="model",
     )
     enable_kv_cache_reuse = Field(
         "enable_kv_cache_reuse",
-        "compute a prefix that prompts share only once; MLPerf forbids it; generation instances do not look up prompts handed over to them",
+        "compute a prefix that prompts share only once; MLPerf forbids it;"
+        " generation instances do not look up prompts handed over to them",
         boolean,
         default=False,
         group="model",
     )
     num_threads = Field(
-        "num_threads", "CPU threads of each instance rank [default: the node's cores, shared evenly]", positive, group="model"
+        "num_threads",
+        "CPU threads of each instance rank [default: the node's cores, shared evenly]",
+        positive,
+        group="model",
     )

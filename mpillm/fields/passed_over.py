@@ -1,4 +1,4 @@
-"""Fields of NVIDIA's configurations that set nothing here: read, kept in config.json, and named when a run starts."""
+"""Fields of NVIDIA's configurations without effect here: kept in config.json, named when a run starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PASSED_OVER: dict[str, Field] = {
         "gpu_copy_streams": _HARNESS,
         "gpu_inference_streams": _HARNESS,
         "use_graphs": "the engine decides where it uses CUDA graphs",
-        "use_token_latencies": "LoadGen's mlperf.conf says it for each workload",
+        "use_token_latencies": "LoadGen's mlperf.conf sets it for each workload",
         "vboost_slider": "clocks are the administrator's: nvidia-smi boost-slider --vboost",
         "power_limit": "power limits are the administrator's: nvidia-smi --power-limit",
     }.items()

@@ -1,4 +1,4 @@
-"""What is left behind: run directories and submissions."""
+"""What stays: run directories and submissions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from mpillm.configurator.parsers import boolean
 
 
 class OutputFields(Options):
-    """What is left behind: run directories and submissions."""
+    """What stays: run directories and submissions."""
 
-    log_dir = Field("log_dir", "the run directory [default: build/runs/<time>-<model>-<scenario>]", group="output")
-    save_outputs = Field("save_outputs", "write every answer to outputs.jsonl", boolean, default=False, group="output")
+    log_dir = Field(
+        "log_dir", "the run directory [default: build/runs/<time>-<model>-<scenario>]", group="output"
+    )
+    save_outputs = Field(
+        "save_outputs", "write every answer to outputs.jsonl", boolean, default=False, group="output"
+    )
     submitter = Field("submitter", "who submits", group="submission")
-    division = Field("division", "the submission's division", default="closed", choices=("closed", "open"), group="submission")
+    division = Field(
+        "division",
+        "the submission's division",
+        default="closed",
+        choices=("closed", "open"),
+        group="submission",
+    )
     output = Field("output", "the file or folder to write", group="submission")

@@ -1,4 +1,4 @@
-"""How answers are generated."""
+"""How to generate answers."""
 
 from __future__ import annotations
 
@@ -8,25 +8,48 @@ from mpillm.configurator.parsers import stop_words as words
 
 
 class GenerationFields(Options):
-    """How answers are generated."""
+    """How to generate answers."""
 
     max_output_len = Field(
-        "max_output_len", "maximum tokens of an answer, the end token included", positive, default=128, group="generation"
+        "max_output_len",
+        "maximum tokens of an answer, the end token included",
+        positive,
+        default=128,
+        group="generation",
     )
     min_output_len = Field(
-        "min_output_len", "no end token or stop word ends an answer before this many tokens", natural, default=0, group="generation"
+        "min_output_len",
+        "tokens before which no end token or stop word ends an answer",
+        natural,
+        default=0,
+        group="generation",
     )
-    end_ids = Field("end_ids", "token ids that end an answer [default: the model's]", token_ids, group="generation")
+    end_ids = Field(
+        "end_ids", "token ids that end an answer [default: the model's]", token_ids, group="generation"
+    )
     stop_words = Field(
         "stop_words",
-        'an answer ends behind any of these: one word, or a JSON array of words and of token ids, as ["###", [13, 13]]',
+        "an answer ends after any of these: one word, or a JSON array of words and of token ids,"
+        ' as ["###", [13, 13]]',
         words,
         group="generation",
     )
-    beam_width = Field("beam_width", "beams of a search; mpillm's own engine supports only 1", positive, default=1, group="generation")
+    beam_width = Field(
+        "beam_width",
+        "beams of a search; mpillm's own engine supports only 1",
+        positive,
+        default=1,
+        group="generation",
+    )
     temperature = Field("temperature", "0 is greedy", not_negative, default=0.0, group="generation")
-    top_k = Field("top_k", "sample from the k likeliest tokens; 0: from all", natural, default=0, group="generation")
+    top_k = Field(
+        "top_k", "sample from the k likeliest tokens; 0: from all", natural, default=0, group="generation"
+    )
     top_p = Field(
-        "top_p", "sample from the likeliest tokens that together have this probability", fraction, default=1.0, group="generation"
+        "top_p",
+        "sample from the likeliest tokens that together have this probability",
+        fraction,
+        default=1.0,
+        group="generation",
     )
     seed = Field("seed", "seed of sampling and of synthetic data", natural, default=0, group="generation")

@@ -18,5 +18,7 @@ class ServerFields(Options):
         group="server",
     )
     tritonserver = Field(
-        "tritonserver", "the tritonserver program [default: the one in PATH, or /opt/tritonserver/bin/tritonserver]", group="server"
+        "tritonserver",
+        "the tritonserver program [default: the one in PATH, or /opt/tritonserver/bin/tritonserver]",
+        group="server",
     )

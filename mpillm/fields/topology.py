@@ -19,13 +19,15 @@ class TopologyFields(Options):
     )
     core_type = Field(
         "core_type",
-        f"the core, which computes or fetches the answers: {', '.join(BUILT_IN)}, or your own as package.module:Class; for engines and"
-        f" servers also {', '.join(NOT_BUILT)}",
+        f"the core, which computes or fetches the answers: {', '.join(BUILT_IN)},"
+        f" or your own as package.module:Class; for engines and servers also {', '.join(NOT_BUILT)}",
         name_or_class((*BUILT_IN, *NOT_BUILT), names),
         default=DEFAULT,
         group="topology",
     )
-    core_options = Field("core_options", "options of the core, as key:value,key:value", flag_dict, default={}, group="topology")
+    core_options = Field(
+        "core_options", "options of the core, as key:value,key:value", flag_dict, default={}, group="topology"
+    )
     disagg_config = Field(
         "disagg_config",
         "the disaggregation YAML [default: made from the options below and the number of ranks]",
@@ -33,15 +35,30 @@ class TopologyFields(Options):
         aliases=("trtllm_disagg_config_path",),
     )
     num_ctx_servers = Field("num_ctx_servers", "context instances", positive, group="topology")
-    ctx_tp_size = Field("ctx_tp_size", "tensor parallel size of a context instance", positive, group="topology")
-    ctx_pp_size = Field("ctx_pp_size", "pipeline parallel size of a context instance", positive, group="topology")
+    ctx_tp_size = Field(
+        "ctx_tp_size", "tensor parallel size of a context instance", positive, group="topology"
+    )
+    ctx_pp_size = Field(
+        "ctx_pp_size", "pipeline parallel size of a context instance", positive, group="topology"
+    )
     num_gen_servers = Field("num_gen_servers", "generation instances", positive, group="topology")
-    gen_tp_size = Field("gen_tp_size", "tensor parallel size of a generation instance", positive, group="topology")
-    gen_pp_size = Field("gen_pp_size", "pipeline parallel size of a generation instance", positive, group="topology")
-    tensor_parallelism = Field("tensor_parallelism", "tensor parallel size of an executor", positive, group="topology")
-    pipeline_parallelism = Field("pipeline_parallelism", "pipeline parallel size of an executor", positive, group="topology")
+    gen_tp_size = Field(
+        "gen_tp_size", "tensor parallel size of a generation instance", positive, group="topology"
+    )
+    gen_pp_size = Field(
+        "gen_pp_size", "pipeline parallel size of a generation instance", positive, group="topology"
+    )
+    tensor_parallelism = Field(
+        "tensor_parallelism", "tensor parallel size of an executor", positive, group="topology"
+    )
+    pipeline_parallelism = Field(
+        "pipeline_parallelism", "pipeline parallel size of an executor", positive, group="topology"
+    )
     moe_expert_parallelism = Field(
-        "moe_expert_parallelism", "ranks of a TP group over which experts are spread", positive, group="topology"
+        "moe_expert_parallelism",
+        "ranks of a TP group that the experts are spread over",
+        positive,
+        group="topology",
     )
     traffic_distribution_policy = Field(
         "traffic_distribution_policy",
@@ -50,5 +67,14 @@ class TopologyFields(Options):
         choices=("load_balancing", "round_robin"),
         group="topology",
     )
-    world_size = Field("world_size", "number of ranks, control ranks included, for commands without mpirun", positive, group="plan")
-    nodes = Field("nodes", "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]", group="plan")
+    world_size = Field(
+        "world_size",
+        "number of ranks, control ranks included, for commands without mpirun",
+        positive,
+        group="plan",
+    )
+    nodes = Field(
+        "nodes",
+        "hosts and their slots, in rank order: a:4,b:8 [default: all ranks on one host]",
+        group="plan",
+    )

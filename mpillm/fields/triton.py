@@ -9,13 +9,19 @@ from mpillm.configurator.parsers import boolean, grpc_ports, positive, urls
 class TritonFields(Options):
     """Triton servers, and the clients that talk to them."""
 
-    triton_server_urls = Field("triton_server_urls", "gRPC addresses of Triton servers, host:port,host:port", urls, group="triton")
+    triton_server_urls = Field(
+        "triton_server_urls", "gRPC addresses of Triton servers, host:port,host:port", urls, group="triton"
+    )
     triton_num_clients_per_server = Field(
-        "triton_num_clients_per_server", "gRPC clients for each server, of the core triton_grpc", positive, default=1, group="triton"
+        "triton_num_clients_per_server",
+        "gRPC clients for each server, of the core triton_grpc",
+        positive,
+        default=1,
+        group="triton",
     )
     triton_num_models_per_server = Field(
         "triton_num_models_per_server",
-        "models that each server loads [default: as many as the servers of this host need to use its GPUs]",
+        "models per server [default: as many as the servers of this host need to use its GPUs]",
         positive,
         group="triton",
     )
@@ -35,15 +41,23 @@ class TritonFields(Options):
     )
     triton_num_servers = Field(
         "triton_num_servers",
-        "tritonserver processes of a host [default: 1 for Offline; for other scenarios one for each model that its GPUs hold]",
+        "tritonserver processes per host"
+        " [default: 1 for Offline; for other scenarios one for each model that its GPUs hold]",
         positive,
         group="triton",
     )
     triton_skip_server_spawn = Field(
-        "triton_skip_server_spawn", "the servers run already: start none", boolean, default=False, group="triton"
+        "triton_skip_server_spawn",
+        "the servers run already: start none",
+        boolean,
+        default=False,
+        group="triton",
     )
     triton_grpc_ports = Field(
-        "triton_grpc_ports", "where the servers listen: host_0:port_0,port_1|host_1:port_0,port_1", grpc_ports, group="triton"
+        "triton_grpc_ports",
+        "where the servers listen: host_0:port_0,port_1|host_1:port_0,port_1",
+        grpc_ports,
+        group="triton",
     )
     triton_model_repo = Field(
         "triton_model_repo",

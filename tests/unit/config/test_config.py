@@ -415,7 +415,7 @@ def test_help_has_units_and_defaults() -> None:
     shown = " ".join(mpillm("run", "--help").stdout.split())
     assert "phase load, seconds [default: 1800.0]" in shown
     assert (
-        "LoadGen's scenario: Offline, Server, SingleStream; Interactive is Server of a workload's interactive form [default: Offline]"
+        "LoadGen's scenario: Offline, Server, SingleStream; Interactive is Server with a workload's interactive form [default: Offline]"
         in shown
     )
     assert "--save_outputs [OUTPUTS] write every answer to outputs.jsonl [default: false]" in shown
