@@ -1,1 +1,1 @@
-"""The real LoadGen: its settings, the system under test, and what its logs say."""
+"""The real LoadGen: its settings, the system under test, its logs."""

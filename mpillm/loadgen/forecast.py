@@ -1,7 +1,8 @@
-"""What a test will be, told before it starts: how many queries LoadGen will issue, for how long, and whether they are enough.
+"""Forecast of a test: how many queries LoadGen will issue, for how long, and whether they are enough.
 
-The arithmetic is that of LoadGen 6.0 (mlcommons/inference, loadgen/): loadgen.cc says what is issued, results.cc what makes a test VALID.
-Latencies are not known yet, so "enough" means: enough if none is over its limit.
+The arithmetic is LoadGen 6.0's (mlcommons/inference, loadgen/): loadgen.cc determines what is issued,
+results.cc what makes a test VALID. Latencies are unknown before the test, so "enough" means: enough if none
+exceeds its limit.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from numpy.typing import NDArray
 
 from mpillm.workloads.early_stopping import queries_needed
 
-_MOST_SIMULATED = 10_000_000  # beyond that the mean will do: a hundredth of a percent, and seconds of computing
-_OFFLINE_SLACK = 1.1  # LoadGen makes the one query so much larger than it expects to need
-_SINGLE_STREAM_SLACK = 2  # and so many more queries
+_MOST_SIMULATED = 10_000_000  # beyond, the mean is within 0.01 %, and drawing the arrivals takes seconds
+_OFFLINE_SLACK = 1.1  # LoadGen's factor on the expected samples of the one query
+_SINGLE_STREAM_SLACK = 2  # LoadGen's factor on the expected queries
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One test. `line` and `obstacles` are for a person; an obstacle is a reason why the test can't become VALID, with the cure."""
+    """One test. `line` and `obstacles` are text to print.
+
+    An obstacle says why the test can't become VALID, and what to change.
+    """
 
     line: str
-    queries: int | None = None  # samples, Offline; None: as many as the system under test makes
-    needed: int | None = None  # by early stopping; None: this test has none
+    queries: int | None = None  # Offline: samples; None: as many as the system under test answers in time
+    needed: int | None = None  # by early stopping; None: the test has none
     obstacles: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -36,16 +40,24 @@ class Forecast:
         return {"expected_queries": self.queries, "early_stopping_queries": self.needed}
 
     def lines(self) -> list[str]:
-        """What is printed."""
-        return [self.line] + ([f"this test can't become VALID: {'; '.join(self.obstacles)}"] if self.obstacles else [])
+        """The lines to print."""
+        return [self.line] + (
+            [f"this test can't become VALID: {'; '.join(self.obstacles)}"] if self.obstacles else []
+        )
 
 
 def forecast(settings: Any, n_samples: int) -> Forecast:
-    """The test that LoadGen's `TestSettings` describe, of a data set of `n_samples`."""
+    """Forecast the test that LoadGen's `TestSettings` describe, with a data set of `n_samples`."""
     if settings.scenario == lg.TestScenario.Server:
-        return _accuracy_server(settings, n_samples) if settings.mode == lg.TestMode.AccuracyOnly else _server(settings, n_samples)
+        return (
+            _accuracy_server(settings, n_samples)
+            if settings.mode == lg.TestMode.AccuracyOnly
+            else _server(settings, n_samples)
+        )
     if settings.mode == lg.TestMode.AccuracyOnly:
-        return Forecast(f"{settings.scenario.name}: every sample once, {_accuracy_samples(settings, n_samples):,} samples")
+        return Forecast(
+            f"{settings.scenario.name}: every sample once, {_accuracy_samples(settings, n_samples):,} samples"
+        )
     return (_offline if settings.scenario == lg.TestScenario.Offline else _single_stream)(settings, n_samples)
 
 
@@ -56,24 +68,29 @@ def _server(settings: Any, n_samples: int) -> Forecast:
         least, wanted_s, limits = loaded, 0.0, [f"performance_issue_unique ({loaded:,} samples)"]
     times = _arrivals(settings, max(wanted_s, settings.max_duration_ms / 1000), least)
     queries = max(least, 1 + _before(times, wanted_s, rate) if wanted_s else 1)
-    if settings.sample_concatenate_permutation:  # the whole data set, again and again
+    if settings.sample_concatenate_permutation:  # whole passes over the data set
         queries = math.ceil(queries / loaded) * loaded
     if 0 < settings.max_query_count < queries:
         queries = settings.max_query_count
         limits.append(f"max_query_count ({queries:,})")
-    if settings.max_duration_ms and (most := 1 + _before(times, settings.max_duration_ms / 1000, rate)) < queries:
+    if (
+        settings.max_duration_ms
+        and (most := 1 + _before(times, settings.max_duration_ms / 1000, rate)) < queries
+    ):
         queries = most
         limits.append(f"max_duration ({settings.max_duration_ms / 1000:g} s)")
     seconds = float(times[queries - 1]) if queries <= len(times) else (queries - 1) / rate
     needed = queries_needed(settings.server_target_latency_percentile)
     line = f"Server: {queries:,} queries at {rate:g} per second take {_duration(seconds)}"
-    return _judged(settings, line, queries, needed, settings.server_target_latency_percentile, seconds, limits)
+    return _judged(
+        settings, line, queries, needed, settings.server_target_latency_percentile, seconds, limits
+    )
 
 
 def _accuracy_server(settings: Any, n_samples: int) -> Forecast:
     queries, rate = _accuracy_samples(settings, n_samples), settings.server_target_qps
-    line = f"Server: every sample once, {queries:,} queries at {rate:g} per second take about {_duration(queries / rate)}"
-    return Forecast(line, queries)
+    line = f"Server: every sample once, {queries:,} queries at {rate:g} per second"
+    return Forecast(f"{line} take about {_duration(queries / rate)}", queries)
 
 
 def _accuracy_samples(settings: Any, n_samples: int) -> int:
@@ -81,7 +98,8 @@ def _accuracy_samples(settings: Any, n_samples: int) -> int:
 
 
 def _offline(settings: Any, n_samples: int) -> Forecast:
-    loaded, wanted_s = settings.performance_sample_count_override or n_samples, settings.min_duration_ms / 1000
+    loaded = settings.performance_sample_count_override or n_samples
+    wanted_s = settings.min_duration_ms / 1000
     samples = max(settings.min_query_count, int(_OFFLINE_SLACK * wanted_s * settings.offline_expected_qps))
     if settings.performance_issue_unique:
         samples = loaded
@@ -90,7 +108,8 @@ def _offline(settings: Any, n_samples: int) -> Forecast:
     line = f"Offline: {samples:,} samples in one query"
     if wanted_s:
         line += (
-            f"; VALID if they take {wanted_s:g} s or more (min_duration), which is at most {samples / wanted_s:.4g} samples/s."
+            f"; VALID if they take {wanted_s:g} s or more (min_duration),"
+            f" which is at most {samples / wanted_s:.4g} samples/s."
             " A higher --offline_expected_qps makes the query larger"
         )
     return Forecast(line, samples)
@@ -115,7 +134,11 @@ def _single_stream(settings: Any, n_samples: int) -> Forecast:
             limits.append(f"{name} ({most:,})")
     percentile = settings.single_stream_target_latency_percentile
     needed = queries_needed(percentile, late=1)
-    line = f"SingleStream: {least:,} queries or more" if queries is None else f"SingleStream: {queries:,} queries"
+    line = (
+        f"SingleStream: {least:,} queries or more"
+        if queries is None
+        else f"SingleStream: {queries:,} queries"
+    )
     line += ", one after the other"
     if wanted_s:
         line += f", for {wanted_s:g} s (VALID if a query takes {1000 * wanted_s / made:.3g} ms or more)"
@@ -123,36 +146,55 @@ def _single_stream(settings: Any, n_samples: int) -> Forecast:
 
 
 def _judged(
-    settings: Any, line: str, queries: int | None, needed: int | None, percentile: float, seconds: float | None, limits: Sequence[str]
+    settings: Any,
+    line: str,
+    queries: int | None,
+    needed: int | None,
+    percentile: float,
+    seconds: float | None,
+    limits: Sequence[str],
 ) -> Forecast:
-    """`limits`: the settings that end the test early. `seconds`: when the last query is due, if that is known."""
+    """`limits`: the settings that end the test early. `seconds`: when the last query is due, if known."""
     at = f"p{100 * percentile:g}"
     if needed is None:
-        return Forecast(line, queries, None, [f"no number of queries satisfies early stopping at {at}; lower target_latency_percentile"])
+        never = f"no number of queries satisfies early stopping at {at}; lower target_latency_percentile"
+        return Forecast(line, queries, None, [never])
     obstacles = []
     enough = queries is None or queries >= needed
     if not enough:
-        cure = f"change {limits[-1].split()[0]} in the user.conf" if limits else f"give --min_query_count {needed} or more"
-        obstacles.append(f"early stopping needs {needed:,} queries at {at}, and the test has {queries:,}: {cure}")
+        cure = (
+            f"change {limits[-1].split()[0]} in the user.conf"
+            if limits
+            else f"give --min_query_count {needed} or more"
+        )
+        obstacles.append(
+            f"early stopping needs {needed:,} queries at {at}, and the test has {queries:,}: {cure}"
+        )
     if limits and queries is not None and queries < settings.min_query_count:
         obstacles.append(f"{limits[-1]} ends the test before min_query_count ({settings.min_query_count:,})")
     if limits and seconds is not None and seconds < settings.min_duration_ms / 1000:
-        obstacles.append(f"{limits[-1]} ends the test before min_duration ({settings.min_duration_ms / 1000:g} s)")
-    return Forecast(f"{line}; early stopping needs {needed:,} at {at}: {'enough' if enough else 'too few'}", queries, needed, obstacles)
+        obstacles.append(
+            f"{limits[-1]} ends the test before min_duration ({settings.min_duration_ms / 1000:g} s)"
+        )
+    line = f"{line}; early stopping needs {needed:,} at {at}: {'enough' if enough else 'too few'}"
+    return Forecast(line, queries, needed, obstacles)
 
 
 def _arrivals(settings: Any, seconds: float, queries: int) -> NDArray[np.float64]:
-    """When LoadGen schedules the queries of a Server test, in seconds: all within `seconds` and at least `queries`; empty if too many.
+    """When LoadGen issues the queries of a Server test: seconds, float64.
 
-    Arrivals are Poisson with the round's seed. LoadGen draws them with libstdc++'s mt19937 and exponential_distribution, in whole
-    nanoseconds.
+    All within `seconds`, and at least `queries`; empty if these are too many to simulate. Arrivals are
+    Poisson with the round's seed; LoadGen draws them with libstdc++'s mt19937 and exponential_distribution,
+    in whole nanoseconds.
     """
     rate = settings.server_target_qps
     mean = seconds * rate
     count = max(math.ceil(mean + 10 * math.sqrt(mean)), queries) + 100
     if count > _MOST_SIMULATED:
         return np.empty(0)
-    words = np.random.RandomState(settings.schedule_rng_seed & 0xFFFFFFFF).randint(0, 1 << 32, (count, 2), np.uint32)
+    words = np.random.RandomState(settings.schedule_rng_seed & 0xFFFFFFFF).randint(
+        0, 1 << 32, (count, 2), np.uint32
+    )
     uniform = (words[:, 0] + words[:, 1] * 2.0**32) / 2.0**64
     gaps = (-np.log(1 - uniform) / rate * 1e9).astype(np.int64)
     return np.concatenate(([0], np.cumsum(gaps[:-1]))) / 1e9

@@ -1,4 +1,4 @@
-"""What LoadGen's logs say."""
+"""LoadGen's logs."""
 
 from __future__ import annotations
 
@@ -34,19 +34,23 @@ class LoggedAnswer:
     """One entry of LoadGen's accuracy log."""
 
     index: int  # in the data set
-    tokens: NDArray[np.int32]  # what `QuerySamplesComplete` was given
-    first: NDArray[np.int32] | None  # what `FirstTokenComplete` was given; None: LoadGen logs none Offline
-    count: int | None  # tokens, as they were counted for the rate; None: LoadGen counts none for this model
+    tokens: NDArray[np.int32]  # from `QuerySamplesComplete`
+    first: NDArray[np.int32] | None  # from `FirstTokenComplete`; None: Offline, where LoadGen logs none
+    count: int | None  # tokens counted for the rate; None: LoadGen counts none for this model
 
 
 def read_detail(directory: Path) -> dict[str, Any]:
-    """The values of ``mlperf_log_detail.txt`` by key, of a repeated key the last; empty if the file is not there."""
+    """The values of ``mlperf_log_detail.txt`` by key, the last of a repeated key; {} without the file."""
     return {entry["key"]: entry["value"] for entry in _entries(directory / DETAIL)}
 
 
 def logged_errors(directory: Path) -> list[str]:
-    """What LoadGen calls an error in ``mlperf_log_detail.txt``."""
-    return [str(entry["value"]) for entry in _entries(directory / DETAIL) if entry.get("metadata", {}).get("is_error")]
+    """The entries that LoadGen marks as errors in ``mlperf_log_detail.txt``."""
+    return [
+        str(entry["value"])
+        for entry in _entries(directory / DETAIL)
+        if entry.get("metadata", {}).get("is_error")
+    ]
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -58,15 +62,19 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_answers(path: Path) -> list[LoggedAnswer]:
-    """The entries of an accuracy log whose answers are int32 tokens, in its order; of an index logged twice the first, as in MLCommons'
-    accuracy scripts. ConfigError: the file can't be read, was cut, is empty, or holds something else.
+    """The entries, in order, of an accuracy log whose answers are int32 tokens.
+
+    Of an index logged twice the first counts, as in MLCommons' accuracy scripts. ConfigError: the file can't
+    be read, was cut, is empty, or holds something else.
     """
     try:
         entries = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON (cut by a full disk, or truncated for a submission?): {error}") from error
+        raise ConfigError(
+            f"{path} is not valid JSON (cut by a full disk, or truncated for a submission?): {error}"
+        ) from error
     answers: dict[int, LoggedAnswer] = {}
     try:
         for entry in entries:
@@ -78,7 +86,9 @@ def read_answers(path: Path) -> list[LoggedAnswer]:
             )
             answers.setdefault(answer.index, answer)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is not an accuracy log of int32 tokens: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{path} is not an accuracy log of int32 tokens: {type(error).__name__}: {error}"
+        ) from error
     if not answers:
         raise ConfigError(f"{path} is empty: LoadGen logged no answer")
     return list(answers.values())
@@ -89,7 +99,10 @@ def _tokens(text: str) -> NDArray[np.int32]:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a log, hexadecimal: what MLCommons knows a whole accuracy log by; ConfigError if it can't be read."""
+    """The SHA-256 of a log, hexadecimal, by which MLCommons identifies a whole accuracy log.
+
+    ConfigError: the file can't be read.
+    """
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -97,21 +110,28 @@ def digest(path: Path) -> str:
 
 
 def unsatisfied(directory: Path) -> list[str]:
-    """What a test lacks to be VALID, in words: the conditions of LoadGen's summary that do not hold ("Early stopping satisfied: NO")."""
+    """The conditions that a test lacks to be VALID: "Early stopping satisfied: NO" in LoadGen's summary."""
     path = directory / SUMMARY
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    conditions = [line.partition(":")[0].strip() for line in lines if line.rstrip().lower().endswith((": no", ":no"))]
+    conditions = [
+        line.partition(":")[0].strip() for line in lines if line.rstrip().lower().endswith((": no", ":no"))
+    ]
     return [_CONDITIONS.get(condition, condition.removesuffix(" satisfied")) for condition in conditions]
 
 
 def advice(directory: Path) -> list[str]:
-    """What LoadGen says about an INVALID test beside that: which latency is over its limit, how many more queries its early stopping wants.
+    """LoadGen's advice on an INVALID test: which latency is over its limit, how many queries it lacks.
 
-    Of ``result_invalid_reason`` and ``early_stopping_*result`` in its detailed log, as of version 6.0; it says nothing about some tests.
+    From ``result_invalid_reason`` and ``early_stopping_*result`` in the detailed log of version 6.0; empty
+    for some tests.
     """
     detail = read_detail(directory)
     said = [" ".join(text.split()) for text in str(detail.get("result_invalid_reason", "")).split(" * ")]
-    for key, latency in (("early_stopping_result", ""), ("early_stopping_ttft_result", "TTFT: "), ("early_stopping_tpot_result", "TPOT: ")):
+    for key, latency in (
+        ("early_stopping_result", ""),
+        ("early_stopping_ttft_result", "TTFT: "),
+        ("early_stopping_tpot_result", "TPOT: "),
+    ):
         if "unsuccessful" in (text := str(detail.get(key, ""))):
             said.append(latency + " ".join(text.replace(" * ", " ").split()))
     return [text for text in said if text]
@@ -120,8 +140,8 @@ def advice(directory: Path) -> list[str]:
 def verdict(directory: Path, test_mode: str) -> str | None:
     """``VALID`` or ``INVALID``; None if LoadGen's logs are missing or incomplete.
 
-    LoadGen gives no verdict on an accuracy test: it is VALID when every sample of the data set is in the log of answers and no error was
-    logged.
+    LoadGen does not judge an accuracy test: it is VALID if the accuracy log has every sample of the data set
+    and no error was logged.
     """
     detail = read_detail(directory)
     if test_mode == "PerformanceOnly":
@@ -139,6 +159,6 @@ def verdict(directory: Path, test_mode: str) -> str | None:
 
 
 def accuracy_samples(detail: dict[str, Any]) -> int | None:
-    """How many samples an accuracy run has to answer, by its detailed log; None if that was cut off."""
+    """How many samples an accuracy run must answer, from its detailed log; None if that was cut."""
     count = detail.get("effective_accuracy_sample_count", detail.get("qsl_reported_total_count"))
     return None if count is None else int(count)

@@ -1,4 +1,4 @@
-"""LoadGen's test and log settings from ours: everything goes through one user.conf, which the run keeps."""
+"""From our options to LoadGen's test and log settings: all through one user.conf, which the run keeps."""
 
 from __future__ import annotations
 
@@ -16,37 +16,42 @@ from mpillm.config.options import RunConfig
 from mpillm.loadgen.forecast import Forecast, forecast
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, SINGLE_STREAM_PERCENTILE, queries_needed
 
-ANY_MODEL = "mpillm"  # a name that mlperf.conf has no section for: the rules that hold for every model apply, and no others
+ANY_MODEL = "mpillm"  # has no section in mlperf.conf, so only the rules for every model apply
 
 _SCENARIOS = ("SingleStream", "MultiStream", "Server", "Offline", "*")
-# What `TestSettings::FromConfig` (loadgen/test_settings_internal.cc) takes from a user's file; it passes over anything else in silence.
+# The keys that `TestSettings::FromConfig` (loadgen/test_settings_internal.cc) reads from a user's file; it
+# silently ignores all others.
 _KEYS = (
-    *("mode", "use_token_latencies", "ttft_latency", "tpot_latency", "infer_token_latencies", "token_latency_scaling_factor"),
-    *("target_latency_percentile", "samples_per_query", "target_latency", "target_qps", "coalesce_queries", "max_async_queries"),
-    *("performance_issue_unique", "performance_issue_same", "performance_issue_same_index", "sample_concatenate_permutation"),
-    *("min_duration", "max_duration", "min_query_count", "max_query_count", "print_timestamps"),
-    *("performance_sample_count_override", "accuracy_sample_count_override"),
-)
-# All other keys are whole numbers: of 1.5, and of 6e5 too, LoadGen would take what is before the sign that it does not know.
+    "mode", "use_token_latencies", "ttft_latency", "tpot_latency", "infer_token_latencies",
+    "token_latency_scaling_factor", "target_latency_percentile", "samples_per_query", "target_latency",
+    "target_qps", "coalesce_queries", "max_async_queries", "performance_issue_unique",
+    "performance_issue_same", "performance_issue_same_index", "sample_concatenate_permutation",
+    "min_duration", "max_duration", "min_query_count", "max_query_count", "print_timestamps",
+    "performance_sample_count_override", "accuracy_sample_count_override",
+)  # fmt: skip
+# All other keys take whole numbers: LoadGen would read 1 from 1.5, and 6 from 6e5.
 _FRACTIONAL = ("target_qps", "target_latency", "target_latency_percentile")
-_WHOLE = re.compile(r"0|[1-9][0-9]{0,17}|0[xX][0-9a-fA-F]{1,15}")  # of 010 it would make 8
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,17}|0[xX][0-9a-fA-F]{1,15}")  # not 010, which LoadGen reads as 8
 _DECIMAL = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
-_LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no remark behind the number: LoadGen refuses it
+_LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no comment after it: LoadGen refuses that
 _TARGETS = {"Server": "server_target_qps", "Offline": "offline_expected_qps"}
 _NO_LIMIT_MS = 10**9
-_LEAST_QUERIES = {"Server": queries_needed(SERVER_PERCENTILE), "SingleStream": queries_needed(SINGLE_STREAM_PERCENTILE, late=1)}
+_LEAST_QUERIES = {
+    "Server": queries_needed(SERVER_PERCENTILE),
+    "SingleStream": queries_needed(SINGLE_STREAM_PERCENTILE, late=1),
+}
 
 
 @dataclass(frozen=True)
 class LoadGenConfig:
-    """One test. Values are by the keys of user.conf; what is not there is LoadGen's own."""
+    """One test: values by the keys of user.conf; LoadGen has the others."""
 
     scenario: str
     test_mode: str
     model: str = ANY_MODEL  # as mlperf.conf names it
     scaled: Mapping[str, float] = field(default_factory=dict)  # a scaled-down workload's
-    user_conf: str | None = None  # a file, laid over these
-    given: Mapping[str, float] = field(default_factory=dict)  # on the command line: over the file
+    user_conf: str | None = None  # a file; overrides these
+    given: Mapping[str, float] = field(default_factory=dict)  # on the command line; overrides the file
 
     @staticmethod
     def from_run(config: RunConfig) -> LoadGenConfig:
@@ -61,28 +66,33 @@ class LoadGenConfig:
             options["target_qps"] = _TARGETS[config.scenario]
         for key, name in options.items():
             if (value := getattr(config, name)) is not None:
-                (given if config.given(name) else scaled)[key] = round(value * 1000) if key == "min_duration" else value
+                (given if config.given(name) else scaled)[key] = (
+                    round(value * 1000) if key == "min_duration" else value
+                )
         model = workload.loadgen_model if workload else ANY_MODEL
         return LoadGenConfig(config.scenario, config.test_mode, model, scaled, config.user_conf, given)
 
 
 @dataclass(frozen=True)
 class LoadGenSettings:
-    """What LoadGen is started with."""
+    """The settings to start LoadGen with."""
 
     test: Any  # a `TestSettings`
-    user_conf: str  # the text of the file that made it
+    user_conf: str  # the text it was read from
     model: str
     forecast: Forecast
 
     def to_json(self) -> dict[str, Any]:
-        """What of them decides the result, for result.json; latency limits are None where there are none."""
+        """The settings that decide the result, for result.json; a latency limit is None if there is none."""
         s = self.test
         is_server = s.scenario == lg.TestScenario.Server
         limits = {"ttft_latency_ms": s.ttft_latency / 1e6, "tpot_latency_ms": s.tpot_latency / 1e6}
         return {
             "model": self.model,
-            **{name: limit if is_server and s.use_token_latencies and limit < _NO_LIMIT_MS else None for name, limit in limits.items()},
+            **{
+                name: limit if is_server and s.use_token_latencies and limit < _NO_LIMIT_MS else None
+                for name, limit in limits.items()
+            },
             "target_qps": self._target_qps(),
             "min_duration_ms": s.min_duration_ms,
             "min_query_count": s.min_query_count,
@@ -91,31 +101,43 @@ class LoadGenSettings:
         }
 
     def _target_qps(self) -> float | None:
-        """None in SingleStream, which has no rate."""
+        """The rate; None for SingleStream, which has none."""
         s = self.test
-        return {lg.TestScenario.Server: s.server_target_qps, lg.TestScenario.Offline: s.offline_expected_qps}.get(s.scenario)
+        return {
+            lg.TestScenario.Server: s.server_target_qps,
+            lg.TestScenario.Offline: s.offline_expected_qps,
+        }.get(s.scenario)
 
     def describe(self) -> str:
-        """The same for a person, in one line."""
+        """The same in words, in one line."""
         values = self.to_json()
-        limits = [f"{name.upper()} {ms:g} ms" for name in ("ttft", "tpot") if (ms := values[f"{name}_latency_ms"]) is not None]
-        rate = f"{qps:g} samples/s {'asked' if limits else 'expected'}" if (qps := values["target_qps"]) is not None else ""
-        least = f"{self.model}: at least {values['min_query_count']} samples and {values['min_duration_ms'] / 1000:g} s"
+        limits = [
+            f"{name.upper()} {ms:g} ms"
+            for name in ("ttft", "tpot")
+            if (ms := values[f"{name}_latency_ms"]) is not None
+        ]
+        rate = (
+            f"{qps:g} samples/s {'asked' if limits else 'expected'}"
+            if (qps := values["target_qps"]) is not None
+            else ""
+        )
+        seconds = values["min_duration_ms"] / 1000
+        least = f"{self.model}: at least {values['min_query_count']} samples and {seconds:g} s"
         return ", ".join(text for text in (least, rate, *limits) if text)
 
 
 def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
-    """LoadGen's settings: mlperf.conf (inside LoadGen), then the user's file, then what was given on the command line.
+    """LoadGen's settings: from the mlperf.conf in it, the user's file and the command line; the last wins.
 
-    Once in a process: LoadGen reads its own values at the first call only. ConfigError names the user's file and the line that is wrong,
-    or says that a Server test has no rate, or that the data set has fewer samples than the test takes.
+    Call this once per process: LoadGen reads its own values only at the first call. ConfigError: a line of
+    the user's file is wrong, a Server test has no rate, or the data set has too few samples for the test.
     """
     text = "# What this run asked of LoadGen, over the mlperf.conf inside it.\n"
     if config.scaled:
         text += "# scaled down\n" + _lines("*.*", config.scaled)
     if config.user_conf is not None:
         text += f"# --user_conf {config.user_conf}\n{_user_lines(Path(config.user_conf))}"
-    # The full key goes before every key with a wildcard.
+    # The full key overrides every key with a wildcard.
     section = f"{config.model}.{config.scenario}"
     if config.model == ANY_MODEL:
         text += "# no workload\n" + _lines(section, _without_a_workload(config, n_samples))
@@ -133,10 +155,13 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
     if needed > n_samples:
         raise ConfigError(
             f"the data set has {n_samples} samples, but a test of {config.model} needs {needed}"
-            " (performance_sample_count_override; lower it with --user_conf if the result need not count for the benchmark)",
+            " (performance_sample_count_override; lower it with --user_conf"
+            " if the result need not count for the benchmark)",
             about=["user_conf"],
         )
-    if config.scenario == "Server" and not (_is_set(text, config, "target_qps") and settings.server_target_qps > 0):
+    if config.scenario == "Server" and not (
+        _is_set(text, config, "target_qps") and settings.server_target_qps > 0
+    ):
         settings.server_target_qps = 1.0
         raise ConfigError(
             "--scenarios Server needs --server_target_qps: how many queries per second to send."
@@ -147,9 +172,13 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
 
 
 def _is_set(text: str, config: LoadGenConfig, key: str) -> bool:
-    """Whether a user.conf sets `key` of this test: LoadGen looks for its model and scenario, and for a * in the place of either."""
+    """Whether a user.conf sets `key` for this test: under its model and scenario, or a * for either."""
     keys = {line.partition("=")[0].strip() for line in text.splitlines()}
-    return any(f"{model}.{scenario}.{key}" in keys for model in (config.model, "*") for scenario in (config.scenario, "*"))
+    return any(
+        f"{model}.{scenario}.{key}" in keys
+        for model in (config.model, "*")
+        for scenario in (config.scenario, "*")
+    )
 
 
 def _lines(section: str, values: Mapping[str, float]) -> str:
@@ -157,19 +186,27 @@ def _lines(section: str, values: Mapping[str, float]) -> str:
 
 
 def _without_a_workload(config: LoadGenConfig, n_samples: int) -> dict[str, float]:
-    """What a test means when no MLPerf workload says it: each sample once, or as often as early stopping needs, as fast as it goes; token
-    latencies but no limit on them.
+    """The values of a test without an MLPerf workload.
+
+    Each sample once, or as many as early stopping needs; token latencies are measured, without limits.
     """
     values: dict[str, float] = {}
     if config.user_conf is None:
-        values = {"min_duration": 0, "min_query_count": max(n_samples, _LEAST_QUERIES.get(config.scenario) or 0)}
-        values |= dict.fromkeys(("ttft_latency", "tpot_latency", "target_latency"), _NO_LIMIT_MS) if config.scenario == "Server" else {}
+        values = {
+            "min_duration": 0,
+            "min_query_count": max(n_samples, _LEAST_QUERIES.get(config.scenario) or 0),
+        }
+        values |= (
+            dict.fromkeys(("ttft_latency", "tpot_latency", "target_latency"), _NO_LIMIT_MS)
+            if config.scenario == "Server"
+            else {}
+        )
     return values | {"use_token_latencies": int(config.scenario != "Offline")}
 
 
 @about("user_conf")
 def _user_lines(file: Path) -> str:
-    """A user's user.conf, checked: LoadGen passes over a key that it does not know."""
+    """The text of a user's user.conf, checked: LoadGen ignores unknown keys."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -187,13 +224,17 @@ def _user_lines(file: Path) -> str:
         scenario = scenario.rpartition(".")[2]
         if not rest or scenario not in _SCENARIOS:
             raise ConfigError(
-                f"{where}: {scenario or match['key']} is not a scenario{nearest(scenario, _SCENARIOS)}: {', '.join(_SCENARIOS)}"
+                f"{where}: {scenario or match['key']} is not a scenario{nearest(scenario, _SCENARIOS)}:"
+                f" {', '.join(_SCENARIOS)}"
             )
         if key not in _KEYS:
             raise ConfigError(f"{where}: LoadGen takes no {key} from a user.conf{nearest(key, _KEYS)}")
         whole = key not in _FRACTIONAL or (key, scenario) == ("target_latency", "Server")
         if not _WHOLE.fullmatch(match["value"]) and (whole or not _DECIMAL.fullmatch(match["value"])):
-            raise ConfigError(f"{where}: {match['value']} is not {'a whole' if whole else 'a'} number of at least 0, which {key} takes")
+            number_of = "a whole number" if whole else "a number"
+            raise ConfigError(
+                f"{where}: {match['value']} is not {number_of} of at least 0, which {key} takes"
+            )
     return text if text.endswith("\n") or not text else text + "\n"
 
 

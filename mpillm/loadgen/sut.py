@@ -1,4 +1,4 @@
-"""The system under test: LoadGen in a thread of its own, joined to the event loop by a queue."""
+"""The system under test: LoadGen in a thread of its own, connected to the event loop by a queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from mpillm.loadgen.settings import log_settings
 
-# LoadGen's callback waits for the interpreter's lock while the event loop runs. Python's own 5 ms would be the larger part of a latency.
+# LoadGen's callback waits for the GIL while the event loop runs: Python's default of 5 ms would dominate a
+# latency.
 _SWITCH_INTERVAL_S = 0.0002
 
 
@@ -26,30 +27,32 @@ class Query(NamedTuple):
 
 
 class LoadGenTest:
-    """One test. `issued` fills while it runs; completions may come from any thread."""
+    """One test. `issued` fills while it runs; any thread may report completions."""
 
     def __init__(self, settings: Any, n_samples: int, directory: Path, audit_conf: str) -> None:
         self.issued: deque[Query] = deque()
         self.finished = False
         self.error: BaseException | None = None
-        self.use_token_latencies = bool(settings.use_token_latencies) and settings.scenario != lg.TestScenario.Offline
+        self.use_token_latencies = (
+            bool(settings.use_token_latencies) and settings.scenario != lg.TestScenario.Offline
+        )
         self._arguments = (settings, log_settings(directory), audit_conf)
         self._sut = lg.ConstructSUT(self._issue, lambda: None)
-        # The data set is in memory for the whole run, so there is nothing to load or unload.
+        # The data set stays in memory for the whole run: there is nothing to load or unload.
         self._qsl = lg.ConstructQSL(n_samples, n_samples, lambda indices: None, lambda indices: None)
         self._thread = threading.Thread(target=self._run, name="mpillm-loadgen", daemon=True)
 
     def start(self) -> None:
-        """Start the test; it has ended when `finished` is set."""
+        """Start the test; `finished` is set when it has ended."""
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.start()
 
     def first_tokens(self, responses: list[Any]) -> None:
-        """Tell LoadGen that the first tokens of these samples are there."""
+        """Tell LoadGen the first tokens of samples."""
         lg.FirstTokenComplete(responses)
 
     def complete(self, responses: list[Any]) -> None:
-        """Tell LoadGen that these samples are answered; it has copied what it keeps when this returns."""
+        """Tell LoadGen the answers of samples; when this returns, it has copied what it keeps."""
         lg.QuerySamplesComplete(responses)
 
     def _issue(self, samples: list[Any]) -> None:
@@ -71,7 +74,10 @@ class LoadGenTest:
 def sample_responses(
     ids: NDArray[np.uint64], tokens: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> list[Any]:
-    """LoadGen's responses for samples whose answers are ``tokens[start : start + length]``; `tokens` must outlive their use."""
+    """LoadGen's responses for samples whose answers are ``tokens[start : start + length]``.
+
+    `tokens` must outlive the responses.
+    """
     addresses = (starts * 4 + tokens.ctypes.data).tolist()
     sizes = (lengths * 4).tolist()
     make = lg.QuerySampleResponse
