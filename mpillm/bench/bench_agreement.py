@@ -1,4 +1,4 @@
-"""``bench agreement``: the same prompts through instances of growing tensor parallel size: how far answers and logits agree."""
+"""``bench agreement``: how far answers and logits agree between tensor parallel sizes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,24 @@ if TYPE_CHECKING:
 
 
 class Options(RankOptions):
-    """Of ``bench agreement``."""
+    """Options of ``bench agreement``."""
 
-    model_path = Field("model_path", "a Hugging Face folder or a preset", default="llama3.2-1b", group="benchmark")
+    model_path = Field(
+        "model_path", "a Hugging Face folder or a preset", default="llama3.2-1b", group="benchmark"
+    )
     num_prompts = Field("num_prompts", "how many random prompts", positive, default=32, group="benchmark")
-    prompt_len = Field("prompt_len", "tokens of the longest; the shortest has one", positive, default=64, group="benchmark")
-    output_len = Field("output_len", "new tokens of each", positive, default=64, group="benchmark")
+    prompt_len = Field(
+        "prompt_len",
+        "tokens of the longest prompt; the shortest has one",
+        positive,
+        default=64,
+        group="benchmark",
+    )
+    output_len = Field("output_len", "new tokens per prompt", positive, default=64, group="benchmark")
 
 
 _PAUSE_S = 1e-4
-_MOST_ROWS = 1024  # whose logits are compared: float32, as long as the vocabulary
+_MOST_ROWS = 1024  # rows of logits to compare: float32, as long as the vocabulary
 
 
 class _Outcome(NamedTuple):
@@ -36,37 +44,52 @@ class _Outcome(NamedTuple):
     logits: NDArray[np.float32]  # of every token of some prompts
 
 
-DESCRIPTION = "Greedy answers and logits of tensor parallel 2, 4, … in bfloat16 against those of one rank, and against float32."
+DESCRIPTION = (
+    "Compare greedy answers and logits of tensor parallel 2, 4, … in bfloat16"
+    " with those of one rank, and with float32."
+)
 N_RANKS = None
 EPILOG = "example:\n  python -m mpillm mpirun -n 4 bench agreement --model_path llama3.2-1b"
 
 
 def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
-    """On every rank of an mpirun of as many ranks as the largest instance shall have; rank 0 prints."""
+    """Call this on every rank of an mpirun with as many ranks as the largest instance; rank 0 prints."""
     sizes = [size for size in (1 << i for i in range(8)) if size <= world.size]
     outcomes = {f"TP {size}, bfloat16": _measure(config, world, device, size, "bfloat16") for size in sizes}
     exact = _measure(config, world, device, 1, "float32")
     first = outcomes.pop("TP 1, bfloat16")
     if first is None or exact is None:
         return
-    print(f"{config.model_path}, {config.num_prompts} prompts of 1 to {config.prompt_len} tokens, {config.output_len} new tokens, greedy")
-    print(f"  {'against TP 1, bfloat16':<24} {'same answers':>13} {'to the first difference: mean':>30} {'least':>6} {'logits apart':>13}")
+    print(
+        f"{config.model_path}, {config.num_prompts} prompts of 1 to {config.prompt_len} tokens,"
+        f" {config.output_len} new tokens, greedy"
+    )
+    print(
+        f"  {'against TP 1, bfloat16':<24} {'same answers':>13} {'to the first difference: mean':>30}"
+        f" {'least':>6} {'logits apart':>13}"
+    )
     for name, outcome in [*outcomes.items(), ("TP 1, float32", exact)]:
         if outcome is not None:
             lengths = [agreeing(a, b) for a, b in zip(first.answers, outcome.answers, strict=True)]
             same = sum(length == config.output_len for length in lengths)
             apart = float(np.abs(first.logits - outcome.logits).mean())
-            print(f"  {name:<24} {same:>7} of {len(lengths):<3} {np.mean(lengths):>29.1f} {min(lengths):>6} {apart:>13.5f}")
-    print(f"  logits apart: their mean |difference|; their mean |value| is {float(np.abs(exact.logits).mean()):.4f}", flush=True)
+            print(
+                f"  {name:<24} {same:>7} of {len(lengths):<3} {np.mean(lengths):>29.1f}"
+                f" {min(lengths):>6} {apart:>13.5f}"
+            )
+    mean_value = float(np.abs(exact.logits).mean())
+    print(f"  logits apart: mean |difference|; the mean |value| is {mean_value:.4f}", flush=True)
 
 
 def agreeing(a: list[int], b: list[int]) -> int:
-    """Tokens before the first difference."""
+    """How many tokens precede the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def _measure(config: Options, world: MPI.Intracomm, device: int | None, size: int, dtype: str) -> _Outcome | None:
-    """One instance on the first `size` ranks; None on the others."""
+def _measure(
+    config: Options, world: MPI.Intracomm, device: int | None, size: int, dtype: str
+) -> _Outcome | None:
+    """Run one instance on the first `size` ranks; None on the others."""
     from mpi4py import MPI
 
     comm: Any = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
@@ -108,7 +131,7 @@ def _instance(config: Options, comm: MPI.Intracomm, device: int | None, dtype: s
     prompts = [random.integers(0, core.info.vocab_size, n).tolist() for n in lengths]
     answers = answer(core, prompts, config.output_len) if comm.rank == 0 else {}
     done = comm.Ibarrier()
-    while not done.Test():  # the others follow until rank 0 is here
+    while not done.Test():  # the others follow until rank 0 gets here
         if comm.rank and core.has_work():
             core.poll_responses()
         else:
@@ -119,7 +142,7 @@ def _instance(config: Options, comm: MPI.Intracomm, device: int | None, dtype: s
 
 
 def answer(core: Any, prompts: list[list[int]], n_output: int, **fields: Any) -> dict[int, list[int]]:
-    """By prompt; `fields` are those of requests that are not greedy."""
+    """The answers by prompt; `fields`: values for fields of REQUEST, for sampling."""
     rows = np.zeros(len(prompts), REQUEST)
     rows["id"], rows["n_tokens"] = np.arange(len(prompts)), list(map(len, prompts))
     rows["max_output"] = rows["min_output"] = n_output
@@ -141,7 +164,7 @@ def answer(core: Any, prompts: list[list[int]], n_output: int, **fields: Any) ->
 
 
 def _logits(core: Any, prompts: list[list[int]]) -> NDArray[np.float32]:
-    """Of every token of as many of the last prompts as there is room for; on every rank of the instance at once."""
+    """Logits of every token of as many of the last prompts as fit; call this on all ranks of the instance."""
     import torch
 
     from mpillm.engine.model.attention import Span

@@ -1,4 +1,4 @@
-"""``bench dataset``: how fast a preprocessed data set is loaded, and in how much memory, each time in a process of its own.
+"""``bench dataset``: time and memory to load a preprocessed data set, each time in a new process.
 
 A data frame is loaded twice: the first load converts it to arrays, later ones map these.
 """
@@ -26,16 +26,18 @@ _DEADLINE_S = 600.0
 
 
 class Options(Values):
-    """Of ``bench dataset``."""
+    """Options of ``bench dataset``."""
 
     num_samples = Field("num_samples", "samples of the data set", positive, default=24576, group="benchmark")
-    repeats = Field("repeats", "loads of which the median is printed", positive, default=3, group="benchmark")
+    repeats = Field("repeats", "loads; the median is printed", positive, default=3, group="benchmark")
     dataset_path = Field(
-        "dataset_path", "an existing data set of llama2-70b [default: two made ones, arrays and a data frame]", group="benchmark"
+        "dataset_path",
+        "an existing data set of llama2-70b [default: two synthetic ones, arrays and a data frame]",
+        group="benchmark",
     )
 
 
-# Resident memory counts the pages of mapped files, so the frame's own file is in it.
+# Resident memory includes the pages of mapped files, so the frame's own file counts.
 _LOAD = """
 import json, pathlib, sys, time
 from mpillm import workloads
@@ -59,7 +61,8 @@ print(json.dumps(took | {"read_s": read_s, "samples": len(dataset), "tokens": le
 
 
 DESCRIPTION = (
-    "Load llama2-70b's data set, in both published formats: a data frame for the first time, and again from what that has converted it to."
+    "Load llama2-70b's data set in both published formats; a data frame twice:"
+    " converting it to arrays, and mapping these."
 )
 EPILOG = "example:\n  python -m mpillm bench dataset --repeats 5"
 
@@ -69,14 +72,17 @@ def main(config: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory:
         folder = Path(directory)
         if config.dataset_path:
-            paths = [folder / Path(config.dataset_path).name]  # so that nothing is left beside the data set
+            # A link, to keep the arrays out of the data set's folder.
+            paths = [folder / Path(config.dataset_path).name]
             paths[0].symlink_to(Path(config.dataset_path).resolve())
         else:
             paths = _make(folder, config.num_samples)
-        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # an earlier conversion must not be found
-        print("median of seconds (of CPU time), beside reading the files alone; peak of memory over the size of the files")
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # hide earlier conversions
+        print("median seconds (CPU time), and for reading alone; peak memory, and its ratio to the files")
         for path in paths:
-            size = path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.iterdir())
+            size = (
+                path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.iterdir())
+            )
             again = path.with_name(f"{path.name}.arrays")
             loads = []
             for _ in range(config.repeats):
@@ -84,17 +90,30 @@ def main(config: Options) -> int:
                 loads.append((_load(path), _load(path)) if path.is_file() else (_load(path),))
             one = loads[0][0]
             print(f"  {path.name}: {one['samples']} samples, {one['tokens']} tokens, {size / 1e6:.1f} MB")
-            for name, which in zip(("first load", "later load") if path.is_file() else ("load",), zip(*loads, strict=True), strict=True):
-                s, cpu_s, read_s, n_bytes = (statistics.median(load[key] for load in which) for key in ("s", "cpu_s", "read_s", "bytes"))
+            for name, which in zip(
+                ("first load", "later load") if path.is_file() else ("load",),
+                zip(*loads, strict=True),
+                strict=True,
+            ):
+                s, cpu_s, read_s, n_bytes = (
+                    statistics.median(load[key] for load in which)
+                    for key in ("s", "cpu_s", "read_s", "bytes")
+                )
                 print(
-                    f"    {name}: {s:.2f} s ({cpu_s:.2f}), reading alone {read_s:.2f} s; {n_bytes / 1e6:.1f} MB,"
-                    f" {n_bytes / size:.2f} of the files"
+                    f"    {name}: {s:.2f} s ({cpu_s:.2f}), reading alone {read_s:.2f} s;"
+                    f" {n_bytes / 1e6:.1f} MB, {n_bytes / size:.2f} of the files"
                 )
     return 0
 
 
 def _load(path: Path) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", _LOAD, str(path)], capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        check=False,
+    )
     if done.returncode:
         raise ConfigError(f"loading {path} failed:\n{done.stderr}")
     loaded: dict[str, Any] = json.loads(done.stdout)
@@ -102,7 +121,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _make(folder: Path, n: int) -> list[Path]:
-    """Both formats of as many samples, with lengths and texts of about OpenOrca's size."""
+    """Make `n` samples in both formats, with lengths and texts of about OpenOrca's size."""
     try:
         import pandas
     except ImportError as error:
@@ -113,7 +132,10 @@ def _make(folder: Path, n: int) -> list[Path]:
 
     def rows() -> list[np.ndarray[Any, np.dtype[np.int32]]]:
         lengths = np.clip(random.normal(294, 200, n), 20, width).astype(int)
-        return [np.minimum(random.exponential(3000, length), 31999).astype(np.int32) for length in lengths.tolist()]
+        return [
+            np.minimum(random.exponential(3000, length), 31999).astype(np.int32)
+            for length in lengths.tolist()
+        ]
 
     inputs, outputs = rows(), rows()
     arrays = folder / "arrays"
@@ -135,7 +157,10 @@ def _make(folder: Path, n: int) -> list[Path]:
         "tok_input_length": lengths.astype(np.int64),
     }
     frame = folder / workload.frame_file
-    pandas.DataFrame({name: pandas.Series(values, dtype=getattr(values, "dtype", object)) for name, values in columns.items()}).to_pickle(
-        frame
-    )
+    pandas.DataFrame(
+        {
+            name: pandas.Series(values, dtype=getattr(values, "dtype", object))
+            for name, values in columns.items()
+        }
+    ).to_pickle(frame)
     return [arrays, frame]

@@ -1,4 +1,4 @@
-"""``bench engine --device cuda``: decode on one GPU, its step time over the floor that the memory sets, and the pieces of it."""
+"""``bench engine --device cuda``: decode on one GPU; the step time over the memory's floor, and its parts."""
 
 from __future__ import annotations
 
@@ -28,53 +28,80 @@ _REPLAYS = 5
 
 
 class Options(Values):
-    """Of ``bench engine``, on CPUs and on a GPU."""
+    """Options of ``bench engine``, on CPUs and on a GPU."""
 
     device = Field(
-        "device", "cuda: steps of decode on one GPU, and what they are made of", default="cpu", choices=("cpu", "cuda"), group="benchmark"
+        "device",
+        "cuda: decode steps on one GPU, and their parts",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        group="benchmark",
     )
     model_path = Field(
-        "model_path", "folder of a Hugging Face checkpoint; on a GPU also a preset [default there: llama3.1-8b]", group="benchmark"
+        "model_path",
+        "folder of a Hugging Face checkpoint; on a GPU also a preset [default there: llama3.1-8b]",
+        group="benchmark",
     )
-    dataset_path = Field("dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark")
-    num_prompts = Field("num_prompts", "how many of the data set's prompts", positive, default=40, group="benchmark")
-    max_prompt_len = Field("max_prompt_len", "longer prompts are left out, tokens", positive, default=96, group="benchmark")
-    output_len = Field("output_len", "new tokens for each prompt", positive, default=32, group="benchmark")
+    dataset_path = Field(
+        "dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark"
+    )
+    num_prompts = Field(
+        "num_prompts", "how many of the data set's prompts", positive, default=40, group="benchmark"
+    )
+    max_prompt_len = Field(
+        "max_prompt_len", "skip longer prompts, tokens", positive, default=96, group="benchmark"
+    )
+    output_len = Field("output_len", "new tokens per prompt", positive, default=32, group="benchmark")
     dtype = Field(
         "dtype",
-        "of weights and activations [default: float32; on a GPU the checkpoint's]",
+        "type of weights and activations [default: float32; on a GPU the checkpoint's]",
         choices=("float32", "bfloat16"),
         group="benchmark",
     )
     quantization = Field(
         "quantization",
-        "of the layers' weights; a checkpoint of floats is quantised as it is loaded",
+        "type of the layers' weights; an unquantised checkpoint is quantised as it is loaded",
         default="auto",
         choices=("auto", "none", "int8", "fp8"),
         group="benchmark",
     )
     kv_cache_dtype = Field(
         "kv_cache_dtype",
-        "auto is dtype, or fp8 where the checkpoint has scales for it",
+        "type of the KV cache; auto: fp8 if the checkpoint has scales for it, otherwise dtype",
         default="auto",
         choices=("auto", "bfloat16", "fp8"),
         group="benchmark",
     )
     n_threads = Field("n_threads", "CPU threads", positive, default=2, group="benchmark")
-    max_batch_size = Field("max_batch_size", "of the engine", positive, default=64, group="benchmark")
-    max_num_tokens = Field("max_num_tokens", "of one step of the engine", positive, default=2048, group="benchmark")
-    batches = Field("batches", "GPU: batch sizes, with commas between them", integers, default=(1, 64, 256, 1024), group="benchmark")
-    context_len = Field("context_len", "GPU: tokens in the cache of each sequence", positive, default=512, group="benchmark")
-    bandwidth = Field("bandwidth", "GPU: of its memory, TB/s", not_negative, default=4.3, group="benchmark")
-    repeats = Field("repeats", "rounds of which the median is printed", positive, default=3, group="benchmark")
+    max_batch_size = Field(
+        "max_batch_size", "requests of the engine at once", positive, default=64, group="benchmark"
+    )
+    max_num_tokens = Field(
+        "max_num_tokens", "tokens of one engine step", positive, default=2048, group="benchmark"
+    )
+    batches = Field(
+        "batches",
+        "GPU: batch sizes, separated by commas",
+        integers,
+        default=(1, 64, 256, 1024),
+        group="benchmark",
+    )
+    context_len = Field(
+        "context_len", "GPU: tokens in the cache of each sequence", positive, default=512, group="benchmark"
+    )
+    bandwidth = Field(
+        "bandwidth", "GPU: memory bandwidth, TB/s", not_negative, default=4.3, group="benchmark"
+    )
+    repeats = Field("repeats", "rounds; the median is printed", positive, default=3, group="benchmark")
 
 
 def bench_decode(config: Options) -> int:
-    """Print the table of `config.batches` at `config.context_len`."""
+    """Print the table: a line per batch size."""
     gpus = TorchCore.gpus()
     if not gpus:
         raise ConfigError("--device cuda: there is no NVIDIA GPU")
-    batches, context, n_steps, block = config.batches, config.context_len, config.output_len, CoreConfig.tokens_per_block
+    batches, context, n_steps = config.batches, config.context_len, config.output_len
+    block = CoreConfig.tokens_per_block
     longest = context + n_steps + _WARM_UP + 2 * block
     core = CoreConfig(
         core_type="torch",
@@ -108,11 +135,15 @@ def bench_decode(config: Options) -> int:
     print(f"{gpus[0].name}, {core.model_path}, {dtypes}, KV cache in {info.kv_dtype}")
     print(f"{context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
-    print(f"  {'batch':>6} {'step ms':>9} {'floor ms':>9} {'ratio':>6} {'tokens/s':>9} {'attention':>10} {'products':>9}")
+    print(
+        f"  {'batch':>6} {'step ms':>9} {'floor ms':>9} {'ratio':>6}"
+        f" {'tokens/s':>9} {'attention':>10} {'products':>9}"
+    )
     for batch in batches:
         steps, n_context = _decode(worker, info, core, batch, context, n_steps)
         step_s = statistics.median(steps)
-        floor_s = (_weight_bytes(info, batch) + n_context * info.config.kv_bytes_per_token(info.kv_dtype)) / (config.bandwidth * 1e12)
+        n_bytes = _weight_bytes(info, batch) + n_context * info.config.kv_bytes_per_token(info.kv_dtype)
+        floor_s = n_bytes / (config.bandwidth * 1e12)
         attention_s, products_s = _attention(worker, batch, n_context // batch), _products(worker, batch)
         print(
             f"  {batch:>6} {step_s * 1e3:>9.3f} {floor_s * 1e3:>9.3f} {step_s / floor_s:>6.2f}"
@@ -123,17 +154,23 @@ def bench_decode(config: Options) -> int:
 
 
 def _weight_bytes(info: ModelInfo, batch: int) -> int:
-    """Of the embedding a step reads the rows of its tokens; of a mixture's experts those that somebody chooses, on average, by chance."""
+    """Bytes of weights that a step reads.
+
+    Of the embedding the rows of its tokens; of a mixture the experts that random choices hit, on average.
+    """
     c, width = info.config, 4 if info.dtype == "float32" else 2
     n_bytes = info.n_bytes - (0 if c.tie_word_embeddings else (c.vocab_size - batch) * c.hidden_size * width)
     if c.n_experts:
-        experts = 3 * c.n_layers * c.n_experts * c.intermediate_size * c.hidden_size * (width if info.quantization == "none" else 1)
+        expert_width = width if info.quantization == "none" else 1
+        experts = 3 * c.n_layers * c.n_experts * c.intermediate_size * c.hidden_size * expert_width
         n_bytes -= round(experts * (1 - c.n_experts_per_token / c.n_experts) ** batch)
     return n_bytes
 
 
-def _decode(worker: GpuWorker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int) -> tuple[list[float], int]:
-    """Seconds from one step's tokens to the next one's, with the whole engine around; and tokens in the cache half way."""
+def _decode(
+    worker: GpuWorker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int
+) -> tuple[list[float], int]:
+    """Seconds between the tokens of consecutive steps of the whole engine; tokens in the cache half way."""
     from mpillm.engine.engine import Engine, EngineLimits
 
     engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
@@ -152,7 +189,7 @@ def _decode(worker: GpuWorker, info: ModelInfo, core: CoreConfig, batch: int, co
 
 
 def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
-    """A sequence as if its context had come from elsewhere."""
+    """A sequence in generation, as if handed over by a context instance."""
     from mpillm.engine.sampler import SamplingParams
     from mpillm.engine.sequence import Sequence
 
@@ -165,7 +202,7 @@ def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
 
 
 def _attention(worker: GpuWorker, batch: int, n_tokens: int) -> float:
-    """Seconds of the attention of all layers, `n_tokens` each."""
+    """Seconds for the attention of all layers, over `n_tokens` of each sequence."""
     import torch
 
     from mpillm.engine.kernels import step_kernels as kernels
@@ -173,7 +210,11 @@ def _attention(worker: GpuWorker, batch: int, n_tokens: int) -> float:
     keys, values, scales = worker.cache.keys, worker.cache.values, worker.cache.scales
     n_layers, n_blocks, k, size, d = keys.shape
     per_sequence = -(-n_tokens // size)
-    table = (1 + torch.randperm(n_blocks - 1, device="cuda")[: batch * per_sequence]).view(batch, per_sequence).to(torch.int32)
+    table = (
+        (1 + torch.randperm(n_blocks - 1, device="cuda")[: batch * per_sequence])
+        .view(batch, per_sequence)
+        .to(torch.int32)
+    )
     slots, positions = torch.arange(batch, device="cuda"), torch.full((batch,), n_tokens - 1, device="cuda")
     n_heads = worker.model.config.n_heads
     qkv = torch.randn(batch, n_heads + 2 * k, d, device="cuda").to(worker.dtype)
@@ -188,7 +229,7 @@ def _attention(worker: GpuWorker, batch: int, n_tokens: int) -> float:
 
 
 def _products(worker: GpuWorker, batch: int) -> float:
-    """Seconds of all products with weights."""
+    """Seconds for all matrix products with weights."""
     import torch
 
     from mpillm.engine.kernels import fp8_kernels
@@ -201,7 +242,7 @@ def _products(worker: GpuWorker, batch: int) -> float:
     products: list[Callable[[], Tensor]] = []
 
     def add(linear: Any, n_rows: int, *choice: Any, may_be_rounded: bool = True) -> None:
-        """What stands before all but `o` rounds what it makes, where the product wants it so."""
+        """Add a product. Before all but `o`, the engine rounds the input to fp8 if the product takes that."""
         shape = n_rows, linear.in_features
         if shape not in inputs:
             inputs[shape] = torch.randn(shape, device="cuda").to(dtype)
@@ -215,7 +256,9 @@ def _products(worker: GpuWorker, batch: int) -> float:
             mlp, n_pairs, choice = layer.mlp, batch, []
             if isinstance(mlp, Mixture):
                 n_chosen, n_experts = model.config.n_experts_per_token, model.config.n_experts
-                choice = [kernels.route(torch.randn(batch, n_experts, device="cuda"), n_chosen, range(n_experts))]
+                choice = [
+                    kernels.route(torch.randn(batch, n_experts, device="cuda"), n_chosen, range(n_experts))
+                ]
                 n_pairs = batch * n_chosen
                 add(mlp.router, batch)
             add(layer.qkv, batch)
@@ -232,7 +275,7 @@ def _products(worker: GpuWorker, batch: int) -> float:
 
 
 def _graph_time(work: Callable[[], None]) -> float:
-    """Seconds of a replay."""
+    """Seconds for a replay of `work` as a CUDA graph."""
     import torch
 
     with torch.inference_mode():

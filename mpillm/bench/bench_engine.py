@@ -1,4 +1,4 @@
-"""``bench engine``: on a CPU, the engine against transformers, in turns, on the same prompts; on a GPU, see `decode`."""
+"""``bench engine``: on a CPU, the engine against transformers on the same prompts; GPU: bench_decode.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,15 @@ from mpillm.engine.model.model_info import ModelInfo, check_model
 if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
 
-_STATIC_BATCH = 8  # what the engine is compared with, beside all prompts in one batch
+_STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one batch
 
-_QUIET_CORES = 0.1  # what other processes may use before the figures are called disturbed
+_QUIET_CORES = 0.1  # other processes that use more disturb the figures
 
 
-DESCRIPTION = "Output tokens/s, offline, of the embedded engine and of transformers: greedy, all answers of one length."
+DESCRIPTION = (
+    "Measure offline output tokens/s of the embedded engine and of transformers:"
+    " greedy, all answers of one length."
+)
 EPILOG = """examples:
   python -m mpillm bench engine --model_path DIR
   python -m mpillm bench engine --device cuda --batches 1,64"""
@@ -61,15 +65,21 @@ def main(config: Options) -> int:
     engine = _Engine(core, info)
     baseline = TransformersBaseline(info.folder, dtype)
     batches = sorted({_STATIC_BATCH, len(prompts)})
-    contenders: dict[str, Callable[[], list[list[int]]]] = {"engine": lambda: engine.answer(prompts, config.output_len)}
+    contenders: dict[str, Callable[[], list[list[int]]]] = {
+        "engine": lambda: engine.answer(prompts, config.output_len)
+    }
     for size in batches:
-        contenders[f"generate, static batches of {size}"] = lambda size=size: baseline.static(prompts, config.output_len, size)  # type: ignore[misc]
+        contenders[f"generate, static batches of {size}"] = partial(
+            baseline.static, prompts, config.output_len, size
+        )
     contenders["generate_batch (continuous)"] = lambda: baseline.continuous(prompts, config.output_len)
     times: dict[str, list[float]] = {name: [] for name in [*contenders, "products"]}
     answers: dict[str, list[list[int]]] = {}
-    engine.answer(prompts, 2)  # memory and kernels
+    # Warm up memory and kernels.
+    engine.answer(prompts, 2)
     baseline.static(prompts[:_STATIC_BATCH], 2, _STATIC_BATCH)
-    baseline.continuous(prompts, config.output_len)  # a whole one: it makes its cache and its threads for what it is given
+    # With all prompts: these determine its cache and its threads.
+    baseline.continuous(prompts, config.output_len)
     started_all, others = time.perf_counter(), _others_cpu_s()
     for i in range(config.repeats):
         for name, answer in contenders.items():
@@ -87,13 +97,22 @@ def main(config: Options) -> int:
     print(f"  {'':<32} {'tokens/s':>9} {'(least to most)':>18}   engine is")
     for name in contenders:
         rates = [n_output / t for t in times[name]]
-        # Rounds are compared one by one: a noisy machine is noisy for both.
-        ratio = statistics.median(theirs / ours for theirs, ours in zip(times[name], times["engine"], strict=True))
-        print(f"  {name:<32} {statistics.median(rates):>9.1f} {f'({min(rates):.1f} to {max(rates):.1f})':>18}   {ratio:.2f} x")
-    # What disturbs a measurement only adds to it, and the products are short: the least of each, not pairs of rounds.
+        # Compare round by round: a noisy machine is noisy for both.
+        ratio = statistics.median(
+            theirs / ours for theirs, ours in zip(times[name], times["engine"], strict=True)
+        )
+        spread = f"({min(rates):.1f} to {max(rates):.1f})"
+        print(f"  {name:<32} {statistics.median(rates):>9.1f} {spread:>18}   {ratio:.2f} x")
+    # Disturbances only add time, and the products are short: compare the least of each, not round by round.
     share = min(times["products"]) / min(times["engine"])
-    print(f"  matrix products alone, same shapes and kernels: {share:.0%} of the engine's time (least of each over the rounds)")
-    print(f"  other processes used {others:.2f} cores meanwhile" + (": the figures are disturbed" if others > _QUIET_CORES else ""))
+    print(
+        f"  matrix products alone, same shapes and kernels: {share:.0%} of the engine's time"
+        " (least of each over the rounds)"
+    )
+    print(
+        f"  other processes used {others:.2f} cores meanwhile"
+        + (": the figures are disturbed" if others > _QUIET_CORES else "")
+    )
     for name in list(contenders)[1:]:
         same = sum(a == b for a, b in zip(answers["engine"], answers[name], strict=True))
         print(f"  answers equal to {name}: {same} of {len(prompts)}")
@@ -101,7 +120,7 @@ def main(config: Options) -> int:
 
 
 def _others_cpu_s() -> float:
-    """CPU time that this machine's other processes have used since it started, seconds."""
+    """CPU time of this machine's other processes since it started, seconds."""
     machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
     waiting = machine.idle + getattr(machine, "iowait", 0.0)
     return float(sum(machine) - waiting - own.user - own.system)
@@ -125,7 +144,9 @@ class _Engine:
         from mpillm.engine.step import Worker
 
         limits = EngineLimits(core.max_batch_size, core.max_num_tokens, core.tokens_per_block)
-        self._engine: Engine = Engine(info, limits, Worker(info, core.tokens_per_block, Groups(), dummy=False))
+        self._engine: Engine = Engine(
+            info, limits, Worker(info, core.tokens_per_block, Groups(), dummy=False)
+        )
         self._steps: list[tuple[int, int]] = []  # rows, rows with logits
         forward = self._engine.worker.model.forward
 
@@ -140,7 +161,10 @@ class _Engine:
         from mpillm.engine.sequence import Sequence as EngineSequence
 
         self._steps.clear()
-        sequences = [EngineSequence(i, prompt, n_output, n_output, SamplingParams()) for i, prompt in enumerate(prompts)]
+        sequences = [
+            EngineSequence(i, prompt, n_output, n_output, SamplingParams())
+            for i, prompt in enumerate(prompts)
+        ]
         for sequence in sequences:
             self._engine.add(sequence)
         while not self._engine.is_idle():
@@ -148,13 +172,17 @@ class _Engine:
         return [sequence.output for sequence in sequences]
 
     def products(self) -> float:
-        """Seconds that the matrix products with weights of the last `answer` take, alone and one after the other."""
+        """Seconds for the last `answer`'s matrix products with weights, alone and one after the other."""
         import torch
 
         from mpillm.engine.model.transformer import Mlp
 
         model, dtype = self._engine.worker.model, self._engine.worker.dtype
-        layers = [(layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) for layer in model.layers if isinstance(layer.mlp, Mlp)]
+        layers = [
+            (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
+            for layer in model.layers
+            if isinstance(layer.mlp, Mlp)
+        ]
         assert model.lm_head is not None
         widths = {linear.in_features for linears in layers for linear in linears}
         longest = max(rows for rows, _ in self._steps)

@@ -1,4 +1,4 @@
-"""``bench handoff``: KV caches between two ranks as a run moves them, against plain messages of the same size."""
+"""``bench handoff``: KV caches between two ranks, moved as in a run, against plain messages of their size."""
 
 from __future__ import annotations
 
@@ -20,44 +20,65 @@ if TYPE_CHECKING:
 
 
 class Options(RankOptions):
-    """Of ``bench handoff``."""
+    """Options of ``bench handoff``."""
 
-    models = Field("models", "presets whose shapes are used, with commas between them", default="llama3.1-8b,llama2-70b", group="benchmark")
-    prompt_lens = Field("prompt_lens", "tokens, with commas between them", integers, default=(128, 1024, 8192), group="benchmark")
-    tokens_per_block = Field("tokens_per_block", "of the KV cache", positive, default=32, group="benchmark")
-    mebibytes = Field(
-        "mebibytes", "moved in a row for each figure, but at least 8 and at most 512 caches", positive, default=16384, group="benchmark"
+    models = Field(
+        "models",
+        "presets whose shapes to use, separated by commas",
+        default="llama3.1-8b,llama2-70b",
+        group="benchmark",
     )
-    repeats = Field("repeats", "rounds of which the median is printed", positive, default=5, group="benchmark")
+    prompt_lens = Field(
+        "prompt_lens",
+        "tokens of a KV cache, separated by commas",
+        integers,
+        default=(128, 1024, 8192),
+        group="benchmark",
+    )
+    tokens_per_block = Field(
+        "tokens_per_block", "tokens of one KV cache block", positive, default=32, group="benchmark"
+    )
+    mebibytes = Field(
+        "mebibytes",
+        "MiB to move in a row for each figure, but at least 8 and at most 512 caches",
+        positive,
+        default=16384,
+        group="benchmark",
+    )
+    repeats = Field("repeats", "rounds; the median is printed", positive, default=5, group="benchmark")
 
 
-_UNDER_WAY = 1 << 30  # bytes of KV caches under way at once, or 4 of them, or 64
-_SINGLES = 20  # of which the median is the time of one alone
+_UNDER_WAY = 1 << 30  # bytes of KV caches moving at once; but at least 4 caches, and at most 64
+_SINGLES = 20  # transfers of one cache alone; the median is printed
 
 
-DESCRIPTION = "GB/s of KV caches from the blocks of one rank to those of another, in a row, and the time of one alone."
+DESCRIPTION = (
+    "Measure GB/s of KV caches moved from one rank's blocks to another's in a row, and the time of one alone."
+)
 N_RANKS = 2
 EPILOG = "example:\n  python -m mpillm mpirun -n 2 bench handoff"
 
 
 class _Figures(NamedTuple):
-    handoff: list[float]  # seconds of caches in a row, one for each round
+    handoff: list[float]  # seconds for the caches in a row, per round
     plain: list[float]
-    handoff_alone: float  # seconds, from the sender's start to its knowing of the end
+    handoff_alone: float  # seconds, from the sender's start until it knows of the end
     plain_alone: float
 
 
 def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
-    """On both ranks of an mpirun of two; rank 0 prints."""
+    """Call this on both ranks of an mpirun with two; rank 0 prints."""
     from mpillm.engine.model.model_config import load_model_config
 
     what = "MPI" if device is None else "NCCL"
     if world.rank == 0:
         print(
-            f"KV caches from rank 0 to rank 1, {config.device}, bfloat16, scattered blocks of {config.tokens_per_block} tokens, in a row:"
+            f"KV caches from rank 0 to rank 1, {config.device}, bfloat16,"
+            f" scattered blocks of {config.tokens_per_block} tokens, in a row:"
         )
         print(
-            f"  {'shape':<12} {'tokens':>6} {'MiB':>7} {'GB/s':>7} {f'{what} alone':>10} {'ratio':>6}   {'one, ms':>8} {f'one, {what}':>9}"
+            f"  {'shape':<12} {'tokens':>6} {'MiB':>7} {'GB/s':>7} {f'{what} alone':>10} {'ratio':>6}"
+            f"   {'one, ms':>8} {f'one, {what}':>9}"
         )
     bench = _Bench(config, world, device)
     for name in config.models.split(","):
@@ -65,13 +86,19 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
         for n_tokens in config.prompt_lens:
             figures, n_bytes, n = bench.measure(model, n_tokens)
             if world.rank == 0:
-                rate, plain = (n * n_bytes / 1e9 / statistics.median(times) for times in (figures.handoff, figures.plain))
-                # Rounds are compared one by one: a noisy machine is noisy for both.
+                rate, plain = (
+                    n * n_bytes / 1e9 / statistics.median(times) for times in (figures.handoff, figures.plain)
+                )
+                # Compare round by round: a noisy machine is noisy for both.
                 ratio = statistics.median(b / a for a, b in zip(figures.handoff, figures.plain, strict=True))
                 alone = f"{figures.handoff_alone * 1e3:>8.3f} {figures.plain_alone * 1e3:>9.3f}"
-                print(f"  {name:<12} {n_tokens:>6} {n_bytes / 2**20:>7.0f} {rate:>7.1f} {plain:>10.1f} {ratio:>6.2f}   {alone}", flush=True)
+                print(
+                    f"  {name:<12} {n_tokens:>6} {n_bytes / 2**20:>7.0f} {rate:>7.1f} {plain:>10.1f}"
+                    f" {ratio:>6.2f}   {alone}",
+                    flush=True,
+                )
     if world.rank == 0:
-        print("  every cache that was moved in the last round was compared: all are equal", flush=True)
+        print("  every cache of the last round was compared: all are equal", flush=True)
 
 
 class _Bench:
@@ -108,9 +135,19 @@ class _Bench:
         n_blocks = -(-n_tokens // size)
         n_bytes = 4 * model.n_layers * model.n_kv_heads * model.head_dim * n_tokens
         ahead = max(4, min(64, _UNDER_WAY // n_bytes))
-        shape = (model.n_layers, ahead * n_blocks, model.n_kv_heads, size, model.head_dim, torch.bfloat16, self._device)
+        shape = (
+            model.n_layers,
+            ahead * n_blocks,
+            model.n_kv_heads,
+            size,
+            model.head_dim,
+            torch.bfloat16,
+            self._device,
+        )
         cache, peers = KVCache(*shape), {0: Peer(1 - self._world.rank, 1, 1)}
-        there, here = ((1 + random.permutation(ahead * n_blocks)).reshape(ahead, n_blocks).tolist() for _ in range(2))
+        there, here = (
+            (1 + random.permutation(ahead * n_blocks)).reshape(ahead, n_blocks).tolist() for _ in range(2)
+        )
         if self._sends:
             _fill(cache)
         transfers = Transfers(cache, model, Layout(), self._mover, peers, sends=self._sends)
@@ -131,7 +168,7 @@ class _Bench:
         for i in range(self._config.repeats + 1):
             for name, moves in move.items():
                 elapsed = self._timed(moves, n)
-                if i:  # the first warms up
+                if i:  # the first round warms up
                     times[name].append(elapsed)
         if not self._sends:
             expected = KVCache(*shape)
@@ -139,10 +176,16 @@ class _Bench:
             for a, b in ((cache.keys, expected.keys), (cache.values, expected.values)):
                 for mine, theirs in zip(here[:n], there[:n], strict=True):
                     for part in range(model.n_layers):
-                        tokens = [pool[part, ids].transpose(0, 1).flatten(1, 2)[:, :n_tokens] for pool, ids in ((a, mine), (b, theirs))]
+                        tokens = [
+                            pool[part, ids].transpose(0, 1).flatten(1, 2)[:, :n_tokens]
+                            for pool, ids in ((a, mine), (b, theirs))
+                        ]
                         if not torch.equal(*tokens):
-                            raise RuntimeError("what has arrived is not what was sent")
-        alone = {name: statistics.median(self._timed(moves, 1) for _ in range(_SINGLES)) for name, moves in move.items()}
+                            raise RuntimeError("the KV cache that arrived differs from the one sent")
+        alone = {
+            name: statistics.median(self._timed(moves, 1) for _ in range(_SINGLES))
+            for name, moves in move.items()
+        }
         return _Figures(times["handoff"], times["plain"], alone["handoff"], alone["plain"]), n_bytes, n
 
     def _move_plain(self, buffer: Tensor, n: int) -> None:
@@ -155,7 +198,7 @@ class _Bench:
                 self._world.Recv(np.asarray(buffer), 0)
 
     def _timed(self, moves: Callable[[int], None], n: int) -> float:
-        """Seconds until the receiver has all and the sender knows."""
+        """Seconds until the receiver has everything and the sender knows."""
         import torch
 
         self._world.Barrier()
@@ -168,7 +211,7 @@ class _Bench:
 
 
 def _fill(cache: KVCache) -> None:
-    """The same numbers on both ranks."""
+    """Fill with random numbers, the same on both ranks."""
     import torch
 
     random = torch.Generator(cache.keys.device).manual_seed(7)

@@ -1,4 +1,4 @@
-"""``bench load``: a rank's first token from a checkpoint and from an engine, in turns, each in a process of its own."""
+"""``bench load``: time to a rank's first token from a checkpoint and from an engine, in new processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,20 +19,32 @@ from mpillm.fields import Field, integers, positive
 
 
 class Options(Values):
-    """Of ``bench load``."""
+    """Options of ``bench load``."""
 
     model_path = Field("model_path", "folder of a Hugging Face checkpoint", group="benchmark")
     tensor_parallelism = Field(
         "tensor_parallelism",
-        "tensor parallel sizes, with commas between them; the first rank of each loads",
+        "tensor parallel sizes, separated by commas; the first rank of each loads",
         integers,
         default=(1,),
         group="benchmark",
     )
-    dtype = Field("dtype", "of the engine", default="auto", choices=("auto", "float32", "bfloat16"), group="benchmark")
-    quantization = Field("quantization", "of the engine", default="auto", choices=("auto", "none", "int8", "fp8"), group="benchmark")
+    dtype = Field(
+        "dtype",
+        "type of the engine's weights",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        group="benchmark",
+    )
+    quantization = Field(
+        "quantization",
+        "type of the engine's layers' weights",
+        default="auto",
+        choices=("auto", "none", "int8", "fp8"),
+        group="benchmark",
+    )
     n_threads = Field("n_threads", "CPU threads", positive, default=2, group="benchmark")
-    repeats = Field("repeats", "rounds of which the median is printed", positive, default=5, group="benchmark")
+    repeats = Field("repeats", "rounds; the median is printed", positive, default=5, group="benchmark")
 
 
 _DEADLINE_S = 600.0
@@ -39,28 +52,45 @@ _MIB = 1 << 20
 
 
 class Loaded(NamedTuple):
-    """What a process measured."""
+    """The figures of a process."""
 
-    load_s: float  # until the model is there
-    first_s: float  # and has computed a token
+    load_s: float  # until the model is loaded
+    first_s: float  # until it has computed a token
     cpu_s: float  # of all threads, until then
-    peak: int  # bytes of memory that it had at most, mapped files included
-    imports: int  # bytes that it had before
+    peak: int  # bytes of memory at most, mapped files included
+    imports: int  # bytes of memory before
 
 
-DESCRIPTION = "Loading from a checkpoint against loading from an engine (pre-sharded weights), on a CPU, files in the page cache."
-EPILOG = "example:\n  python -m mpillm bench load --model_path build/models/smollm2-135m --tensor_parallelism 1,3"
+DESCRIPTION = (
+    "Compare loading from a checkpoint with loading from an engine (pre-sharded weights),"
+    " on a CPU, with the files in the page cache."
+)
+EPILOG = (
+    "example:\n  python -m mpillm bench load --model_path build/models/smollm2-135m --tensor_parallelism 1,3"
+)
 
 
 def main(config: Options) -> int:
     """Print the table."""
     core = CoreConfig(
-        "torch", model_path=config.model_path, dtype=config.dtype, quantization=config.quantization, n_threads=config.n_threads
+        "torch",
+        model_path=config.model_path,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        n_threads=config.n_threads,
     )
     if model_info(core).folder is None:
-        raise ConfigError(f"--model_path {config.model_path}: a preset has no files to load; a folder is needed")
-    print(f"{config.model_path}, {config.repeats} rounds in turns: medians (least to most); memory without what PyTorch takes")
-    print(f"  {'TP':>2} {'from':<10} {'model there, s':>22} {'first token, s':>22} {'CPU until then, s':>22} {'peak memory, MiB':>22}")
+        raise ConfigError(
+            f"--model_path {config.model_path}: a preset has no files to load; a folder is needed"
+        )
+    print(
+        f"{config.model_path}, {config.repeats} rounds in turns: medians (least to most);"
+        " memory without what PyTorch takes"
+    )
+    print(
+        f"  {'TP':>2} {'from':<10} {'model loaded, s':>22} {'first token, s':>22}"
+        f" {'CPU until then, s':>22} {'peak memory, MiB':>22}"
+    )
     for tp_size in config.tensor_parallelism:
         with tempfile.TemporaryDirectory(prefix="mpillm-load-") as folder:
             _compare(dataclasses.replace(core, tp_size=tp_size), Path(folder) / "engine", config.repeats)
@@ -92,12 +122,17 @@ def _compare(core: CoreConfig, engine: Path, repeats: int) -> None:
         for name, all_loaded in found.items()
     }
     for name, columns in rows.items():
-        cells = " ".join(f"{_spread(values, 0 if i == len(columns) - 1 else 2):>22}" for i, values in enumerate(columns))
+        cells = " ".join(
+            f"{_spread(values, 0 if i == len(columns) - 1 else 2):>22}" for i, values in enumerate(columns)
+        )
         print(f"  {core.tp_size:>2} {name:<10} {cells}")
-    # Rounds are compared one by one: a noisy machine is noisy for both.
+    # Compare round by round: a noisy machine is noisy for both.
     pairs = zip(rows["engine"], rows["checkpoint"], strict=True)
     ratios = [statistics.median(ours / theirs for ours, theirs in zip(*pair, strict=True)) for pair in pairs]
-    print(f"     {'ratio':<10} {' '.join(f'{ratio:>22.2f}' for ratio in ratios)}   (built in {built_s:.1f} s)", flush=True)
+    print(
+        f"     {'ratio':<10} {' '.join(f'{ratio:>22.2f}' for ratio in ratios)}   (built in {built_s:.1f} s)",
+        flush=True,
+    )
 
 
 def _spread(values: list[float], digits: int) -> str:
@@ -105,7 +140,7 @@ def _spread(values: list[float], digits: int) -> str:
 
 
 def _measured(core: CoreConfig) -> Loaded:
-    """By a new process, so that its memory is its own."""
+    """Load in a new process, so that only this counts in its memory."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_load, args=(core, sender), daemon=True)
@@ -124,7 +159,7 @@ def _measured(core: CoreConfig) -> Loaded:
     return loaded
 
 
-def _load(core: CoreConfig, sender: object) -> None:
+def _load(core: CoreConfig, sender: Connection[Loaded, None]) -> None:
     import torch
 
     from mpillm.engine.model.attention import Span
@@ -135,16 +170,17 @@ def _load(core: CoreConfig, sender: object) -> None:
     imports = _peak_bytes()
     started, cpu_before = time.perf_counter(), time.process_time()
     info = model_info(core)
-    # Sums over a TP group are left away: what the others would add changes nothing about loading.
+    # Without the sums over the TP group, which change nothing about loading.
     worker = Worker(info, core.tokens_per_block, Groups(info.layout), dummy=False)
     load_s = time.perf_counter() - started
     with torch.inference_mode():
         worker.model.logits(worker.forward(Step([Span(0, 1, [1], 0)], [0], [0])))
-    sender.send(Loaded(load_s, time.perf_counter() - started, time.process_time() - cpu_before, _peak_bytes(), imports))  # type: ignore[attr-defined]
+    first_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_before
+    sender.send(Loaded(load_s, first_s, cpu_s, _peak_bytes(), imports))
 
 
 def _peak_bytes() -> int:
-    """Resident memory of this process at most; `getrusage` would count its parent's, too."""
+    """Peak resident memory of this process; `getrusage` would include its parent's."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10

@@ -1,7 +1,7 @@
 """``bench precision``: one model in several types of weights, activations and KV cache, against float32.
 
-The texts are prompts and what float32 makes of them by sampling at temperature 1. Their tokens' mean negative log-likelihood (nats per
-token) is then least, on average, for float32 itself, so that what a type adds to it is what it costs.
+The texts are prompts, and continuations that float32 sampled at temperature 1. So their tokens' mean negative
+log-likelihood (nats per token) is least, on average, for float32 itself: what a type adds is its cost.
 """
 
 from __future__ import annotations
@@ -32,38 +32,64 @@ _VARIANTS = (
 
 
 class Options(Values):
-    """Of ``bench precision``."""
+    """Options of ``bench precision``."""
 
-    device = Field("device", "what is computed on", default="cpu", choices=("cpu", "cuda"), group="benchmark")
+    device = Field("device", "where to compute", default="cpu", choices=("cpu", "cuda"), group="benchmark")
     model_path = Field("model_path", "a Hugging Face folder, with its tokenizer", group="benchmark")
-    dataset_path = Field("dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark")
+    dataset_path = Field(
+        "dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark"
+    )
     variants = Field(
         "variants",
-        "what is compared with float32, with commas between them: dtype, dtype/quantization or dtype/quantization/kv_cache_dtype",
+        "what to compare with float32, separated by commas:"
+        " dtype, dtype/quantization or dtype/quantization/kv_cache_dtype",
         default=",".join(_VARIANTS),
         group="benchmark",
     )
     num_made = Field(
-        "num_made", "prompts that float32 makes: the data set's, each with a continuation", positive, default=500, group="benchmark"
+        "num_made",
+        "texts made by float32: the data set's prompts, each with a continuation",
+        positive,
+        default=500,
+        group="benchmark",
     )
-    made_len = Field("made_len", "sampled tokens of each of them", positive, default=48, group="benchmark")
-    output_len = Field("output_len", "greedy tokens after each prompt", positive, default=16, group="benchmark")
-    max_prompt_len = Field("max_prompt_len", "longer prompts of the data set are left out, tokens", positive, default=96, group="benchmark")
+    made_len = Field(
+        "made_len", "sampled tokens of each continuation", positive, default=48, group="benchmark"
+    )
+    output_len = Field(
+        "output_len", "greedy tokens after each prompt", positive, default=16, group="benchmark"
+    )
+    max_prompt_len = Field(
+        "max_prompt_len",
+        "skip longer prompts of the data set, tokens",
+        positive,
+        default=96,
+        group="benchmark",
+    )
     n_threads = Field("n_threads", "CPU threads", positive, default=2, group="benchmark")
-    max_batch_size = Field("max_batch_size", "of the engine", positive, default=128, group="benchmark")
+    max_batch_size = Field(
+        "max_batch_size", "requests of the engine at once", positive, default=128, group="benchmark"
+    )
 
 
-_MOST_ROWS = 512  # whose logits are looked at together: float32, as long as the vocabulary
+_MOST_ROWS = 512  # rows of logits at once: float32, as long as the vocabulary
 
 
 class _Outcome(NamedTuple):
-    nats: NDArray[np.float32]  # of each token of the texts but their first
-    likeliest: NDArray[np.int64]  # after each of them but the last
+    nats: NDArray[np.float32]  # of each token of the texts but the first
+    likeliest: NDArray[np.int64]  # next token after each but the last
     answers: Tokens
 
 
-DESCRIPTION = "What types of weights and KV cache cost, against float32: nats per token, likeliest tokens, greedy answers."
-EPILOG = "example:\n  python -m mpillm bench precision --model_path build/models/smollm2-135m --variants bfloat16,bfloat16/none/fp8"
+DESCRIPTION = (
+    "Measure the cost of types of weights and KV cache against float32:"
+    " nats per token, likeliest tokens, greedy answers."
+)
+EPILOG = (
+    "example:\n"
+    "  python -m mpillm bench precision --model_path build/models/smollm2-135m"
+    " --variants bfloat16,bfloat16/none/fp8"
+)
 
 
 def main(config: Options) -> int:
@@ -77,36 +103,47 @@ def main(config: Options) -> int:
     exact = _measure(core, texts, config.output_len)
     core.notify_stop()
     n_tokens = len(exact.nats)
-    print(f"{config.model_path}: {len(prompts)} prompts of a data set and {len(made)} made of them ({n_tokens} tokens), against float32")
-    print(f"  {'weights, KV cache':<28} {'nats/token':>10} {'more':>8} {'same likeliest':>14} {'same answers':>14} {'tokens alike':>12}")
+    print(
+        f"{config.model_path}: {len(prompts)} prompts of a data set and {len(made)} made of them"
+        f" ({n_tokens} tokens), against float32"
+    )
+    print(
+        f"  {'weights, KV cache':<28} {'nats/token':>10} {'more':>8} {'same likeliest':>14}"
+        f" {'same answers':>14} {'tokens alike':>12}"
+    )
     print(f"  {'float32, float32':<28} {exact.nats.mean():>10.4f}", flush=True)
     for variant in config.variants.split(","):
         started = time.perf_counter()
         core = _load(config, variant)
         outcome = _measure(core, texts, config.output_len)
-        weights = core.info.dtype if core.info.quantization == "none" else f"{core.info.dtype} ({core.info.quantization})"
+        info = core.info
+        weights = info.dtype if info.quantization == "none" else f"{info.dtype} ({info.quantization})"
         core.notify_stop()
         lengths = [agreeing(a, b) for a, b in zip(exact.answers, outcome.answers, strict=True)]
         same = sum(length == config.output_len for length in lengths)
+        more = float((outcome.nats - exact.nats).mean())
+        same_likeliest = float((outcome.likeliest == exact.likeliest).mean())
         print(
-            f"  {f'{weights}, {core.info.kv_dtype}':<28} {outcome.nats.mean():>10.4f} {float((outcome.nats - exact.nats).mean()):>+8.4f}"
-            f" {float((outcome.likeliest == exact.likeliest).mean()):>14.2%} {same:>6} of {len(lengths):<4} {np.mean(lengths):>12.2f}"
+            f"  {f'{weights}, {info.kv_dtype}':<28} {outcome.nats.mean():>10.4f} {more:>+8.4f}"
+            f" {same_likeliest:>14.2%} {same:>6} of {len(lengths):<4} {np.mean(lengths):>12.2f}"
             f"   {time.perf_counter() - started:.0f} s",
             flush=True,
         )
-    print(f"  tokens alike: before the first difference, of {config.output_len}, on average")
+    print(f"  tokens alike: mean number before the first difference, of {config.output_len}")
     return 0
 
 
 def _load(config: Options, variant: str) -> Any:
     from mpillm.cores.torch_core import TorchCore
 
-    dtype, quantization, kv_cache_dtype, *more = [*variant.split("/"), *("auto", "auto")[len(variant.split("/")) - 1 :]]
+    given = variant.split("/")
+    dtype, quantization, kv_cache_dtype, *more = [*given, *("auto", "auto")[len(given) - 1 :]]
     if more:
         raise ConfigError(f"--variants {variant}: at most dtype/quantization/kv_cache_dtype")
     gpus = TorchCore.gpus() if config.device == "cuda" else ()
     if config.device == "cuda" and not gpus:
         raise ConfigError("--device cuda: there is no NVIDIA GPU")
+    longest = config.max_prompt_len + config.made_len + config.output_len
     options = CoreConfig(
         "torch",
         model_path=config.model_path,
@@ -118,8 +155,8 @@ def _load(config: Options, variant: str) -> Any:
         gpu_bytes=gpus[0].free if gpus else None,
         max_batch_size=config.max_batch_size,
         max_num_tokens=max(_MOST_ROWS, config.max_prompt_len + config.made_len),
-        max_seq_len=config.max_prompt_len + config.made_len + config.output_len,
-        kv_cache_tokens=config.max_batch_size * (config.max_prompt_len + config.made_len + config.output_len + 32),
+        max_seq_len=longest,
+        kv_cache_tokens=config.max_batch_size * (longest + 32),
         end_ids=(),
         kv_cache_fraction=0.9,
         enable_chunked_context=True,
@@ -132,7 +169,9 @@ def _load(config: Options, variant: str) -> Any:
 
 def _prompts(config: Options) -> Tokens:
     if not config.model_path or not Path(config.model_path).is_dir():
-        raise ConfigError(f"--model_path {config.model_path}: a folder with weights and a tokenizer is needed")
+        raise ConfigError(
+            f"--model_path {config.model_path}: a folder with weights and a tokenizer is needed"
+        )
     info = check_model(CoreConfig("torch", model_path=config.model_path))
     source = Path(config.dataset_path) if config.dataset_path else None
     dataset = load_dataset(source, load_tokenizer(info.folder), Limits(info.vocab_size))
@@ -151,7 +190,7 @@ def _measure(core: Any, texts: Tokens, n_output: int) -> _Outcome:
         for some in _groups(texts):
             logits = _logits(core, some)
             ends = np.cumsum([len(text) for text in some])
-            rows = np.delete(np.arange(ends[-1]), ends - 1)  # what follows a text's last token is not known
+            rows = np.delete(np.arange(ends[-1]), ends - 1)  # nothing follows a text's last token
             follow = torch.tensor([token for text in some for token in text[1:]], device=logits.device)
             seen = logits[torch.from_numpy(rows).to(logits.device)].float()
             nats.append(torch.nn.functional.cross_entropy(seen, follow, reduction="none").cpu().numpy())
@@ -161,7 +200,7 @@ def _measure(core: Any, texts: Tokens, n_output: int) -> _Outcome:
 
 
 def _groups(texts: Tokens) -> Iterator[Tokens]:
-    """Of at most `_MOST_ROWS` tokens, or of one text."""
+    """Groups of texts with at most `_MOST_ROWS` tokens, or of one text."""
     group: Tokens = []
     for text in texts:
         if group and sum(map(len, group)) + len(text) > _MOST_ROWS:
@@ -172,7 +211,7 @@ def _groups(texts: Tokens) -> Iterator[Tokens]:
 
 
 def _logits(core: Any, texts: Tokens) -> Any:
-    """Of every token, from one step; the engine has nothing else to do."""
+    """Logits of every token, from one step of an idle engine."""
     from mpillm.engine.model.attention import Span
     from mpillm.engine.step import Step
 

@@ -1,4 +1,4 @@
-"""``bench routing``: runs of the whole program with dummy cores that cost nothing, so that what is left is ours (and LoadGen's)."""
+"""``bench routing``: whole runs with dummy cores of zero cost: what remains is ours, and LoadGen's."""
 
 from __future__ import annotations
 
@@ -21,17 +21,31 @@ _RUN_DEADLINE_S = 600.0
 
 
 class Options(Values):
-    """Of ``bench routing``."""
+    """Options of ``bench routing``."""
 
     n = Field("n", "ranks; harness, leader and two instances are 4", positive, default=4, group="benchmark")
-    repeats = Field("repeats", "runs of which the median is printed", positive, default=3, group="benchmark")
-    offline_samples = Field("offline_samples", "samples of an Offline run", positive, default=200_000, group="benchmark")
+    repeats = Field("repeats", "runs; the median is printed", positive, default=3, group="benchmark")
+    offline_samples = Field(
+        "offline_samples", "samples of an Offline run", positive, default=200_000, group="benchmark"
+    )
     input_len = Field("input_len", "prompt tokens", positive, default=128, group="benchmark")
     output_len = Field("output_len", "answer tokens", positive, default=16, group="benchmark")
     qps = Field("qps", "queries per second of the Server run", positive, default=2000, group="benchmark")
     server_s = Field("server_s", "length of a Server run, seconds", seconds, default=8.0, group="benchmark")
-    idle_s = Field("idle_s", "time for which the idle ranks are watched, seconds", seconds, default=5.0, group="benchmark")
-    mode = Field("mode", "kind of instances", default="aggregated", choices=("aggregated", "disaggregated"), group="benchmark")
+    idle_s = Field(
+        "idle_s",
+        "how long to watch the idle ranks, seconds",
+        seconds,
+        default=5.0,
+        group="benchmark",
+    )
+    mode = Field(
+        "mode",
+        "kind of instances",
+        default="aggregated",
+        choices=("aggregated", "disaggregated"),
+        group="benchmark",
+    )
 
 
 DESCRIPTION = "Measure the routing path with dummy cores of zero cost."
@@ -40,8 +54,8 @@ EPILOG = "example:\n  python -m mpillm bench routing -n 4 --qps 2000"
 
 def main(config: Options) -> int:
     """Print the table; 0 unless a run failed."""
-    length = ["--input_mean", str(config.input_len), "--output_mean", str(config.output_len), "--max_output_len", str(config.output_len)]
-    data = ["--dataset", "synthetic", "--num_samples", "8192", *length]
+    data = ["--dataset", "synthetic", "--num_samples", "8192", "--input_mean", str(config.input_len)]
+    data += ["--output_mean", str(config.output_len), "--max_output_len", str(config.output_len)]
 
     def runs(name: str, *options: str) -> list[dict[str, Any]]:
         results = []
@@ -51,10 +65,15 @@ def main(config: Options) -> int:
         return results
 
     offline = runs("Offline", "--min_query_count", str(config.offline_samples))
-    queries = str(int(config.qps * config.server_s))
-    server = runs("Server", "--scenarios", "Server", "--server_target_qps", str(config.qps), "--min_query_count", queries)
-    wait = ["--core_options", f"ttft_ms:{config.idle_s * 1000:g}", "--scenarios", "SingleStream", "--min_query_count", "1"]
-    idle = runs("idle ranks", *wait)
+    rate = [
+        "--server_target_qps",
+        str(config.qps),
+        "--min_query_count",
+        str(int(config.qps * config.server_s)),
+    ]
+    server = runs("Server", "--scenarios", "Server", *rate)
+    wait = ["--core_options", f"ttft_ms:{config.idle_s * 1000:g}"]
+    idle = runs("idle ranks", "--scenarios", "SingleStream", "--min_query_count", "1", *wait)
 
     rows = [
         ("Offline", "samples/s", [r["samples_per_second"] for r in offline]),
@@ -67,16 +86,24 @@ def main(config: Options) -> int:
         ("idle", "busiest rank, % of a core", [100 * max(r["cpu_cores"]) for r in idle]),
         ("start", "last rank's start to ready, s", [r["startup_s"] for r in [*offline, *server]]),
     ]
-    print(f"{config.n} ranks, {config.mode}, {config.input_len} tokens in, {config.output_len} out; median (least to most)")
+    print(
+        f"{config.n} ranks, {config.mode}, {config.input_len} tokens in, {config.output_len} out;"
+        " median (least to most)"
+    )
     for what, unit, values in rows:
-        print(f"  {what:<16} {unit:<30} {statistics.median(values):>12,.2f}  ({min(values):,.2f} to {max(values):,.2f})")
+        spread = f"({min(values):,.2f} to {max(values):,.2f})"
+        print(f"  {what:<16} {unit:<30} {statistics.median(values):>12,.2f}  {spread}")
     return 0
 
 
 def _run(n: int, options: Sequence[str]) -> dict[str, Any]:
-    """One run of the program; its result."""
-    with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory, Children(MPIRUN_GRACE_S, pass_on=True) as children:
-        command = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(n), "run", "--core_type", "dummy", "--log_dir", directory, *options]
+    """Run the program once; return its result."""
+    with (
+        tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory,
+        Children(MPIRUN_GRACE_S, pass_on=True) as children,
+    ):
+        mpirun = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(n)]
+        command = [*mpirun, "run", "--core_type", "dummy", "--log_dir", directory, *options]
         run = children.start("a run of the benchmark", command, os.environ, Path(directory) / "output.txt")
         code = children.wait(run, _RUN_DEADLINE_S)
         if code is None:

@@ -1,4 +1,4 @@
-"""``bench table``: whole runs of the tokens in and out that TensorRT-LLM publishes, beside what it publishes for one H200."""
+"""``bench table``: whole runs beside the figures that TensorRT-LLM publishes for one H200."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpillm.configurator.parsers import flag_dict, fraction
 from mpillm.fields import Field, positive, seconds
 from mpillm.files import read_object
 
-# Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out: its performance overview
-# (https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html), Llama 3.1 8B and Llama 3.3 70B.
+# Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
+# 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html
 PUBLISHED: dict[str, dict[str, float]] = {
     "llama3.1-8b": {
         "128/128": 27_911, "128/2048": 26_221, "500/2000": 20_770, "1000/1000": 17_744,
@@ -29,24 +29,62 @@ PUBLISHED: dict[str, dict[str, float]] = {
 
 
 class Options(Values):
-    """Of ``bench table``."""
+    """Options of ``bench table``."""
 
-    models = Field("models", "presets, or folders, with commas between them", default="llama3.1-8b", group="benchmark")
-    pairs = Field("pairs", "tokens in/out, with commas between them", default=",".join(PUBLISHED["llama3.1-8b"]), group="benchmark")
-    num_samples = Field("num_samples", "of each run [default: three times max_batch_size]", positive, group="benchmark")
-    ranks = Field("ranks", "of the mpirun: one controls, the others have a GPU each", positive, default=2, group="benchmark")
-    quantization = Field(
-        "quantization", "of the layers' weights", default="fp8", choices=("auto", "none", "int8", "fp8"), group="benchmark"
+    models = Field(
+        "models", "presets or folders, separated by commas", default="llama3.1-8b", group="benchmark"
     )
-    kv_cache_dtype = Field("kv_cache_dtype", "of the KV cache", default="fp8", choices=("auto", "bfloat16", "fp8"), group="benchmark")
-    max_batch_size = Field("max_batch_size", "requests that run at once", positive, default=1024, group="benchmark")
-    max_num_tokens = Field("max_num_tokens", "tokens of one step", positive, default=8192, group="benchmark")
-    kv_cache_free_gpu_mem_fraction = Field("kv_cache_free_gpu_mem_fraction", "as of run", fraction, default=0.9, group="benchmark")
-    extra = Field("extra", "more options of run, name:value,name:value", flag_dict, default={}, group="benchmark")
-    run_deadline = Field("run_deadline", "for each run", seconds, default=1800.0, group="benchmark")
+    pairs = Field(
+        "pairs",
+        "tokens in/out, separated by commas",
+        default=",".join(PUBLISHED["llama3.1-8b"]),
+        group="benchmark",
+    )
+    num_samples = Field(
+        "num_samples", "samples per run [default: three times max_batch_size]", positive, group="benchmark"
+    )
+    ranks = Field(
+        "ranks",
+        "ranks of the mpirun: one controls, the others have a GPU each",
+        positive,
+        default=2,
+        group="benchmark",
+    )
+    quantization = Field(
+        "quantization",
+        "type of the layers' weights",
+        default="fp8",
+        choices=("auto", "none", "int8", "fp8"),
+        group="benchmark",
+    )
+    kv_cache_dtype = Field(
+        "kv_cache_dtype",
+        "type of the KV cache",
+        default="fp8",
+        choices=("auto", "bfloat16", "fp8"),
+        group="benchmark",
+    )
+    max_batch_size = Field(
+        "max_batch_size", "requests of an instance at once", positive, default=1024, group="benchmark"
+    )
+    max_num_tokens = Field(
+        "max_num_tokens", "tokens of one engine step", positive, default=8192, group="benchmark"
+    )
+    kv_cache_free_gpu_mem_fraction = Field(
+        "kv_cache_free_gpu_mem_fraction", "as for run", fraction, default=0.9, group="benchmark"
+    )
+    extra = Field(
+        "extra", "more options of run, name:value,name:value", flag_dict, default={}, group="benchmark"
+    )
+    run_deadline = Field(
+        "run_deadline", "longest time for a run, seconds", seconds, default=1800.0, group="benchmark"
+    )
 
 
-DESCRIPTION = "Output tokens/s of whole runs (mpirun, LoadGen, Offline; random prompts and weights) beside TensorRT-LLM 1.0's."
+DESCRIPTION = (
+    "Print output tokens/s of whole runs (mpirun, LoadGen, Offline; random prompts and weights)"
+    " beside TensorRT-LLM 1.0's."
+)
 EPILOG = """examples:
   python -m mpillm bench table --pairs 128/2048,1000/1000 --num_samples 2048
   python -m mpillm bench table --models llama3.1-70b --pairs 128/128 --extra enable_chunked_context:true"""
@@ -56,9 +94,13 @@ def main(config: Options) -> int:
     """Print a line for each pair; 1 if a run failed."""
     pairs = [_pair(text) for text in config.pairs.split(",")]
     n_samples = config.num_samples or 3 * config.max_batch_size
-    print(f"{config.quantization} weights, KV cache {config.kv_cache_dtype}, {config.ranks} ranks, at most {config.max_batch_size} at once")
     print(
-        f"  {'model':<14} {'in/out':>12} {'samples':>8} {'test, s':>8} {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6}   LoadGen",
+        f"{config.quantization} weights, KV cache {config.kv_cache_dtype}, {config.ranks} ranks,"
+        f" at most {config.max_batch_size} at once"
+    )
+    print(
+        f"  {'model':<14} {'in/out':>12} {'samples':>8} {'test, s':>8} {'ours, tokens/s':>15}"
+        f" {'theirs':>8} {'ratio':>6}   LoadGen",
         flush=True,
     )
     n_failed = 0
@@ -74,8 +116,8 @@ def main(config: Options) -> int:
             rate = result["tokens_per_second"]
             compared = f"{theirs:>8,.0f} {rate / theirs:>6.2f}" if theirs else f"{'':>8} {'':>6}"
             print(
-                f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {result['test_s']:>8.1f} {rate:>15,.0f} {compared}"
-                f"   {result['loadgen_result']}",
+                f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {result['test_s']:>8.1f}"
+                f" {rate:>15,.0f} {compared}   {result['loadgen_result']}",
                 flush=True,
             )
     return 1 if n_failed else 0
@@ -89,7 +131,7 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def _run(config: Options, model: str, n_in: int, n_out: int, n_samples: int) -> dict[str, Any]:
-    """Its `result.json`; of a run that left none, a status and its last lines."""
+    """The run's `result.json`; of a run without one, a status and its last lines."""
     options = {
         "model_path": model,
         "quantization": config.quantization,
@@ -109,13 +151,22 @@ def _run(config: Options, model: str, n_in: int, n_out: int, n_samples: int) -> 
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryDirectory(prefix="mpillm-table-") as folder:
         log_dir = Path(folder) / "run"
-        command = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(config.ranks), "run", *words, "--log_dir", str(log_dir)]
+        mpirun = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(config.ranks)]
+        command = [*mpirun, "run", *words, "--log_dir", str(log_dir)]
         try:
-            ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=config.run_deadline)
+            ended = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=config.run_deadline,
+            )
         except subprocess.TimeoutExpired:
             return _failed(f"not done after --run_deadline {config.run_deadline:g} s")
         if not (log_dir / "result.json").is_file():
-            return _failed(" | ".join(ended.stdout.strip().splitlines()[-3:]) or f"exit code {ended.returncode}")
+            return _failed(
+                " | ".join(ended.stdout.strip().splitlines()[-3:]) or f"exit code {ended.returncode}"
+            )
         return read_object(log_dir / "result.json")
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks that run on several ranks of an mpirun share: their start, a GPU for each rank, one deadline, and the end."""
+"""Common to the benchmarks on several ranks of an mpirun: start, a GPU per rank, one deadline, and end."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 
 class RankOptions(Values):
-    """What each of these benchmarks takes."""
+    """Options of each of these benchmarks."""
 
-    device = Field("device", "what the ranks compute on", default="cuda", choices=("cpu", "cuda"), group="benchmark")
-    deadline = Field("deadline", "when all is given up, seconds after the start", seconds, default=900.0, group="benchmark")
+    device = Field(
+        "device", "where the ranks compute", default="cuda", choices=("cpu", "cuda"), group="benchmark"
+    )
+    deadline = Field(
+        "deadline", "longest time for the benchmark, seconds", seconds, default=900.0, group="benchmark"
+    )
 
 
 R = TypeVar("R", bound=RankOptions)
@@ -42,10 +46,10 @@ def run_on_ranks(
     work: Callable[[R, MPI.Intracomm, int | None], None],
     n_ranks: int | None = None,
 ) -> int:
-    """``work(options, world, GPU's index on this rank)`` on every rank (without an index on CPUs); the exit code.
+    """Call ``work(options, world, GPU's index, or None on CPUs)`` on every rank; return the exit code.
 
-    An error on one rank ends all, as does the deadline: whatever they wait for, it may not come. EveryRankError: a bad option, not as many
-    ranks as are needed, or as there are GPUs.
+    An error on one rank ends all, as does the deadline: the others may be waiting for that rank.
+    EveryRankError: a bad option, the wrong number of ranks, or too few GPUs.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # a handler could not run while MPI waits
@@ -56,7 +60,7 @@ def run_on_ranks(
         watchdog.daemon = True
         watchdog.start()
         if n_ranks not in (None, world.size):
-            raise ConfigError(f"{n_ranks} ranks are needed, mpirun -n {n_ranks}; there are {world.size}")
+            raise ConfigError(f"{n_ranks} ranks are needed, not {world.size}: mpirun -n {n_ranks}")
         device = _own_gpu(world) if config.device == "cuda" else None
     except ConfigError as error:
         raise EveryRankError(str(error)) from None
@@ -78,7 +82,9 @@ def _own_gpu(world: MPI.Intracomm) -> int:
     seen = world.allgather((os.uname().nodename, TorchCore.gpus()))
     devices: dict[int, int] = {}
     for node in {node for node, _ in seen}:
-        devices |= share_out([rank for rank, (name, _) in enumerate(seen) if name == node], [gpus for _, gpus in seen])
+        devices |= share_out(
+            [rank for rank, (name, _) in enumerate(seen) if name == node], [gpus for _, gpus in seen]
+        )
     if len(devices) < world.size:
         raise ConfigError(f"--device cuda: {world.size} ranks, {len(devices)} GPUs")
     return devices[world.rank]

@@ -1,4 +1,4 @@
-"""transformers on the prompts of a benchmark: `generate` with static batches, and `generate_batch`, its continuous batching."""
+"""The baseline: transformers' `generate` with static batches, and `generate_batch` (continuous batching)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import Any
 
 from disagg.errors import ConfigError
 
-_PAGE = 32  # tokens of a page of the continuous cache: of 32 and the default 256, the one it was faster with
-_MAX_BATCH_TOKENS = 2048  # of a step of continuous batching
+_PAGE = 32  # tokens of a page of the continuous cache: faster here than the default 256
+_MAX_BATCH_TOKENS = 2048  # per step of continuous batching
 
 
 class TransformersBaseline:
     """A model that answers greedily, each answer of the same length."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        """`dtype`: a torch dtype's name. ConfigError without the package."""
+        """`dtype`: a torch dtype's name. ConfigError: torch or transformers is missing."""
         try:
             self._torch: Any = importlib.import_module("torch")
             self._transformers: Any = importlib.import_module("transformers")
         except ImportError as error:
-            raise ConfigError(f"bench engine needs the package '{error.name}': pip install 'mpillm[test]'") from error
+            raise ConfigError(
+                f"bench engine needs the package '{error.name}': pip install 'mpillm[test]'"
+            ) from error
         self._transformers.utils.logging.set_verbosity_error()
         self._transformers.utils.logging.disable_progress_bar()
-        self._model = self._transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(self._torch, dtype)).eval()
+        self._model = self._transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(self._torch, dtype)
+        ).eval()
 
     def static(self, prompts: list[list[int]], n_output: int, batch: int) -> list[list[int]]:
-        """Padded on the left; prompts of similar length together, which is what a static batch likes best."""
+        """Answer in static batches, padded on the left, prompts of similar length together: the best case."""
         torch = self._torch
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         answers: dict[int, list[int]] = {}
@@ -38,13 +42,18 @@ class TransformersBaseline:
             mask = torch.tensor([[0] * (longest - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen])
             with torch.inference_mode():
                 out = self._model.generate(
-                    tokens, attention_mask=mask, do_sample=False, max_new_tokens=n_output, min_new_tokens=n_output, pad_token_id=0
+                    tokens,
+                    attention_mask=mask,
+                    do_sample=False,
+                    max_new_tokens=n_output,
+                    min_new_tokens=n_output,
+                    pad_token_id=0,
                 )
             answers |= dict(zip(chosen, out[:, longest:].tolist(), strict=True))
         return [answers[i] for i in range(len(prompts))]
 
     def continuous(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
-        """All at once, with a cache as large as they need: left to itself it takes most of the memory, and is several times slower."""
+        """Answer all at once, with a cache of the needed size: the default takes most memory, and is slow."""
         pages = sum(-(-(len(prompt) + n_output) // _PAGE) for prompt in prompts)
         out = self._model.generate_batch(
             prompts,
@@ -52,9 +61,15 @@ class TransformersBaseline:
                 max_new_tokens=n_output, do_sample=False, eos_token_id=-1, pad_token_id=0
             ),
             continuous_batching_config=self._transformers.ContinuousBatchingConfig(
-                page_size=_PAGE, num_blocks=pages + len(prompts), max_batch_tokens=_MAX_BATCH_TOKENS, allow_block_sharing=False
+                page_size=_PAGE,
+                num_blocks=pages + len(prompts),
+                max_batch_tokens=_MAX_BATCH_TOKENS,
+                allow_block_sharing=False,
             ),
             persistent_manager=True,
             warmup=False,
         )
-        return [out[f"req_{number}"].generated_tokens for number in sorted(int(name.removeprefix("req_")) for name in out)]
+        return [
+            out[f"req_{number}"].generated_tokens
+            for number in sorted(int(name.removeprefix("req_")) for name in out)
+        ]

@@ -34,7 +34,7 @@ def test_a_bench_that_takes_too_long(one: Starter) -> None:
 @pytest.mark.parametrize(
     ("ranks", "options", "message"),
     [
-        (3, ("handoff", "--device", "cpu"), "2 ranks are needed, mpirun -n 2; there are 3"),
+        (3, ("handoff", "--device", "cpu"), "2 ranks are needed, not 3: mpirun -n 2"),
         (2, ("handoff", "--device", "gpu"), "did you mean 'cpu'"),
     ],
 )
