@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, about
 from launch.command import NotHere
 from launch.servers import Server, ports_here
 from launch.tritonserver import Repository, default_grpc_ports, find_tritonserver, ports_beside, read_repositories, triton_server
@@ -17,7 +17,9 @@ from mpillm.config.options import RunConfig
 def triton_servers(config: RunConfig) -> list[Server]:
     """A `tritonserver` for each model repository."""
     if config.triton_skip_server_spawn:
-        raise ConfigError("--triton_skip_server_spawn: the servers run already, so there is nothing to start")
+        raise ConfigError(
+            "--triton_skip_server_spawn: the servers run already, so there is nothing to start", about=["triton_skip_server_spawn"]
+        )
     repos = _repositories(config)
     try:
         program = find_tritonserver(config.tritonserver)
@@ -42,11 +44,13 @@ def _repositories(config: RunConfig) -> list[Repository]:
         return [Repository(stage.output, stage.names, stage.layout.gpus_per_model) for stage in stages]
     if config.triton_num_servers not in (None, len(repos)):
         raise ConfigError(
-            f"--triton_num_servers {config.triton_num_servers}, but there are {len(repos)} model repositories, {repos[0].folder} …"
+            f"--triton_num_servers {config.triton_num_servers}, but there are {len(repos)} model repositories, {repos[0].folder} …",
+            about=["triton_num_servers"],
         )
     return repos
 
 
+@about("triton_grpc_ports", "triton_server_urls")
 def _grpc_ports(config: RunConfig, n: int) -> list[int]:
     """The gRPC port of each server of this host: as given, or the default ones."""
     urls = config.build(TritonHarnessConfig).server_urls

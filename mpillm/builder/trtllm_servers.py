@@ -40,7 +40,10 @@ def endpoint_servers(config: RunConfig) -> list[Server]:
     if config.trtllm_server_urls:
         ports = [*ports_here(config.trtllm_server_urls).values()]
         if not ports:
-            raise ConfigError(f"--trtllm_server_urls {','.join(config.trtllm_server_urls)}: none is on this host ({socket.gethostname()})")
+            raise ConfigError(
+                f"--trtllm_server_urls {','.join(config.trtllm_server_urls)}: none is on this host ({socket.gethostname()})",
+                about=["trtllm_server_urls"],
+            )
     else:
         ports = [trtllm_serve.FIRST_PORT + index for index in range(max(1, len(gpus or ()) // cut.ranks))]
     try:
@@ -68,7 +71,9 @@ def disaggregated_servers(config: RunConfig) -> list[Server]:
     """
     path = config.disagg_config
     if not path:
-        raise ConfigError("--core_type trtllm_disagg needs --trtllm_disagg_config_path; generate-disagg-config writes that file")
+        raise ConfigError(
+            "--core_type trtllm_disagg needs --trtllm_disagg_config_path; generate-disagg-config writes that file", about=["core_type"]
+        )
     kind, launcher = launch_type(), one_of_several()
     made = _yaml(config, path, launcher.size if launcher and kind == "worker" else None)
     if made.mode != "disaggregated":

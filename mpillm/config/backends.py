@@ -7,13 +7,14 @@ before anything is started, and raises ConfigError.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import disagg
 from disagg.errors import ConfigError, about
 from mpillm import fields
-from mpillm.config.flags import overlaid
+from mpillm.config.flags import check_limits, limits_of_engine, overlaid
 from mpillm.configurator import autoconfigure, bind
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS
 from mpillm.models.model_files import EngineConfig, GenerationConfig
@@ -79,16 +80,12 @@ class TrtllmHarnessConfig(HarnessConfig):
             mine, flag = getattr(self, name), self.build_flags.get(name)
             if flag is not None and flag != mine:
                 raise ConfigError(f"trtllm_build_flags {name} is {flag}, but {name} is {mine}", about=["trtllm_build_flags", name])
-        # A runtime limit that is not set is the engine's; one that is must fit into it.
-        for name in ("max_batch_size", "max_num_tokens"):
-            built, run = self.build_flags.get(name), self.runtime_flags.get(name)
-            if run is None and built is not None:
-                self.runtime_flags[name] = built
-            elif built is not None and run > built:
-                raise ConfigError(
-                    f"trtllm_runtime_flags {name} is {run}, more than the {built} of trtllm_build_flags",
-                    about=["trtllm_runtime_flags", "trtllm_build_flags", name],
-                )
+        with about("trtllm_build_flags"):
+            self._fit(self.build_flags, "trtllm_build_flags")
+
+    def _fit(self, built: Mapping[str, Any], of: str) -> None:
+        check_limits(self.runtime_flags, built, of)
+        self.runtime_flags |= limits_of_engine(self.runtime_flags, built)
 
 
 @autoconfigure
@@ -118,10 +115,7 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
         ):
             if wanted is not None and wanted != built:
                 raise ConfigError(f"{where} was built for {name} {built}, not {wanted}")
-        for name, limit in (("max_batch_size", build.max_batch_size), ("max_num_tokens", build.max_num_tokens)):
-            run = self.runtime_flags.setdefault(name, limit)
-            if run > limit:
-                raise ConfigError(f"{where} was built for {name} up to {limit}: trtllm_runtime_flags {name} is {run}")
+        self._fit(vars(build), where)
         if self.gen_config is not None:
             gen = self.gen_config
             if gen.runtime_beam_width > build.max_beam_width:

@@ -60,6 +60,25 @@ def _rank(origin: Origin) -> tuple[bool, Level]:
     return origin.level is Level.ENVIRONMENT, origin.level
 
 
+LIMITS = (fields.max_batch_size.name, fields.max_num_tokens.name)
+"""What an engine is built for, and a run may use less of."""
+
+
+def limits_of_engine(run: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:
+    """The limits that `run` does not state: those of the engine, if they are known."""
+    return {name: built[name] for name in LIMITS if run.get(name) is None and built.get(name) is not None}
+
+
+def check_limits(run: Mapping[str, Any], built: Mapping[str, Any], of: str) -> None:
+    """ConfigError if a limit of `run` is more than the engine's, which is that `of` an option."""
+    for name in LIMITS:
+        limit, wanted = built.get(name), run.get(name)
+        if limit is not None and wanted is not None and wanted > limit:
+            raise ConfigError(
+                f"trtllm_runtime_flags {name} is {wanted}, more than the {limit} of {of}", about=["trtllm_runtime_flags", name]
+            )
+
+
 def check_honoured(core_type: str, flags: Found) -> None:
     """ConfigError for a runtime flag that our core of this type does not have, or can't honour."""
     for name, value in flags.value.items():

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
-from mpillm.config.flags import check_honoured, lay_over, renamed
+from mpillm.config.flags import LIMITS, check_honoured, lay_over, limits_of_engine, renamed
 from mpillm.configurator import DEFAULT, Field, Found, Level, Origin
 from mpillm.core_names import NOT_BUILT
+from mpillm.fields import BY_NAME
 from mpillm.fields.checkpoint import CheckpointFields
 from mpillm.fields.engine_build import BuildFields
 from mpillm.fields.general import GeneralFields
@@ -176,12 +177,11 @@ def _engine_batch(found: dict[str, Found], size: Found | None) -> None:
 
 def _limits_of_the_engine(found: dict[str, Found]) -> None:
     """A limit of the run that nothing states is the one that the engine is built for."""
-    for field in (ModelFields.max_batch_size, ModelFields.max_num_tokens):
-        built = found[_BUILD].key(field.name)
-        if found[field.name].value is None and built.value is not None:
-            where = f"{built.origin.where}: {_BUILD}"
-            found[field.name] = limit = Found(field.check(built.value, f"{where} {field.name}"), Origin(Level.DEFAULT, where))
-            found[_RUNTIME] = found[_RUNTIME].with_key(field.name, limit)
+    stated = {name: found[name].value for name in LIMITS}
+    for name, built in limits_of_engine(stated, found[_BUILD].value).items():
+        where = f"{found[_BUILD].key(name).origin.where}: {_BUILD}"
+        found[name] = limit = Found(BY_NAME[name].check(built, f"{where} {name}"), Origin(Level.DEFAULT, where))
+        found[_RUNTIME] = found[_RUNTIME].with_key(name, limit)
 
 
 def _batch_to_the_end(found: dict[str, Found]) -> None:

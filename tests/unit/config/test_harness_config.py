@@ -189,9 +189,9 @@ def test_an_engine(tmp_path: Path) -> None:
         ({"trtllm_build_flags": {"max_num_tokens": 1}}, ["was built for trtllm_build_flags max_num_tokens 4096, not 1"]),
         (
             {"trtllm_runtime_flags": {"max_batch_size": 65}},
-            ["built for max_batch_size up to 64: trtllm_runtime_flags max_batch_size"],
+            ["trtllm_runtime_flags max_batch_size is 65, more than the 64 of --engine_dir"],
         ),
-        ({"trtllm_runtime_flags": {"max_num_tokens": 4097}}, ["built for max_num_tokens up to 4096"]),
+        ({"trtllm_runtime_flags": {"max_num_tokens": 4097}}, ["max_num_tokens is 4097, more than the 4096 of --engine_dir"]),
         ({"llm_gen_config_path": {"runtime_beam_width": 4}}, ["was built for 1 beams", "wants 4"]),
         ({"llm_gen_config_path": {"max_output_len": 1025}}, ["was built for answers of 1024 tokens", "wants 1025"]),
     ],
