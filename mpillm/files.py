@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,21 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def replace_folder(made: Path, target: Path, aside: Path) -> None:
+def replace_folder(made: Path, target: Path, aside: Path, is_there: Callable[[], bool] = lambda: False) -> None:
     """Rename the folder `made` to `target`. What was there goes to `aside`, and comes back if anything, a signal included, gets in between.
 
-    All three lie in one file system. OSError: it can't be done.
+    All three lie in one file system. `is_there`: whether another process has made `target` meanwhile, which is then left as it is.
+    OSError: it can't be done.
     """
+    if is_there():
+        return
     try:
         with contextlib.suppress(FileNotFoundError):
             target.rename(aside)
         made.rename(target)
+    except OSError:
+        if not is_there():
+            raise
     finally:
         if aside.exists() and not target.exists():
             aside.rename(target)

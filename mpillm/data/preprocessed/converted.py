@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.files import replace_folder
+
 Arrays = Mapping[str, NDArray[Any]]
 
 _FORMAT = 1  # of the arrays: a higher number converts every file again
@@ -102,6 +104,7 @@ def _read(folder: Path) -> Arrays | None:
 def _write(folder: Path, arrays: Arrays) -> None:
     """Store a conversion. Raises OSError if it cannot be written."""
     work = folder.with_name(f".{secrets.token_hex(8)}")
+    damaged = work.with_suffix(".damaged")
     work.mkdir(parents=True)
     try:
         for name, array in arrays.items():
@@ -112,14 +115,10 @@ def _write(folder: Path, arrays: Arrays) -> None:
                     stream.fileno()
                 )  # a machine's crash must not leave a complete folder of empty blocks
         (work / _CONTENTS).write_text(json.dumps(list(arrays)), encoding="utf-8")
-        try:
-            work.rename(folder)
-        except OSError:
-            if _read(folder) is None:  # damaged; otherwise another run was faster
-                shutil.rmtree(folder)
-                work.rename(folder)
+        replace_folder(work, folder, damaged, lambda: _read(folder) is not None)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(damaged, ignore_errors=True)
         with contextlib.suppress(OSError):
             folder.parent.rmdir()  # if it is empty
 

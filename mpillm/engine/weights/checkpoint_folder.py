@@ -18,7 +18,7 @@ from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import CHECKPOINT_DTYPES, ModelConfig
 from mpillm.engine.weights.memory import shown
 from mpillm.engine.weights.quantization import DTYPES, RECORD, is_linear, kv_scale_alias, kv_scale_names, scale_name
-from mpillm.files import read_object
+from mpillm.files import read_object, replace_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,9 +109,7 @@ def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
         work.mkdir()
         try:
             yield work
-            if target.exists():
-                target.rename(old)
-            work.rename(target)
+            replace_folder(work, target, old)
         finally:
             shutil.rmtree(work, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)

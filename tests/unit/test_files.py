@@ -1,0 +1,78 @@
+"""A folder is replaced whole, or stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpillm.files import replace_folder
+
+
+class Folders:
+    """What was made, its place, and where that which was there goes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.made, self.target, self.aside = folder / ".made", folder / "target", folder / ".aside"
+        put(self.made, "new")
+
+    def holds(self) -> dict[str, str]:
+        return {path.name: (path / "text").read_text() for path in (self.made, self.target, self.aside) if path.exists()}
+
+
+def put(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "text").write_text(text)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    return Folders(tmp_path)
+
+
+def test_the_first(folders: Folders) -> None:
+    replace_folder(folders.made, folders.target, folders.aside)
+    assert folders.holds() == {"target": "new"}
+
+
+def test_in_place_of_another(folders: Folders) -> None:
+    put(folders.target, "old")
+    replace_folder(folders.made, folders.target, folders.aside)
+    assert folders.holds() == {"target": "new", ".aside": "old"}
+
+
+def test_what_was_there_comes_back(folders: Folders) -> None:
+    put(folders.target, "old")
+    with pytest.raises(FileNotFoundError):
+        replace_folder(folders.made.with_name("nothing"), folders.target, folders.aside)
+    assert folders.holds() == {"target": "old", ".made": "new"}
+
+
+def test_another_process_was_faster(folders: Folders) -> None:
+    put(folders.target, "theirs")
+    replace_folder(folders.made, folders.target, folders.aside, lambda: True)
+    assert folders.holds() == {"target": "theirs", ".made": "new"}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_another_process_makes_it_in_between(folders: Folders, whole: bool) -> None:
+    asked: list[bool] = []
+
+    def is_there() -> bool:
+        asked.append(True)
+        return whole and len(asked) > 1
+
+    put(folders.target, "damaged")
+    rename = folders.made.rename
+
+    class Made(type(folders.made)):  # type: ignore[misc]
+        def rename(self, target: Path) -> Path:
+            put(folders.target, "theirs")
+            return rename(target)
+
+    if whole:
+        replace_folder(Made(folders.made), folders.target, folders.aside, is_there)
+    else:
+        with pytest.raises(OSError, match="not empty"):
+            replace_folder(Made(folders.made), folders.target, folders.aside, is_there)
+    assert folders.holds() == {"target": "theirs", ".made": "new", ".aside": "damaged"}
