@@ -14,15 +14,13 @@ import disagg
 from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from mpillm import fields, workloads
-from mpillm.config import config_file, disagg_values
+from mpillm.config import disagg_values, layers
 from mpillm.config.resolution import resolve
-from mpillm.config.values import Values, complete
-from mpillm.config.workload_options import defaults_of, named_test
-from mpillm.configurator import COMMAND_LINE, DEFAULT, Configuration, Field, Found, Level, Origin
+from mpillm.config.values import Values
+from mpillm.configurator import COMMAND_LINE, Configuration, Field, Found, Level
 from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.fields import BY_NAME, FIELDS, AllFields
 from mpillm.fields.passed_over import PASSED_OVER
-from mpillm.models.model_files import GenerationConfig
 
 T = TypeVar("T")
 
@@ -90,13 +88,7 @@ class RunConfig(Values, AllFields):
 
     def _over(self, yaml: Mapping[str, disagg_values.Stated]) -> RunConfig:
         """With the values that a YAML states, under those of higher sources, which must be the same."""
-        stated = dict(self.stated)
-        for name, (theirs, text) in yaml.items():
-            if self.origin(name).level > Level.YAML and not disagg_values.same(name, self.found[name].value, theirs.value):
-                raise ConfigError(f"{self.named(name)}, but {theirs.origin.where} is {text}: leave one of them out")
-            if stated[name].origin.level < Level.YAML:
-                stated[name] = theirs
-        return RunConfig(resolve(stated), stated)
+        return _resolved(layers.lay_yaml(self.stated, self.found, yaml, self.named))
 
     def of(self, section: str) -> RunConfig:
         """The values that hold for the instances of a YAML's section."""
@@ -213,7 +205,7 @@ def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults:
     """
     known = _with_all(shown)
     add_fields(parser, known, shown, defaults)
-    return _from_layers(parser.texts(argv), known, defaults)
+    return _resolved(layers.stated(parser.texts(argv), known, defaults))
 
 
 def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> list[RunConfig]:
@@ -222,62 +214,22 @@ def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defa
     add_fields(parser, known, shown, defaults)
     options = parser.texts(argv)
     made = []
-    for benchmark in _said(_sources(options, defaults), fields.benchmarks).value or (None,):
+    for benchmark in layers.said(layers.of_the_user(options, defaults), fields.benchmarks).value or (None,):
         named = options if benchmark is None else {**options, "benchmarks": benchmark}
-        scenarios = _said(_sources(named, defaults), fields.scenarios)
+        scenarios = layers.said(layers.of_the_user(named, defaults), fields.scenarios)
         if scenarios.origin.level < Level.WORKLOAD:  # the workload's, if it has none but Server
-            made.append(_from_layers(named, known, defaults))
+            made.append(_resolved(layers.stated(named, known, defaults)))
         else:
-            made += [_from_layers({**named, "scenarios": scenario}, known, defaults) for scenario in scenarios.value]
+            made += [_resolved(layers.stated({**named, "scenarios": scenario}, known, defaults)) for scenario in scenarios.value]
     return made
+
+
+def _resolved(stated: Mapping[str, Found]) -> RunConfig:
+    return RunConfig(resolve(stated), stated)
 
 
 def _with_all(shown: Sequence[Field]) -> list[Field]:
     return list({field.name: field for field in (*FIELDS, *shown)}.values())
-
-
-def _sources(options: Mapping[str, str], defaults: Mapping[Field, Any] | None) -> Configuration:
-    """The layers of the user and the command: the command line over the file that it names, over the command's defaults."""
-    commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
-    own = Configuration(below=commands, options=options)
-    if (path := _said(own, fields.config_file).value) is not None:
-        given = {key: _said(own, key) for key in config_file.KEYS}
-        if _said(own, fields.use_triton).value and given[fields.harness_type].origin.level <= Level.CONTEXT:
-            given[fields.harness_type] = Found("triton", COMMAND_LINE)
-        file = config_file.load(path, {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT})
-        own.update(file)
-        own.origins = file.origins
-    return own
-
-
-def _said(own: Configuration, field: Field) -> Found:
-    return own.resolve([field]).get(field, Found(None, DEFAULT))
-
-
-def _from_layers(options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
-    """All layers but the YAML's: between the user's file and the command's defaults the generation config, over the workload."""
-    own = _sources(options, defaults)
-    workload = Configuration(below=own.below)
-    generation = own.below = Configuration(below=workload)
-    test = named_test(_said(own, fields.benchmarks), _said(own, fields.scenarios), _said(own, fields.accuracy_target))
-    benchmarks, scenarios = test["benchmarks"].value, test["scenarios"].value
-    if benchmarks is not None and len(benchmarks) == 1:
-        known_workload = workloads.get(benchmarks[0], _said(own, fields.model_scale).value)
-        if scenarios[0] not in known_workload.scenarios and test["scenarios"].origin.level < Level.WORKLOAD:
-            scenarios = known_workload.scenarios[:1]  # of a benchmark that has none but Server
-            test["scenarios"] = Found(scenarios, Origin(Level.WORKLOAD, f"workload {known_workload.title}"))
-        workload.update(defaults_of(known_workload, scenarios[0]))
-        workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
-    path, origin, _ = _said(own, fields.llm_gen_config_path)
-    if path is not None:
-        try:
-            generation.update(GenerationConfig.from_file(path).values(path))
-        except ConfigError as error:
-            raise ConfigError(f"{error} (--llm_gen_config_path, {origin.where})") from None
-        generation.origins = Origin(Level.GENERATION, path)
-    stated = complete(own, known) | test
-    stated |= {field.name: value for field, value in own.resolve(PASSED_OVER.values()).items()}
-    return RunConfig(resolve(stated), stated)
 
 
 def parse_run(argv: Sequence[str]) -> RunConfig:

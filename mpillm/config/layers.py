@@ -1,0 +1,81 @@
+"""The layers in which an option's value is looked for. `Level` has their order, this file puts them over each other.
+
+The command line, over the environment, the user's file, the disaggregation YAML, the model's generation config, the workload, and the
+command's defaults over those of the fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm import fields, workloads
+from mpillm.config import config_file, disagg_values
+from mpillm.config.values import complete
+from mpillm.config.workload_options import defaults_of, named_test
+from mpillm.configurator import COMMAND_LINE, DEFAULT, Configuration, Field, Found, Level, Origin
+from mpillm.fields.passed_over import PASSED_OVER
+from mpillm.models.model_files import GenerationConfig
+
+
+def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None) -> Configuration:
+    """The layers of the user and the command: the command line over the file that it names, over the command's defaults."""
+    commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
+    own = Configuration(below=commands, options=options)
+    if (path := said(own, fields.config_file).value) is not None:
+        given = {key: said(own, key) for key in config_file.KEYS}
+        if said(own, fields.use_triton).value and given[fields.harness_type].origin.level <= Level.CONTEXT:
+            given[fields.harness_type] = Found("triton", COMMAND_LINE)
+        file = config_file.load(path, {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT})
+        own.update(file)
+        own.origins = file.origins
+    return own
+
+
+def said(own: Configuration, field: Field) -> Found:
+    return own.resolve([field]).get(field, Found(None, DEFAULT))
+
+
+def stated(options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None) -> dict[str, Found]:
+    """What each field is given, and by which layer: all of them but the YAML, which is named by an option itself (`lay_yaml`)."""
+    own = of_the_user(options, defaults)
+    workload = Configuration(below=own.below)
+    generation = own.below = Configuration(below=workload)
+    test = named_test(said(own, fields.benchmarks), said(own, fields.scenarios), said(own, fields.accuracy_target))
+    benchmarks, scenarios = test["benchmarks"].value, test["scenarios"].value
+    if benchmarks is not None and len(benchmarks) == 1:
+        known_workload = workloads.get(benchmarks[0], said(own, fields.model_scale).value)
+        if scenarios[0] not in known_workload.scenarios and test["scenarios"].origin.level < Level.WORKLOAD:
+            scenarios = known_workload.scenarios[:1]  # of a benchmark that has none but Server
+            test["scenarios"] = Found(scenarios, Origin(Level.WORKLOAD, f"workload {known_workload.title}"))
+        workload.update(defaults_of(known_workload, scenarios[0]))
+        workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
+    path, origin, _ = said(own, fields.llm_gen_config_path)
+    if path is not None:
+        try:
+            generation.update(GenerationConfig.from_file(path).values(path))
+        except ConfigError as error:
+            raise ConfigError(f"{error} (--llm_gen_config_path, {origin.where})") from None
+        generation.origins = Origin(Level.GENERATION, path)
+    passed_over = {field.name: value for field, value in own.resolve(PASSED_OVER.values()).items()}
+    return complete(own, known) | test | passed_over
+
+
+def lay_yaml(
+    stated: Mapping[str, Found],
+    in_force: Mapping[str, Found],
+    yaml: Mapping[str, disagg_values.Stated],
+    named: Callable[[str], str],
+) -> dict[str, Found]:
+    """What is `stated`, with a YAML's values under those of higher layers, which must be the same.
+
+    `in_force`: the values that were resolved from `stated`. `named`: an option, its value and source, for messages.
+    """
+    laid = dict(stated)
+    for name, (theirs, text) in yaml.items():
+        if in_force[name].origin.level > Level.YAML and not disagg_values.same(name, in_force[name].value, theirs.value):
+            raise ConfigError(f"{named(name)}, but {theirs.origin.where} is {text}: leave one of them out")
+        if laid[name].origin.level < Level.YAML:
+            laid[name] = theirs
+    return laid
