@@ -35,7 +35,9 @@ class _Seen(StepAttention):
         return out
 
 
-def kv_scales(folder: Path, prompts: list[list[int]], n_threads: int, progress: Callable[[str], object] | None = None) -> dict[str, Tensor]:
+def kv_scales(
+    folder: Path, prompts: list[list[int]], n_threads: int, progress: Callable[[str], object] | None = None
+) -> dict[str, Tensor]:
     """Return a scale of the keys and one of the values for each layer of the model in `folder`: float32 [1].
 
     Names as in `kv_scale_names`. The model runs on the CPU, one prompt at a time. ConfigError: as
@@ -59,7 +61,13 @@ def kv_scales(folder: Path, prompts: list[list[int]], n_threads: int, progress: 
     largest = torch.zeros(info.config.n_layers, 2)
     with torch.inference_mode():
         for i, prompt in enumerate(prompts):
-            attention = _Seen([Span(0, len(prompt), blocks)], worker.cache, info.config.n_heads, model.rotations, worker.dtype)
+            attention = _Seen(
+                [Span(0, len(prompt), blocks)],
+                worker.cache,
+                info.config.n_heads,
+                model.rotations,
+                worker.dtype,
+            )
             attention.largest = largest
             model.forward(model.embed(torch.tensor(prompt)), attention, torch.tensor([len(prompt) - 1]))
             if progress is not None and (i + 1) % 16 == 0:

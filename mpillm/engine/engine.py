@@ -70,8 +70,7 @@ class Engine:
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
         for tokens in info.stop_words:
             self._stops.setdefault(tokens[-1], []).append(list(tokens))
-        # Steps in flight: all sequences, those that get a token, and the tokens if the first stage is the
-        # last.
+        # Steps in flight: all sequences, those that get a token, and, with one stage, the tokens.
         self._in_flight: deque[tuple[list[Sequence], list[Sequence], Sampled | None]] = deque()
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
         # The handoff, by sequence id: sequences to hand over, the receivers of those not computed yet, and
@@ -95,14 +94,23 @@ class Engine:
         """Return why this engine can never answer `sequence`, or None."""
         n = len(sequence.prompt)
         if n == 0 or sequence.max_output == 0:
-            return f"{n} prompt tokens and at most {sequence.max_output} output tokens: at least one of each is needed"
+            return (
+                f"{n} prompt tokens and at most {sequence.max_output} output tokens:"
+                " at least one of each is needed"
+            )
         if not 0 <= min(sequence.prompt) <= max(sequence.prompt) < self.info.vocab_size:
             return f"a prompt token is not in the vocabulary (0 to {self.info.vocab_size - 1})"
         n_total = n + (1 if sequence.hand_over else sequence.max_output)
         if n_total > self.info.max_seq_len:
-            return f"{n} prompt tokens and {n_total - n} output tokens exceed max_seq_len {self.info.max_seq_len}"
+            return (
+                f"{n} prompt tokens and {n_total - n} output tokens"
+                f" exceed max_seq_len {self.info.max_seq_len}"
+            )
         if n > self.limits.max_num_tokens and not self.limits.chunked:
-            return f"{n} prompt tokens exceed max_num_tokens {self.limits.max_num_tokens}, and chunked context is off"
+            return (
+                f"{n} prompt tokens exceed max_num_tokens {self.limits.max_num_tokens},"
+                " and chunked context is off"
+            )
         return None
 
     def add(self, sequence: Sequence) -> None:
@@ -181,7 +189,11 @@ class Engine:
                 if sequence.is_cancelled and not sequence.is_done and not sequence.in_flight:
                     self._end_cancelled(sequence)
             tokens, self._arrived = self._arrived, None
-            progress += [p for sequence, token in zip(sampled, tokens, strict=True) if (p := self._append(sequence, token))]
+            progress += [
+                p
+                for sequence, token in zip(sampled, tokens, strict=True)
+                if (p := self._append(sequence, token))
+            ]
         progress += [Progress(sequence, is_first=False, is_final=True) for sequence in self._cancelled]
         self._cancelled.clear()
         return progress
@@ -263,10 +275,15 @@ class Engine:
         """
         if n_prompt + max_output > self.info.max_seq_len:
             raise ValueError(
-                f"request {sequence_id}: {n_prompt} prompt tokens and {max_output} output tokens exceed max_seq_len {self.info.max_seq_len}"
+                f"request {sequence_id}: {n_prompt} prompt tokens and {max_output} output tokens"
+                f" exceed max_seq_len {self.info.max_seq_len}"
             )
         n_moving = sum(n_tokens for _, n_tokens, _ in self._moving.values())
-        if n_moving and self.limits.max_moving_tokens is not None and n_moving + n_prompt > self.limits.max_moving_tokens:
+        if (
+            n_moving
+            and self.limits.max_moving_tokens is not None
+            and n_moving + n_prompt > self.limits.max_moving_tokens
+        ):
             return False
         n_at_most = n_prompt + max_output - 1
         blocks = self.scheduler.reserve(n_prompt, n_at_most)
@@ -293,7 +310,9 @@ class Engine:
         transfers, self._ordered = self._ordered, []
         return transfers
 
-    def _order(self, kind: Kind, sequence_id: int, peer: int, slot: int, n_tokens: int, blocks: list[int]) -> None:
+    def _order(
+        self, kind: Kind, sequence_id: int, peer: int, slot: int, n_tokens: int, blocks: list[int]
+    ) -> None:
         """Let the ranks of this instance begin a transfer with the next step."""
         layout = self._layout
         self._n_transfers += 1

@@ -60,7 +60,9 @@ class PagedAttention:
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         cache, n = self._cache, self._n_decode
         held = cache.keys[layer], cache.values[layer], None if cache.scales is None else cache.scales[layer]
-        self._kernels.rotate_store(qkv, *held, self._rotations, self._table, self._slots, self._positions, self._n_heads)
+        self._kernels.rotate_store(
+            qkv, *held, self._rotations, self._table, self._slots, self._positions, self._n_heads
+        )
         out = qkv.new_empty(len(qkv), self._n_heads * qkv.shape[2])
         if n:
             rows = self._table, self._slots[:n], self._positions[:n]
@@ -83,7 +85,15 @@ class GpuWorker(Worker):
     """Runs on `device`; a CPU with plain `kernels` works too, slowly and without graphs."""
 
     def __init__(
-        self, info: ModelInfo, tokens_per_block: int, groups: Groups, max_batch_size: int, *, dummy: bool, device: str, kernels: Any = None
+        self,
+        info: ModelInfo,
+        tokens_per_block: int,
+        groups: Groups,
+        max_batch_size: int,
+        *,
+        dummy: bool,
+        device: str,
+        kernels: Any = None,
     ) -> None:
         """Load the weights and capture the graphs: seconds, or minutes for a large model."""
         self.device = torch.device(device)
@@ -105,7 +115,9 @@ class GpuWorker(Worker):
             self._last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=self.device)
             # Tokens, slots, positions.
             self._rows = torch.zeros(3 * max_batch_size, dtype=torch.int64, device=self.device)
-            self._hidden = torch.zeros(max_batch_size, self._config.hidden_size, dtype=self.dtype, device=self.device)
+            self._hidden = torch.zeros(
+                max_batch_size, self._config.hidden_size, dtype=self.dtype, device=self.device
+            )
             self._forbidden = self._forbidden.to(self.device)
         # Slot -> its sequence's blocks, and how many of them `table` has.
         self._told: dict[int, tuple[list[int], int]] = {}
@@ -157,7 +169,9 @@ class GpuWorker(Worker):
         x = self._embed(tokens, slots) if self.groups.layout.is_first_stage else self._hidden[:size]
         return self.model.forward(x, self._attention(slots, positions, size, None), None)
 
-    def _mixed(self, step: Step, slots: list[int], layer_stored: Callable[[int], None] | None) -> tuple[Tensor, Tensor]:
+    def _mixed(
+        self, step: Step, slots: list[int], layer_stored: Callable[[int], None] | None
+    ) -> tuple[Tensor, Tensor]:
         """Run a step in which some sequences add several tokens.
 
         Returns this stage's output (on the last stage only the wanted rows), and the slots of the wanted
@@ -166,7 +180,9 @@ class GpuWorker(Worker):
         n, counts = len(step.tokens), np.array([span.n_new for span in step.spans])
         starts = np.cumsum(counts) - counts
         n_decode = int((counts == 1).sum())
-        positions = np.arange(n) + np.repeat(np.array([span.n_cached for span in step.spans]) - starts, counts)
+        positions = np.arange(n) + np.repeat(
+            np.array([span.n_cached for span in step.spans]) - starts, counts
+        )
         row_slots = np.repeat(slots, counts)
         tiles = self._tiles(step.spans[n_decode:], starts[n_decode:])
         wanted = np.array(step.wanted, np.int64)
@@ -175,10 +191,14 @@ class GpuWorker(Worker):
         inputs = to_device(np.concatenate(parts), self.device).tensor_split(at)
         tokens, slots_there, positions_there, wanted_there, slots_wanted, tiles_there = inputs
         x = self._embed(tokens, slots_there) if self.groups.layout.is_first_stage else self._receive_hidden(n)
-        attention = self._attention(slots_there, positions_there, n_decode, tiles_there.view(-1, 4) if len(tiles) else None)
+        attention = self._attention(
+            slots_there, positions_there, n_decode, tiles_there.view(-1, 4) if len(tiles) else None
+        )
         return self.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
 
-    def _tiles(self, spans: list[Span], starts: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _tiles(
+        self, spans: list[Span], starts: np.ndarray[Any, np.dtype[np.int64]]
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the tiles of `kernels.context_attention`, long ones first."""
         size = self._kernels.context_tile(self._n_heads, self.cache.keys.shape[2], self.dtype)
         tiles = [
@@ -189,11 +209,25 @@ class GpuWorker(Worker):
         return np.array(sorted(tiles, key=lambda tile: -tile[2]), np.int64).reshape(-1, 4)
 
     def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        x: Tensor = self._kernels.embed(self.model.embedding, tokens, slots, self._last, self.model.vocabulary.start)
+        x: Tensor = self._kernels.embed(
+            self.model.embedding, tokens, slots, self._last, self.model.vocabulary.start
+        )
         return self.groups.all_reduce(x)
 
-    def _attention(self, slots: Tensor, positions: Tensor, n_decode: int, tiles: Tensor | None) -> PagedAttention:
-        return PagedAttention(self._kernels, self.cache, self._n_heads, self._rotations, self._table, slots, positions, n_decode, tiles)
+    def _attention(
+        self, slots: Tensor, positions: Tensor, n_decode: int, tiles: Tensor | None
+    ) -> PagedAttention:
+        return PagedAttention(
+            self._kernels,
+            self.cache,
+            self._n_heads,
+            self._rotations,
+            self._table,
+            slots,
+            positions,
+            n_decode,
+            tiles,
+        )
 
     def _tell_blocks(self, spans: list[Span]) -> None:
         """Update the tables.
@@ -282,13 +316,25 @@ class GpuWorker(Worker):
         for n_rows in reversed(ladder(most)):
             yield self._nobodys([1] * n_rows)
         for n_rows in {1, min(most, _SAMPLED_ROWS)}:
-            for sampling in (SamplingParams(1.0), SamplingParams(1.0, top_k=8), SamplingParams(1.0, top_p=0.9)):
+            for sampling in (
+                SamplingParams(1.0),
+                SamplingParams(1.0, top_k=8),
+                SamplingParams(1.0, top_p=0.9),
+            ):
                 yield self._nobodys([1] * n_rows, sampling)
 
     def _nobodys(self, counts: list[int], sampling: SamplingParams | None = None) -> Step:
         """Return a step whose sequences add these numbers of tokens (ones first) and each get one more."""
         blocks = self._told.get(self._nobody, ([NULL_BLOCK] * self._table.shape[1], 0))[0]
-        step = Step([Span(0, n, blocks, self._nobody) for n in counts], [0] * sum(counts), (np.cumsum(counts) - 1).tolist())
+        step = Step(
+            [Span(0, n, blocks, self._nobody) for n in counts],
+            [0] * sum(counts),
+            (np.cumsum(counts) - 1).tolist(),
+        )
         if sampling is not None:
-            step.sampling, step.places, step.not_end = [sampling] * len(counts), [0] * len(counts), list(range(len(counts)))
+            step.sampling, step.places, step.not_end = (
+                [sampling] * len(counts),
+                [0] * len(counts),
+                list(range(len(counts))),
+            )
         return step

@@ -45,10 +45,16 @@ def sample(logits: Tensor, params: list[SamplingParams], places: list[int]) -> T
         chosen = [i for i, p in enumerate(params) if not p.is_greedy and p.is_restricted == restricted]
         if chosen:
             rows, index = [params[i] for i in chosen], to_device(chosen, logits.device)
-            scaled = logits.index_select(0, index).div_(to_device(np.array([[p.temperature] for p in rows], np.float32), logits.device))
+            scaled = logits.index_select(0, index).div_(
+                to_device(np.array([[p.temperature] for p in rows], np.float32), logits.device)
+            )
             numbers = _uniform(np.array([p.seed for p in rows]), np.array([places[i] for i in chosen]))
             uniform = to_device(numbers, logits.device)
-            tokens[index] = _sample_restricted(scaled, rows, uniform) if restricted else _invert(scaled.softmax(-1), uniform)
+            tokens[index] = (
+                _sample_restricted(scaled, rows, uniform)
+                if restricted
+                else _invert(scaled.softmax(-1), uniform)
+            )
     return tokens
 
 
@@ -71,7 +77,9 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     int64 [n] for probabilities [n, m], uniform [n] (float64).
     """
     running = probabilities.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0].clamp_(max=probabilities.shape[-1] - 1)
+    return torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0].clamp_(
+        max=probabilities.shape[-1] - 1
+    )
 
 
 def _uniform(seeds: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -44,7 +44,11 @@ class Scheduler:
         self._max_num_tokens = max_num_tokens
         self._chunked = chunked
         self._n_in_flight = n_in_flight
-        self._has_room = {"max_util": self._room_to_start, "no_evict": self._room_to_end, "static": self._room_in_batch}[policy]
+        self._has_room = {
+            "max_util": self._room_to_start,
+            "no_evict": self._room_to_end,
+            "static": self._room_in_batch,
+        }[policy]
         is_even = chunked and {"first_come_first_served": False, "equal_progress": True}[chunking]
         self._add_contexts = self._add_evenly if is_even else self._add_in_order
         # Start whatever fits the cache at once, not when its turn in a step comes.
@@ -102,7 +106,9 @@ class Scheduler:
 
         One step more than can be in flight.
         """
-        left = (1 + self._n_in_flight) * self._max_num_tokens - sum(s.n_uncached for s in self.running if not s.in_flight)
+        left = (1 + self._n_in_flight) * self._max_num_tokens - sum(
+            s.n_uncached for s in self.running if not s.in_flight
+        )
         while left > 0 and self._can_start():
             left -= self._start().n_uncached
 

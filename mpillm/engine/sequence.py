@@ -55,5 +55,9 @@ class Sequence:
     def tokens(self, start: int, end: int) -> list[int]:
         """Return tokens [start, end) of the context, `UNREAD` where the host does not know them."""
         n = len(self.prompt)
-        known = self.output[start - n : end - n] if start >= n else self.prompt[start:end] + self.output[: max(0, end - n)]
+        known = (
+            self.output[start - n : end - n]
+            if start >= n
+            else self.prompt[start:end] + self.output[: max(0, end - n)]
+        )
         return known if len(known) == end - start else known + [UNREAD] * (end - start - len(known))

@@ -24,7 +24,9 @@ from mpillm.engine.staging import Sampled
 from mpillm.engine.weights.parameters import Checkpoint, DummyWeights, Shards, Weights
 from mpillm.engine.weights.shards import Built
 
-_SAMPLING = np.dtype([("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")])
+_SAMPLING = np.dtype(
+    [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")]
+)
 _SPAN = 6  # numbers of a span in a message: slot, cached, new, blocks told before, blocks told now, wanted
 _NOTHING, _TOKEN, _TOKEN_NOT_END = range(3)
 
@@ -72,10 +74,20 @@ def pack(step: Step, sequences: list[Sequence]) -> NDArray[np.int32]:
     for span, sequence in zip(step.spans, sequences, strict=True):
         last += span.n_new
         new = span.blocks[sequence.n_told :]
-        head += (sequence.slot, span.n_cached, span.n_new, sequence.n_told, len(new), wanted.get(last, _NOTHING))
+        head += (
+            sequence.slot,
+            span.n_cached,
+            span.n_new,
+            sequence.n_told,
+            len(new),
+            wanted.get(last, _NOTHING),
+        )
         blocks += new
         sequence.n_told += len(new)
-    rows = [(p.temperature, p.top_k, p.top_p, p.seed, place) for p, place in zip(step.sampling or (), step.places, strict=True)]
+    rows = [
+        (p.temperature, p.top_k, p.top_p, p.seed, place)
+        for p, place in zip(step.sampling or (), step.places, strict=True)
+    ]
     sampling = np.array(rows, _SAMPLING)
     numbers = [*pack_transfers(step.transfers), len(step.spans), *head, *blocks, *step.tokens]
     return np.concatenate([np.array(numbers, np.int32), sampling.view(np.int32)])
@@ -112,7 +124,16 @@ class Worker:
 
     n_ahead = 0  # steps that may start before the tokens of the step before them are read
 
-    def __init__(self, info: ModelInfo, tokens_per_block: int, groups: Groups, *, dummy: bool, device: str = "cpu", ops: Ops = ops) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokens_per_block: int,
+        groups: Groups,
+        *,
+        dummy: bool,
+        device: str = "cpu",
+        ops: Ops = ops,
+    ) -> None:
         """Load the weights: minutes for a large model."""
         config, layout = info.config, groups.layout
         dtype = torch.float32 if info.dtype == "float32" else torch.bfloat16
@@ -123,13 +144,19 @@ class Worker:
         self.dtype = dtype
         self._n_heads = layout.n_heads(config)
         mine = layout.vocabulary(config)
-        self._forbidden = torch.tensor([id_ - mine.start for id_ in info.end_ids if mine.start <= id_ < mine.stop], dtype=torch.int64)
+        self._forbidden = torch.tensor(
+            [id_ - mine.start for id_ in info.end_ids if mine.start <= id_ < mine.stop], dtype=torch.int64
+        )
         with torch.inference_mode():
             weights: Weights
             if info.engine is not None:
                 weights = Built(info.engine, config, layout, device)
             else:
-                source = DummyWeights(config, device) if dummy or info.folder is None else Checkpoint(info.folder, config)
+                source = (
+                    DummyWeights(config, device)
+                    if dummy or info.folder is None
+                    else Checkpoint(info.folder, config)
+                )
                 weights = Shards(source, config, layout, dtype, device, info.quantization)
             self.model = Llama(config, weights, info.max_seq_len, groups, ops)
             kv_heads = layout.kv_heads(config)
@@ -138,7 +165,9 @@ class Worker:
             n_heads = kv_heads.stop - kv_heads.start
             scales = weights.kv_scales(layout.layers(config)) if info.kv_dtype == "fp8" else None
             kv_dtype = KV_DTYPES[info.kv_dtype]
-            self.cache = KVCache(n_layers, n_blocks, n_heads, tokens_per_block, config.head_dim, kv_dtype, device, scales)
+            self.cache = KVCache(
+                n_layers, n_blocks, n_heads, tokens_per_block, config.head_dim, kv_dtype, device, scales
+            )
 
     @torch.inference_mode()
     def run(self, step: Step) -> Sampled | None:
@@ -160,7 +189,9 @@ class Worker:
             assert self.peers is not None
             self.peers.send_hidden(x)
             return None
-        tokens = self._sample(self.model.logits(x), step) if step.wanted else torch.empty(0, dtype=torch.int64)
+        tokens = (
+            self._sample(self.model.logits(x), step) if step.wanted else torch.empty(0, dtype=torch.int64)
+        )
         return None if tokens is None or layout.tp_rank else Sampled(tokens)
 
     def warm_up(self, max_num_tokens: int) -> None:
@@ -169,7 +200,11 @@ class Worker:
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
         """Return the wanted rows for `model.logits`, or all for the next stage; see `Llama.forward`."""
         attention = StepAttention(step.spans, self.cache, self._n_heads, self.model.rotations, self.dtype)
-        x = self.model.embed(torch.tensor(step.tokens)) if self.groups.layout.is_first_stage else self._receive_hidden(len(step.tokens))
+        x = (
+            self.model.embed(torch.tensor(step.tokens))
+            if self.groups.layout.is_first_stage
+            else self._receive_hidden(len(step.tokens))
+        )
         return self.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
 
     def _receive_hidden(self, n_rows: int) -> Tensor:

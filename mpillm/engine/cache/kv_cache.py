@@ -82,7 +82,9 @@ class KVCache:
     @torch.inference_mode()
     def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Tensor:
         """Return a buffer for a piece of a handoff: uint8 [bytes]."""
-        return torch.empty(self.piece_bytes(n_tokens, layers, heads), dtype=torch.uint8, device=self.keys.device)
+        return torch.empty(
+            self.piece_bytes(n_tokens, layers, heads), dtype=torch.uint8, device=self.keys.device
+        )
 
     @torch.inference_mode()
     def read(self, held: list[Held], layers: slice, heads: slice) -> list[Tensor]:
@@ -113,22 +115,34 @@ class KVCache:
                 if rest:
                     pool[:, blocks[n_whole], :, :rest] = end
 
-    def _copy_on_gpu(self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor], *, into_pieces: bool) -> None:
+    def _copy_on_gpu(
+        self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor], *, into_pieces: bool
+    ) -> None:
         """Copy all in one kernel, without waiting."""
         from mpillm.engine.kernels.step_kernels import copy_blocks
 
         rows: tuple[list[int], ...] = [], [], [], []
         for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
             n = self.blocks_for(n_tokens)
-            of_piece = blocks[:n], range(0, n_tokens, self.tokens_per_block), [n_tokens] * n, [piece.data_ptr()] * n
+            of_piece = (
+                blocks[:n],
+                range(0, n_tokens, self.tokens_per_block),
+                [n_tokens] * n,
+                [piece.data_ptr()] * n,
+            )
             for row, numbers in zip(rows, of_piece, strict=True):
                 row += numbers
         table = to_device(np.array(rows, np.int64), self.keys.device)
         # Any GPU can move fp8 as bytes.
-        keys, values = (pool.view(torch.uint8) if pool.dtype == FP8 else pool for pool in (self.keys[layers], self.values[layers]))
+        keys, values = (
+            pool.view(torch.uint8) if pool.dtype == FP8 else pool
+            for pool in (self.keys[layers], self.values[layers])
+        )
         copy_blocks(keys, values, table, heads.start, heads.stop - heads.start, into_pieces)
 
-    def _parts(self, piece: Tensor, n_tokens: int, layers: slice, heads: slice) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _parts(
+        self, piece: Tensor, n_tokens: int, layers: slice, heads: slice
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Yield views for keys, then values: of the cache, of the piece's whole blocks, of its other tokens.
 
         Shapes: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim], [layers, whole blocks, kv_heads,
@@ -140,7 +154,9 @@ class KVCache:
         handed = piece.view(self.keys.dtype).view(n_layers, 2, n_heads, n_tokens, head_dim)
         parts = []
         for pool, part in zip((self.keys, self.values), handed.unbind(1), strict=True):
-            whole = part[:, :, : n_whole * size].view(n_layers, n_heads, n_whole, size, head_dim).transpose(1, 2)
+            whole = (
+                part[:, :, : n_whole * size].view(n_layers, n_heads, n_whole, size, head_dim).transpose(1, 2)
+            )
             parts.append((pool[layers, :, heads], whole, part[:, :, n_whole * size :]))
         return parts
 

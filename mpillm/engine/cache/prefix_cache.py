@@ -91,5 +91,7 @@ class PrefixCache(BlockAllocator):
         while len(hashes) < n:
             start = len(hashes) * size
             tokens = np.array(sequence.tokens(start, start + size), np.int32)
-            hashes.append(hashlib.blake2b(tokens.tobytes(), key=hashes[-1] if hashes else b"", digest_size=16).digest())
+            hashes.append(
+                hashlib.blake2b(tokens.tobytes(), key=hashes[-1] if hashes else b"", digest_size=16).digest()
+            )
         return hashes[:n]

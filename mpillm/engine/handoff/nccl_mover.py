@@ -188,7 +188,11 @@ class _Lane:
         """Launch what can be launched."""
         while self.leaving and self.leaving[0].ready.query():
             together, n_bytes = [self.leaving.popleft()], 0
-            while (n_bytes := n_bytes + together[-1].buffer.nbytes) < _TOGETHER and self.leaving and self.leaving[0].ready.query():
+            while (
+                (n_bytes := n_bytes + together[-1].buffer.nbytes) < _TOGETHER
+                and self.leaving
+                and self.leaving[0].ready.query()
+            ):
                 together.append(self.leaving.popleft())
             self.link.notify([Notice(moving.tag, moving.buffer.nbytes) for moving in together])
             _launched(together, self.link.send([moving.buffer for moving in together]))
@@ -197,7 +201,12 @@ class _Lane:
         while self._noticed and self._match(self._noticed[0]):
             self._noticed.popleft()
             together, self._matched = self._matched, []
-            _launched(together, self.link.receive([moving.buffer for moving in together], [moving.ready for moving in together]))
+            _launched(
+                together,
+                self.link.receive(
+                    [moving.buffer for moving in together], [moving.ready for moving in together]
+                ),
+            )
 
     def _match(self, notices: list[Notice]) -> bool:
         """Return whether receives for all that was sent together are posted."""
@@ -209,7 +218,9 @@ class _Lane:
             if not waiting:
                 del self.expected[tag]
             if n_bytes != moving.buffer.nbytes:
-                raise RuntimeError(f"handoff, tag {tag}: {moving.buffer.nbytes} bytes expected, {n_bytes} sent")
+                raise RuntimeError(
+                    f"handoff, tag {tag}: {moving.buffer.nbytes} bytes expected, {n_bytes} sent"
+                )
             self._matched.append(moving)
         return True
 

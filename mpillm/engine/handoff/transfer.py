@@ -66,7 +66,9 @@ def unpack_transfers(message: NDArray[np.int32]) -> tuple[list[Transfer], NDArra
     at = 1 + int(message[0]) * _HEAD
     transfers = []
     for kind, ticket, peer, slot, n_tokens, n_blocks in message[1:at].reshape(-1, _HEAD).tolist():
-        transfers.append(Transfer(Kind(kind), ticket, peer, slot, n_tokens, message[at : at + n_blocks].tolist()))
+        transfers.append(
+            Transfer(Kind(kind), ticket, peer, slot, n_tokens, message[at : at + n_blocks].tolist())
+        )
         at += n_blocks
     return transfers, message[at:]
 
@@ -111,10 +113,15 @@ class Transfers:
         self._cache = cache
         self._mover = mover
         self._most_bytes = most_bytes
-        self._pieces = {peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()}
+        self._pieces = {
+            peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()
+        }
         self._whole = {peer: _pieces(config, layout, other, sends, 1) for peer, other in peers.items()}
         # The number of tokens from which a cache moves in several pieces, by ranks of the larger instance.
-        n_ranks = {peer: max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size) for peer, other in peers.items()}
+        n_ranks = {
+            peer: max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size)
+            for peer, other in peers.items()
+        }
         token_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * cache.keys.element_size()
         self._whole_below = {peer: mover.whole_below * n / token_bytes for peer, n in n_ranks.items()}
         self._under_way: list[_Under] = []
@@ -137,7 +144,9 @@ class Transfers:
                     under.n_waiting += 1
                 else:
                     buffer = self._cache.new_piece(transfer.n_tokens, piece.layers, piece.heads)
-                    under.pieces.append((self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer))
+                    under.pieces.append(
+                        (self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer)
+                    )
         self._gather()
 
     def layer_stored(self, layer: int) -> None:
@@ -164,7 +173,9 @@ class Transfers:
             if not under.pieces and not under.n_waiting:
                 done.append(under.transfer.ticket)
         for layers, heads, group in _alike(arrived):
-            self._cache.write([under.held for under, _, _ in group], layers, heads, [buffer for _, _, buffer in group])
+            self._cache.write(
+                [under.held for under, _, _ in group], layers, heads, [buffer for _, _, buffer in group]
+            )
         if done:
             self._under_way = [under for under in self._under_way if under.pieces or under.n_waiting]
         self._gather()
@@ -181,9 +192,13 @@ class Transfers:
             ready.append(self._to_send.popleft())
             self._n_bytes += n_bytes
         for layers, heads, group in _alike(ready):
-            for (under, piece), buffer in zip(group, self._cache.read([under.held for under, _ in group], layers, heads), strict=True):
+            for (under, piece), buffer in zip(
+                group, self._cache.read([under.held for under, _ in group], layers, heads), strict=True
+            ):
                 under.n_waiting -= 1
-                under.pieces.append((self._mover.send(piece.rank, Tag.KV + under.transfer.slot, buffer), piece, buffer))
+                under.pieces.append(
+                    (self._mover.send(piece.rank, Tag.KV + under.transfer.slot, buffer), piece, buffer)
+                )
 
     def _pieces_of(self, transfer: Transfer) -> list[_Piece]:
         pieces = self._whole if transfer.n_tokens < self._whole_below[transfer.peer] else self._pieces

@@ -1,8 +1,8 @@
-"""Triton kernels of a mixture of experts: what each row chooses, products with the chosen experts' weights, and their sum.
+"""Triton kernels of a mixture of experts: routing, products with the chosen experts' weights, and their sum.
 
-The host learns nothing of the choice, so that a step can be a CUDA graph. A product is started with as many programs as any choice could
-need; each finds its expert from the counts that lie on the device, or has nothing to do. Only weights of chosen experts are read.
-See `ops` for what `route` and `combine` give, in plain form.
+The host never sees the choice, so that a step can be a CUDA graph. A product launches as many programs as any
+choice could need; each finds its expert from counts on the device, or has nothing to do. Only the weights of
+chosen experts are read. `ops` has the plain forms of `route` and `combine`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROUTED_ROWS = 128  # at a time
 
 @triton.jit
 def _chosen(scores, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which are the CHOSEN largest of each row, the first of equals: int32 [ROWS, BLOCK]."""
+    """Mark the CHOSEN largest of each row, the first among equals: int32 [ROWS, BLOCK]."""
     expert = tl.arange(0, BLOCK)[None, :]
     chosen = tl.zeros([ROWS, BLOCK], tl.int32)
     for _ in tl.static_range(CHOSEN):
@@ -39,15 +39,19 @@ def _route(
     for start in range(0, n, ROWS):
         row = start + tl.arange(0, ROWS)
         real = (row < n)[:, None] & (expert < n_experts)[None, :]
-        score = tl.load(scores + row[:, None] * n_experts + expert[None, :], mask=real, other=-float("inf")).to(tl.float32)
+        score = tl.load(
+            scores + row[:, None] * n_experts + expert[None, :], mask=real, other=-float("inf")
+        ).to(tl.float32)
         counts += tl.sum(tl.where(real & mine[None, :], _chosen(score, CHOSEN, ROWS, BLOCK), 0), 0)
     end = tl.cumsum(counts, 0)
     tl.store(ends + expert - first, end, mask=mine)
-    place = end - counts  # of the next pair of each expert
+    place = end - counts  # where each expert's next pair goes
     for start in range(0, n, ROWS):
         row = start + tl.arange(0, ROWS)
         real = (row < n)[:, None] & (expert < n_experts)[None, :]
-        score = tl.load(scores + row[:, None] * n_experts + expert[None, :], mask=real, other=-float("inf")).to(tl.float32)
+        score = tl.load(
+            scores + row[:, None] * n_experts + expert[None, :], mask=real, other=-float("inf")
+        ).to(tl.float32)
         chosen = tl.where(real, _chosen(score, CHOSEN, ROWS, BLOCK), 0)
         likely = tl.where(chosen == 1, tl.exp(score - tl.max(score, 1)[:, None]), 0.0)
         weight = likely / tl.sum(likely, 1)[:, None]
@@ -59,14 +63,15 @@ def _route(
 
 
 def route(scores: Tensor, n_chosen: int, experts: range) -> Choice:
-    """See `ops.route`; weights in float32, `order` and `ends` int32, and what `order` holds behind the last end is undefined."""
+    """As `ops.route`; weights float32, `order` and `ends` int32, `order` undefined after the last end."""
     n, n_experts = scores.shape
     weights = torch.empty(n, n_chosen, dtype=torch.float32, device=scores.device)
     order = torch.empty(n * n_chosen, dtype=torch.int32, device=scores.device)
     ends = torch.empty(len(experts), dtype=torch.int32, device=scores.device)
     _route[(1,)](
         scores, weights, order, ends, n, n_experts, experts.start, len(experts),
-        CHOSEN=n_chosen, ROWS=min(_ROUTED_ROWS, max(16, triton.next_power_of_2(n))), BLOCK=triton.next_power_of_2(n_experts),
+        CHOSEN=n_chosen, ROWS=min(_ROUTED_ROWS, max(16, triton.next_power_of_2(n))),
+        BLOCK=triton.next_power_of_2(n_experts),
     )  # fmt: skip
     return Choice(weights, order, ends)
 
@@ -98,14 +103,18 @@ def _grouped_product(
         left = tl.load(a + at, mask=real[:, None] & (at + depth < n_in)[None, :], other=0.0)
         right = tl.load(b + at, mask=(column < n_out)[None, :] & (at + depth < n_in)[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
-    tl.store(out + pair[:, None] * n_out + column[None, :], total.to(out.dtype.element_ty), mask=real[:, None] & (column < n_out)[None, :])
+    tl.store(
+        out + pair[:, None] * n_out + column[None, :],
+        total.to(out.dtype.element_ty),
+        mask=real[:, None] & (column < n_out)[None, :],
+    )
 
 
 def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Of a program of `grouped_product`: rows, columns, depth of a step, warps, stages of its pipeline."""
+    """Return rows, columns, depth of a step, warps and pipeline stages for a program of `grouped_product`."""
     if dtype == torch.float32:
         return 16, 32, 32, 4, 2
-    # The fastest of seven that were measured on an H200 with Mixtral 8x7B's shapes (docs/engine.md).
+    # The fastest of seven, measured on an H200 with Mixtral 8x7B's shapes (docs/engine.md).
     rows = n_pairs / n_experts  # of an expert, where all are chosen equally often
     if rows <= 8:
         return 16, 64, 128, 4, 4
@@ -113,7 +122,7 @@ def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, i
 
 
 def grouped_product(x: Tensor, weights: Tensor, choice: Choice) -> Tensor:
-    """See `linear.GroupedLinear`: weights [experts, out, in]; rows of pairs of other ranks' experts are undefined."""
+    """As `linear.GroupedLinear`: weights [experts, out, in]; undefined rows for other ranks' experts."""
     n_pairs, (n_experts, n_out, n_in) = len(choice.order), weights.shape
     rows, columns, depth, n_warps, n_stages = tile_shape(n_pairs, n_experts, x.dtype)
     n_chosen = min(n_pairs, n_experts)
@@ -121,8 +130,8 @@ def grouped_product(x: Tensor, weights: Tensor, choice: Choice) -> Tensor:
     out = x.new_empty(n_pairs, n_out)
     _grouped_product[(n_tiles, triton.cdiv(n_out, columns))](
         out, x, weights, choice.order, choice.ends, n_experts, n_out, n_in,
-        SHARE=choice.pairs_per_row(x), BLOCK=triton.next_power_of_2(n_experts), ROWS=rows, COLUMNS=columns, DEPTH=depth,
-        num_warps=n_warps, num_stages=n_stages,
+        SHARE=choice.pairs_per_row(x), BLOCK=triton.next_power_of_2(n_experts),
+        ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip
     return out
 
@@ -135,13 +144,14 @@ def _combine(out, y, weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     for place in tl.static_range(CHOSEN):
         pair = row * CHOSEN + place
         weight = tl.load(weights + pair)
-        there = tl.where(weight == 0, 0, width)  # of another rank's expert nothing was computed, and what lies there may be no number
+        # Nothing was computed for another rank's expert: the memory may hold NaN.
+        there = tl.where(weight == 0, 0, width)
         total += weight * tl.load(y + pair * width + column, mask=column < there, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
 def combine(y: Tensor, weights: Tensor) -> Tensor:
-    """See `ops.combine`."""
+    """As `ops.combine`."""
     (n, n_chosen), width = weights.shape, y.shape[1]
     out = y.new_empty(n, width)
     _combine[(n, triton.cdiv(width, 1024))](out, y, weights, width, CHOSEN=n_chosen, BLOCK=1024)

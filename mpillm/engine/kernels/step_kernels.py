@@ -1,14 +1,15 @@
-"""Triton kernels for what lies between the matrix products, on NVIDIA GPUs; `ops` has the plain form of those that the CPU uses too.
+"""Triton kernels between the matrix products, on NVIDIA GPUs; `ops` has plain forms for the CPU.
 
-The cache of a layer is [blocks, kv_heads, tokens_per_block, head_dim] (see `kv_cache`); in fp8 it has `scales` [2, kv_heads], None in
-another dtype. `table` [slots, blocks of a sequence] (int32) says
-in which block a sequence's tokens lie; a row of a step is a token, with the slot of its sequence and its position there.
-Attention is computed as in FlashAttention-2 (Dao, 2023), over blocks where they lie as in PagedAttention (Kwon et al., 2023), and decode is
-split over the context as in Flash-Decoding (Dao et al., 2023): all query heads that share a KV head are rows of one product.
-Everything is summed in float32.
+The cache of a layer is [blocks, kv_heads, tokens_per_block, head_dim] (see `kv_cache`); in fp8 it has
+`scales` [2, kv_heads], None in another dtype. `table` [slots, blocks of a sequence] (int32) names the blocks
+of a sequence; a row of a step is a token, with the slot of its sequence and its position there. Attention is
+computed as in FlashAttention-2 (Dao, 2023), over blocks in place as in PagedAttention (Kwon et al., 2023);
+decode is split over the context as in Flash-Decoding (Dao et al., 2023): all query heads that share a KV head
+are rows of one product. All sums are float32.
 
-What a kernel is compiled for must not depend on a step's rows but through powers of two, or the warm-up would miss some of it (see `gpu`).
-So where parts of one buffer begin, which their alignment depends on, is kept out of it.
+A kernel's compilation may depend on the number of rows only through powers of two, or the warm-up would miss
+variants (see `gpu_worker`). So it must not depend on alignment, which varies with where parts of a buffer
+begin.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ _LOG2_E = math.log2(math.e)
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none
 _LARGEST = tl.constexpr(448.0)  # fp8 number
 _LEAST_ROWS = 16  # of a tensor core's product
-_CONTEXT_ROWS = {torch.bfloat16: 128, torch.float32: 16}  # query rows of one program, over all heads that share a KV head
-# Of decode, without and with an fp8 cache, as measured on an H200 (docs/engine.md): warps of a program and stages of its pipeline, where a
-# sequence has one program for each KV head, and where its context is split.
+# Query rows of one program, over all heads that share a KV head.
+_CONTEXT_ROWS = {torch.bfloat16: 128, torch.float32: 16}
+# For decode, without and with an fp8 cache, measured on an H200 (docs/engine.md): warps of a program and
+# pipeline stages, for a sequence with one program per KV head, and for one whose context is split.
 _DECODE = {False: ((4, 3), (4, 5)), True: ((2, 2), (4, 2))}
-_PROGRAMS = 512  # about as many as run at once on a large GPU: decode splits contexts until there are so many
+_PROGRAMS = 512  # about as many as a large GPU runs at once: decode splits contexts to have as many
 _MOST_SPLITS = 16
 
 
@@ -52,18 +54,23 @@ def _embed(out, weight, tokens, slots, last, first_row, n_rows, width, BLOCK: tl
 
 
 def embed(weight: Tensor, tokens: Tensor, slots: Tensor, last: Tensor, first: int) -> Tensor:
-    """Rows of `weight` [vocabulary, hidden] for `tokens` [n] (int64), zero for those outside [first, first + vocabulary).
+    """Return rows of `weight` [vocabulary, hidden] for `tokens` [n] (int64).
 
-    A token of -1 stands for the last one of its sequence, last[slot] (int64).
+    Zero for tokens outside [first, first + vocabulary). Token -1 stands for the last one of its sequence,
+    last[slot] (int64).
     """
     n, width = len(tokens), weight.shape[1]
     out = weight.new_empty(n, width)
-    _embed[(n, triton.cdiv(width, 1024))](out, weight, tokens, slots, last, first, weight.shape[0], width, BLOCK=1024)
+    _embed[(n, triton.cdiv(width, 1024))](
+        out, weight, tokens, slots, last, first, weight.shape[0], width, BLOCK=1024
+    )
     return out
 
 
 @triton.jit
-def _add_norm(out, scales, x, delta, weight, width, eps, ADDS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm(
+    out, scales, x, delta, weight, width, eps, ADDS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     real = column < width
@@ -75,14 +82,24 @@ def _add_norm(out, scales, x, delta, weight, width, eps, ADDS: tl.constexpr, ROU
     scale = tl.rsqrt(tl.sum(value * value) / width + eps)
     normed = value * scale * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
     if ROUNDS:
-        # Through the model's type, so that what is rounded is what a product without this would round.
-        store_rounded(out, scales, tl.program_id(0).to(tl.int64), width, column, normed.to(x.dtype.element_ty).to(tl.float32), _LARGEST)
+        # Through the model's type, so that this rounds the same values as a separate kernel would.
+        store_rounded(
+            out,
+            scales,
+            tl.program_id(0).to(tl.int64),
+            width,
+            column,
+            normed.to(x.dtype.element_ty).to(tl.float32),
+            _LARGEST,
+        )
     else:
         tl.store(out + row + column, normed.to(out.dtype.element_ty), mask=real)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounds: bool = False) -> Tensor | Rounded:
-    """x += delta, and the RMS norm of x times weight: x, delta [n, hidden]; with `rounds` in fp8 (see `Linear.rounds`)."""
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounds: bool = False
+) -> Tensor | Rounded:
+    """As `ops.add_norm`: x, delta [n, hidden]; with `rounds` the result is fp8 (see `Linear.rounds`)."""
     n, width = x.shape
     block = triton.next_power_of_2(width)
     adds = delta is not None
@@ -117,12 +134,14 @@ def _silu_mul_rounded(out, scales, gate_up, width, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up: Tensor, rounds: bool = False) -> Tensor | Rounded:
-    """silu(gate) * up of gate_up [n, 2 * intermediate], the gate's columns first; with `rounds` in fp8 (see `Linear.rounds`)."""
+    """As `ops.silu_mul`: gate_up [n, 2 * intermediate]; with `rounds` in fp8 (see `Linear.rounds`)."""
     n, width = len(gate_up), gate_up.shape[1] // 2
     if rounds:
         rounded, block = new_rounded(n, width, gate_up), triton.next_power_of_2(width)
         n_warps = min(32, max(1, block // 512))
-        _silu_mul_rounded[(n,)](rounded.numbers, rounded.scales, gate_up, width, BLOCK=block, num_warps=n_warps)
+        _silu_mul_rounded[(n,)](
+            rounded.numbers, rounded.scales, gate_up, width, BLOCK=block, num_warps=n_warps
+        )
         return rounded
     out = gate_up.new_empty(n, width)
     _silu_mul[(n, triton.cdiv(width, 1024))](out, gate_up, width, BLOCK=1024)
@@ -132,8 +151,8 @@ def silu_mul(gate_up: Tensor, rounds: bool = False) -> Tensor | Rounded:
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _rotate_store(
     qkv, keys, values, scales, rotations, table, slots, positions, n_per_slot,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
-    SCALED: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -143,16 +162,19 @@ def _rotate_store(
     real = (head < H + 2 * K) & (column < D)
     at = qkv + (row * (H + 2 * K) + head) * D
     x = tl.load(at + column, mask=real, other=0.0)
-    other = tl.load(at + (column ^ 1), mask=real & (head < H + K), other=0.0).to(tl.float32)  # the other value of a pair
+    # The other value of the pair.
+    other = tl.load(at + (column ^ 1), mask=real & (head < H + K), other=0.0).to(tl.float32)
     turn = rotations + position * D + (column // 2) * 2
     cosine, sine = tl.load(turn, mask=column < D, other=0.0), tl.load(turn + 1, mask=column < D, other=0.0)
     turned = (x.to(tl.float32) * cosine + tl.where(column % 2 == 0, -other, other) * sine).to(x.dtype)
-    tl.debug_barrier()  # `other` was read by another thread than the one that writes there
+    tl.debug_barrier()  # another thread than the writer has read `other`
     tl.store(at + column, turned, mask=real & (head < H))
     cell = ((block * K + (head - H) % K) * SIZE + position % SIZE) * D + column
     held = tl.where(head < H + K, turned, x)
     if SCALED:
-        held = held.to(tl.float32) / tl.load(scales + head - H, mask=(head >= H) & (head < H + 2 * K), other=1.0)
+        held = held.to(tl.float32) / tl.load(
+            scales + head - H, mask=(head >= H) & (head < H + 2 * K), other=1.0
+        )
         held = tl.minimum(tl.maximum(held, -_LARGEST), _LARGEST)
     held = held.to(keys.dtype.element_ty)
     tl.store(keys + cell, held, mask=real & (head >= H) & (head < H + K))
@@ -170,25 +192,27 @@ def rotate_store(
     positions: Tensor,
     n_heads: int,
 ) -> None:
-    """Turn queries in place, put turned keys and values into the cache.
+    """Rotate queries in place; store rotated keys, and values, in the cache.
 
-    qkv [n, heads + 2 * kv_heads, head_dim]; keys, values, scales: a layer's cache; rotations [positions, head_dim] (float32): cosine and
-    sine of each pair; slots, positions [n] (int64).
+    qkv [n, heads + 2 * kv_heads, head_dim]; keys, values, scales: a layer's cache; rotations [positions,
+    head_dim] (float32): cosine and sine of each pair; slots, positions [n] (int64).
     """
     n, all_heads, d = qkv.shape
     k, size = keys.shape[1:3]
     heads = 8
     _rotate_store[(n, triton.cdiv(all_heads, heads))](
-        qkv, keys, values, rotations if scales is None else scales, rotations, table, slots, positions, table.stride(0),
-        H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=triton.next_power_of_2(d), SCALED=scales is not None, num_warps=4,
+        qkv, keys, values, rotations if scales is None else scales, rotations, table, slots, positions,
+        table.stride(0), H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=triton.next_power_of_2(d),
+        SCALED=scales is not None, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit
 def _operand(q):
-    """Queries as they meet fp8 keys: float16 where they are bfloat16. The chip widens fp8 to float16, and no way but through it.
+    """Return queries for products with fp8 keys: bfloat16 as float16, to which alone the GPU widens fp8.
 
-    A key or a value in fp8 is a float16 exactly. A query loses what is smaller than 2^-24, and is cut off at 65,504.
+    float16 holds fp8 keys and values exactly. A query loses what is smaller than 2^-24, and is clipped at
+    65,504.
     """
     if q.dtype == tl.bfloat16:
         q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
@@ -197,8 +221,8 @@ def _operand(q):
 
 @triton.jit
 def _low(both):
-    """Of pairs of fp8 numbers (int16) the first ones, over 256, as float16: e4m3's bits, moved, are those of a float16."""
-    if ASSEMBLY:  # for two pairs at a time
+    """Return the first of each pair of fp8 numbers (int16), over 256, as float16: bits moved into place."""
+    if ASSEMBLY:  # two pairs at a time
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c;
@@ -215,7 +239,7 @@ def _low(both):
 
 @triton.jit
 def _high(both):
-    """As `_low`, the second ones."""
+    """As `_low`, for the second ones."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
             """{
@@ -233,14 +257,14 @@ def _high(both):
 @triton.jit
 def _attend(
     q, first, last, limit, block_row, keys, values, head, scale,
-    K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    PAIRED: tl.constexpr = False,
+    K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, PAIRED: tl.constexpr = False,
 ):  # fmt: skip
-    """Tokens [first, last) of a sequence, each seen by the rows whose `limit` is not below its position.
+    """Attend to tokens [first, last) of a sequence, in each row up to position `limit`.
 
-    q is of the type that is computed in: what the cache holds is widened to it. PAIRED: `values` are pairs of fp8 numbers, as int16; tensor
-    cores want values of consecutive tokens side by side, which can be had of 16 bits at a time alone. Gives weighted values
-    [ROWS, BLOCK_D], and for each row the sum and the logarithm's (base 2) offset of the weights.
+    The cache's content is widened to q's type. PAIRED: `values` are pairs of fp8 numbers, as int16: tensor
+    cores want values of consecutive tokens side by side, which is possible only 16 bits at a time. Returns
+    weighted values [ROWS, BLOCK_D], and for each row the sum of the weights and their offset (log2).
     """
     d, pair = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     best = tl.full([ROWS], -float("inf"), tl.float32)
@@ -265,11 +289,17 @@ def _attend(
         total = total * shrink + tl.sum(weight, 1)
         weight = weight.to(q.dtype)
         if PAIRED:
-            both = tl.load(values + (cell // 2)[:, None] + pair[None, :], mask=real[:, None] & (pair[None, :] < D // 2), other=0)
+            both = tl.load(
+                values + (cell // 2)[:, None] + pair[None, :],
+                mask=real[:, None] & (pair[None, :] < D // 2),
+                other=0,
+            )
             even = tl.dot(weight, _low(both).to(q.dtype), even * shrink[:, None], input_precision="ieee")
             odd = tl.dot(weight, _high(both).to(q.dtype), odd * shrink[:, None], input_precision="ieee")
         else:
-            value = tl.load(values + cell[:, None] + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)
+            value = tl.load(
+                values + cell[:, None] + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0
+            )
             out = tl.dot(weight, value.to(q.dtype), out * shrink[:, None], input_precision="ieee")
         best = highest
     if PAIRED:
@@ -300,11 +330,15 @@ def _decode(
     limit = tl.full([ROWS], 0, tl.int32) + position
     block_row = table + tl.load(slots + row) * n_per_slot
     last = tl.minimum(first + share, position + 1)
-    result, total, best = _attend(q, first, last, limit, block_row, keys, values, head, scale, K, D, SIZE, ROWS, BLOCK_D, TILE, SCALED)
+    result, total, best = _attend(
+        q, first, last, limit, block_row, keys, values, head, scale, K, D, SIZE, ROWS, BLOCK_D, TILE, SCALED
+    )
     result *= value_scale
     at = row * H + query
     if SPLITS == 1:
-        tl.store(out + at[:, None] * D + d[None, :], (result / total[:, None]).to(out.dtype.element_ty), mask=real)
+        tl.store(
+            out + at[:, None] * D + d[None, :], (result / total[:, None]).to(out.dtype.element_ty), mask=real
+        )
     else:
         at = at * SPLITS + split
         tl.store(parts + at[:, None] * D + d[None, :], result, mask=real)
@@ -313,14 +347,29 @@ def _decode(
 
 
 @triton.jit(do_not_specialize_on_alignment=["sums", "bests"])
-def _join(out, parts, sums, bests, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+def _join(
+    out,
+    parts,
+    sums,
+    bests,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     best = tl.load(bests + at * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
     weight = tl.exp2(best - tl.max(best))
     total = tl.sum(weight * tl.load(sums + at * SPLITS + split, mask=split < SPLITS, other=0.0))
-    part = tl.load(parts + (at * SPLITS + split[:, None]) * D + d[None, :], mask=(split < SPLITS)[:, None] & (d < D)[None, :], other=0.0)
-    tl.store(out + at * D + d, (tl.sum(part * weight[:, None], 0) / total).to(out.dtype.element_ty), mask=d < D)
+    part = tl.load(
+        parts + (at * SPLITS + split[:, None]) * D + d[None, :],
+        mask=(split < SPLITS)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    tl.store(
+        out + at * D + d, (tl.sum(part * weight[:, None], 0) / total).to(out.dtype.element_ty), mask=d < D
+    )
 
 
 def decode_attention(
@@ -334,7 +383,7 @@ def decode_attention(
     out: Tensor,
     n_heads: int,
 ) -> None:
-    """One new token a row, whose key and value are stored already: `rotate_store`'s arguments to out [n, heads * head_dim]."""
+    """Attend with one new token per row: out [n, heads * head_dim]; other arguments as `rotate_store`'s."""
     n, _, d = qkv.shape
     k, size = keys.shape[1:3]
     if scales is not None:
@@ -345,10 +394,10 @@ def decode_attention(
     parts = out if splits == 1 else qkv.new_empty(n, n_heads, splits, d, dtype=torch.float32)
     sums, bests = (out, out) if splits == 1 else qkv.new_empty(2, n, n_heads, splits, dtype=torch.float32)
     _decode[(k, n, splits)](
-        qkv, keys, values, out if scales is None else scales, table, slots, positions, out, parts, sums, bests,
-        table.stride(0), _LOG2_E / math.sqrt(d),
-        H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=64, SPLITS=splits, SCALED=scales is not None,
-        num_warps=n_warps, num_stages=n_stages,
+        qkv, keys, values, out if scales is None else scales, table, slots, positions, out, parts, sums,
+        bests, table.stride(0), _LOG2_E / math.sqrt(d),
+        H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=64, SPLITS=splits,
+        SCALED=scales is not None, num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip
     if splits > 1:
         _join[(n * n_heads,)](out, parts, sums, bests, D=d, BLOCK_D=block_d, SPLITS=splits, BLOCK_S=splits)
@@ -357,8 +406,8 @@ def decode_attention(
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
 def _context(
     qkv, keys, values, scales, table, tiles, out, n_per_slot, scale,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
-    SCALED: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tiles + tl.program_id(1) * 4
     G: tl.constexpr = H // K
@@ -374,33 +423,44 @@ def _context(
         scale *= tl.load(scales + head)
         value_scale = tl.load(scales + K + head)
     block_row = table + slot * n_per_slot
-    limit = position + tl.minimum(token, n - 1)  # rows that are none see something, so that nothing is divided by zero
-    result, total, _ = _attend(q, 0, position + n, limit, block_row, keys, values, head, scale, K, D, SIZE, ROWS, BLOCK_D, TILE)
+    # Padding rows see something, so that nothing is divided by zero.
+    limit = position + tl.minimum(token, n - 1)
+    result, total, _ = _attend(
+        q, 0, position + n, limit, block_row, keys, values, head, scale, K, D, SIZE, ROWS, BLOCK_D, TILE
+    )
     at = ((row + token) * H + query)[:, None] * D + d[None, :]
     tl.store(out + at, (result * value_scale / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
 def context_tile(n_heads: int, n_kv_heads: int, dtype: torch.dtype) -> int:
-    """Query tokens of one program of `context_attention`."""
+    """Return the query tokens of one program of `context_attention`."""
     return max(1, _CONTEXT_ROWS[dtype] // (n_heads // n_kv_heads))
 
 
 def context_attention(
-    qkv: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, table: Tensor, tiles: Tensor, out: Tensor, n_heads: int
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
+    table: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    n_heads: int,
 ) -> None:
-    """Several new tokens of a sequence, which see each other as far as they are behind, and everything before them.
+    """Attend with several new tokens per sequence, causally, to them and to everything before.
 
-    tiles [m, 4] (int64): first row, rows (at most `context_tile`), position of the first, slot. The rest is as in `decode_attention`.
+    tiles [m, 4] (int64): first row, rows (at most `context_tile`), position of the first, slot. The rest as
+    in `decode_attention`.
     """
     d = qkv.shape[2]
     k, size = keys.shape[1:3]
     group = n_heads // k
     rows = max(_LEAST_ROWS, triton.next_power_of_2(context_tile(n_heads, k, qkv.dtype) * group))
     _context[(k, len(tiles))](
-        qkv, keys, values, out if scales is None else scales, table, tiles, out, table.stride(0), _LOG2_E / math.sqrt(d),
-        H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=max(16, triton.next_power_of_2(d)),
-        TILE=64 if qkv.dtype == torch.bfloat16 else 32, SCALED=scales is not None,
-        num_warps=8, num_stages=2,
+        qkv, keys, values, out if scales is None else scales, table, tiles, out, table.stride(0),
+        _LOG2_E / math.sqrt(d), H=n_heads, K=k, D=d, SIZE=size, ROWS=rows,
+        BLOCK_D=max(16, triton.next_power_of_2(d)), TILE=64 if qkv.dtype == torch.bfloat16 else 32,
+        SCALED=scales is not None, num_warps=8, num_stages=2,
     )  # fmt: skip
 
 
@@ -424,7 +484,7 @@ def _copy_blocks(
     n_tokens, address = tl.load(table + 2 * n + i), tl.load(table + 3 * n + i)
     layer, head = (part // N_PIECE_HEADS).to(tl.int64), part % N_PIECE_HEADS
     held = ((layer * n_blocks + block) * n_heads + first_head + head) * (SIZE * DIM)
-    # Of a key; values lie behind all keys of the layer.
+    # A key's; values come after all keys of the layer.
     piece = address.to(keys.dtype) + ((2 * layer * N_PIECE_HEADS + head) * n_tokens + first) * DIM
     value = N_PIECE_HEADS * n_tokens * DIM
     end = tl.minimum(n_tokens - first, SIZE) * DIM
@@ -440,12 +500,17 @@ def _copy_blocks(
             tl.store(values + held + at, tl.load(value_there, mask=real), mask=real)
 
 
-def copy_blocks(keys: Tensor, values: Tensor, table: Tensor, first_head: int, n_heads: int, into_pieces: bool) -> None:
-    """Between layers of the cache, [layers, blocks, kv_heads, tokens_per_block, head_dim], and pieces of several handoffs.
+def copy_blocks(
+    keys: Tensor, values: Tensor, table: Tensor, first_head: int, n_heads: int, into_pieces: bool
+) -> None:
+    """Copy blocks of the cache into pieces of several handoffs, or back.
 
-    A piece is contiguous, [layers, 2, heads, tokens, head_dim]; its heads are `n_heads` of the cache's from `first_head` on. `table`
-    (int64 [4, n]) says which blocks: number, index of its first token, how many tokens the piece has, the piece's address.
+    keys, values: [layers, blocks, kv_heads, tokens_per_block, head_dim]. A piece is contiguous, [layers, 2,
+    heads, tokens, head_dim]; its heads are `n_heads` of the cache's from `first_head` on. `table` (int64
+    [4, n]) has for each block its number, the index of its first token, the piece's tokens and its address.
     """
     n_layers, n_blocks, n_held, size, dim = keys.shape
     block, n = min(2048, triton.next_power_of_2(size * dim)), table.shape[1]
-    _copy_blocks[(n, n_layers * n_heads)](keys, values, table, n, n_blocks, first_head, n_held, n_heads, size, dim, into_pieces, block)
+    _copy_blocks[(n, n_layers * n_heads)](
+        keys, values, table, n, n_blocks, first_head, n_held, n_heads, size, dim, into_pieces, block
+    )

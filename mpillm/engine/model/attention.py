@@ -90,7 +90,9 @@ class _Behind:
 class StepAttention:
     """What all layers of a step share: made once per step, called once per layer."""
 
-    def __init__(self, spans: list[Span], cache: KVCache, n_heads: int, rotations: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spans: list[Span], cache: KVCache, n_heads: int, rotations: Tensor, dtype: torch.dtype
+    ) -> None:
         """`spans` in the order of the step's rows, those with one new token first.
 
         `rotations`: complex64 [positions, head_dim / 2]. `dtype` is that of queries, keys and values; the
@@ -105,7 +107,10 @@ class StepAttention:
         self._contexts = self._plan_contexts(spans[n_decode:], n_decode)
         positions = np.concatenate([np.arange(span.n_cached, span.n_cached + span.n_new) for span in spans])
         blocks = np.concatenate(
-            [np.repeat(_used(span, self._size), self._size)[span.n_cached : span.n_cached + span.n_new] for span in spans]
+            [
+                np.repeat(_used(span, self._size), self._size)[span.n_cached : span.n_cached + span.n_new]
+                for span in spans
+            ]
         )
         self._rotations = rotations[torch.from_numpy(positions)][:, None]
         self._slots = (torch.from_numpy(blocks), torch.from_numpy(positions % self._size))
@@ -128,7 +133,9 @@ class StepAttention:
             if isinstance(context, _Together):
                 out[context.real] = self._attend_together(context, qkv)
             else:
-                out[context.start : context.end] = self._attend_behind(context, qkv[context.start : context.end, :h], *pools)
+                out[context.start : context.end] = self._attend_behind(
+                    context, qkv[context.start : context.end, :h], *pools
+                )
         return out
 
     def _pools(self, layer: int) -> tuple[_Pool, _Pool]:
@@ -145,7 +152,10 @@ class StepAttention:
         h, size, n = self._n_heads, self._size, len(spans)
         lengths = np.array([span.n_cached + 1 for span in spans])
         counts = -(-lengths // size)
-        wanted = np.fromiter(itertools.chain.from_iterable(span.blocks[:c] for span, c in zip(spans, counts, strict=True)), np.int64)
+        wanted = np.fromiter(
+            itertools.chain.from_iterable(span.blocks[:c] for span, c in zip(spans, counts, strict=True)),
+            np.int64,
+        )
         # Sequences with a common prefix share blocks: each gets a copy, because here a block has one owner.
         is_shared = np.bincount(wanted).max() > 1
         in_place = not is_shared and int(wanted.max()) + 1 <= _MAX_UNOWNED * len(wanted) + 1
@@ -163,7 +173,9 @@ class StepAttention:
         owner[members], owner_column[members] = sequence, column
         mask = np.zeros((n_blocks, size), np.float32)
         mask[NULL_BLOCK] = -np.inf
-        mask[members] = np.where(column[:, None] * size + np.arange(size) < lengths[sequence][:, None], 0, -np.inf)
+        mask[members] = np.where(
+            column[:, None] * size + np.arange(size) < lengths[sequence][:, None], 0, -np.inf
+        )
         heads = np.arange(h)
         to_rows = table[:, None, :] * h + heads[:, None]
         to_blocks = (owner[:, None] * h + heads) * longest + owner_column[:, None]
@@ -182,7 +194,11 @@ class StepAttention:
     def _attend_decode(self, plan: _Decode, q: Tensor, *pools: _Pool) -> Tensor:
         h, k, d, size = self._n_heads, self._n_kv_heads, self._head_dim, self._size
         keys, values = (
-            widened(held[: plan.n_blocks] if plan.blocks is None else held.index_select(0, plan.blocks), q.dtype, scales).view(-1, size, d)
+            widened(
+                held[: plan.n_blocks] if plan.blocks is None else held.index_select(0, plan.blocks),
+                q.dtype,
+                scales,
+            ).view(-1, size, d)
             for held, scales in pools
         )
         queries = q.index_select(0, plan.owner).view(plan.n_blocks * k, h // k, d)
@@ -205,7 +221,9 @@ class StepAttention:
             else:
                 n = span.n_cached + span.n_new
                 visible = torch.arange(n) <= torch.arange(span.n_cached, n)[:, None]
-                plans.append(_Behind(row, row + span.n_new, torch.from_numpy(_used(span, self._size)), n, visible))
+                plans.append(
+                    _Behind(row, row + span.n_new, torch.from_numpy(_used(span, self._size)), n, visible)
+                )
             row += span.n_new
         fresh.sort(reverse=True)
         while fresh:
@@ -218,27 +236,34 @@ class StepAttention:
             is_real = columns < lengths
             padded = np.where(is_real, starts + columns, starts).reshape(-1)
             kept = np.flatnonzero(is_real)
-            plans.append(_Together(n, torch.from_numpy(padded), torch.from_numpy(kept), torch.from_numpy(padded[kept])))
+            plans.append(
+                _Together(n, torch.from_numpy(padded), torch.from_numpy(kept), torch.from_numpy(padded[kept]))
+            )
             fresh = fresh[n:]
         return plans
 
     def _attend_together(self, plan: _Together, qkv: Tensor) -> Tensor:
         h, k = self._n_heads, self._n_kv_heads
         padded = qkv.index_select(0, plan.padded).view(plan.n, -1, h + 2 * k, self._head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(padded[:, :h], padded[:, h : h + k], padded[:, h + k :], is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            padded[:, :h], padded[:, h : h + k], padded[:, h + k :], is_causal=True, enable_gqa=True
+        )
         return out.transpose(1, 2).reshape(len(plan.padded), -1).index_select(0, plan.kept)
 
     def _attend_behind(self, plan: _Behind, q: Tensor, *pools: _Pool) -> Tensor:
         seen = (widened(held.index_select(0, plan.blocks), q.dtype, scales) for held, scales in pools)
-        keys, values = (x.transpose(0, 1).reshape(1, self._n_kv_heads, -1, self._head_dim)[:, :, : plan.n_tokens] for x in seen)
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=plan.mask, enable_gqa=True)
+        keys, values = (
+            x.transpose(0, 1).reshape(1, self._n_kv_heads, -1, self._head_dim)[:, :, : plan.n_tokens]
+            for x in seen
+        )
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], keys, values, attn_mask=plan.mask, enable_gqa=True
+        )
         return out[0].transpose(0, 1).reshape(len(q), -1)
 
 
 def _rotate(x: Tensor, rotations: Tensor) -> None:
-    """Rotate the pairs of x [rows, heads, head_dim] in place by rotations [rows, 1, head_dim / 2]
-    (complex64).
-    """
+    """Rotate x's pairs in place: x [rows, heads, head_dim], rotations [rows, 1, head_dim / 2] (complex64)."""
     if x.dtype == torch.float32:
         torch.view_as_complex(x.view(*x.shape[:2], -1, 2)).mul_(rotations)
     else:

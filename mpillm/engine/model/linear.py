@@ -38,9 +38,7 @@ class Linear:
         return _product(x, self._weight)
 
     def rounds(self, n_rows: int) -> bool:
-        """Return whether it takes this many rows as `Rounded`: whoever computes x can round it and save a
-        pass.
-        """
+        """Return whether it takes this many rows as `Rounded`: rounding x where it is made saves a pass."""
         return False
 
 
@@ -62,7 +60,11 @@ class Int8Linear(Linear):
             return torch._weight_int8pack_mm(x, self._weight, self._ones).mul_(self._scales)
         wide = x if _packs() else x.float()  # without AVX-512, bfloat16 is slower than float32
         pieces = torch.split(self._weight, max(1, _PIECE // self.in_features))
-        return torch.cat([_product(wide, piece.to(wide.dtype)) for piece in pieces], dim=1).mul_(self._scales).to(x.dtype)
+        return (
+            torch.cat([_product(wide, piece.to(wide.dtype)) for piece in pieces], dim=1)
+            .mul_(self._scales)
+            .to(x.dtype)
+        )
 
 
 class Fp8Linear(Linear):
@@ -90,7 +92,12 @@ class Fp8Linear(Linear):
             return fp8_kernels.product(numbers, row_scales, self._weight, self._scales, self._arrived, dtype)
         # With scales for rows the result is always bfloat16.
         return torch._scaled_mm(
-            numbers, self._weight.t(), scale_a=row_scales, scale_b=self._scales, out_dtype=torch.bfloat16, use_fast_accum=True
+            numbers,
+            self._weight.t(),
+            scale_a=row_scales,
+            scale_b=self._scales,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
         ).to(dtype)
 
     def rounds(self, n_rows: int) -> bool:
@@ -158,7 +165,11 @@ def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Li
         return Linear(weight)
     if weight.dtype == torch.int8:
         return Int8Linear(weight, scales)
-    return Linear(dequantize_rows(weight, scales, dtype)) if weight.device.type == "cpu" else Fp8Linear(weight, scales)
+    return (
+        Linear(dequantize_rows(weight, scales, dtype))
+        if weight.device.type == "cpu"
+        else Fp8Linear(weight, scales)
+    )
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

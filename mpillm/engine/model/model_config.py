@@ -56,7 +56,10 @@ class ModelConfig:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that a checkpoint must have."""
         h, d = self.hidden_size, self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, h), "model.norm.weight": (h,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, h),
+            "model.norm.weight": (h,),
+        }
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, h)
         for i in range(self.n_layers):
@@ -72,14 +75,20 @@ class ModelConfig:
             parts = [(f"model.layers.{i}.mlp", mlp)]
             if self.n_experts:
                 shapes[f"model.layers.{i}.block_sparse_moe.gate.weight"] = (self.n_experts, h)
-                parts = [(f"model.layers.{i}.block_sparse_moe.experts.{e}", ("w1", "w3", "w2")) for e in range(self.n_experts)]
+                parts = [
+                    (f"model.layers.{i}.block_sparse_moe.experts.{e}", ("w1", "w3", "w2"))
+                    for e in range(self.n_experts)
+                ]
             for prefix, (gate, up, down) in parts:
-                shapes[f"{prefix}.{gate}.weight"] = shapes[f"{prefix}.{up}.weight"] = (self.intermediate_size, h)
+                shapes[f"{prefix}.{gate}.weight"] = shapes[f"{prefix}.{up}.weight"] = (
+                    self.intermediate_size,
+                    h,
+                )
                 shapes[f"{prefix}.{down}.weight"] = (h, self.intermediate_size)
         return shapes
 
     def kv_bytes_per_token(self, dtype: str, tp_size: int = 1, pp_size: int = 1) -> int:
-        """Return the bytes for a cache of `dtype` (float32, bfloat16, fp8), on the rank that holds the most."""
+        """Return the bytes in a cache of `dtype` (float32, bfloat16, fp8), on the rank with the most."""
         layers, heads = -(-self.n_layers // pp_size), max(1, self.n_kv_heads // tp_size)
         return 2 * layers * heads * self.head_dim * {"float32": 4, "bfloat16": 2, "fp8": 1}[dtype]
 
@@ -112,7 +121,8 @@ def locate(model_path: str) -> tuple[Path, Path | None]:
         return preset, None
     known = presets()
     raise ConfigError(
-        f"--model_path {model_path}: no such folder, and no such preset{nearest(model_path, known)}; presets: {', '.join(known)}"
+        f"--model_path {model_path}: no such folder, and no such preset{nearest(model_path, known)};"
+        f" presets: {', '.join(known)}"
     )
 
 
@@ -120,7 +130,9 @@ def architecture_of(raw: dict[str, Any], source: Path) -> str:
     names = raw.get("architectures") or [str(raw.get("model_type"))]
     if names[0] not in SUPPORTED:
         supported = ", ".join(SUPPORTED)
-        raise ConfigError(f"{source}: architecture {names[0]} is not supported by the torch core; supported: {supported}")
+        raise ConfigError(
+            f"{source}: architecture {names[0]} is not supported by the torch core; supported: {supported}"
+        )
     return str(names[0])
 
 
@@ -150,9 +162,14 @@ def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
     hidden, heads = integer("hidden_size"), integer("num_attention_heads")
     kv_heads = integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise ConfigError(
+            f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
     if raw.get("head_dim") is None and hidden % heads:
-        raise ConfigError(f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim")
+        raise ConfigError(
+            f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads},"
+            " and there is no head_dim"
+        )
     head_dim = integer("head_dim", hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings turn pairs")
@@ -165,9 +182,15 @@ def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:
     quantization, kv_quantization = parse_quantization(raw, source)
     experts: dict[str, int] = {}
     if "num_local_experts" in raw:
-        experts = {"n_experts": integer("num_local_experts"), "n_experts_per_token": integer("num_experts_per_tok", 2)}
+        experts = {
+            "n_experts": integer("num_local_experts"),
+            "n_experts_per_token": integer("num_experts_per_tok", 2),
+        }
         if experts["n_experts_per_token"] > experts["n_experts"]:
-            raise ConfigError(f"{source}: num_experts_per_tok {experts['n_experts_per_token']} of {experts['n_experts']} experts")
+            raise ConfigError(
+                f"{source}: num_experts_per_tok {experts['n_experts_per_token']}"
+                f" of {experts['n_experts']} experts"
+            )
     return ModelConfig(
         vocab_size=integer("vocab_size"),
         hidden_size=hidden,
@@ -196,9 +219,15 @@ def _rope_scaling(rope: dict[str, Any], source: Path) -> RopeScaling:
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     }.get(kind)
     if names is None:
-        raise ConfigError(f"{source}: rope type {kind} is not supported by the torch core; supported: default, linear, llama3")
+        raise ConfigError(
+            f"{source}: rope type {kind} is not supported by the torch core;"
+            " supported: default, linear, llama3"
+        )
     if rope.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError(f"{source}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported by the torch core")
+        raise ConfigError(
+            f"{source}: partial_rotary_factor {rope['partial_rotary_factor']}"
+            " is not supported by the torch core"
+        )
     missing = [name for name in names if not isinstance(rope.get(name), (int, float))]
     if missing:
         raise ConfigError(f"{source}: rope type {kind} needs {', '.join(missing)}")

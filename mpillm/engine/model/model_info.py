@@ -73,7 +73,9 @@ def check_fit(config: CoreConfig, info: ModelInfo) -> None:
     Call it before any rank loads. Assumes that nodes are alike, and that each rank holds as much as the
     largest of its instance.
     """
-    weights = max(load_bytes(info.config, stage, info.dtype, info.quantization) for stage in stages(info.layout))
+    weights = max(
+        load_bytes(info.config, stage, info.dtype, info.quantization) for stage in stages(info.layout)
+    )
     # A KV cache of a given size must fit as a whole. The default one is larger than one sequence, but takes
     # memory only as it is used.
     tokens = info.max_seq_len if config.kv_cache_tokens is None else info.kv_cache_tokens
@@ -81,13 +83,19 @@ def check_fit(config: CoreConfig, info: ModelInfo) -> None:
     kind = info.dtype if info.quantization == "none" else info.quantization
     needed, available = (weights + kv_cache) * config.node_ranks, available_bytes()
     if needed > available:
-        each = f"each of the {config.node_ranks} ranks on this node needs" if config.node_ranks > 1 else "it needs"
+        each = (
+            f"each of the {config.node_ranks} ranks on this node needs"
+            if config.node_ranks > 1
+            else "it needs"
+        )
         together = f", {shown(needed)} together" if config.node_ranks > 1 else ""
         raise ConfigError(
-            f"{config.model_path} does not fit: {each} {shown(weights + kv_cache)} of memory "
-            f"({shown(weights)} to load the weights in {kind}, "
-            f"{shown(kv_cache)} of KV cache for {tokens} tokens){together}, and {shown(available)} are available; "
-            "spread it over more nodes (tensor or pipeline parallelism), or set a smaller --kv_cache_tokens or --max_seq_len",
+            f"{config.model_path} does not fit: {each} {shown(weights + kv_cache)} of memory"
+            f" ({shown(weights)} to load the weights in {kind},"
+            f" {shown(kv_cache)} of KV cache for {tokens} tokens){together},"
+            f" and {shown(available)} are available;"
+            " spread it over more nodes (tensor or pipeline parallelism),"
+            " or set a smaller --kv_cache_tokens or --max_seq_len",
             about=["kv_cache_tokens", "max_seq_len"],
         )
 
@@ -102,14 +110,25 @@ def model_info(config: CoreConfig) -> ModelInfo:
     """
     if not config.model_path:
         known = ", ".join(presets())
-        raise ConfigError(f"--core_type {config.core_type} needs --model_path: a folder, or one of {known}", about=["core_type"])
+        raise ConfigError(
+            f"--core_type {config.core_type} needs --model_path: a folder, or one of {known}",
+            about=["core_type"],
+        )
     for name, allowed in _CHOICES.items():
         if (value := getattr(config, name)) not in allowed:
-            raise ConfigError(f"--{name} {value}: not one of {', '.join(allowed)}{nearest(value, allowed)}", about=[name])
+            raise ConfigError(
+                f"--{name} {value}: not one of {', '.join(allowed)}{nearest(value, allowed)}", about=[name]
+            )
     if config.beam_width != 1:
-        raise ConfigError(f"--beam_width {config.beam_width}: must be 1; the torch core has no beam search", about=["beam_width"])
+        raise ConfigError(
+            f"--beam_width {config.beam_width}: must be 1; the torch core has no beam search",
+            about=["beam_width"],
+        )
     if config.options:
-        raise ConfigError(f"--core_options {', '.join(config.options)}: the torch core has no such options", about=["core_options"])
+        raise ConfigError(
+            f"--core_options {', '.join(config.options)}: the torch core has no such options",
+            about=["core_options"],
+        )
     source, folder = locate(config.model_path)
     raw = read_object(source)
     architecture = architecture_of(raw, source)
@@ -118,8 +137,19 @@ def model_info(config: CoreConfig) -> ModelInfo:
     layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
     engine = None if config.engine_dir is None else read_engine(Path(config.engine_dir))
     if engine is not None:
-        check_engine(engine, parse_model(engine.pretrained_config, engine.folder / "config.json"), config, model, folder)
-        model = dataclasses.replace(model, dtype=engine.dtype, quantization=engine.quantization, kv_quantization=engine.kv_quantization)
+        check_engine(
+            engine,
+            parse_model(engine.pretrained_config, engine.folder / "config.json"),
+            config,
+            model,
+            folder,
+        )
+        model = dataclasses.replace(
+            model,
+            dtype=engine.dtype,
+            quantization=engine.quantization,
+            kv_quantization=engine.kv_quantization,
+        )
     elif folder is not None and config.load_format == "auto":
         checkpoint_files(folder, model)
     # Never float16: float32 holds its values exactly.
@@ -128,14 +158,20 @@ def model_info(config: CoreConfig) -> ModelInfo:
     quantization = _quantization(config, model, layout)
     kv_dtype = _kv_dtype(config, model, dtype)
     weights_held = held(quantization, config.gpu_bytes is not None)
-    room = None if config.gpu_bytes is None else gpu_room(config, model, dtype, kv_dtype, weights_held, config.gpu_bytes)
+    room = (
+        None
+        if config.gpu_bytes is None
+        else gpu_room(config, model, dtype, kv_dtype, weights_held, config.gpu_bytes)
+    )
     kv_cache_tokens, max_seq_len = _lengths(config, model, kv_dtype, room)
     return ModelInfo(
         architecture=architecture,
         config=model,
         vocab_size=model.vocab_size,
         max_seq_len=max_seq_len,
-        max_prompt_len=None if config.enable_chunked_context or config.role == "generation" else config.max_num_tokens,
+        max_prompt_len=None
+        if config.enable_chunked_context or config.role == "generation"
+        else config.max_num_tokens,
         n_layers=model.n_layers,
         n_heads=model.n_heads,
         n_kv_heads=model.n_kv_heads,
@@ -159,14 +195,17 @@ def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
             raise ConfigError(f"{size} does not divide the {count} {name} of {config.model_path}")
     if model.n_heads % config.tp_size:
         raise ConfigError(
-            f"tensor_parallel_size {config.tp_size} does not divide the {model.n_heads} attention heads of {config.model_path}"
+            f"tensor_parallel_size {config.tp_size} does not divide the {model.n_heads} attention heads"
+            f" of {config.model_path}"
         )
     if config.pp_size > model.n_layers:
         size = f"pipeline_parallel_size {config.pp_size}"
         raise ConfigError(f"{size} is more than the {model.n_layers} layers of {config.model_path}")
     if config.ep_size > 1:
         if not model.n_experts:
-            raise ConfigError(f"moe_expert_parallel_size {config.ep_size}: {config.model_path} has no experts")
+            raise ConfigError(
+                f"moe_expert_parallel_size {config.ep_size}: {config.model_path} has no experts"
+            )
         for name, count in (("tensor_parallel_size", config.tp_size), ("experts", model.n_experts)):
             if count % config.ep_size:
                 size = f"moe_expert_parallel_size {config.ep_size}"
@@ -175,9 +214,7 @@ def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
 
 @about("quantization")
 def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout) -> str:
-    """Return the engine's quantisation: the checkpoint's, or what a checkpoint of floats is rounded to at
-    load.
-    """
+    """Return the engine's quantisation: the checkpoint's, or that to apply to an unquantised one at load."""
     if config.quantization == "auto":
         quantization = model.quantization
     elif model.quantization in ("none", config.quantization):
@@ -188,20 +225,27 @@ def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout) -> str
     if config.gpu_bytes is None:
         return quantization
     if quantization == "int8":
-        raise ConfigError(f"{config.model_path}: int8 weights run only on CPUs (--device cpu); on a GPU use fp8", about=["device"])
+        raise ConfigError(
+            f"{config.model_path}: int8 weights run only on CPUs (--device cpu); on a GPU use fp8",
+            about=["device"],
+        )
     for name in layout.tensors(model) if quantization == "fp8" else ():
         if is_linear(name):
-            shape = [len(range(n)[part]) for n, part in zip(model.tensors()[name], layout.part(name, model), strict=True)]
+            shape = [
+                len(range(n)[part])
+                for n, part in zip(model.tensors()[name], layout.part(name, model), strict=True)
+            ]
             if any(n % _FP8_MULTIPLE for n in shape):
                 raise ConfigError(
-                    f"{config.model_path}: with tensor_parallel_size {config.tp_size} a rank holds {shape} of {name};"
+                    f"{config.model_path}: with tensor_parallel_size {config.tp_size}"
+                    f" a rank holds {shape} of {name};"
                     f" fp8 products on a GPU need multiples of {_FP8_MULTIPLE}"
                 )
     return quantization
 
 
 def _kv_dtype(config: CoreConfig, model: ModelConfig, dtype: str) -> str:
-    """Return the KV cache's type: the configured one, or fp8 if the checkpoint has scales, or the weights'."""
+    """Return the KV cache's type: as configured, or fp8 if the checkpoint has scales, or the weights'."""
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
         kv_dtype = dtype if model.kv_quantization == "none" else model.kv_quantization
@@ -224,7 +268,10 @@ def _lengths(config: CoreConfig, model: ModelConfig, kv_dtype: str, gpu_room: in
             raise ConfigError(f"{name} {getattr(config, name)}: must be at least 1", about=[name])
     wanted = config.max_seq_len
     if wanted is not None and not 1 <= wanted <= model.max_position_embeddings:
-        raise ConfigError(f"max_seq_len {wanted}: {config.model_path} allows 1 to {model.max_position_embeddings}", about=["max_seq_len"])
+        raise ConfigError(
+            f"max_seq_len {wanted}: {config.model_path} allows 1 to {model.max_position_embeddings}",
+            about=["max_seq_len"],
+        )
     longest = wanted or model.max_position_embeddings
     block = config.tokens_per_block
     per_token = model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)
@@ -234,7 +281,9 @@ def _lengths(config: CoreConfig, model: ModelConfig, kv_dtype: str, gpu_room: in
     size = config.kv_cache_tokens
     if size is None:
         assert gpu_room is not None
-        size = min(int(config.kv_cache_fraction * gpu_room) // per_token, config.max_batch_size * longest + block)
+        size = min(
+            int(config.kv_cache_fraction * gpu_room) // per_token, config.max_batch_size * longest + block
+        )
     elif gpu_room is not None and size * per_token > gpu_room:
         needed = f"a KV cache of {size} tokens needs {shown(size * per_token)} on a GPU"
         raise ConfigError(f"{needed}, and the model leaves {shown(gpu_room)}", about=["kv_cache_tokens"])
@@ -242,7 +291,8 @@ def _lengths(config: CoreConfig, model: ModelConfig, kv_dtype: str, gpu_room: in
     given = "" if config.kv_cache_tokens is None else f"--kv_cache_tokens {size}: "
     if tokens == 0 or (wanted is not None and wanted > tokens):
         raise ConfigError(
-            f"{given}a KV cache of {size} tokens (blocks of {block}) does not hold one sequence of {wanted or longest} tokens",
+            f"{given}a KV cache of {size} tokens (blocks of {block})"
+            f" does not hold one sequence of {wanted or longest} tokens",
             about=["kv_cache_tokens", "max_seq_len"],
         )
     return tokens, min(longest, tokens)
@@ -261,7 +311,9 @@ def _end_ids(config: CoreConfig, raw: dict[str, Any], folder: Path | None) -> tu
     ids = value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in ids):
         where = folder / file if folder else file
-        raise ConfigError(f"{where}: eos_token_id {json.dumps(value)}: must be a token id or an array of them")
+        raise ConfigError(
+            f"{where}: eos_token_id {json.dumps(value)}: must be a token id or an array of them"
+        )
     return tuple(ids)
 
 
@@ -272,7 +324,11 @@ def _stop_words(config: CoreConfig, model: ModelConfig, folder: Path | None) -> 
     tokenizer = load_tokenizer(folder, apply_chat_template=False) if texts else None
     words = []
     for word in config.stop_words:
-        tokens = tuple(tokenizer.encode_plain(word)) if isinstance(word, str) and tokenizer else tuple(int(t) for t in word)
+        tokens = (
+            tuple(tokenizer.encode_plain(word))
+            if isinstance(word, str) and tokenizer
+            else tuple(int(t) for t in word)
+        )
         if not tokens or not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
             allowed = f"one or more, each from 0 to {model.vocab_size - 1}"
             raise ConfigError(f"--stop_words {word!r}: tokens {list(tokens)}; must be {allowed}")

@@ -40,7 +40,9 @@ class Attention(Protocol):
 class Ops(Protocol):
     """See `ops`."""
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounds: bool = False) -> Any: ...
+    def add_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounds: bool = False
+    ) -> Any: ...
 
     def silu_mul(self, gate_up: Tensor, rounds: bool = False) -> Any: ...
 
@@ -62,7 +64,7 @@ class Mlp:
         return self.down(self._ops.silu_mul(gate_up, self.down.rounds(len(gate_up))))
 
     def rounds(self, n_rows: int) -> bool:
-        """Of its input, see `Linear.rounds`."""
+        """As `Linear.rounds`, for its input."""
         return self.gate_up.rounds(n_rows)
 
 
@@ -107,7 +109,9 @@ class Llama:
     Holds no state of sequences.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_seq_len: int, groups: Groups, ops: Ops = ops) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, max_seq_len: int, groups: Groups, ops: Ops = ops
+    ) -> None:
         """Read layer by layer from `weights`; ConfigError if a tensor cannot be read."""
         layout = groups.layout
         self.config = config
@@ -132,14 +136,22 @@ class Llama:
         x = self.embedding.index_select(0, torch.where(mine, tokens - self.vocabulary.start, 0))
         return self._groups.all_reduce(x.mul_(mine[:, None]))
 
-    def forward(self, x: Tensor, attention: Attention, wanted: Tensor | None, layer_stored: Callable[[int], None] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        attention: Attention,
+        wanted: Tensor | None,
+        layer_stored: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Run `x`, the step's rows (changed in place), through this stage's layers.
 
         The last stage returns the rows `wanted` (int64; None: all), normed. `layer_stored` is called with
         each of this stage's layers as soon as the cache has its keys and values.
         """
         all_reduce, eps = self._groups.all_reduce, self.config.rms_norm_eps
-        normed = self._ops.add_norm(x, None, self.layers[0].input_norm, eps, self.layers[0].qkv.rounds(len(x)))
+        normed = self._ops.add_norm(
+            x, None, self.layers[0].input_norm, eps, self.layers[0].qkv.rounds(len(x))
+        )
         for i, layer in enumerate(self.layers):
             attended = attention(i, layer.qkv(normed).view(len(x), self._n_heads, self.config.head_dim))
             if layer_stored is not None:
@@ -147,7 +159,9 @@ class Llama:
             is_last = i == len(self.layers) - 1
             if self.lm_head is not None and is_last and wanted is not None:  # nothing reads the other rows
                 x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
-            normed = self._ops.add_norm(x, all_reduce(layer.o(attended)), layer.post_norm, eps, layer.mlp.rounds(len(x)))
+            normed = self._ops.add_norm(
+                x, all_reduce(layer.o(attended)), layer.post_norm, eps, layer.mlp.rounds(len(x))
+            )
             delta = all_reduce(layer.mlp(normed))
             if is_last and self.lm_head is None:
                 return x.add_(delta)
@@ -159,9 +173,7 @@ class Llama:
         return last
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, in the weights' dtype, of `forward`'s result on the last
-        stage.
-        """
+        """Return this rank's columns of the logits, in the weights' dtype, from `forward`'s last stage."""
         assert self.lm_head is not None
         return self.lm_head(normed)
 
@@ -171,7 +183,7 @@ def _length(part: slice) -> int:
 
 
 def _rotations(config: ModelConfig, max_seq_len: int) -> Tensor:
-    """exp(i * position * frequency): complex64 [max_seq_len, head_dim / 2]."""
+    """Return exp(i * position * frequency): complex64 [max_seq_len, head_dim / 2]."""
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     angles = torch.outer(torch.arange(max_seq_len).float(), _scaled(frequencies, config.rope_scaling))
     return torch.polar(torch.ones_like(angles), angles)
@@ -181,6 +193,8 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     if scaling.kind == "llama3":
         # Low frequencies are divided by the factor, high ones kept, those between blended.
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-        keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+        keep = (
+            (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        ).clamp(0, 1)
         return frequencies * (keep + (1 - keep) / scaling.factor)
     return frequencies / scaling.factor

@@ -80,7 +80,10 @@ class MpiGroups(Groups):
         if gathered is None:
             return None
         parts = torch.split(torch.from_numpy(gathered), sizes)
-        return torch.cat([part.view(x.dtype).view(len(x), width) for part, width in zip(parts, widths, strict=True)], dim=-1)
+        return torch.cat(
+            [part.view(x.dtype).view(len(x), width) for part, width in zip(parts, widths, strict=True)],
+            dim=-1,
+        )
 
     def send_hidden(self, x: Tensor) -> None:
         """Send x to the next stage; x must not change afterwards."""
@@ -88,7 +91,10 @@ class MpiGroups(Groups):
 
     def has_hidden(self) -> bool:
         """Return whether something from the previous stage has arrived."""
-        if self._hidden is None and (message := self._pp.Improbe(self._pp.rank - 1, Tag.HIDDEN, self._status)) is not None:
+        if (
+            self._hidden is None
+            and (message := self._pp.Improbe(self._pp.rank - 1, Tag.HIDDEN, self._status)) is not None
+        ):
             buffer = np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
             # Not Mrecv: a large message needs its sender's help, and the sender may be in its next step.
             self._hidden = message.Irecv((buffer, self._mpi.BYTE)), buffer

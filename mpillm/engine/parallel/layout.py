@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 ALL = slice(None)
 # Projections with the same input are one matrix in the engine, with their outputs concatenated.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+}
 
 
 def share(n: int, rank: int, size: int) -> slice:
@@ -68,9 +72,7 @@ class Layout:
         return range(config.n_experts)[share(config.n_experts, self.tp_rank % self.ep_size, self.ep_size)]
 
     def part(self, name: str, config: ModelConfig) -> tuple[slice, slice]:
-        """Return this rank's rows and columns of a parameter of its own (see `tensors`), by Hugging Face
-        name.
-        """
+        """Return this rank's rows and columns of one of its parameters (`tensors`), by Hugging Face name."""
         d = config.head_dim
         match name.split(".")[-2]:
             case "embed_tokens" | "lm_head":
@@ -121,9 +123,7 @@ class Layout:
         return sizes
 
     def n_bytes(self, config: ModelConfig, width: int, quantization: str) -> int:
-        """Return the bytes of this rank's parameters: floats of `width` bytes, 8-bit weights with their
-        scales.
-        """
+        """Return the bytes of this rank's parameters: floats of `width` bytes, 8-bit weights with scales."""
         shapes, n_bytes = config.tensors(), 0
         for name, n in self.sizes(config).items():
             if quantization != "none" and is_linear(name):
@@ -149,7 +149,9 @@ class Cut(NamedTuple):
 MAX_PIECES = 4  # for a stage's layers: the first move while later layers compute
 
 
-def cuts(config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int], n_pieces: int = MAX_PIECES) -> list[Cut]:
+def cuts(
+    config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int], n_pieces: int = MAX_PIECES
+) -> list[Cut]:
     """Re-cut a KV cache between layouts (TP size, PP size), layer by layer, a sender's part in `n_pieces`.
 
     Each receiver gets all that it holds. Senders that hold the same heads share the receivers.
@@ -168,7 +170,9 @@ def cuts(config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int]
                         sources.setdefault(heads, []).append(source)
                 for heads, holders in sources.items():
                     source = holders[dest % len(holders)]
-                    made.append(Cut(source_stage * sender[0] + source, dest_stage * receiver[0] + dest, layers, heads))
+                    made.append(
+                        Cut(source_stage * sender[0] + source, dest_stage * receiver[0] + dest, layers, heads)
+                    )
     return made
 
 

@@ -51,7 +51,8 @@ def _load() -> ctypes.CDLL:
         except OSError:
             continue
     raise RuntimeError(
-        "an instance of several GPUs needs NCCL, and there is no libnccl.so.2 beside PyTorch or elsewhere: install PyTorch's CUDA build"
+        "an instance of several GPUs needs NCCL, and there is no libnccl.so.2 beside PyTorch or elsewhere:"
+        " install PyTorch's CUDA build"
     )
 
 
@@ -102,7 +103,7 @@ class NcclComm:
         self._call("Send", _address(x), _count(x), _TYPES[x.dtype], peer)
 
     def receive(self, x: Tensor, peer: int) -> None:
-        """Into x."""
+        """Receive into x."""
         self._call("Recv", _address(x), _count(x), _TYPES[x.dtype], peer)
 
     @contextmanager
@@ -163,15 +164,16 @@ class NcclGroups(MpiGroups):
             return x
         padded = x.new_zeros(len(x), max(widths))
         padded[:, : x.shape[1]] = x
-        return torch.cat([part[:, :width] for part, width in zip(self._tp_gpus.all_gather(padded), widths, strict=True)], dim=1)
+        return torch.cat(
+            [part[:, :width] for part, width in zip(self._tp_gpus.all_gather(padded), widths, strict=True)],
+            dim=1,
+        )
 
     def broadcast(self, x: Tensor) -> Tensor:
         return x if self._tp_gpus is None else self._tp_gpus.broadcast(x, 0)
 
     def send_plan(self, plan: Plan) -> None:
-        """Send the plan and wait until all have it: this host may be held up by its GPU, which waits for
-        theirs.
-        """
+        """Send the plan and wait until all have it: this host may block on its GPU, which needs theirs."""
         super().send_plan(plan)
         for request, _ in self._sending:
             request.Wait()

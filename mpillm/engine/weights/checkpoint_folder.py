@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import CHECKPOINT_DTYPES, ModelConfig
 from mpillm.engine.weights.memory import shown
-from mpillm.engine.weights.quantization import DTYPES, RECORD, is_linear, kv_scale_alias, kv_scale_names, scale_name
+from mpillm.engine.weights.quantization import (
+    DTYPES,
+    RECORD,
+    is_linear,
+    kv_scale_alias,
+    kv_scale_names,
+    scale_name,
+)
 from mpillm.files import read_object, replace_folder
 
 if TYPE_CHECKING:
@@ -25,14 +32,33 @@ if TYPE_CHECKING:
 
 # A model's other files: tokenizer, chat template, generation config, licence.
 _COMPANIONS = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *(
+        "generation_config.json",
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+    ),
     *("chat_template*", "*.model", "LICENSE*", "USE_POLICY*"),
 )
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for its digest
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
+_ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+}
 
 
 class Entry(NamedTuple):
@@ -73,7 +99,9 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         if any(not {"dtype", "shape"} <= entry.keys() for entry in header.values()):
             raise ValueError
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise ConfigError(f"{file}: truncated, or not a safetensors file (its header cannot be read)") from None
+        raise ConfigError(
+            f"{file}: truncated, or not a safetensors file (its header cannot be read)"
+        ) from None
     if size != expected:
         raise ConfigError(f"{file}: truncated: its header says {expected} bytes, it has {size}")
     return header
@@ -114,7 +142,9 @@ def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise ConfigError(f"{target}: cannot be written: {error.strerror}{f' ({error.filename})' if error.filename else ''}") from None
+        raise ConfigError(
+            f"{target}: cannot be written: {error.strerror}{f' ({error.filename})' if error.filename else ''}"
+        ) from None
 
 
 def digests(folder: Path) -> list[str]:
@@ -139,10 +169,14 @@ def check_room(folder: Path, n_bytes: int) -> None:
     """Raise ConfigError if the disk of `folder` has less than `n_bytes` free."""
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
-        raise ConfigError(f"{folder.parent}: {shown(n_bytes)} are needed on this disk, and {shown(free)} are free")
+        raise ConfigError(
+            f"{folder.parent}: {shown(n_bytes)} are needed on this disk, and {shown(free)} are free"
+        )
 
 
-def write_safetensors(file: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_safetensors(
+    file: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
     """Write `tensors`, in any order, as they come: only one is in memory at a time.
 
     The format: https://github.com/huggingface/safetensors#format. Wide types come first, so that each is
@@ -151,7 +185,11 @@ def write_safetensors(file: Path, entries: Mapping[str, Entry], tensors: Iterabl
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: -_ITEM_BYTES[item[1].dtype]):
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.n_bytes]}
+        header[name] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": [end, end + entry.n_bytes],
+        }
         end += entry.n_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)
@@ -161,7 +199,9 @@ def write_safetensors(file: Path, entries: Mapping[str, Entry], tensors: Iterabl
         for name, tensor in tensors:
             entry = entries[name]
             if tuple(tensor.shape) != entry.shape or tensor.nbytes != entry.n_bytes:
-                raise ValueError(f"{file}: {name} {tuple(tensor.shape)} of {tensor.nbytes} bytes is not {entry}")
+                raise ValueError(
+                    f"{file}: {name} {tuple(tensor.shape)} of {tensor.nbytes} bytes is not {entry}"
+                )
             stream.seek(8 + len(text) + header[name]["data_offsets"][0])
             stream.write(memoryview(_bytes(tensor)))
             missing.remove(name)
@@ -212,7 +252,11 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
             raise ConfigError(f"{folder}: no tensor {name} in {', '.join(file.name for file in files)}")
         file, entry = found[name]
         if tuple(entry["shape"]) != shape:
-            raise ConfigError(f"{file}: tensor {name} has shape {list(entry['shape'])}, config.json makes it {list(shape)}")
+            raise ConfigError(
+                f"{file}: tensor {name} has shape {list(entry['shape'])}, config.json makes it {list(shape)}"
+            )
         if entry["dtype"] not in dtypes:
-            raise ConfigError(f"{file}: tensor {name} is of type {entry['dtype']}; can read {', '.join(dtypes)}")
+            raise ConfigError(
+                f"{file}: tensor {name} is of type {entry['dtype']}; can read {', '.join(dtypes)}"
+            )
     return {name: found[name][0] for name in expected}

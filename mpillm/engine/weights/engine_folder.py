@@ -52,24 +52,28 @@ def preset_digest(name: str) -> str:
 
 
 def file_name(layout: Layout) -> str:
-    """Of a rank's tensors."""
+    """Return the name of the file with a rank's tensors."""
     return f"rank{layout.pp_rank * layout.tp_size + layout.tp_rank}.safetensors"
 
 
 def layouts(first: Layout) -> list[Layout]:
-    """Of all ranks of an instance, in their order; `first` is one of them."""
+    """Return the layouts of all ranks of an instance, in order; `first` is one of them."""
     ranks = itertools.product(range(first.pp_size), range(first.tp_size))
     return [dataclasses.replace(first, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank, tp_rank in ranks]
 
 
-def entries(model: ModelConfig, layout: Layout, dtype: str, quantization: str, kv_quantization: str) -> dict[str, Entry]:
+def entries(
+    model: ModelConfig, layout: Layout, dtype: str, quantization: str, kv_quantization: str
+) -> dict[str, Entry]:
     """Return the tensors in a rank's file: its parts of the parameters, fused as in the engine."""
     shapes = model.tensors()
     made: dict[str, Entry] = {}
     for name in layout.tensors(model):
         layer, dot, last = name.removesuffix(".weight").rpartition(".")
         fused = next((fused for fused, parts in FUSED.items() if last in parts), last)
-        shape = tuple(len(range(n)[part]) for n, part in zip(shapes[name], layout.part(name, model), strict=False))
+        shape = tuple(
+            len(range(n)[part]) for n, part in zip(shapes[name], layout.part(name, model), strict=False)
+        )
         held = f"{layer}{dot}{fused}.weight"
         if held in made:
             shape = (made[held].shape[0] + shape[0], shape[1])
@@ -92,7 +96,7 @@ def engine_json(
     source: dict[str, Any],
     flags: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the `config.json` of an engine of the model with config `raw`, built from `source` with `flags`."""
+    """Return an engine's `config.json`: of the model with config `raw`, built from `source` with `flags`."""
     mapping = {
         "world_size": layout.tp_size * layout.pp_size,
         "tp_size": layout.tp_size,
@@ -100,9 +104,15 @@ def engine_json(
         "moe_tp_size": layout.tp_size // layout.ep_size,
         "moe_ep_size": layout.ep_size,
     }
-    pretrained = {name: value for name, value in raw.items() if name not in ("quantization_config", "torch_dtype")}
-    pretrained["architecture"] = raw.get("architectures", [raw.get("model_type")])[0]  # TensorRT-LLM's name for it
-    quantized = {"quant_algo": _ALGORITHMS[quantization], "kv_cache_quant_algo": _KV_ALGORITHMS[kv_quantization]}
+    pretrained = {
+        name: value for name, value in raw.items() if name not in ("quantization_config", "torch_dtype")
+    }
+    # TensorRT-LLM's name for it
+    pretrained["architecture"] = raw.get("architectures", [raw.get("model_type")])[0]
+    quantized = {
+        "quant_algo": _ALGORITHMS[quantization],
+        "kv_cache_quant_algo": _KV_ALGORITHMS[kv_quantization],
+    }
     return {
         "version": mpillm.__version__,
         "format": FORMAT,
@@ -114,30 +124,43 @@ def engine_json(
 
 @about("engine_dir")
 def read_engine(folder: Path) -> EngineFolder:
-    """ConfigError if `folder` holds no engine of ours."""
+    """Read an engine. ConfigError: `folder` holds none of ours."""
     if not folder.is_dir():
-        raise ConfigError(f"--engine_dir {folder}: no such folder (`python -m mpillm generate-engines` makes an engine)")
+        raise ConfigError(
+            f"--engine_dir {folder}: no such folder (`python -m mpillm generate-engines` makes an engine)"
+        )
     file = folder / "config.json"
     if not file.is_file():
-        raise ConfigError(f"--engine_dir {folder}: no config.json in it (`python -m mpillm generate-engines` makes an engine)")
+        raise ConfigError(
+            f"--engine_dir {folder}: no config.json in it"
+            " (`python -m mpillm generate-engines` makes an engine)"
+        )
     raw = read_object(file)
     if raw.get("format") != FORMAT:
-        raise ConfigError(f"{file}: not an engine of format {FORMAT} (`python -m mpillm generate-engines` makes one)")
+        raise ConfigError(
+            f"{file}: not an engine of format {FORMAT} (`python -m mpillm generate-engines` makes one)"
+        )
     try:
         pretrained, mapping = raw["pretrained_config"], raw["pretrained_config"]["mapping"]
-        algorithm, kv_algorithm = (pretrained["quantization"][name] for name in ("quant_algo", "kv_cache_quant_algo"))
+        algorithm, kv_algorithm = (
+            pretrained["quantization"][name] for name in ("quant_algo", "kv_cache_quant_algo")
+        )
         layout = Layout(*(int(mapping[name]) for name in ("tp_size", "pp_size", "moe_ep_size")))
         quantization = next(name for name, theirs in _ALGORITHMS.items() if theirs == algorithm)
         kv_quantization = next(name for name, theirs in _KV_ALGORITHMS.items() if theirs == kv_algorithm)
         digests = tuple(raw["source"]["digests"])
-        return EngineFolder(folder, pretrained, layout, str(pretrained["dtype"]), quantization, kv_quantization, digests)
+        return EngineFolder(
+            folder, pretrained, layout, str(pretrained["dtype"]), quantization, kv_quantization, digests
+        )
     except (KeyError, TypeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{file}: not an engine's config.json ({type(error).__name__}: {error})") from None
 
 
 @about("engine_dir", "load_format", "dtype", "quantization", "model_path")
-def check_engine(engine: EngineFolder, built: ModelConfig, config: CoreConfig, model: ModelConfig, source: Path | None) -> None:
-    """Raise ConfigError unless `engine`, of model `built`, is complete and fits `model` and `config`'s instance.
+def check_engine(
+    engine: EngineFolder, built: ModelConfig, config: CoreConfig, model: ModelConfig, source: Path | None
+) -> None:
+    """ConfigError unless `engine`, of model `built`, is complete and fits `model` and `config`'s instance.
 
     `source` is the folder of `model` (None: a preset). If its weights are gone, only shapes are compared.
     """
@@ -146,7 +169,9 @@ def check_engine(engine: EngineFolder, built: ModelConfig, config: CoreConfig, m
         raise ConfigError(f"{option}: --load_format dummy makes random weights; leave out one of them")
     wanted = Layout(config.tp_size, config.pp_size, config.ep_size)
     if wanted != engine.layout:
-        raise ConfigError(f"{option}: built for {_sizes(engine.layout)}; instance {config.instance} has {_sizes(wanted)}")
+        raise ConfigError(
+            f"{option}: built for {_sizes(engine.layout)}; instance {config.instance} has {_sizes(wanted)}"
+        )
     for name in ("dtype", "quantization"):
         value, has = getattr(config, name), getattr(engine, name)
         if value not in ("auto", has):
@@ -154,9 +179,15 @@ def check_engine(engine: EngineFolder, built: ModelConfig, config: CoreConfig, m
     for field in dataclasses.fields(built):
         ours, theirs = getattr(model, field.name), getattr(built, field.name)
         if ours != theirs and field.name not in ("dtype", "quantization", "kv_quantization"):
-            raise ConfigError(f"{option}: built from another model than {config.model_path}: {field.name} {theirs}, not {ours}")
+            raise ConfigError(
+                f"{option}: built from another model than {config.model_path}:"
+                f" {field.name} {theirs}, not {ours}"
+            )
     for layout in layouts(engine.layout):
-        _check_file(engine.file(layout), entries(built, layout, engine.dtype, engine.quantization, engine.kv_quantization))
+        _check_file(
+            engine.file(layout),
+            entries(built, layout, engine.dtype, engine.quantization, engine.kv_quantization),
+        )
     if source is None:
         digest = preset_digest(str(config.model_path))
     elif all(file.is_file() for file in weight_files(source)):
@@ -164,14 +195,19 @@ def check_engine(engine: EngineFolder, built: ModelConfig, config: CoreConfig, m
     else:
         return
     if digest not in engine.digests:
-        raise ConfigError(f"{option}: built from other weights than those of {config.model_path}; build it again")
+        raise ConfigError(
+            f"{option}: built from other weights than those of {config.model_path}; build it again"
+        )
 
 
 def _check_file(file: Path, expected: dict[str, Entry]) -> None:
     header = {name: Entry(entry["dtype"], tuple(entry["shape"])) for name, entry in read_header(file).items()}
     for name in (*expected, *header):
         if header.get(name) != expected.get(name):
-            raise ConfigError(f"{file}: tensor {name}: expected {_entry(expected.get(name))}, found {_entry(header.get(name))}")
+            raise ConfigError(
+                f"{file}: tensor {name}: expected {_entry(expected.get(name))},"
+                f" found {_entry(header.get(name))}"
+            )
 
 
 def _entry(entry: Entry | None) -> str:

@@ -19,15 +19,20 @@ if TYPE_CHECKING:
 
 _GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory
 
-# Limit, usage, and the part of the usage that is files, which the system drops when memory is short. cgroup
-# v2, v1.
+# For cgroup v2 and v1: limit, usage, and the part of it that is cached files, which the system can drop.
 _CGROUP_FILES = {
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    "memory": (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
 }
 
 
-def gpu_room(config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str, there: int) -> int:
+def gpu_room(
+    config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str, there: int
+) -> int:
     """Return the bytes of `there` that the model leaves on each GPU for the KV cache.
 
     ConfigError if there are none. `quantization`: of the weights in memory.
@@ -42,22 +47,24 @@ def gpu_room(config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, 
     inner = 3 * n_chosen * model.intermediate_size * config.ep_size
     per_row = (3 + n_chosen) * model.hidden_size + (2 * heads * model.head_dim + inner) // config.tp_size
     # Logits, and sampling's copies of them (float32, and sums in float64).
-    step = width * per_row * max(config.max_num_tokens, config.max_batch_size) + 20 * model.vocab_size * config.max_batch_size
+    step = (
+        width * per_row * max(config.max_num_tokens, config.max_batch_size)
+        + 20 * model.vocab_size * config.max_batch_size
+    )
     room = there - weights - step - _GPU_OVERHEAD
     if room < config.tokens_per_block * model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size):
         raise ConfigError(
-            f"{config.model_path} does not fit: a GPU of instance {config.instance} has {shown(there)} free, and {shown(weights)}"
-            f" of weights and {shown(step + _GPU_OVERHEAD)} for a step of max_num_tokens {config.max_num_tokens} and max_batch_size"
-            f" {config.max_batch_size} leave no room for a KV cache; use more GPUs for an instance (--tensor_parallelism)",
+            f"{config.model_path} does not fit: a GPU of instance {config.instance} has {shown(there)} free,"
+            f" and {shown(weights)} of weights and {shown(step + _GPU_OVERHEAD)} for a step of"
+            f" max_num_tokens {config.max_num_tokens} and max_batch_size {config.max_batch_size}"
+            " leave no room for a KV cache; use more GPUs for an instance (--tensor_parallelism)",
             about=["tensor_parallelism"],
         )
     return room
 
 
 def available_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the memory that this process can still get, within the node and its cgroups (containers, Slurm
-    jobs).
-    """
+    """Return the memory this process can still get within the node and its cgroups (container, Slurm job)."""
     return min([int(psutil.virtual_memory().available), *_cgroup_rooms(cgroups, own)])
 
 
@@ -71,15 +78,18 @@ def load_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str
     One that is rounded or widened on the way exists a few times, as float32.
     """
     sizes, width = layout.sizes(model), 4 if dtype == "float32" else 2
-    tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0  # as rows, and packed
+    # as rows, and packed
+    tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0
     under_way = 2 * width if quantization == "none" else 3 * 4
-    return layout.n_bytes(model, width, held(quantization, on_gpu=False)) + tied * width + under_way * max(sizes.values())
+    return (
+        layout.n_bytes(model, width, held(quantization, on_gpu=False))
+        + tied * width
+        + under_way * max(sizes.values())
+    )
 
 
 def _cgroup_rooms(cgroups: Path, own: Path) -> Iterator[int]:
-    """Yield, for each cgroup around this process that limits memory, the limit less what is used except
-    cached files.
-    """
+    """Yield the free memory, cached files included, of each cgroup around this process that limits it."""
     lines = own.read_text().splitlines() if own.is_file() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         version = "memory" if "memory" in controllers.split(",") else ""
@@ -92,7 +102,10 @@ def _cgroup_rooms(cgroups: Path, own: Path) -> Iterator[int]:
             if not folder.is_relative_to(top):
                 break
             try:
-                limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
+                limit, usage = (
+                    (folder / limit_file).read_text().strip(),
+                    int((folder / usage_file).read_text()),
+                )
                 counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             except OSError:  # the topmost group has no limit; a container does not see groups outside it
                 continue

@@ -1,6 +1,4 @@
-"""Parameters from a checkpoint's safetensors files, or seeded random numbers: one at a time, whole or a
-slice.
-"""
+"""Parameters from a checkpoint's safetensors, or seeded random numbers: one at a time, whole or a slice."""
 
 from __future__ import annotations
 
@@ -86,7 +84,12 @@ class DummyWeights:
             return torch.ones(shape, device=self._device)[rows]
         scale = 0.1 if "embed_tokens" in name else 1 / math.sqrt(shape[1])
         by_row, by_column = (
-            _mixed(_mixed(torch.arange(n, dtype=torch.int32, device=self._device)[part] + _signed(zlib.crc32(name.encode(), seed))))
+            _mixed(
+                _mixed(
+                    torch.arange(n, dtype=torch.int32, device=self._device)[part]
+                    + _signed(zlib.crc32(name.encode(), seed))
+                )
+            )
             for n, part, seed in ((shape[0], rows, 0), (shape[1], columns, 1))
         )
         values = torch.empty(len(by_row), len(by_column), device=self._device)
@@ -94,7 +97,9 @@ class DummyWeights:
         for first in range(0, len(values), n_rows):
             x = _mixed(by_row[first : first + n_rows, None] ^ by_column)
             pairs = (x & 0x00FF00FF) + ((x >> 8) & 0x00FF00FF)
-            values[first : first + n_rows].copy_((pairs & 0xFFFF).add_(pairs >> 16)).sub_(_MEAN).mul_(scale / _STDEV)
+            values[first : first + n_rows].copy_((pairs & 0xFFFF).add_(pairs >> 16)).sub_(_MEAN).mul_(
+                scale / _STDEV
+            )
         return values
 
 
@@ -110,7 +115,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _signed(x: int) -> int:
-    """The int32 of the same 32 bits."""
+    """Return the int32 with the same 32 bits."""
     return x - (1 << 32) if x >> 31 else x
 
 
@@ -128,8 +133,9 @@ class Weights(ABC):
 
     @abstractmethod
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return a linear projection, maybe fused (see `FUSED`): [out, in], with 8 bits also scales (float32
-        [out, 1]).
+        """Return a linear projection, maybe fused (see `FUSED`): [out, in].
+
+        With 8 bits also scales: float32 [out, 1].
         """
 
     @abstractmethod
@@ -173,16 +179,20 @@ class Shards(Weights):
         if self.config.kv_quantization == "none":
             return None
         heads, n = self._layout.kv_heads(self.config), self.config.n_kv_heads
-        of_all = [[self._source.get(name).float().flatten().expand(n) for name in kv_scale_names(layer)] for layer in layers]
+        of_all = [
+            [self._source.get(name).float().flatten().expand(n) for name in kv_scale_names(layer)]
+            for layer in layers
+        ]
         return torch.stack([torch.stack(pair) for pair in of_all])[:, :, heads].contiguous().to(self.device)
 
     def _part(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Of one parameter; rows of q and k as `model` wants them."""
+        """Return the part of one parameter; rows of q and k in `model`'s order."""
         rows, columns = self._layout.part(name, self.config)
         scales: Tensor | None = None
         if self._quantization == "none":
             weight = self._source.get(name, rows, columns).to(self.device, self.dtype)
-        elif self.config.quantization == "none":  # whole rows, so that ranks that share a row's columns have one scale for it
+        elif self.config.quantization == "none":
+            # Whole rows, so that ranks that share a row's columns have the same scale.
             weight, scales = quantize_rows(self._source.get(name, rows).to(self.device), self._quantization)
             weight = weight[:, columns].contiguous()
         else:
@@ -202,6 +212,8 @@ def save_preset(name: str, folder: Path) -> None:
     source = DummyWeights(config)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        {tensor: source.get(tensor).contiguous() for tensor in config.tensors()}, folder / "model.safetensors", metadata={"format": "pt"}
+        {tensor: source.get(tensor).contiguous() for tensor in config.tensors()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     (folder / "config.json").write_text(json.dumps(preset_json(name), indent=2) + "\n", encoding="utf-8")

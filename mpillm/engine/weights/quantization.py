@@ -31,20 +31,18 @@ _LINEARS |= {"qkv_proj", "gate_up_proj", "w13"}  # as the engine has them
 
 
 def is_linear(name: str) -> bool:
-    """Return whether the parameter `name` is a layer's linear projection, which a quantised model has in 8
-    bits.
-    """
+    """Return whether parameter `name` is a layer's linear projection: 8 bits in a quantised model."""
     layer, _, kind = name.rpartition(".")
     return kind == "weight" and layer.rpartition(".")[2] in _LINEARS
 
 
 def scale_name(name: str) -> str:
-    """Of the scales of a parameter ``….weight``."""
+    """Return the name of the scales of a parameter ``….weight``."""
     return f"{name}_scale"
 
 
 def kv_scale_names(layer: int) -> tuple[str, str]:
-    """Of the scales of a layer's cached keys and values, in a checkpoint."""
+    """Return a checkpoint's names of the scales of a layer's cached keys and values."""
     return f"model.layers.{layer}.self_attn.k_scale", f"model.layers.{layer}.self_attn.v_scale"
 
 
@@ -55,7 +53,7 @@ def kv_scale_alias(name: str) -> str:
 
 
 def held_kv_scales(layer: int) -> str:
-    """Both scales in an engine's file: float32 [2, KV heads of the rank], the keys' first."""
+    """Return an engine file's name of both: float32 [2, KV heads of the rank], the keys' first."""
     return f"model.layers.{layer}.self_attn.kv_scale"
 
 
@@ -67,17 +65,27 @@ def held(quantization: str, on_gpu: bool) -> str:
 def check_algorithm(source: str, algorithm: str, allowed: tuple[str, ...]) -> None:
     """ConfigError naming `source` (an option, as a rule) unless `algorithm` is one of `allowed`."""
     if algorithm not in allowed:
-        raise ConfigError(f"{source} {algorithm}: not one of {', '.join(allowed)}{nearest(algorithm, allowed)}")
+        raise ConfigError(
+            f"{source} {algorithm}: not one of {', '.join(allowed)}{nearest(algorithm, allowed)}"
+        )
 
 
 def quantization_config(algorithm: str, n_experts: int, kv_algorithm: str = "none") -> dict[str, Any]:
-    """Return `config.json`'s entry for `algorithm`, and `kv_algorithm` of the cache: none (as the model) or fp8.
+    """Return `config.json`'s entry for `algorithm` and the cache's `kv_algorithm`: none (the model's) or fp8.
 
     fp8 multiplies 8-bit weights with activations that are quantised token by token at run time
     (llm-compressor's FP8_DYNAMIC); int8 quantises only weights.
     """
-    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False} if kv_algorithm == "fp8" else None
-    common = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "kv_cache_scheme": scheme}
+    scheme = (
+        {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+        if kv_algorithm == "fp8"
+        else None
+    )
+    common = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": scheme,
+    }
     if algorithm == "none":
         return {**common, "format": _DENSE, "config_groups": {}, "ignore": []}
     number = {"num_bits": 8, "type": "int" if algorithm == "int8" else "float", "symmetric": True}
@@ -107,11 +115,16 @@ def parse_quantization(raw: dict[str, Any], source: Path) -> tuple[str, str]:
 
     def refuse(what: str, value: Any, supported: str) -> ConfigError:
         return ConfigError(
-            f"{source}: quantization_config: {what} {json.dumps(value)} is not supported by the torch core; supported: {supported}"
+            f"{source}: quantization_config: {what} {json.dumps(value)} is not supported by the torch core;"
+            f" supported: {supported}"
         )
 
     if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
-        raise refuse("quant_method", config.get("quant_method") if isinstance(config, dict) else config, "compressed-tensors")
+        raise refuse(
+            "quant_method",
+            config.get("quant_method") if isinstance(config, dict) else config,
+            "compressed-tensors",
+        )
     groups, kv_algorithm = config.get("config_groups"), "none"
     if (scheme := config.get("kv_cache_scheme")) is not None:
         if not isinstance(scheme, dict):
@@ -120,7 +133,11 @@ def parse_quantization(raw: dict[str, Any], source: Path) -> tuple[str, str]:
         kv_algorithm = "fp8"
     if groups == {} and kv_algorithm != "none":
         return "none", kv_algorithm
-    if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(group, dict) for group in groups.values()):
+    if (
+        not isinstance(groups, dict)
+        or len(groups) != 1
+        or not all(isinstance(group, dict) for group in groups.values())
+    ):
         raise refuse("config_groups", groups, "one group")
     group = next(iter(groups.values()))
     weights = group.get("weights") or {}
@@ -137,7 +154,13 @@ def parse_quantization(raw: dict[str, Any], source: Path) -> tuple[str, str]:
     return _TYPES[weights["type"]], kv_algorithm
 
 
-def _check(prefix: str, numbers: dict[str, Any], kind: str, strategies: tuple[str, ...], refuse: Callable[..., ConfigError]) -> None:
+def _check(
+    prefix: str,
+    numbers: dict[str, Any],
+    kind: str,
+    strategies: tuple[str, ...],
+    refuse: Callable[..., ConfigError],
+) -> None:
     """Refuse 8-bit numbers of `kind` that are not rounded as ours are."""
     for name, default, allowed in (
         ("num_bits", None, (8,)),

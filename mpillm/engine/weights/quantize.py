@@ -31,7 +31,15 @@ from mpillm.engine.weights.checkpoint_folder import (
     read_header,
     write_safetensors,
 )
-from mpillm.engine.weights.quantization import ALGORITHMS, DTYPES, RECORD, check_algorithm, is_linear, quantization_config, scale_name
+from mpillm.engine.weights.quantization import (
+    ALGORITHMS,
+    DTYPES,
+    RECORD,
+    check_algorithm,
+    is_linear,
+    quantization_config,
+    scale_name,
+)
 from mpillm.files import read_object, write_json
 
 _TORCH_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -39,7 +47,7 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}  # of the type; int8's -128 stays unuse
 
 
 def quantize_rows(matrix: Tensor, algorithm: str) -> tuple[Tensor, Tensor]:
-    """8-bit numbers [n, m] and float32 scales [n, 1] of `matrix` [n, m]; a row of zeros has scale 1."""
+    """Return 8-bit numbers [n, m] and float32 scales [n, 1] of `matrix` [n, m]; a zero row has scale 1."""
     matrix = matrix.float()
     largest = matrix.abs().amax(1, keepdim=True)
     scales = torch.where(largest == 0, 1.0, largest / _LARGEST[algorithm])  # what is not finite stays so
@@ -64,7 +72,7 @@ def quantize(
     overwrite: bool = False,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Write the Hugging Face folder `source` to `target` with linear layers in `algo`: int8, fp8, none (a copy).
+    """Write the Hugging Face folder `source` to `target`, linear layers in `algo`: int8, fp8, none (a copy).
 
     Files keep their names, other tensors their type; `target` appears when it is complete. Returns the
     content of `quantization.json`: bytes before and after, and each matrix's relative error (Frobenius
@@ -78,9 +86,15 @@ def quantize(
     if not source.is_dir():
         raise ConfigError(f"{source}: not the folder of a model")
     if model.quantization != "none" and algo != "none":
-        raise ConfigError(f"{source}: its weights are {model.quantization} already; quantise the model that it was made from")
+        raise ConfigError(
+            f"{source}: its weights are {model.quantization} already;"
+            " quantise the model that it was made from"
+        )
     if model.quantization != "none" and kv_scales:
-        raise ConfigError(f"{source}: its weights are {model.quantization} already; calibrate the model that it was made from")
+        raise ConfigError(
+            f"{source}: its weights are {model.quantization} already;"
+            " calibrate the model that it was made from"
+        )
     if model.kv_quantization != "none" and kv_scales:
         raise ConfigError(f"{source}: it has scales for the KV cache already")
     if source.resolve() == target.resolve():
@@ -101,7 +115,9 @@ def quantize(
         check_room(work, n_bytes)
         for i, file in enumerate(files):
             tensors = _quantized(file, algo, model, record["relative_errors"])
-            write_safetensors(work / file.name, entries[file], chain(tensors, added.items() if file == files[0] else ()))
+            write_safetensors(
+                work / file.name, entries[file], chain(tensors, added.items() if file == files[0] else ())
+            )
             if progress is not None:
                 progress(f"{file.name}: {i + 1} of {len(files)} files")
         if files != [source / SINGLE]:
@@ -127,7 +143,9 @@ def _entries(file: Path, algo: str, model: ModelConfig) -> dict[str, Entry]:
     return entries
 
 
-def _quantized(file: Path, algo: str, model: ModelConfig, errors: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
+def _quantized(
+    file: Path, algo: str, model: ModelConfig, errors: dict[str, float]
+) -> Iterator[tuple[str, Tensor]]:
     known = model.tensors()
     try:
         with safe_open(file, framework="pt") as stream:
@@ -140,7 +158,9 @@ def _quantized(file: Path, algo: str, model: ModelConfig, errors: dict[str, floa
                 if not torch.isfinite(scales).all():
                     raise ConfigError(f"{file}: tensor {name} has values that are not finite")
                 exact = tensor.float()
-                error = (dequantize_rows(numbers, scales, torch.float32) - exact).norm() / exact.norm().clamp(min=1e-30)
+                error = (dequantize_rows(numbers, scales, torch.float32) - exact).norm() / exact.norm().clamp(
+                    min=1e-30
+                )
                 errors[name] = float(f"{float(error):.4g}")
                 yield name, numbers
                 yield scale_name(name), scales

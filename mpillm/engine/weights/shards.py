@@ -16,7 +16,14 @@ from mpillm.engine.model.model_config import PRESETS
 from mpillm.engine.model.model_info import model_info
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.checkpoint_folder import Entry, check_room, digests, new_folder, write_safetensors
-from mpillm.engine.weights.engine_folder import EngineFolder, engine_json, entries, file_name, layouts, preset_digest
+from mpillm.engine.weights.engine_folder import (
+    EngineFolder,
+    engine_json,
+    entries,
+    file_name,
+    layouts,
+    preset_digest,
+)
 from mpillm.engine.weights.parameters import Checkpoint, DummyWeights, Shards, Weights
 from mpillm.engine.weights.quantization import held_kv_scales, is_linear, scale_name
 from mpillm.files import read_object, write_json
@@ -49,7 +56,13 @@ def build(
         if size < 1:
             raise ConfigError(f"build: {name} {size}: must be at least 1")
     core = CoreConfig(
-        "torch", model_path=str(checkpoint), tp_size=tp_size, pp_size=pp_size, ep_size=ep_size, dtype=dtype, quantization=quantization
+        "torch",
+        model_path=str(checkpoint),
+        tp_size=tp_size,
+        pp_size=pp_size,
+        ep_size=ep_size,
+        dtype=dtype,
+        quantization=quantization,
     )
     info = model_info(core)
     if info.folder is not None and info.folder.resolve() == target.resolve():
@@ -57,17 +70,30 @@ def build(
     source = DummyWeights(info.config) if info.folder is None else Checkpoint(info.folder, info.config)
     ranks = layouts(info.layout)
     kv_quantization = info.config.kv_quantization
-    planned = {layout: entries(info.config, layout, info.dtype, info.quantization, kv_quantization) for layout in ranks}
+    planned = {
+        layout: entries(info.config, layout, info.dtype, info.quantization, kv_quantization)
+        for layout in ranks
+    }
     file = PRESETS / f"{checkpoint}.json" if info.folder is None else info.folder / "config.json"
     origin = {
         "checkpoint": str(checkpoint) if info.folder is None else str(info.folder.absolute()),
         "digests": [preset_digest(str(checkpoint))] if info.folder is None else digests(info.folder),
     }
-    config = engine_json(read_object(file), info.layout, info.dtype, info.quantization, kv_quantization, origin, dict(build_config or {}))
+    config = engine_json(
+        read_object(file),
+        info.layout,
+        info.dtype,
+        info.quantization,
+        kv_quantization,
+        origin,
+        dict(build_config or {}),
+    )
     with new_folder(target, overwrite) as work, torch.inference_mode():
         check_room(work, sum(entry.n_bytes for made in planned.values() for entry in made.values()))
         for layout, made in planned.items():
-            shards = Shards(source, info.config, layout, TORCH_DTYPES[info.dtype], quantization=info.quantization)
+            shards = Shards(
+                source, info.config, layout, TORCH_DTYPES[info.dtype], quantization=info.quantization
+            )
             write_safetensors(work / file_name(layout), made, _held(shards, made, layout.layers(info.config)))
             if progress is not None:
                 progress(f"{file_name(layout)} of {len(ranks)} ranks")
@@ -92,9 +118,7 @@ def _held(shards: Shards, planned: Mapping[str, Entry], layers: range) -> Iterat
 
 
 class Built(Weights):
-    """A rank's file of an engine, memory-mapped: bytes are read when a device gets them or a CPU computes
-    with them.
-    """
+    """A rank's file of an engine, memory-mapped: bytes are read when a device or a computation needs them."""
 
     def __init__(self, engine: EngineFolder, config: Any, layout: Layout, device: torch.device | str) -> None:
         """Raise ConfigError if the file cannot be opened; `check_engine` has checked its content."""
