@@ -9,19 +9,25 @@ ENTRY_POINTS = "mpillm.cores"
 
 DEFAULT = "torch"
 
-BUILT_IN = {DEFAULT: "mpillm.cores.torch_core:TorchCore", "dummy": "mpillm.cores.dummy:DummyCore"}
+BUILT_IN = {
+    DEFAULT: "mpillm.cores.torch_core:TorchCore",
+    "dummy": "mpillm.cores.dummy:DummyCore",
+    "trtllm_endpoint": "mpillm.cores.openai_client.endpoint_core:TrtllmEndpointCore",
+    "trtllm_disagg": "mpillm.cores.openai_client.endpoint_core:TrtllmDisaggCore",
+}
 
 NOT_BUILT = {
     name: f"mpillm.cores.trtllm_cores:{name_of_class}"
     for name, name_of_class in {
         "triton_grpc": "TritonGrpcCore",
-        "trtllm_disagg": "TrtllmDisaggCore",
-        "trtllm_endpoint": "TrtllmEndpointCore",
         "trtllm_executor": "TrtllmExecutorCore",
         "trtllm_hlapi": "TrtllmHlApiCore",
     }.items()
 }
 """Cores that cannot run a test yet; other commands work with them."""
+
+TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", "trtllm_hlapi")
+"""Cores with TensorRT-LLM behind them: its flags vary with the model, and are passed as they are given."""
 
 registered: dict[str, str] = {}
 """Cores that this process has added."""

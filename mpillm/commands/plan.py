@@ -11,6 +11,7 @@ from mpillm.config.disagg_yaml import PORTS, disagg_config
 from mpillm.config.options import parse
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
+from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("mpillm plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE")
     if nodes is not None and len(nodes) != world_size:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
-    made = disagg.plan(disagg_config(config, world_size), world_size, nodes)
+    clients = config.yaml is None and BackendRegistry.declared(config.core_type).is_client
+    made = disagg.plan(disagg_config(config, world_size, clients), world_size, nodes)
     print(json.dumps(made.to_json(), indent=2) if config[format_field] == "json" else disagg.table(made))
     return ExitCode.DONE

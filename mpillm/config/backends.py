@@ -195,11 +195,17 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 
 @autoconfigure
 @bind(fields.trtllm_server_urls, "endpoint_urls")
+@bind(fields.load_deadline)
+@bind(fields.health_deadline)
+@bind(fields.stall_timeout)
 @dataclass
 class TrtllmEndpointConfig(TrtllmHlApiConfig):
     """trtllm-serve over HTTP."""
 
     endpoint_urls: tuple[str, ...] = ("0.0.0.0:30000",)
+    load_deadline: float = fields.load_deadline.default  # seconds, and below
+    health_deadline: float = fields.health_deadline.default
+    stall_timeout: float = fields.stall_timeout.default
 
     DEFAULT_RUNTIME_FLAGS: ClassVar[dict[str, Any]] = {
         **TrtllmHlApiConfig.DEFAULT_RUNTIME_FLAGS,

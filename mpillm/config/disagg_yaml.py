@@ -14,8 +14,13 @@ PORTS = ("server_port", "worker_start_port")
 """Options for the addresses in a generated configuration."""
 
 
-def disagg_config(config: RunConfig, world_size: int | None) -> DisaggConfig:
-    """The given YAML, or one generated from the options for `world_size` ranks. ConfigError names the file or the option."""
+def disagg_config(config: RunConfig, world_size: int | None, clients: bool = False) -> DisaggConfig:
+    """The given YAML, or one generated from the options for `world_size` ranks. ConfigError names the file or the option.
+
+    `clients`: the ranks are clients of servers. What is stated is the servers' layout, and each worker rank is an executor.
+    """
+    if clients:
+        return disagg.generate("aggregated", world_size, model=config.model_path)
     yaml = config.yaml or config.with_yaml().yaml
     return generated(config, world_size) if yaml is None else yaml
 

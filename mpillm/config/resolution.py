@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from disagg.errors import ConfigError
 from mpillm.config.flags import LIMITS, check_honoured, lay_over, limits_of_engine, renamed
 from mpillm.configurator import DEFAULT, Field, Found, Level, Origin
-from mpillm.core_names import NOT_BUILT
+from mpillm.core_names import TRTLLM
 from mpillm.fields import BY_NAME
 from mpillm.fields.checkpoint import CheckpointFields
 from mpillm.fields.engine_build import BuildFields
@@ -65,7 +65,7 @@ def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
     if found["precision"].value is not None:
         _quantise(found)
     core_type = found["core_type"].value
-    is_own = core_type not in NOT_BUILT  # TensorRT-LLM's are passed what they are given
+    is_own = core_type not in TRTLLM
     if is_own:
         check_honoured(core_type, found[_RUNTIME])
     size = _batch_size(found)
@@ -99,7 +99,7 @@ def _quantise(found: dict[str, Found]) -> None:
     said = flags.key("qformat")
     if _means(precision, f"qformat {qformat} among {_CHECKPOINT}", qformat, said):
         found[_CHECKPOINT] = flags.with_key("qformat", _called("precision", Found(qformat, precision.origin)))
-    if found["core_type"].value in NOT_BUILT or algorithm is None:
+    if found["core_type"].value in TRTLLM or algorithm is None:
         return  # `check_core` refuses a precision that the core lacks; other commands may read the same file
     if _means(precision, f"quantization {algorithm}", algorithm, found["quantization"]):
         found["quantization"] = _called("precision", Found(algorithm, precision.origin))

@@ -60,6 +60,7 @@ class LLMCore(ABC):
     # What commands must know of a core before one is made.
     uses_gpus: ClassVar[bool] = False  # each rank takes a GPU where there is one
     needs_model: ClassVar[bool] = False  # computes a model in this process: needs --model_path, and has the precisions of our options
+    is_client: ClassVar[bool] = False  # of servers elsewhere: each worker rank is an executor of its own, whatever the servers' layout
     engine_stages: ClassVar[str | None] = None  # ``module:function``: from a RunConfig to the last stage of `generate-engines`
     servers: ClassVar[str | None] = None  # ``module:function``: from a RunConfig to what `run-llm-server` starts
     framework: ClassVar[str | None] = None  # what computes, for the description of a submission's system

@@ -23,15 +23,3 @@ class TrtllmHlApiCore(TrtllmExecutorCore):
     """TensorRT-LLM's `LLM` class: a Hugging Face folder for its PyTorch backend, or an engine."""
 
     engine_stages = "mpillm.builder.trtllm:checkpoint_stages"
-
-
-class TrtllmEndpointCore(TrtllmHlApiCore):
-    """`trtllm-serve` over HTTP."""
-
-    servers = "mpillm.builder.trtllm_servers:endpoint_servers"
-
-
-class TrtllmDisaggCore(TrtllmHlApiCore):
-    """`trtllm-serve disaggregated` over HTTP."""
-
-    servers = "mpillm.builder.trtllm_servers:disaggregated_servers"

@@ -45,8 +45,8 @@ class Tokenizer(Protocol):
     def encode_plain(self, text: str) -> list[int]:
         """Return the tokens of the text itself: no chat template, no special tokens."""
 
-    def decode(self, tokens: Tokens) -> str:
-        """Return the text of an answer, without special tokens."""
+    def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
+        """Return the text of an answer, without special tokens unless they are kept."""
 
 
 @about("model_path")
@@ -82,7 +82,7 @@ class ByteTokenizer:
     def encode_plain(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, tokens: Tokens) -> str:
+    def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
         """Tokens outside 0 to 255 (a model's vocabulary may be larger) and invalid UTF-8 become U+FFFD."""
         ids = np.asarray(tokens, np.int64)
         ids = np.where((ids >= 0) & (ids < 256), ids, 0xFF)  # the byte 0xFF never occurs in UTF-8
@@ -127,8 +127,8 @@ class FileTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def decode(self, tokens: Tokens) -> str:
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+    def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not keep_special)
 
 
 def _read_settings(model_path: Path) -> dict[str, Any]:

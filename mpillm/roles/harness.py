@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import ANSWER, NO_INSTANCE, QUERY, REQUEST, WINDOW, Batch, ResponseFlag
 from mpillm.comms.transport import Transport
+from mpillm.cores.histogram import Histogram
 from mpillm.data.dataset import Dataset
 from mpillm.errors import Failure, RunError
 from mpillm.loadgen.sut import LoadGenTest, Query, sample_responses
 from mpillm.phases import Phase
-from mpillm.roles.histogram import Histogram
 from mpillm.roles.role import Role
 
 _MAX_BATCH = 1024  # requests per message

@@ -16,6 +16,7 @@ from launch.command import Command
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.config.disagg_yaml import generated
 from mpillm.config.options import RunConfig, run_name
+from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import visible_gpus
 
 # Options that this module sets for each test.
@@ -70,10 +71,13 @@ def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
 def ranks_of(config: RunConfig) -> int:
     """--world_size, or the ranks of the instances that the options or the YAML name, with control ranks.
 
-    An aggregated test has as many instances as this node's GPUs hold; one where the GPUs are unknown.
+    An aggregated test has as many instances as this node's GPUs hold; one where the GPUs are unknown. Clients
+    of servers are as many as the servers.
     """
     if config.world_size:
         return int(config.world_size)
+    if BackendRegistry.get(config.core_type).is_client:
+        return disagg.ranks_for(len(config.trtllm_server_urls or ()) or 1)
     if config.yaml is not None:
         return disagg.ranks_for(config.yaml.n_workers)
     workers = generated(config, None).n_workers

@@ -93,10 +93,10 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport]) -> Planne
     """
     config = _agreed(config, reports)
     ranks = range(len(reports))
-    yaml = disagg_config(config, len(ranks))
-    notes = [*filter(None, [config.passed_over()]), *check_honoured(config)]
-    plan = disagg.plan(yaml, len(ranks), [reports[rank].host for rank in ranks])
     core_class = BackendRegistry.get(config.core_type)
+    yaml = disagg_config(config, len(ranks), core_class.is_client)
+    notes = [*filter(None, [config.passed_over()]), *([] if core_class.is_client else check_honoured(config))]
+    plan = disagg.plan(yaml, len(ranks), [reports[rank].host for rank in ranks])
     gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
     cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
     with config.autoapply():

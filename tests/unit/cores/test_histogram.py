@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpillm.roles.histogram import Histogram
+from mpillm.cores.histogram import Histogram
 
 
 def test_empty() -> None:

@@ -1,0 +1,115 @@
+"""What a completion response says, streamed or not: tokens or text, when they came, and how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mpillm.cores.openai_client.event_stream import EventStream
+
+_DONE = b"[DONE]"
+_FAILED = ("abort", "error", "cancelled")  # reasons to finish which are none: vLLM's, TensorRT-LLM's
+
+
+class AnswerError(Exception):
+    """The server's answer is an error, or no answer. The message says what, without the server's address."""
+
+
+class Answer:
+    """One answer as it arrives. Times are time.perf_counter() at the socket."""
+
+    def __init__(self, stream: bool) -> None:
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
+        self.finish_reason: str | None = None
+        self.prompt_tokens: int | None = None  # as the server counts, if it does
+        self.completion_tokens: int | None = None
+        self.times: list[float] = []  # of each piece of the stream that brought tokens
+        self._events = EventStream() if stream else None
+        self._whole: list[bytes] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def size(self) -> int:
+        """Tokens that are there; where the server sends text, pieces of it."""
+        return len(self.tokens) or len(self.times)
+
+    def feed(self, data: bytes, at: float) -> None:
+        """Take a piece of the body, read at `at`. AnswerError or ValueError if it is no part of an answer."""
+        if self._events is None:
+            self._whole.append(data)
+            return
+        for event in self._events.feed(data):
+            self._take(event, at)
+
+    def finish(self, at: float) -> None:
+        """The body has ended. AnswerError or ValueError if the answer has not, or has no token."""
+        if self._events is None:
+            self._take(b"".join(self._whole), at)
+        else:
+            for event in self._events.finish():
+                self._take(event, at)
+        if self.finish_reason is None:
+            raise AnswerError("it ended its answer in the middle: no finish_reason")
+        if self.finish_reason in _FAILED:
+            raise AnswerError(f"it gave up the answer: finish_reason {self.finish_reason}")
+        if not self.size:
+            raise AnswerError(f"it answered without a token: finish_reason {self.finish_reason}")
+
+    def _take(self, data: bytes, at: float) -> None:
+        if data == _DONE:
+            return
+        try:
+            message = json.loads(data)
+        except ValueError:
+            raise AnswerError(f"it sent what is no JSON: {data[:80]!r}") from None
+        if not isinstance(message, dict):
+            raise AnswerError(f"it sent JSON that is no completion: {data[:80]!r}")
+        if message.get("error") is not None or message.get("object") == "error":
+            raise AnswerError(f"it sent an error: {error_text(message)}")
+        try:
+            for choice in message.get("choices") or ():
+                self._choose(choice, at)
+            if (usage := message.get("usage")) is not None:
+                self.prompt_tokens = usage.get("prompt_tokens")
+                self.completion_tokens = usage.get("completion_tokens")
+        except (AttributeError, TypeError) as error:
+            raise AnswerError(f"it sent JSON that is no completion: {data[:80]!r} ({error})") from None
+
+    def _choose(self, choice: Mapping[str, Any], at: float) -> None:
+        tokens, text = choice.get("token_ids"), choice.get("text")
+        if tokens:
+            if not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
+                raise TypeError("token ids are whole numbers")
+            self.tokens += tokens
+        if text:
+            self.texts.append(text)
+        if tokens or text:
+            self.times.append(at)
+        if choice.get("finish_reason") is not None:
+            self.finish_reason = choice["finish_reason"]
+
+
+def error_text(message: Mapping[str, Any]) -> str:
+    """What an error's JSON says, whichever server's it is."""
+    inner = message.get("error", message)
+    if isinstance(inner, dict):
+        inner = inner.get("message", inner)
+    if isinstance(inner, dict) or inner is message:
+        inner = message.get("detail", inner)
+    return str(inner)[:300]
+
+
+def failure_text(status: int, reply: bytes) -> str:
+    """A reply that is not 200 OK, in a few words."""
+    try:
+        message = json.loads(reply)
+    except ValueError:
+        said = reply.decode(errors="replace").strip()[:200]
+    else:
+        said = error_text(message if isinstance(message, dict) else {"error": message})
+    return f"HTTP {status}: {said}" if said else f"HTTP {status}"

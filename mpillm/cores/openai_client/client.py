@@ -1,0 +1,283 @@
+"""Many requests to one or several servers: which server, when again, and when a server has been silent for too long.
+
+A request is sent again only while nothing of its answer has come: after a connection that failed or ended
+without a status line, and after HTTP 429 or 503, which say that the server did not begin. What came of an
+answer that then broke is never mixed with another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
+from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
+from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
+
+_BUSY = (429, 503)  # it has not begun, and may later
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+_WATCH_S = 1.0  # how often silence is looked for
+
+
+class Listener(Protocol):
+    """Who hears of calls, on the event loop's thread. Each call ends with one of done, failed and cancelled."""
+
+    def on_first(self, call: Call) -> None:
+        """The first token of a streamed answer is there."""
+
+    def on_done(self, call: Call) -> None:
+        """The answer is whole. AnswerError if it makes no sense: the call has then failed."""
+
+    def on_failed(self, call: Call, error: EndpointError) -> None:
+        """There will be no answer."""
+
+    def on_cancelled(self, call: Call) -> None:
+        """It was given up as asked."""
+
+
+class Call:
+    """One request, with all its attempts. Times are time.perf_counter(), 0 before there is one."""
+
+    __slots__ = (
+        "_client",
+        "_reply",
+        "_reused",
+        "answer",
+        "connection",
+        "ended_at",
+        "endpoint",
+        "failing_since",
+        "id",
+        "prompt",
+        "retries",
+        "retry_after",
+        "sampling",
+        "sent_at",
+        "status",
+        "submitted_at",
+    )  # fmt: skip
+
+    def __init__(self, client: Client, id_: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        self.id = id_
+        self.prompt = prompt
+        self.sampling = sampling
+        self.submitted_at = self.sent_at = self.ended_at = self.failing_since = 0.0
+        self.retries = 0
+        self.endpoint: Endpoint | None = None
+        self.answer = Answer(client.stream)
+        self._client = client
+        self._begin()
+
+    def _begin(self) -> None:
+        self.connection: HttpConnection | None = None
+        self.status = 0
+        self.retry_after: str | None = None
+        self._reply: list[bytes] = []
+        self._reused = False
+
+    def again(self) -> None:
+        """Forget the attempt that failed."""
+        self.retries += 1
+        self.answer = Answer(self._client.stream)
+        self._begin()
+
+    def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
+        """An attempt goes out."""
+        self.connection, self._reused, self.sent_at = connection, reused, at
+
+    @property
+    def stale(self) -> bool:
+        """Whether the attempt went over a connection that may have ended before it was sent."""
+        return self._reused
+
+    # --- Receiver ---
+
+    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+        assert self.endpoint is not None
+        self.endpoint.heard_at = time.perf_counter()
+        self.status, self.retry_after = status, headers.get("retry-after")
+
+    def on_body(self, data: bytes, at: float) -> None:
+        assert self.endpoint is not None
+        self.endpoint.heard_at = at
+        if self.status != 200:
+            self._reply.append(data)
+            return
+        answer, client = self.answer, self._client
+        had = answer.size
+        answer.feed(data, at)
+        if answer.size > had:
+            client.generated_tokens += answer.size - had
+            if not had:
+                client.listener.on_first(self)
+
+    def on_end(self, connection: HttpConnection) -> None:
+        self.ended_at = time.perf_counter()
+        self._client.ended(self, b"".join(self._reply))
+
+    def on_broken(self, error: Exception) -> None:
+        self._client.broken(self, error)
+
+
+class Client:
+    """Belongs to one event loop; only `calls`, `retries` and `generated_tokens` are read elsewhere."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        listener: Listener,
+        text_of: Callable[[Sequence[int]], str],
+        stream: bool,
+        silence_s: float,
+        retry_s: float,
+    ) -> None:
+        """`text_of`: of a prompt, for servers that take text; `stream`: answers come token by token.
+
+        `silence_s`: longest time for which a server that owes answers may say nothing; `retry_s`: longest
+        time from a request's first failure to its last attempt.
+        """
+        self.endpoints = endpoints
+        self.listener = listener
+        self.stream = stream
+        self.calls: dict[int, Call] = {}  # open, by id
+        self.retries = 0
+        self.generated_tokens = 0  # so far; where a stream brings text, its pieces
+        self._text_of = text_of
+        self._silence_s = silence_s
+        self._retry_s = retry_s
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._watching: asyncio.TimerHandle | None = None
+
+    # --- asked by the owner ---
+
+    def submit(self, id_: int, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Ask for an answer. `id_`: no open call has it."""
+        if self._watching is None:
+            self._watch()
+        call = self.calls[id_] = Call(self, id_, prompt, sampling)
+        call.submitted_at = time.perf_counter()
+        self._start(call)
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """Give up the calls that are open among these."""
+        for id_ in ids:
+            if (call := self.calls.pop(id_, None)) is not None:
+                if call.endpoint is not None:
+                    call.endpoint.release(call, call.connection, whole=False)
+                self.listener.on_cancelled(call)
+
+    def close(self) -> None:
+        """Close every connection; nobody hears of anything any more."""
+        self.calls.clear()
+        for timer in (*self._timers, *filter(None, [self._watching])):
+            timer.cancel()
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+    # --- told by calls ---
+
+    def ended(self, call: Call, reply: bytes) -> None:
+        """A whole response has come; `reply`: its body, if it is no answer."""
+        self._release(call, whole=True)
+        if call.status in _BUSY:
+            self._again(call, AnswerError(failure_text(call.status, reply)), _seconds(call.retry_after))
+        elif call.status != 200:
+            self._fail(call, AnswerError(failure_text(call.status, reply)))
+        else:
+            try:
+                call.answer.finish(call.ended_at)
+                if not self.stream:
+                    self.generated_tokens += len(call.answer.tokens) or call.answer.completion_tokens or 1
+                self.listener.on_done(call)
+            except (AnswerError, ValueError) as error:
+                self._fail(call, error)
+            else:
+                del self.calls[call.id]
+
+    def broken(self, call: Call, error: Exception) -> None:
+        """No more of a response will come, and it is not whole."""
+        self._release(call, whole=False)
+        if isinstance(error, NothingSentBack):
+            self._again(call, error, 0.0 if call.stale else None)
+        else:
+            self._fail(call, error)
+
+    # --- inside ---
+
+    def _release(self, call: Call, whole: bool) -> None:
+        assert call.endpoint is not None
+        call.endpoint.release(call, call.connection, whole)
+
+    def _start(self, call: Call) -> None:
+        """Send it to the server that owes the least, another than the one that failed it if there is one."""
+        failed = call.endpoint
+        endpoint = min(self.endpoints, key=lambda one: (one is failed, len(one.calls)))
+        call.endpoint = endpoint
+        try:
+            request = self._body(endpoint.dialect, endpoint.model, call)
+        except ValueError as error:
+            self._fail(call, error)
+            return
+        endpoint.start(call, request)
+
+    def _body(self, dialect: Dialect, model: str, call: Call) -> bytes:
+        prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)
+        return body(dialect, model, prompt, call.sampling, self.stream)
+
+    def _again(self, call: Call, error: Exception, wait_s: float | None) -> None:
+        """Send it again after `wait_s` (None: a pause that grows), if that is not too late."""
+        now = time.perf_counter()
+        call.failing_since = call.failing_since or now
+        if wait_s is None:
+            wait_s = min(_FIRST_PAUSE_S * 2 ** min(call.retries, 10), _LONGEST_PAUSE_S)
+        if now + wait_s - call.failing_since > self._retry_s:
+            asked = f", it asks to wait {call.retry_after} s" if call.retry_after else ""
+            self._fail(call, AnswerError(f"{error}{asked}; retried {call.retries} times, for at most {self._retry_s:g} s"))
+            return
+        call.again()
+        self.retries += 1
+
+        def start() -> None:
+            self._timers.discard(timer)
+            if self.calls.get(call.id) is call:
+                self._start(call)
+
+        timer = asyncio.get_running_loop().call_later(wait_s, start)
+        self._timers.add(timer)
+
+    def _fail(self, call: Call, error: Exception) -> None:
+        assert call.endpoint is not None
+        del self.calls[call.id]
+        self.listener.on_failed(call, EndpointError(f"{call.endpoint.url}{COMPLETIONS}: {error}"))
+
+    def _watch(self) -> None:
+        """Look for a server that owes answers and says nothing."""
+        now = time.perf_counter()
+        for endpoint in self.endpoints:
+            if endpoint.calls and now - endpoint.heard_at > self._silence_s:
+                owed = [call for call in self.calls.values() if call in endpoint.calls]
+                for call in owed:
+                    endpoint.release(call, call.connection, whole=False)
+                    error = f"it has said nothing for {self._silence_s:g} s, and owes {len(owed)} answers"
+                    self._fail(call, AnswerError(error))
+        pause = min(_WATCH_S, self._silence_s / 4)
+        self._watching = asyncio.get_running_loop().call_later(pause, self._watch)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """The seconds that Retry-After (RFC 9110, 10.2.3) asks to wait; None if there is none that says it."""
+    if retry_after is None:
+        return None
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return None

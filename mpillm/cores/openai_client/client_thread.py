@@ -1,0 +1,67 @@
+"""An event loop in a thread of its own, for a rank whose main thread must not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_END_S = 5.0
+
+
+class ClientThread:
+    """Runs coroutines and functions on its loop. `error`: what no one there has caught, which is a bug."""
+
+    def __init__(self, name: str) -> None:
+        self.error: BaseException | None = None
+        self._loop = new_loop()
+        self._loop.set_exception_handler(self._uncaught)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _uncaught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.error = self.error or context.get("exception") or RuntimeError(context["message"])
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """What `work` returns or raises; TimeoutError after `timeout_s`."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise TimeoutError(f"not done within {timeout_s:g} s") from None
+
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call it there, soon."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def cpu_s(self) -> float:
+        """CPU time that the thread has used."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+    def stop(self) -> None:
+        """End the loop and the thread."""
+        self.post(self._loop.stop)
+        self._thread.join(_END_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """An event loop: uvloop's if it is installed, which does the same in less time."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

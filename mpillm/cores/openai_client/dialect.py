@@ -1,0 +1,85 @@
+"""What a completion request says: OpenAI's `/v1/completions`, and what servers add for token ids.
+
+Sources: vLLM's `CompletionRequest` (`return_token_ids`, `min_tokens`, `top_k`; token-id prompts), that of
+TensorRT-LLM (`tensorrt_llm/serve/openai_protocol.py`: unknown fields are refused; `detokenize: false` gives
+token ids), and `transformers serve` (`cli/serving/completion.py`: text only, unknown fields are refused).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How to ask one kind of server."""
+
+    name: str
+    token_prompts: bool = True  # prompts are token ids; otherwise text
+    token_ids: bool = True  # answers have token ids; otherwise text, which is tokenised here
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    options: bool = True  # it has min_tokens, top_k and stop_token_ids
+    usage_option: bool = True  # a stream says its usage where `stream_options` asks for that
+
+
+# In the order in which a server is asked for them: the first that it understands is taken.
+DIALECTS = (
+    Dialect("return_token_ids", extra={"return_token_ids": True}),
+    Dialect("detokenize: false", extra={"detokenize": False}),
+    Dialect("token-id prompts, text answers", token_ids=False),
+    Dialect("text", token_prompts=False, token_ids=False, options=False, usage_option=False),
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one answer is generated; what has its default is not sent."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+def body(dialect: Dialect, model: str, prompt: str | Sequence[int], sampling: Sampling, stream: bool) -> bytes:
+    """The JSON of a completion request. ValueError for an option that the dialect lacks."""
+    request: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        **dialect.extra,
+    }
+    if stream:
+        request["stream"] = True
+        if dialect.usage_option:
+            request["stream_options"] = {"include_usage": True}
+    if sampling.temperature > 0:
+        request["seed"] = sampling.seed
+    if sampling.top_p < 1:
+        request["top_p"] = sampling.top_p
+    if sampling.stop:
+        request["stop"] = list(sampling.stop)
+    options = {
+        "min_tokens": sampling.min_tokens if sampling.min_tokens > 1 else None,  # one there always is
+        "top_k": sampling.top_k or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "ignore_eos": sampling.ignore_eos or None,
+    }
+    for name, value in options.items():
+        if value is None:
+            continue
+        if not dialect.options:
+            raise ValueError(f"it has no {name}: it takes text and OpenAI's own options only")
+        request[name] = value
+    return json.dumps(request, separators=(",", ":")).encode()

@@ -1,0 +1,173 @@
+"""One server: its address, its connections, and what is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import ssl
+import time
+from collections.abc import Mapping
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
+from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError, NothingSentBack, Receiver
+
+CONNECT_S = 10.0  # longest wait for a connection
+API_KEY = "OPENAI_API_KEY"
+"""The environment variable with the key that servers are sent, as OpenAI's client has it."""
+
+
+class EndpointError(Exception):
+    """A server failed. The message names its address and the cause."""
+
+
+class Owed(Receiver, Protocol):
+    """A request that a server owes an answer."""
+
+    def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
+        """It goes out, at time.perf_counter() `at`; `reused`: over a connection that had others before."""
+
+
+class Endpoint:
+    """A server. Everything but the address belongs to the event loop's thread."""
+
+    def __init__(self, url: str) -> None:
+        """`url`: host:port, or http(s)://host[:port][/path]. ValueError for another."""
+        self.url = url if "://" in url else f"http://{url}"
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url} is not host:port or a URL of http or https")
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path = re.sub(r"(/v1)?/*$", "", parts.path)
+        key = os.environ.get(API_KEY)
+        self._head = (
+            f"Host: {parts.netloc.rpartition('@')[2]}\r\n"
+            + (f"Authorization: Bearer {key}\r\n" if key else "")
+            + "Content-Type: application/json\r\nContent-Length: "
+        )
+        self._post = self._start_line("POST", COMPLETIONS)
+        self.model = ""
+        self.dialect: Dialect = DIALECTS[0]
+        self.calls: set[Owed] = set()  # that it owes
+        self.heard_at = 0.0  # when it last said something, or was first asked again
+        self.connections = 0  # made
+        self._idle: list[HttpConnection] = []
+        self._used: set[HttpConnection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def _start_line(self, method: str, path: str) -> bytes:
+        return f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}".encode("latin-1")
+
+    # --- calls ---
+
+    def start(self, call: Owed, body: bytes) -> None:
+        """Send the request of `call`, over a connection that is free or a new one."""
+        if not self.calls:
+            self.heard_at = time.perf_counter()
+        self.calls.add(call)
+        request = b"%b%d\r\n\r\n%b" % (self._post, len(body), body)
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                self._send(connection, call, request, reused=True)
+                return
+        task = asyncio.get_running_loop().create_task(self._connect_for(call, request))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect_for(self, call: Owed, request: bytes) -> None:
+        try:
+            connection = await self._connect()
+        except NothingSentBack as error:
+            if call in self.calls:
+                call.on_broken(error)
+            return
+        if call in self.calls:
+            self._send(connection, call, request, reused=False)
+        else:  # given up meanwhile
+            self._idle.append(connection)
+
+    def _send(self, connection: HttpConnection, call: Owed, request: bytes, reused: bool) -> None:
+        self._used.add(connection)
+        call.sent(connection, reused, time.perf_counter())
+        connection.send(request, call)
+
+    def release(self, call: Owed, connection: HttpConnection | None, whole: bool) -> None:
+        """`call` has ended, `whole` or not; its connection, if it had one, is free or closed."""
+        self.calls.discard(call)
+        if connection is None:
+            return
+        self._used.discard(connection)
+        if whole and connection.reusable and not connection.closed:
+            self._idle.append(connection)
+        elif not connection.closed:
+            connection.close()
+
+    async def _connect(self) -> HttpConnection:
+        loop = asyncio.get_running_loop()
+        making = loop.create_connection(HttpConnection, self._host, self._port, ssl=self._tls)
+        try:
+            _, connection = await asyncio.wait_for(making, CONNECT_S)
+        except (asyncio.TimeoutError, TimeoutError):  # two classes in Python 3.10
+            raise NothingSentBack(f"no connection within {CONNECT_S:g} s") from None
+        except OSError as error:
+            known = error.errno is not None and error.errno > 0
+            raise NothingSentBack(os.strerror(error.errno or 0) if known else str(error)) from None
+        self.connections += 1
+        return connection
+
+    def close(self) -> None:
+        """Close every connection. What is owed is told nobody."""
+        for task in self._connecting:
+            task.cancel()
+        for connection in (*self._idle, *self._used):
+            connection.close()
+        self._idle.clear()
+        self._used.clear()
+
+    # --- single requests ---
+
+    async def fetch(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body of one request, over a connection of its own. HttpError."""
+        end = time.monotonic() + timeout_s
+        connection = await self._connect()
+        self._used.add(connection)
+        reply = _Reply()
+        try:
+            start = self._start_line(method, path)
+            connection.send(b"%b%d\r\n\r\n%b" % (start, len(body), body), reply)
+            await asyncio.wait_for(reply.ended, max(0.0, end - time.monotonic()))
+        except (asyncio.TimeoutError, TimeoutError):
+            raise HttpError(f"no answer to {method} {path} within {timeout_s:g} s") from None
+        finally:
+            self._used.discard(connection)
+            connection.close()
+        return reply.status, reply.headers, b"".join(reply.body)
+
+
+class _Reply(Receiver):
+    """A whole response."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
+        self.body: list[bytes] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+        self.status, self.headers = status, headers
+
+    def on_body(self, data: bytes, at: float) -> None:
+        self.body.append(data)
+
+    def on_end(self, connection: HttpConnection) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def on_broken(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)

@@ -1,0 +1,360 @@
+"""Cores whose ranks are clients of OpenAI-compatible servers: one client process for each executor rank."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import resource
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from disagg.errors import ConfigError, about, nearest
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, ResponseFlag
+from mpillm.config.backends import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
+from mpillm.config.core_config import CoreConfig
+from mpillm.cores.base import Credits, LLMCore, Metrics
+from mpillm.cores.histogram import Histogram
+from mpillm.cores.openai_client.client import Call, Client
+from mpillm.cores.openai_client.client_thread import ClientThread
+from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
+from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from mpillm.errors import Failure, RunError
+
+if TYPE_CHECKING:
+    from mpillm.comms.communicators import InstanceComms
+
+_log = logging.getLogger(__name__)
+
+_MOST_AT_ONCE = 1024  # requests of an endpoint whose limit nobody says: more than any server runs at once
+_EARLIER = 0.9  # of rank 0's deadline: this rank's message is the one that names the server
+_WARM_UP_TOKENS = 4
+_FEW = 1024  # latencies that are counted together
+
+
+@dataclass(frozen=True)
+class EndpointOptions:
+    """--core_options of these cores, as ``key:value,key:value``."""
+
+    model: str | None = None  # its name at the servers; None: what --model_path means there, or the only one
+    retry_s: float = 10.0  # longest time from a request's first failure to its last attempt
+
+    @staticmethod
+    @about("core_options")
+    def from_options(options: dict[str, Any]) -> EndpointOptions:
+        known = [option.name for option in fields(EndpointOptions)]
+        for key, value in options.items():
+            if key not in known:
+                raise ConfigError(f"--core_options {key}: this core has no such option{nearest(key, known)}; it has: {', '.join(known)}")
+            if key == "retry_s" and not (isinstance(value, (int, float)) and value >= 0):
+                raise ConfigError(f"--core_options {key}:{value}: not a number of at least 0")
+        if "model" in options:
+            options = {**options, "model": str(options["model"])}
+        return EndpointOptions(**options)
+
+
+class EndpointLimits(NamedTuple):
+    """Of a server that is not asked: it refuses what it can't do."""
+
+    vocab_size: int = 1 << 31
+    max_seq_len: int = 1 << 31
+    max_prompt_len: int | None = None
+
+
+class _Statistics:
+    """Of a test; written on the client's thread."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = dict.fromkeys(("retokenized", "other_prompt_length", "other_answer_length"), 0)
+        self.prompt_tokens = 0
+        self._names = ("socket_ttft", "socket_tpot", "socket_itl")
+        self._waiting: dict[str, list[float]] = {name: [] for name in self._names}
+        self._histograms = {name: Histogram() for name in self._names}
+
+    def add(self, call: Call, n_tokens: int) -> None:
+        """Count an answer's latencies, as the socket saw them."""
+        times = call.answer.times
+        self._add("socket_ttft", [times[0] - call.sent_at])
+        if n_tokens > 1 and len(times) > 1:
+            self._add("socket_tpot", [(times[-1] - times[0]) / (n_tokens - 1)])
+            self._add("socket_itl", [after - before for before, after in itertools.pairwise(times)])
+
+    def _add(self, name: str, seconds: list[float]) -> None:
+        waiting = self._waiting[name]
+        waiting += seconds
+        if len(waiting) >= _FEW:
+            self._histograms[name].add(np.array(waiting))
+            waiting.clear()
+
+    def values(self) -> dict[str, float]:
+        """Counts, and percentiles in milliseconds."""
+        result: dict[str, float] = dict(self.counts)
+        for name in self._names:
+            self._add_all(name)
+            for key, value in (self._histograms[name].summary_ms() or {}).items():
+                result[f"{name}_{key}_ms"] = value
+        return result
+
+    def _add_all(self, name: str) -> None:
+        if self._waiting[name]:
+            self._histograms[name].add(np.array(self._waiting[name]))
+            self._waiting[name] = []
+
+
+class TrtllmEndpointCore(LLMCore):
+    """`trtllm-serve`, vLLM, SGLang or another server with `/v1/completions`, over HTTP."""
+
+    is_client = True
+    engine_stages = "mpillm.builder.trtllm:checkpoint_stages"
+    servers = "mpillm.builder.trtllm_servers:endpoint_servers"
+    framework = "TensorRT-LLM"
+    packages = ("tensorrt_llm",)
+
+    config_class: ClassVar[type[TrtllmEndpointConfig]] = TrtllmEndpointConfig
+
+    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+        super().__init__(config, comms)
+        self._options = EndpointOptions.from_options(config.options)
+        self._harness = self.config_class()
+        self._urls, self._at_once = share_of(
+            self._harness.endpoint_urls, self._harness.max_concurrency or _MOST_AT_ONCE, config.instance, config.n_instances
+        )
+        self._tokenizer: Tokenizer | None = None
+        self._thread: ClientThread | None = None
+        self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
+        self._failed: EndpointError | None = None
+        self._first: dict[int, int] = {}  # the first token that was told, by id, of calls that are open
+        self._began(0.0)
+
+    @classmethod
+    def check(cls, config: CoreConfig) -> EndpointLimits | None:
+        EndpointOptions.from_options(config.options)
+        harness = cls.config_class()
+        for url in harness.endpoint_urls:
+            with about("trtllm_server_urls"):
+                try:
+                    Endpoint(url)
+                except ValueError as error:
+                    raise ConfigError(f"--trtllm_server_urls {error}") from None
+        with about("stop_words"):
+            for word in config.stop_words:
+                if not isinstance(word, str) and len(word) != 1:
+                    raise ConfigError(f"--stop_words {list(word)}: a server takes words as text, or single tokens; write it as text")
+        return None if _folder(config) else EndpointLimits()
+
+    # --- life ---
+
+    def load(self) -> None:
+        """Wait for the servers."""
+        if (folder := _folder(self.config)) is not None:
+            tokenizer = load_tokenizer(folder, apply_chat_template=False)
+            self._tokenizer = None if isinstance(tokenizer, ByteTokenizer) else tokenizer
+        _allow_files(self._at_once * len(self._urls))
+        self._endpoints = [Endpoint(url) for url in self._urls]
+        self._thread = ClientThread("mpillm-http")
+        self._client = Client(
+            self._endpoints,
+            self,
+            self._text,
+            self._harness.streaming,
+            _EARLIER * self._harness.stall_timeout,
+            self._options.retry_s,
+        )
+        deadline = _EARLIER * self._harness.load_deadline
+        for endpoint in self._endpoints:
+            self._ask(until_ready(endpoint, deadline), deadline + 60)
+
+    def run_health_check(self) -> None:
+        """Find the model, and generate a token, on each server."""
+        limit = _EARLIER * self._harness.health_deadline / (2 * len(self._endpoints))
+        for endpoint in self._endpoints:
+            model = find_model(endpoint, self._options.model, self.config.model_path, limit)
+            endpoint.model = self._ask(model, limit + 60)
+            self._ask(choose_dialect(endpoint, self._tokenizer is not None, limit), limit + 60)
+            _log.info("%s serves %s: %s", endpoint.url, endpoint.model, endpoint.dialect.name)
+
+    def _ask(self, work: Any, limit_s: float) -> Any:
+        assert self._thread is not None
+        try:
+            return self._thread.run(work, limit_s)
+        except EndpointError as error:
+            raise RunError(Failure(str(error), self.config.rank)) from None
+
+    def warm_up_requests(self) -> Batch:
+        """A request for each server, with an answer that may end at once."""
+        rows = np.zeros(len(self._endpoints), REQUEST)
+        rows["id"] = np.arange(len(rows))
+        rows["n_tokens"] = 8
+        rows["max_output"] = _WARM_UP_TOKENS
+        rows["top_p"] = 1
+        rows["generation"] = NO_INSTANCE
+        return Batch(rows, np.full(8 * len(rows), 3, np.int32))
+
+    def start_test(self) -> None:
+        assert self._thread is not None
+        self._began(self._thread.cpu_s())
+
+    def _began(self, cpu_s: float) -> None:
+        self._statistics = _Statistics()
+        self._started = time.perf_counter(), cpu_s
+        if self._thread is not None:
+            self._client.retries = self._client.generated_tokens = 0
+
+    def statistics(self) -> dict[str, float]:
+        """Retries, re-tokenised answers, latencies at the socket, and the share of a core that the client took.
+
+        `other_prompt_length`, `other_answer_length`: answers for which the server counted other numbers of tokens.
+        """
+        assert self._thread is not None
+        elapsed = time.perf_counter() - self._started[0]
+        busy = (self._thread.cpu_s() - self._started[1]) / elapsed if elapsed > 0 else 0.0
+        return {"client_busy_fraction": round(busy, 4), "retries": self._client.retries, **self._statistics.values()}
+
+    def metrics(self) -> Metrics:
+        n = len(self._client.calls)
+        return Metrics(self._statistics.prompt_tokens, self._client.generated_tokens, n, 0)
+
+    def notify_stop(self) -> None:
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.post(self._client.close)
+            thread.stop()
+
+    # --- work ---
+
+    def credits(self) -> Credits:
+        return Credits(self._at_once * len(self._endpoints), 1 << 40)
+
+    def enqueue(self, requests: Batch) -> None:
+        assert self._thread is not None
+        self._thread.post(self._submit, requests)
+
+    def has_work(self) -> bool:
+        return bool(self._rows) or self._failed is not None or (self._thread is not None and self._thread.error is not None)
+
+    def poll_responses(self) -> Batch | None:
+        if self._failed is not None:
+            raise RunError(Failure(str(self._failed), self.config.rank))
+        if self._thread is not None and self._thread.error is not None:
+            raise RuntimeError("the HTTP client failed") from self._thread.error
+        if not self._rows:
+            return None
+        ready = [self._rows.popleft() for _ in range(len(self._rows))]
+        rows = np.array([row[:3] for row in ready], RESPONSE)
+        return Batch(rows, np.array([token for row in ready for token in row[3]], np.int32))
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        assert self._thread is not None
+        self._thread.post(self._client.cancel, list(ids))
+
+    # --- on the client's thread ---
+
+    def _submit(self, requests: Batch) -> None:
+        words = tuple(word for word in self.config.stop_words if isinstance(word, str))
+        ids = tuple(word[0] for word in self.config.stop_words if not isinstance(word, str)) + (self.config.end_ids or ())
+        for request in requests.split():
+            (row,) = request.rows
+            ignore = bool(row["ignore_stop"])
+            sampling = Sampling(
+                int(row["max_output"]),
+                int(row["min_output"]),
+                float(row["temperature"]),
+                int(row["top_k"]),
+                float(row["top_p"]),
+                int(row["seed"]),
+                () if ignore else words,
+                self.config.end_ids or () if ignore else ids,
+            )
+            self._client.submit(int(row["id"]), request.tokens.tolist(), sampling)
+
+    def _text(self, prompt: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(prompt, keep_special=True)
+
+    def _tokens(self, call: Call) -> list[int]:
+        assert call.endpoint is not None
+        if call.endpoint.dialect.token_ids:
+            return call.answer.tokens
+        assert self._tokenizer is not None
+        return self._tokenizer.encode_plain(call.answer.text)
+
+    def on_first(self, call: Call) -> None:
+        """Tell the first token, if it is not the last one as well."""
+        self._statistics.prompt_tokens += len(call.prompt)
+        if self._client.stream and call.answer.finish_reason is None and (tokens := self._tokens(call)):
+            self._rows.append((call.id, 1, int(ResponseFlag.FIRST), tokens[:1]))
+            self._first[call.id] = tokens[0]
+
+    def on_done(self, call: Call) -> None:
+        tokens, answer, counts = self._tokens(call), call.answer, self._statistics.counts
+        if not tokens:
+            raise ValueError("it answered without a token")
+        flags = ResponseFlag.FINAL
+        if self._first.pop(call.id, None) is None:
+            flags |= ResponseFlag.FIRST
+        if not self._client.stream:
+            self._statistics.prompt_tokens += len(call.prompt)
+        assert call.endpoint is not None
+        counts["retokenized"] += not call.endpoint.dialect.token_ids
+        counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(call.prompt))
+        counts["other_answer_length"] += answer.completion_tokens not in (None, len(tokens))
+        if self._client.stream:
+            self._statistics.add(call, len(tokens))
+        self._rows.append((call.id, len(tokens), int(flags), tokens))
+
+    def on_failed(self, call: Call, error: EndpointError) -> None:
+        self._failed = self._failed or error
+
+    def on_cancelled(self, call: Call) -> None:
+        self._first.pop(call.id, None)
+        self._rows.append((call.id, 0, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED), []))
+
+
+class TrtllmDisaggCore(TrtllmEndpointCore):
+    """The leader of `trtllm-serve disaggregated`, which its YAML names."""
+
+    servers = "mpillm.builder.trtllm_servers:disaggregated_servers"
+    config_class = TrtllmDisaggEndpointConfig
+
+    @classmethod
+    def check(cls, config: CoreConfig) -> EndpointLimits | None:
+        if cls.config_class().disagg_config_path is None:
+            raise ConfigError("--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader")
+        return super().check(config)
+
+
+def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> tuple[list[str], int]:
+    """The servers of one of `n_clients` clients, and how many requests it may have at each at once.
+
+    Together the clients of a server have `at_once` there, or one each if that is more.
+    """
+    if n_clients <= len(urls):
+        return list(urls[index::n_clients]), at_once
+    server = index % len(urls)
+    clients = len(range(server, n_clients, len(urls)))  # of this server
+    mine = index // len(urls)
+    return [urls[server]], max(1, at_once // clients + (mine < at_once % clients))
+
+
+def _folder(config: CoreConfig) -> Path | None:
+    path = Path(config.model_path) if config.model_path else None
+    return path if path is not None and path.is_dir() else None
+
+
+def _allow_files(n_connections: int) -> None:
+    """Raise this process's limit of open files, if there may be too many connections for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = n_connections + 256
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        raise RunError(Failure(f"{n_connections} connections need more open files than this system allows ({hard}): ulimit -n"))

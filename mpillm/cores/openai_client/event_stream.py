@@ -1,0 +1,38 @@
+"""Server-sent events (HTML standard, 9.2.6), as language model servers send them."""
+
+from __future__ import annotations
+
+_FIELDS = (b"event", b"id", b"retry")  # that say nothing of an answer
+
+
+class EventStream:
+    """Bytes in, the data of whole events out. Lines end with LF or CR LF."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of each event that ends in `data`. ValueError for a line that is no event's."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        events: list[bytes] = []
+        for line in lines:
+            self._take(line, events)
+        return events
+
+    def finish(self) -> list[bytes]:
+        """The data of an event that the end of the stream ends."""
+        return self.feed(b"\n\n")
+
+    def _take(self, line: bytes, events: list[bytes]) -> None:
+        if line.endswith(b"\r"):
+            line = line[:-1]
+        if line.startswith(b"data:"):
+            self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+        elif not line:
+            if self._data:
+                events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+                self._data = []
+        elif not line.startswith(b":") and line.partition(b":")[0] not in _FIELDS:
+            raise ValueError(f"it sent a line that is no server-sent event: {line[:80]!r}")

@@ -1,0 +1,123 @@
+"""Before a test: wait until a server is up, find its model, and find out how to ask it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from pathlib import Path
+
+from disagg.errors import nearest
+from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
+from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Sampling, body
+from mpillm.cores.openai_client.endpoint import API_KEY, Endpoint, EndpointError
+from mpillm.cores.openai_client.http_connection import HttpError
+
+_log = logging.getLogger(__name__)
+_PAUSE_S = 0.2
+_LOG_S = 10.0
+_ASK_S = 10.0  # longest wait for one answer of a server that may not be up
+_PROBE = "Hello"
+_PROBE_IDS = [3] * 8  # as every model has them
+
+
+async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
+    """Wait until the server says that it is well (`/health`, or else `/v1/models`). EndpointError after `deadline_s`."""
+    start = logged = time.monotonic()
+    last = "it was not asked"
+    while True:
+        left = start + deadline_s - time.monotonic()
+        if left <= 0:
+            raise EndpointError(f"{endpoint.url} was not ready within {deadline_s:g} s: {last}")
+        try:
+            status = 0
+            for path in ("/health", "/v1/models"):
+                status, _, reply = await endpoint.fetch("GET", path, min(left, _ASK_S))
+                if status == 200:
+                    return
+                last = f"GET {path}: {failure_text(status, reply)}"
+                if status not in (404, 405):
+                    break
+        except HttpError as error:
+            last = str(error)
+        if status in (401, 403):
+            raise EndpointError(f"{endpoint.url}: {last}; the key is what the environment variable {API_KEY} says")
+        if time.monotonic() - logged > _LOG_S:
+            logged = time.monotonic()
+            _log.warning("waiting for %s: %s", endpoint.url, last)
+        await asyncio.sleep(min(_PAUSE_S, left))
+
+
+async def find_model(endpoint: Endpoint, wanted: str | None, model_path: str | None, timeout_s: float) -> str:
+    """The name of the model at this server: `wanted`, or the one that `model_path` means, or the only one.
+
+    EndpointError if it lists others, with the nearest match.
+    """
+    where = f"{endpoint.url}/v1/models"
+    try:
+        status, _, reply = await endpoint.fetch("GET", "/v1/models", timeout_s)
+        names = [model["id"] for model in json.loads(reply)["data"]] if status == 200 else []
+    except HttpError as error:
+        raise EndpointError(f"{where}: {error}") from None
+    except (ValueError, KeyError, TypeError):
+        raise EndpointError(f"{where}: it sent what is no list of models: {reply[:80]!r}") from None
+    if wanted is None and model_path is not None:
+        said = (model_path, str(Path(model_path).resolve()), Path(model_path).name)
+        wanted = next((name for name in said if name in names), None)
+        if wanted is None and not names:
+            wanted = model_path
+    if wanted is None:
+        if len(names) == 1:
+            return str(names[0])
+        raise EndpointError(f"{where} lists {_listed(names)}: name one with --core_options model:NAME")
+    if names and wanted not in names:
+        raise EndpointError(f"{where}: it has no model {wanted}{nearest(wanted, names)}; it has {_listed(names)}")
+    return wanted
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "no model"
+
+
+async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: float) -> None:
+    """Ask for one token in each dialect, and set the endpoint's to the first that it answers in. EndpointError.
+
+    `has_tokenizer`: text can be made tokens here, and tokens text.
+    """
+    end, where = time.monotonic() + timeout_s, f"{endpoint.url}{COMPLETIONS}"
+    refusals: list[str] = []
+    for dialect in DIALECTS:
+        prompt = _PROBE_IDS if dialect.token_prompts else _PROBE
+        request = body(dialect, endpoint.model, prompt, Sampling(max_tokens=1), stream=False)
+        while True:
+            try:
+                left = max(0.0, end - time.monotonic())
+                status, _, reply = await endpoint.fetch("POST", COMPLETIONS, left, request)
+            except HttpError as error:
+                raise EndpointError(f"{where}: {error}") from None
+            if status not in (429, 503) or end - time.monotonic() < 1:
+                break
+            await asyncio.sleep(1)
+        if status == 200:
+            try:
+                (answer := Answer(stream=False)).feed(reply, 0.0)
+                answer.finish(0.0)
+            except (AnswerError, ValueError) as error:
+                if dialect is not DIALECTS[-1] and not answer.finish_reason:
+                    raise EndpointError(f"{where}: {error}") from None
+                if not answer.completion_tokens:
+                    raise EndpointError(f"{where}: {error}") from None
+            if dialect.token_ids and not answer.tokens:
+                continue  # it has passed over what it does not know
+            if not dialect.token_ids and not has_tokenizer:
+                raise EndpointError(f"{where} gives no token ids: name a folder with its tokenizer, --model_path")
+            endpoint.dialect = dialect
+            return
+        if not 400 <= status < 500 or status == 429:
+            raise EndpointError(f"{where}: {failure_text(status, reply)}")
+        if status in (401, 403):
+            key = f"the key is what the environment variable {API_KEY} says"
+            raise EndpointError(f"{where}: {failure_text(status, reply)}; {key}")
+        refusals.append(f"{dialect.name}: {failure_text(status, reply)}")
+    raise EndpointError("\n  ".join([f"{where} refused a request of one token in every form:", *refusals]))
