@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mpillm.comms.messages import DrainReport
@@ -12,6 +12,7 @@ from mpillm.errors import Failure
 from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Totals
 
+_BUSY = 0.8  # of a core: a client near all of it measures itself
 _MOST_COMPILED = 20  # kernels or graphs to name
 
 
@@ -84,6 +85,7 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
         busy = f"busy {100 * instance['busy_fraction']:.0f} %"
         work = f"{instance['samples']} samples, {instance['tokens']} tokens, {busy}"
         rows.append((f"instance {instance['instance']}", work))
+        rows += [("", advice) for advice in _of_client(instance)]
     judge = (
         "compliance"
         if config.compliance_test
@@ -94,6 +96,17 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
     if judge:
         rows.append(("judged by", f"python -m mpillm {judge} {shlex.quote(directory)}"))
     return [*rows, ("result", f"{directory}/result.json")]
+
+
+def _of_client(instance: Mapping[str, Any]) -> Iterator[str]:
+    """What the reader of a client's figures must know."""
+    if (busy := instance.get("client_busy_fraction", 0)) > _BUSY:
+        share = f"{100 * busy:.0f} %"
+        yield f"its client is busy {share} of the time: start more ranks, the servers may be faster"
+    if n := instance.get("retokenized"):
+        yield f"tokens of {n} answers were made from text: the server gives no token ids"
+    if n := instance.get("retries"):
+        yield f"{n} requests were sent again: the server refused them, or closed the connection"
 
 
 def failures_json(failures: tuple[Failure, ...]) -> list[dict[str, Any]]:

@@ -73,6 +73,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* fetch-model .*": Elsewhere("a download: tests/unit/models/test_models.py"),
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
     r"srun .*": Parsed("there is no Slurm here"),
+    r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere("a server must be there: tests/e2e/test_endpoint.py"),
     r"mpirun -n (9|17) .*": Parsed("more ranks than fit here, and a model of 140 GB or more"),
     r".* bench table.*": Elsewhere("whole runs of a model of 16 GB, on a GPU"),
     r".* --config_file closed/NVIDIA/.*": Elsewhere("NVIDIA's repository is not here; tests/unit has files of its form"),

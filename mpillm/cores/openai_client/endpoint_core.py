@@ -324,6 +324,7 @@ class TrtllmDisaggCore(TrtllmEndpointCore):
     config_class = TrtllmDisaggEndpointConfig
 
     @classmethod
+    @about("core_type", "disagg_config")
     def check(cls, config: CoreConfig) -> EndpointLimits | None:
         if cls.config_class().disagg_config_path is None:
             raise ConfigError("--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader")

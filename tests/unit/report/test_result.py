@@ -9,7 +9,7 @@ import pytest
 from mpillm.config.options import parse_run
 from mpillm.report.result import summary_rows
 
-SLOW = {
+SLOW: dict[str, Any] = {
     "loadgen_result": "INVALID",
     "loadgen_unsatisfied": ["latency limits", "early stopping"],
     "loadgen_advice": ["TPOT constrain not met: Reduce target QPS to improve latency."],
@@ -57,3 +57,18 @@ def test_a_run_that_compiled_something_in_its_test_says_so() -> None:
 def test_no_accuracy_of_data_without_reference_answers() -> None:
     config = parse_run(["--core_type", "dummy", "--test_mode", "AccuracyOnly"])
     assert not [value for name, value in summary_rows(SLOW, config, "run") if name == "judged by"]
+
+
+def test_a_client_that_is_the_limit_says_so() -> None:
+    """And tokens that were not the server's, and requests that were sent twice."""
+    instance: dict[str, Any] = SLOW["per_instance"][0]
+    client = {"client_busy_fraction": 0.91, "retokenized": 7, "retries": 2}
+    result = SLOW | {"per_instance": [{**instance, **client}, {**instance, "client_busy_fraction": 0.5, "retokenized": 0, "retries": 0}]}
+    values = [value for _, value in summary_rows(result, parse_run(["--core_type", "trtllm_endpoint"]), "run")]
+    first = values.index("100 samples, 1000 tokens, busy 50 %")
+    assert values[first + 1 : -1] == [
+        "its client is busy 91 % of the time: start more ranks, the servers may be faster",
+        "tokens of 7 answers were made from text: the server gives no token ids",
+        "2 requests were sent again: the server refused them, or closed the connection",
+        "100 samples, 1000 tokens, busy 50 %",
+    ]
