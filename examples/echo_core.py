@@ -1,4 +1,4 @@
-"""A complete core: it answers each prompt with the prompt backwards, cut at the longest answer.
+"""A complete core: it answers each prompt with the prompt backwards, cut to the longest answer.
 
     PYTHONPATH=examples mpirun -n 3 python -m mpillm run --core_type echo_core:EchoCore
 
@@ -19,7 +19,7 @@ from mpillm.cores.base import Credits, LLMCore
 
 
 class EchoCore(LLMCore):
-    """Runs on every rank of an instance; only the instance's leader is given requests."""
+    """Runs on every rank of an instance; only the instance's leader receives requests."""
 
     def load(self) -> None:
         """Load weights or connect to a server here."""
@@ -29,7 +29,7 @@ class EchoCore(LLMCore):
         """Raise here if the backend does not answer."""
 
     def credits(self) -> Credits:
-        """What the leader may send before answers come back."""
+        """What the leader may send before answers return."""
         return Credits(requests=self.config.max_batch_size, tokens=1 << 20)
 
     def enqueue(self, requests: Batch) -> None:

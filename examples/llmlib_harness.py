@@ -1,4 +1,4 @@
-"""A core and a harness in the words of NVIDIA's llmlib. It runs alone, or on the ranks of an mpirun:
+"""A core and a harness in the words of NVIDIA's llmlib. They run alone, or on the ranks of an mpirun:
 
 python examples/llmlib_harness.py --scenarios Server --server_target_qps 20 --min_duration 5
 mpirun -n 3 python examples/llmlib_harness.py
@@ -17,7 +17,7 @@ from mpillm.llmlib import HarnessConfig, LLMCore, LLMHarnessOp, LLMRequest, LLMR
 
 @dataclasses.dataclass
 class EchoConfig(HarnessConfig):
-    """The settings of this backend, beside those of all."""
+    """This backend's settings, besides the common ones."""
 
     backwards: bool = True
 
@@ -48,7 +48,7 @@ class EchoCore(LLMCore):
             yield LLMResponse(query.request_id, [piece], is_final_token=number == len(pieces), error=None)
 
     def run_health_check(self) -> None:
-        """Raise here if the backend does not answer yet: it is asked again."""
+        """Raise here if the backend does not answer yet: it will be asked again."""
 
     @classmethod
     def get_num_cores_for_workload(cls, n_cores: int = 1, **kwargs: Any) -> int:

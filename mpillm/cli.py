@@ -1,4 +1,4 @@
-"""The commands. Each is imported when it is called, so that none pays for another's packages."""
+"""The commands. Each is imported only when called, so that none pays for another's packages."""
 
 from __future__ import annotations
 
@@ -26,22 +26,26 @@ COMMANDS = {
     "generate-engines": "quantise a model and build its engine",
     "generate-triton-config": "write Triton model repositories for an engine",
     "generate-disagg-config": "write a disaggregation YAML from options",
-    "run-llm-server": "start the servers that a core needs, and stay until they end",
+    "run-llm-server": "start the servers that a core needs, and wait until they end",
     "run-harness": "run a test for each workload and scenario named",
     "accuracy": "score the answers of an accuracy run",
     "compliance": "check a run of compliance test TEST06",
-    "submission": "lay runs out as a submission to MLPerf Inference",
+    "submission": "arrange runs as a submission to MLPerf Inference",
     "fetch-model": "fetch a small real model",
     "bench": "measure: bench routing, engine, load, dataset, agreement, handoff",
 }
 """What each command does. `module_of` says where it is."""
 
-# Programs of TensorRT-LLM and Triton that their texts call, and what stands for them here.
+# Programs of TensorRT-LLM and Triton that their documentation calls, and what replaces them here.
+_CHECKPOINT = "generate-engines runs it with the options in --trtllm_checkpoint_flags"
+_BUILD = "generate-engines runs it with the options in --trtllm_build_flags"
 _THEIRS = {
-    **dict.fromkeys(("convert-checkpoint", "quantize"), "generate-engines runs it with the options in --trtllm_checkpoint_flags"),
-    **dict.fromkeys(("trtllm-build", "build"), "generate-engines runs it with the options in --trtllm_build_flags"),
-    "fill-template": "generate-triton-config writes each config.pbtxt; what the template fills in are keys of --trtllm_runtime_flags",
-    **dict.fromkeys(("launch-triton-server", "tritonserver"), "run-llm-server --harness_type=triton starts it"),
+    **dict.fromkeys(("convert-checkpoint", "quantize"), _CHECKPOINT),
+    **dict.fromkeys(("trtllm-build", "build"), _BUILD),
+    "fill-template": "generate-triton-config writes each config.pbtxt;"
+    " the template's parameters are keys of --trtllm_runtime_flags",
+    "launch-triton-server": "run-llm-server --harness_type=triton starts it",
+    "tritonserver": "run-llm-server --harness_type=triton starts it",
     "trtllm-serve": "run-llm-server starts it with --core_type=trtllm_endpoint or trtllm_disagg",
     "hf-lora-convert": "LoRA is not built in this version",
     **dict.fromkeys(
@@ -64,21 +68,22 @@ def usage() -> str:
         "usage: python -m mpillm COMMAND [options]\n\n"
         "MLPerf Inference LLM benchmarks on a cluster, from one mpirun.\n\n"
         + "\n".join(lines)
-        + "\n\n`python -m mpillm COMMAND --help` lists a command's options, `python -m mpillm --version` prints the version."
+        + "\n\n`python -m mpillm COMMAND --help` lists a command's options,"
+        " `python -m mpillm --version` prints the version."
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command (default: the one that this process was started with); its exit code.
+    """Run a command (default: this process's arguments); return its exit code.
 
     Bad input is one message on stderr and exit code 2.
     """
     _open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
+        sys.stdout.reconfigure(errors="replace")  # for terminals that lack a character
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()  # what can't be written is said here, and not by Python at its exit
+        sys.stdout.flush()  # so that we report a full disk, not Python at its exit
         return code
     except EveryRankError as error:
         launcher = find_launcher()
@@ -99,20 +104,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.DONE
     except OSError as error:
-        if sys.flags.dev_mode:  # python -X dev: it may be a mistake of ours
+        if sys.flags.dev_mode:  # python -X dev: it may be our mistake
             raise
         if error.filename is not None:
             print(f"mpillm: {error.filename}: {error.strerror}", file=sys.stderr)
             return ExitCode.USAGE
-        if error.errno not in STORAGE_ERRORS:  # of which the system does not say for which file
+        if error.errno not in STORAGE_ERRORS:  # which come without a file's name
             raise
-        print(f"mpillm: a file, or what is printed, can't be written: {error.strerror}", file=sys.stderr)
+        print(f"mpillm: a file, or the output, can't be written: {error.strerror}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.STAGE_FAILED
 
 
 def _open_closed() -> None:
-    """Where the caller has closed stdout or stderr (`>&-`), what is printed goes nowhere, and no file opened later gets its number."""
+    """Point stdout or stderr to /dev/null where the caller has closed it (`>&-`).
+
+    Otherwise a file opened later would get its number.
+    """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -131,7 +139,9 @@ def _run(argv: Sequence[str]) -> int:
     if name in _THEIRS:
         raise ConfigError(f"{argv[0]} is a program of TensorRT-LLM, not a command of mpillm: {_THEIRS[name]}")
     if name not in COMMANDS:
-        raise ConfigError(f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}")
+        raise ConfigError(
+            f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}"
+        )
     tell_started()
     if not {"-h", "--help"} & {*argv}:
         refuse_copies(name)
@@ -143,9 +153,9 @@ def _run(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """A signal that asks to stop ends a command as an exception does, so that it removes what it has begun. A second one kills.
+    """Let a stop signal end a command as an exception does, so that it cleans up. A second one kills.
 
-    Commands that end otherwise (ranks, servers) put handlers of their own in the place of these.
+    Commands that end otherwise (ranks, servers) install handlers of their own.
     """
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
@@ -161,4 +171,4 @@ def _stoppable() -> Iterator[None]:
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
-    raise SystemExit(128 + number)  # as a shell has it
+    raise SystemExit(128 + number)  # as in a shell

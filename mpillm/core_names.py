@@ -1,4 +1,4 @@
-"""The names of cores and the paths of their classes, ``module:Class``, known without importing any of them."""
+"""The names of cores and the paths of their classes, ``module:Class``, without importing any of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", 
 """Cores with TensorRT-LLM behind them: its flags vary with the model, and are passed as they are given."""
 
 registered: dict[str, str] = {}
-"""Cores that this process has added."""
+"""Cores that this process has registered."""
 
 
 def _installed(**about: Any) -> Any:
@@ -40,14 +40,14 @@ def _installed(**about: Any) -> Any:
 
 
 def names() -> list[str]:
-    """Every name of a core that can run a test."""
+    """The names of all cores that can run a test."""
     return sorted({*BUILT_IN, *registered, *(point.name for point in _installed())})
 
 
 def class_path(name: str) -> str | None:
-    """The ``module:Class`` of a core, or None. A `name` with a colon is one already."""
+    """The ``module:Class`` of a core, or None; a `name` with a colon is returned as it is."""
     if ":" in name:
         return name
     if path := registered.get(name) or BUILT_IN.get(name) or NOT_BUILT.get(name):
-        return path  # before the search of what is installed, which takes longer
+        return path  # before searching installed packages, which takes longer
     return next((point.value for point in _installed(name=name)), None)

@@ -14,16 +14,16 @@ from disagg.errors import ConfigError
 class Gpu(NamedTuple):
     """A GPU that this process may use."""
 
-    uuid: str  # the same for every process, however it counts
+    uuid: str  # the same in every process, however it numbers GPUs
     name: str
     total: int  # bytes
     free: int
 
 
 class OwnGpu(NamedTuple):
-    """What a rank computes on."""
+    """The GPU of a rank."""
 
-    device: int  # as that rank's process counts
+    device: int  # as that rank's process numbers GPUs
     free: int  # bytes; the least of its instance's ranks
 
 
@@ -32,9 +32,9 @@ class _Memory(ctypes.Structure):
 
 
 def visible_gpus() -> tuple[Gpu, ...] | None:
-    """NVIDIA's GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible, in its order, as the driver's management library knows them.
+    """The NVIDIA GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible, in its order, from NVML.
 
-    None where NVIDIA's driver is not installed, so that nobody knows.
+    None: NVIDIA's driver is not installed, so nothing is known.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -49,7 +49,7 @@ def visible_gpus() -> tuple[Gpu, ...] | None:
 
 
 def _visible(nvml: ctypes.CDLL, visible: str | None) -> list[ctypes.c_void_p]:
-    """Handles; as CUDA does, up to the first word that names no GPU."""
+    """Handles of the visible GPUs: as in CUDA, up to the first word that names no GPU."""
     count = ctypes.c_uint()
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     words = map(str, range(count.value)) if visible is None else map(str.strip, visible.split(","))
@@ -75,9 +75,10 @@ def _read(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
 
 
 def share_out(ranks: Sequence[int], gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, int]:
-    """Of each of `ranks` on one node the first GPU that it sees and none before it has taken: its index there. Those in want are left out.
+    """For each of `ranks` on one node, the index of the first GPU it sees that no earlier rank has taken.
 
-    `gpus` are what each rank sees: all of the node's, or, if the launcher hands them out (Slurm's --gpus-per-task), its own alone.
+    Ranks that find none are left out. `gpus`: what each rank sees: all of the node's or, if the launcher
+    assigns them (Slurm's --gpus-per-task), only its own.
     """
     taken: set[str] = set()
     devices = {}
@@ -93,7 +94,7 @@ def share_out(ranks: Sequence[int], gpus: Sequence[tuple[Gpu, ...]]) -> dict[int
 def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, OwnGpu]:
     """The GPU of each worker rank; empty: the CPU.
 
-    `gpus` are those that each rank sees. `auto` is cuda if any worker sees a GPU. ConfigError: a node has too few.
+    `gpus`: what each rank sees. `auto` is cuda if any worker sees a GPU. ConfigError: a node has too few.
     """
     workers = [rank for rank in plan.ranks if rank.device is not None]
     if device == "cpu" or (device == "auto" and not any(gpus[rank.rank] for rank in workers)):
@@ -105,10 +106,17 @@ def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dic
         if len(mine) < len(there):
             n_gpus = len({gpu.uuid for rank in there for gpu in gpus[rank]})
             raise ConfigError(
-                f"--device {device}: node {node} needs one GPU per worker rank ({len(there)}), but the core can use {n_gpus} there:"
-                " start fewer ranks, or use --device cpu",
+                f"--device {device}: node {node} needs one GPU per worker rank ({len(there)}),"
+                f" but the core can use {n_gpus} there: start fewer ranks, or use --device cpu",
                 about=["device"],
             )
         devices |= mine
-    least = {instance.index: min(gpus[rank][devices[rank]].free for rank in instance.ranks) for instance in plan.instances}
-    return {rank.rank: OwnGpu(devices[rank.rank], least[rank.instance]) for rank in workers if rank.instance is not None}
+    least = {
+        instance.index: min(gpus[rank][devices[rank]].free for rank in instance.ranks)
+        for instance in plan.instances
+    }
+    return {
+        rank.rank: OwnGpu(devices[rank.rank], least[rank.instance])
+        for rank in workers
+        if rank.instance is not None
+    }

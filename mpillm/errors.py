@@ -1,4 +1,4 @@
-"""How a run fails: exit codes, and errors that carry the rank that they are about."""
+"""How a run fails: exit codes, and errors that carry their rank."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from launch.environment import told_signal
 from launch.signals import title
 from mpillm.phases import Phase
 
-# SIGUSR2 is how `mpillm mpirun` passes Ctrl-C on under Open MPI, whose mpirun leaves ranks no time after SIGINT or SIGTERM.
+# SIGUSR2 is how `mpillm mpirun` passes Ctrl-C on under Open MPI, whose mpirun leaves ranks no time after
+# SIGINT or SIGTERM.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
-# A disk that is full, a quota, a limit on sizes: no wrong option.
+# A full disk, a quota, a limit on file sizes: not a wrong option.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ExitCode(enum.IntEnum):
-    """What the command returns. LoadGen's INVALID verdict is DONE unless --require_valid was given."""
+    """The exit code of a command. LoadGen's verdict INVALID is DONE without --require_valid."""
 
     DONE = 0
     STAGE_FAILED = 1  # a stage of the pipeline: a quantisation, a build
@@ -31,28 +32,32 @@ class ExitCode(enum.IntEnum):
 
 
 class StageError(Exception):
-    """A stage of the pipeline failed, although its input was right when it began. Printed as it is; exit code STAGE_FAILED."""
+    """A stage of the pipeline failed, although its input was right. Exit code STAGE_FAILED."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ends, as data: it travels from the rank that failed to rank 0, which prints it once."""
+    """Why a run ends, as data that the failed rank sends to rank 0, which prints it once."""
 
     cause: str  # one line or a few, without a traceback
-    rank: int | None = None  # whose fault it is; None: nobody's (a wrong option, an interrupt)
+    rank: int | None = None  # where it failed; None: nowhere (a wrong option, an interrupt)
     traceback: str = ""
-    code: int | None = None  # None: by the phase it happened in
+    code: int | None = None  # None: determined by the phase
     interrupted: bool = False  # by a signal
 
 
 def exit_code(failures: Iterable[Failure], phase: Phase) -> int:
-    """Of a run that ended in `phase`: what the first failure with a code of its own says, otherwise what the phase does."""
+    """The exit code of a run that failed in `phase`: that of the first failure with one, or the phase's."""
     codes = [failure.code for failure in failures if failure.code is not None]
-    return int(codes[0]) if codes else int(ExitCode.TEST_FAILED if phase in ("test", "drain", "stop") else ExitCode.NOT_READY)
+    return (
+        int(codes[0])
+        if codes
+        else int(ExitCode.TEST_FAILED if phase in ("test", "drain", "stop") else ExitCode.NOT_READY)
+    )
 
 
 class RunError(Exception):
-    """A failure on its way to the person."""
+    """Failures on their way to rank 0's message."""
 
     def __init__(self, *failures: Failure) -> None:
         super().__init__("; ".join(f.cause for f in failures))
@@ -60,7 +65,10 @@ class RunError(Exception):
 
 
 class Interrupted(BaseException):
-    """A signal asks to stop; raised in the main thread by its handler. `how`: as a person knows it; the exit code is as a shell's."""
+    """A signal asks to stop; its handler raises this in the main thread.
+
+    `how`: the signal's common name. The exit code is 128 plus its number, as in a shell.
+    """
 
     def __init__(self, how: str, number: int) -> None:
         super().__init__(how)
@@ -69,10 +77,11 @@ class Interrupted(BaseException):
 
     @classmethod
     def by_launcher(cls) -> Interrupted | None:
-        """By the signal that the launcher got, which passes on another one in its place; None if it got none."""
+        """For the signal that the launcher received and passed on as another one; None if it got none."""
         told = told_signal()
         return None if told is None else cls(title(told), told)
 
     def failure(self, rank: int | None = None) -> Failure:
-        """Told by `rank`; None: by rank 0, about the whole run."""
-        return Failure(f"interrupted ({self.how})", rank, code=None if rank else self.exit_code, interrupted=True)
+        """The failure to report from `rank`; None: from rank 0, about the whole run."""
+        code = None if rank else self.exit_code
+        return Failure(f"interrupted ({self.how})", rank, code=code, interrupted=True)

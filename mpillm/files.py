@@ -1,4 +1,4 @@
-"""Files and folders that are read with errors that name them, and written or replaced whole."""
+"""Files and folders: read with errors that name them, written or replaced whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disagg.errors import ConfigError
 
 
 def read_json(path: Path) -> Any:
-    """ConfigError naming the file, and the line of a mistake, if it can't be read or is no JSON."""
+    """Read a JSON file. ConfigError: names the file, and the line of a mistake."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -29,7 +29,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """As `read_json`, and it must be an object."""
+    """As `read_json`, for a file that must hold an object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: not a JSON object")
@@ -38,16 +38,18 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_written(path: Path) -> Iterator[None]:
-    """What is looked for in a JSON file and is not there makes a ConfigError that names the file."""
+    """Turn errors about missing or wrong entries of a JSON file into a ConfigError that names the file."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: damaged, or not written by a run: {type(error).__name__} {error}") from error
+        raise ConfigError(
+            f"{path}: damaged, or not written by a run: {type(error).__name__} {error}"
+        ) from error
 
 
 @contextlib.contextmanager
 def as_writable(path: Path) -> Iterator[None]:
-    """What can't be written makes a ConfigError that names the file, or `path` where the system names none: on a full disk."""
+    """Turn a failed write into a ConfigError that names the file, or `path` if the system names none."""
     try:
         yield
     except OSError as error:
@@ -55,14 +57,14 @@ def as_writable(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` whole or not at all; OSError if the disk is full."""
+    """Write `value` whole or not at all. OSError: the disk is full."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` whole or not at all; OSError if the disk is full.
+    """Write `text` whole or not at all. OSError: the disk is full.
 
-    What no UTF-8 is in a file's name (a lone surrogate, in Python) becomes an escape, which JSON reads back.
+    Bytes of a file's name that are not UTF-8 (lone surrogates in Python) become escapes, which JSON can read.
     """
     temporary = path.with_name(path.name + ".part")
     try:
@@ -76,11 +78,14 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def replace_folder(made: Path, target: Path, aside: Path, is_there: Callable[[], bool] = lambda: False) -> None:
-    """Rename the folder `made` to `target`. What was there goes to `aside`, and comes back if anything, a signal included, gets in between.
+def replace_folder(
+    made: Path, target: Path, aside: Path, is_there: Callable[[], bool] = lambda: False
+) -> None:
+    """Rename the folder `made` to `target`.
 
-    All three lie in one file system. `is_there`: whether another process has made `target` meanwhile, which is then left as it is.
-    OSError: it can't be done.
+    What was there goes to `aside`, and comes back if anything, a signal included, interrupts. All three are
+    in one file system. `is_there`: whether another process has made `target` meanwhile; it then stays.
+    OSError: renaming failed.
     """
     if is_there():
         return

@@ -1,4 +1,4 @@
-"""The phases of a run, in their order: all ranks do each together."""
+"""The phases of a run, in order; all ranks do each together."""
 
 from __future__ import annotations
 

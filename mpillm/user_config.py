@@ -1,6 +1,7 @@
-"""What a configuration of your own, as a Python file, imports: see docs/configuration.md.
+"""What a user's Python configuration file imports: see docs/configuration.md.
 
-The names are those of NVIDIA's submissions: a class holds values by field, `ConfigRegistry.register` says what it is for.
+The names are those of NVIDIA's submissions: a class holds values by field, `ConfigRegistry.register` says
+what it is for.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ class Scenario(enum.Enum):
 Benchmark = enum.Enum("Benchmark", {member: w.name for w in WORKLOADS.values() for member in w.members})  # type: ignore[misc]
 """--benchmarks"""
 
-CoreType = enum.Enum("CoreType", {name.upper(): name for name in (*core_names.BUILT_IN, *core_names.NOT_BUILT)})  # type: ignore[misc]
+CoreType = enum.Enum(
+    "CoreType", {name.upper(): name for name in (*core_names.BUILT_IN, *core_names.NOT_BUILT)}
+)  # type: ignore[misc]
 """--core_type"""
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkloadSetting:
-    """What an entry of EXPORTS is for, in NVIDIA's newer form of file."""
+    """What an entry of EXPORTS, in NVIDIA's newer form of file, is for."""
 
     harness_type: HarnessType = HarnessType.Custom
     accuracy_target: AccuracyTarget = AccuracyTarget.k_99
@@ -86,11 +89,11 @@ class ServerGPUBaseConfig:
 
 
 class HopperOfflineGPUBaseConfig(OfflineGPUBaseConfig):
-    """A base for Offline, by the name that NVIDIA's files have for it."""
+    """A base for Offline, under the name in NVIDIA's files."""
 
 
 class HopperServerGPUBaseConfig(ServerGPUBaseConfig):
-    """A base for Server, likewise."""
+    """A base for Server, under the name in NVIDIA's files."""
 
 
 class Registered(NamedTuple):
@@ -101,15 +104,16 @@ class Registered(NamedTuple):
 
 
 class ConfigRegistry:
-    """The classes of the file that is being loaded."""
+    """The classes registered by the file that is being loaded."""
 
     registered: ClassVar[list[Registered]] = []
 
     @classmethod
     def register(cls, *settings: HarnessType | AccuracyTarget | PowerSetting) -> Callable[[T], T]:
-        """Class decorator: this configuration is for that harness, accuracy and power. What is not named is open."""
-        if wrong := [setting for setting in settings if not isinstance(setting, (HarnessType, AccuracyTarget, PowerSetting))]:
-            raise TypeError(f"register({wrong[0]!r}): not a HarnessType, AccuracyTarget or PowerSetting")
+        """Class decorator: this configuration is for that harness, accuracy and power; unnamed ones: any."""
+        for setting in settings:
+            if not isinstance(setting, (HarnessType, AccuracyTarget, PowerSetting)):
+                raise TypeError(f"register({setting!r}): not a HarnessType, AccuracyTarget or PowerSetting")
 
         def decorate(config: T) -> T:
             cls.registered.append(Registered(config, settings))

@@ -1,1 +1,1 @@
-"""Programs for those who work on mpillm. They are not installed."""
+"""Programs for developers of mpillm; they are not installed."""

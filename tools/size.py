@@ -1,8 +1,8 @@
-"""``make size``: how much code there is in each room (folder), beside the last release.
+"""``make size``: the size of the code in each room (folder), beside the last release.
 
-Counted are Python's tokens and the lines that they are on: no comments, no docstrings, no blank lines.
-`TABLE` has the numbers of the last release; ``python -m tools.size --write 0.2.0`` writes it anew when a
-release is made. A size is a number to look at: nothing fails on it.
+It counts Python's tokens and the lines that they are on: no comments, docstrings or blank lines. `TABLE` has
+the numbers of the last release; ``python -m tools.size --write 0.2.0`` rewrites it for a release. The sizes
+are for people: nothing fails on them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ ROOT = Path(__file__).parents[1]
 TABLE = Path("docs/size.txt")
 PACKAGES = ("disagg", "launch", "mpillm")
 
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-# Python 3.12 splits f-strings into tokens; earlier ones don't, and the count should be the same.
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+# Python 3.12 splits f-strings into tokens; earlier versions don't, and the count should be the same.
 _BEGINS, _ENDS = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
 
 
 class Size(NamedTuple):
-    """Of a file, or of all that lie in one folder."""
+    """The size of a file, or of all files in a folder."""
 
     lines: int = 0
     tokens: int = 0
@@ -38,7 +46,7 @@ class Size(NamedTuple):
 
 
 def size(source: str) -> Size:
-    """Code lines and tokens of a file; SyntaxError if it is no Python."""
+    """Code lines and tokens of a file. SyntaxError: it is not Python."""
     docstrings = {
         (node.body[0].lineno, node.body[0].col_offset)
         for node in ast.walk(ast.parse(source))
@@ -57,7 +65,7 @@ def size(source: str) -> Size:
 
 
 def rooms(root: Path) -> dict[str, Size]:
-    """The size of the files in each folder, without those in folders within it."""
+    """The size of the files in each folder, subfolders excluded."""
     found: defaultdict[str, Size] = defaultdict(Size)
     for package in PACKAGES:
         for file in sorted((root / package).rglob("*.py")):
@@ -66,32 +74,46 @@ def rooms(root: Path) -> dict[str, Size]:
 
 
 def read_table(file: Path) -> tuple[str, dict[str, Size]]:
-    """The release, and what its rooms were."""
+    """The release, and the sizes of its rooms."""
     release, *rows = file.read_text(encoding="utf-8").splitlines()
-    return release, {room: Size(int(lines), int(tokens)) for room, lines, tokens in (row.split() for row in rows)}
+    return release, {
+        room: Size(int(lines), int(tokens)) for room, lines, tokens in (row.split() for row in rows)
+    }
 
 
 def write_table(file: Path, release: str, now: dict[str, Size]) -> None:
-    """What `read_table` reads."""
-    file.write_text("\n".join([release, *(f"{room} {one.lines} {one.tokens}" for room, one in now.items())]) + "\n", encoding="utf-8")
+    """Write the file that `read_table` reads."""
+    file.write_text(
+        "\n".join([release, *(f"{room} {one.lines} {one.tokens}" for room, one in now.items())]) + "\n",
+        encoding="utf-8",
+    )
 
 
 def table(release: str, before: dict[str, Size], now: dict[str, Size]) -> str:
-    """One line for each room of then or now, and one for all."""
+    """A line for each room of either time, and one for all."""
     both = {room: (before.get(room, Size()), now.get(room, Size())) for room in sorted({*before, *now})}
     both["all"] = sum(before.values(), Size()), sum(now.values(), Size())
     width = max(map(len, both))
-    head = f"{'':<{width}}  {'lines':>7}  {'before':>7}  {'tokens':>8}  {'before':>8}         before: {release}"
-    rows = [head]
+    columns = f"{'lines':>7}  {'before':>7}  {'tokens':>8}  {'before':>8}"
+    rows = [f"{'':<{width}}  {columns}         before: {release}"]
     for room, (then, one) in both.items():
-        change = f"{one.tokens / then.tokens - 1:+7.1%}" if then.tokens and one.tokens else "    new" if one.tokens else "   gone"
-        rows.append(f"{room:<{width}}  {one.lines:>7,}  {then.lines:>7,}  {one.tokens:>8,}  {then.tokens:>8,}  {change}")
+        change = (
+            f"{one.tokens / then.tokens - 1:+7.1%}"
+            if then.tokens and one.tokens
+            else "    new"
+            if one.tokens
+            else "   gone"
+        )
+        sizes = f"{one.lines:>7,}  {then.lines:>7,}  {one.tokens:>8,}  {then.tokens:>8,}"
+        rows.append(f"{room:<{width}}  {sizes}  {change}")
     return "\n".join(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, or write the one of a release."""
-    parser = argparse.ArgumentParser(description="Lines and tokens of code in each folder, beside the last release.")
+    parser = argparse.ArgumentParser(
+        description="Print lines and tokens of code in each folder, beside the last release."
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     parser.add_argument("--write", metavar="RELEASE", help=f"write {TABLE} for this release instead")
     options = parser.parse_args(argv)

@@ -104,7 +104,7 @@ def test_a_full_disk_under_what_is_printed(arguments: list[str], unbuffered: str
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-m", "mpillm", *arguments], env=env, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "mpillm: a file, or what is printed, can't be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "mpillm: a file, or the output, can't be written: No space left on device\n")
 
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&- 0<&-"])
