@@ -75,6 +75,8 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"srun .*": Parsed("there is no Slurm here"),
     r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere("a server must be there: tests/e2e/test_endpoint.py"),
     r"mpirun -n (9|17) .*": Parsed("more ranks than fit here, and a model of 140 GB or more"),
+    r".* bench endpoint --url .*": Elsewhere("a server must be there: tests/unit/bench/test_bench_endpoint.py"),
+    r".* bench endpoint --null": Elsewhere("20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"),
     r".* bench table.*": Elsewhere("whole runs of a model of 16 GB, on a GPU"),
     r".* --config_file closed/NVIDIA/.*": Elsewhere("NVIDIA's repository is not here; tests/unit has files of its form"),
     r".* --input_mean IN .*": Elsewhere("IN and OUT stand for lengths, and it takes a GPU"),

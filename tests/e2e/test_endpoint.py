@@ -40,7 +40,7 @@ def test_two_servers(one: Starter, tmp_path: Path) -> None:
     """Server, streamed, a client for each."""
     samples = make_samples(tmp_path / "samples.jsonl", range(1, N + 1))
     conf = tmp_path / "user.conf"
-    conf.write_text("*.Server.target_latency = 60000\n")
+    conf.write_text("".join(f"*.Server.{name} = 60000\n" for name in ("target_latency", "ttft_latency", "tpot_latency")))
     with ScriptedServer() as first, ScriptedServer() as second:
         urls = f"{first.address},{second.address}"
         options = [

@@ -1,0 +1,262 @@
+"""``bench endpoint``: a load test of a server over HTTP, or (``--null``) what the client itself can do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from disagg.errors import ConfigError, about, nearest
+from launch.environment import clean_environment
+from mpillm.bench.load_test import LoadTest, arrivals
+from mpillm.bench.serving_report import DETAILS, GOODPUT, numbers, table
+from mpillm.config.values import Values
+from mpillm.configurator.parsers import at_least_one, boolean, flag_dict, rate
+from mpillm.cores.openai_client.client import Client
+from mpillm.cores.openai_client.client_thread import ClientThread
+from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
+from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
+from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from mpillm.errors import ExitCode
+from mpillm.fields import Field, not_negative, positive, seconds
+from mpillm.files import write_json
+
+# What is not said: of a test, and of --null.
+_TEST: dict[str, Any] = {"num_prompts": 1000, "max_concurrency": None, "input_len": 1024.0, "output_len": 128}
+_NULL: dict[str, Any] = {"num_prompts": 20_000, "max_concurrency": 64, "input_len": 128.0, "output_len": 16}
+_ASK_S = 60.0  # for the model's name, and for the first token
+_END_S = 10.0  # for the server of --null
+_BUSY = 0.8  # of a core: a client near all of it measures itself
+_DAY_S = 86400.0
+
+
+class Options(Values):
+    """Of ``bench endpoint``."""
+
+    url = Field("url", "the server: host:port, or a URL of http or https", group="benchmark")
+    null = Field(
+        "null",
+        "start a server whose answers cost nothing: what is measured is the client",
+        boolean,
+        default=False,
+        group="benchmark",
+    )
+    model = Field("model", "the model's name at the server [default: the only one]", group="benchmark")
+    model_path = Field("model_path", "a folder with the model's tokenizer, for text", group="benchmark")
+    dataset_path = Field("dataset_path", "JSONL with prompts [default: random tokens]", group="benchmark")
+    num_prompts = Field(
+        "num_prompts", "requests [default: 1000; with --null 20000]", positive, group="benchmark"
+    )
+    input_len = Field(
+        "input_len",
+        "tokens of a random prompt [default: 1024; with --null 128]",
+        at_least_one,
+        group="benchmark",
+    )
+    output_len = Field(
+        "output_len", "tokens of an answer [default: 128; with --null 16]", positive, group="benchmark"
+    )
+    ignore_eos = Field("ignore_eos", "no end token ends an answer", boolean, default=True, group="benchmark")
+    temperature = Field("temperature", "0 is greedy", not_negative, default=0.0, group="benchmark")
+    request_rate = Field(
+        "request_rate", "requests per second [default: all at once]", rate, group="benchmark"
+    )
+    burstiness = Field(
+        "burstiness",
+        "shape of the gamma distribution of intervals: 1 is a Poisson process, less is more bursty",
+        rate,
+        default=1.0,
+        group="benchmark",
+    )
+    max_concurrency = Field(
+        "max_concurrency",
+        "most requests at once [default: no limit; with --null 64]",
+        positive,
+        group="benchmark",
+    )
+    num_warmups = Field("num_warmups", "requests before the test", positive, default=8, group="benchmark")
+    goodput = Field(
+        "goodput",
+        "count requests within these limits, ms: ttft:500,tpot:50,e2el:10000",
+        flag_dict,
+        default={},
+        group="benchmark",
+    )
+    metric_percentiles = Field(
+        "metric_percentiles",
+        "percentiles of latencies, with commas between them",
+        default="99",
+        group="benchmark",
+    )
+    seed = Field("seed", "seed of arrivals and random prompts", positive, default=1, group="benchmark")
+    ready_deadline = Field(
+        "ready_deadline", "longest time until the server is ready", seconds, default=600.0, group="benchmark"
+    )
+    stall_timeout = Field(
+        "stall_timeout",
+        "longest silence of a server that owes answers",
+        seconds,
+        default=300.0,
+        group="benchmark",
+    )
+    result_filename = Field("result_filename", "write the result as JSON to this file", group="benchmark")
+    save_detailed = Field(
+        "save_detailed",
+        "with the latencies and texts of each request",
+        boolean,
+        default=False,
+        group="benchmark",
+    )
+
+
+DESCRIPTION = "Put load on an OpenAI-compatible server, and report as `vllm bench serve` does."
+EPILOG = (
+    "examples:\n"
+    "  python -m mpillm bench endpoint --url localhost:8000 --request_rate 10 --goodput ttft:500,tpot:50\n"
+    "  python -m mpillm bench endpoint --null"
+)
+
+
+def main(config: Options) -> int:
+    """Print the table. NOT_READY if the server is not; TEST_FAILED if a request failed."""
+    if bool(config.url) == config.null:
+        raise ConfigError("bench endpoint needs one of --url URL and --null")
+    limits, percentiles = _limits(config.goodput), _percentiles(config.metric_percentiles)
+    values = dict(_NULL if config.null else _TEST)
+    values |= {name: given for name in values if (given := config.values[name]) is not None}
+    folder = Path(config.model_path) if config.model_path else None
+    tokenizer = load_tokenizer(folder, apply_chat_template=True)
+    dataset = _dataset(config, tokenizer, values)
+    try:
+        with _null_server() if config.null else contextlib.nullcontext(config.url or "") as url:
+            result, test = _measure(config, url, tokenizer, dataset, values)
+    except EndpointError as error:
+        print(f"mpillm: {error}", file=sys.stderr)
+        return ExitCode.NOT_READY
+    result |= numbers(test.records, result["duration"], percentiles, limits)
+    print("\n".join(table(result, percentiles, config.request_rate, values["max_concurrency"])))
+    busy = result["client_busy_fraction"]
+    print(f"{'The client used, % of a core:':<40} {100 * busy:<10.0f}")
+    if busy > _BUSY and not config.null:
+        print("The client is near its limit: the server may be faster than this.")
+    if config.result_filename:
+        kept = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
+        write_json(Path(config.result_filename), kept)
+    errors = [error for error in result["errors"] if error]
+    for text in dict.fromkeys(errors[:10]):
+        print(f"mpillm: {text}", file=sys.stderr)
+    return ExitCode.TEST_FAILED if errors else ExitCode.DONE
+
+
+def _measure(
+    config: Options, url: str, tokenizer: Tokenizer, dataset: Dataset, values: dict[str, Any]
+) -> tuple[dict[str, Any], LoadTest]:
+    """What was asked and how long it took, and what became of each request. EndpointError."""
+    try:
+        endpoint = Endpoint(url)
+    except ValueError as error:
+        raise ConfigError(f"--url {error}", about=["url"]) from None
+    n, at_once = values["num_prompts"], values["max_concurrency"]
+    prompts = [dataset.sample(i % len(dataset)) for i in range(n)]
+    sampling = Sampling(
+        values["output_len"], temperature=config.temperature, seed=config.seed, ignore_eos=config.ignore_eos
+    )
+    due = arrivals(n, config.request_rate, config.burstiness, np.random.default_rng(config.seed))
+    first = prompts[: config.num_warmups]
+    warm_up = LoadTest(first, np.zeros(len(first)), sampling, at_once)
+    test = LoadTest(prompts, due, sampling, at_once)
+    thread = ClientThread("mpillm-http")
+    client = Client(
+        [endpoint],
+        warm_up,
+        lambda prompt: tokenizer.decode(prompt, keep_special=True),
+        stream=True,
+        silence_s=config.stall_timeout,
+        retry_s=0.0,
+    )
+    try:
+        thread.run(until_ready(endpoint, config.ready_deadline), config.ready_deadline + _ASK_S)
+        model = find_model(endpoint, config.model, config.model_path, _ASK_S)
+        endpoint.model = thread.run(model, 2 * _ASK_S)
+        has_tokenizer = not isinstance(tokenizer, ByteTokenizer)
+        thread.run(choose_dialect(endpoint, has_tokenizer, _ASK_S), 2 * _ASK_S)
+        print(f"{endpoint.url}, model {endpoint.model}: {endpoint.dialect.name}", flush=True)
+        thread.run(warm_up.run(client), _DAY_S)
+        cpu_s = thread.cpu_s()
+        duration = thread.run(test.run(client), _DAY_S)
+        busy = (thread.cpu_s() - cpu_s) / duration
+    finally:
+        thread.post(client.close)
+        thread.stop()
+    return {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": "openai",
+        "backend": "openai",
+        "label": None,
+        "model_id": endpoint.model,
+        "tokenizer_id": config.model_path,
+        "num_prompts": n,
+        "request_rate": config.request_rate or "inf",
+        "burstiness": config.burstiness,
+        "max_concurrency": at_once,
+        "duration": duration,
+        "client_busy_fraction": busy,
+    }, test
+
+
+def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> Dataset:
+    length = values["output_len"]
+    if config.dataset_path:
+        return load_dataset(Path(config.dataset_path), tokenizer, Limits(max_output_len=length))
+    n = min(values["num_prompts"], 1000)  # random prompts are random enough when they come again
+    return load_dataset(Synthetic(values["input_len"], length, num_samples=n, seed=config.seed), tokenizer)
+
+
+@about("goodput")
+def _limits(goodput: dict[str, Any]) -> dict[str, float]:
+    for name, limit in goodput.items():
+        if name not in GOODPUT:
+            raise ConfigError(f"--goodput {name}: not one of {', '.join(GOODPUT)}{nearest(name, GOODPUT)}")
+        if type(limit) not in (int, float) or limit < 0:
+            raise ConfigError(f"--goodput {name}:{limit}: expected a number of milliseconds")
+    return goodput
+
+
+@about("metric_percentiles")
+def _percentiles(text: str) -> list[float]:
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= p <= 100 for p in found):
+        raise ConfigError(f"--metric_percentiles {text}: expected numbers from 0 to 100, as 50,99")
+    return found
+
+
+@contextlib.contextmanager
+def _null_server() -> Iterator[str]:
+    """The URL of a `null_server` in a process of its own, which ends with this one."""
+    command = [sys.executable, "-m", "mpillm.bench.null_server"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=clean_environment(os.environ), **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            url = process.stdout.readline().strip()
+            if not url:
+                raise EndpointError(f"{' '.join(command)} ended before it listened")
+            yield url
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

@@ -1,0 +1,122 @@
+"""Requests to a server, at a rate or as fast as they are answered, and what became of each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.cores.openai_client.client import Call, Client
+from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.cores.openai_client.endpoint import EndpointError
+
+
+@dataclass
+class Record:
+    """One request. Times are in seconds; `start` is time.perf_counter() when it was sent."""
+
+    prompt_len: int
+    start: float = 0.0
+    queue_time: float = 0.0  # from its arrival until it was sent
+    ttft: float = 0.0
+    itl: list[float] = field(default_factory=list)  # between pieces of the stream
+    latency: float = 0.0  # until the last token
+    output_len: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first; 0 for an answer of one token."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
+
+def arrivals(
+    n: int, rate: float | None, burstiness: float, random: np.random.Generator
+) -> NDArray[np.float64]:
+    """When each of `n` requests arrives, seconds after the first could; `rate` None: all at once.
+
+    Intervals are gamma distributed with shape `burstiness` (1: a Poisson process; less is more bursty), and
+    scaled so that all of them last n / rate, as `vllm bench serve` does.
+    """
+    if rate is None:
+        return np.zeros(n)
+    due: NDArray[np.float64] = np.cumsum(random.gamma(burstiness, 1 / (rate * burstiness), n))
+    due *= n / rate / due[-1]
+    return due
+
+
+class LoadTest:
+    """The listener of a client, for some requests. It belongs to the client's event loop."""
+
+    def __init__(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        due: NDArray[np.float64],
+        sampling: Sampling,
+        most_at_once: int | None,
+    ) -> None:
+        self.records = [Record(len(prompt)) for prompt in prompts]
+        self.client: Client | None = None
+        self._prompts = prompts
+        self._due = due
+        self._sampling = sampling
+        self._most = most_at_once or len(prompts)
+        self._waiting: deque[tuple[int, float]] = deque()  # index, arrival
+        self._left = len(prompts)
+
+    async def run(self, client: Client) -> float:
+        """Send all requests, wait for all answers; the seconds it took."""
+        self.client = client
+        client.listener = self
+        self._ended = asyncio.get_running_loop().create_future()
+        start = time.perf_counter()
+        for index, due in enumerate(self._due.tolist()):
+            if (wait := start + due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            self._waiting.append((index, time.perf_counter()))
+            self._send()
+        await self._ended
+        return time.perf_counter() - start
+
+    def _send(self) -> None:
+        assert self.client is not None
+        while self._waiting and len(self.client.calls) < self._most:
+            index, arrival = self._waiting.popleft()
+            self.records[index].queue_time = time.perf_counter() - arrival
+            self.client.submit(index, self._prompts[index].tolist(), self._sampling)
+
+    def _end(self) -> None:
+        """A request has ended; the client forgets it after this."""
+        self._left -= 1
+        if not self._left:
+            self._ended.set_result(None)
+        elif self._waiting:
+            asyncio.get_running_loop().call_soon(self._send)
+
+    # --- Listener ---
+
+    def on_first(self, call: Call) -> None:
+        """All times are in the answer."""
+
+    def on_done(self, call: Call) -> None:
+        record, times = self.records[call.id], call.answer.times
+        record.start = call.sent_at
+        record.ttft = times[0] - call.sent_at
+        record.itl = np.diff(times).tolist()
+        record.latency = times[-1] - call.sent_at
+        record.output_len = call.answer.completion_tokens or call.answer.size
+        record.text = call.answer.text
+        self._end()
+
+    def on_failed(self, call: Call, error: EndpointError) -> None:
+        self.records[call.id].error = str(error)
+        self._end()
+
+    def on_cancelled(self, call: Call) -> None:
+        """Nobody cancels here."""

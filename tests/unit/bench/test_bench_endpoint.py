@@ -1,0 +1,142 @@
+"""Load tests over HTTP: when requests arrive, what is counted, and what is told, against a scripted server."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpillm.bench.load_test import Record, arrivals
+from mpillm.bench.serving_report import DETAILS, numbers, table
+from mpillm.cli import main
+from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
+
+
+@pytest.mark.parametrize("burstiness", [0.5, 1.0, 100.0])
+def test_arrivals(burstiness: float) -> None:
+    """Gamma distributed intervals, which last as long as the rate says."""
+    due = arrivals(20_000, 50.0, burstiness, np.random.default_rng(0))
+    gaps = np.diff(due, prepend=0.0)
+    assert due[-1] == pytest.approx(400.0) and (gaps >= 0).all()
+    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+def test_all_at_once() -> None:
+    assert arrivals(3, None, 1.0, np.random.default_rng(0)).tolist() == [0, 0, 0]
+
+
+RECORDS = [
+    Record(10, start=1.0, ttft=0.1, itl=[0.1, 0.2], latency=0.4, output_len=3, text="a"),
+    Record(20, start=1.2, ttft=0.3, itl=[], latency=0.3, output_len=1, text="b"),
+    Record(30, error="no"),
+]
+
+
+def test_numbers() -> None:
+    """By hand: what failed counts as failed and for nothing else."""
+    result = numbers(RECORDS, 2.0, [50, 99], {"ttft": 200, "tpot": 200})
+    assert (result["completed"], result["failed"]) == (2, 1)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (30, 4)
+    assert (result["request_throughput"], result["output_throughput"], result["total_token_throughput"]) == (1, 2, 17)
+    assert result["request_goodput"] == 0.5
+    assert result["mean_ttft_ms"] == pytest.approx(200) and result["p50_ttft_ms"] == pytest.approx(200)
+    assert result["mean_tpot_ms"] == pytest.approx(150), "an answer of one token has none"
+    assert result["median_itl_ms"] == pytest.approx(150) and result["std_itl_ms"] == pytest.approx(50)
+    assert result["max_concurrent_requests"] == 2 and result["max_output_tokens_per_s"] == 4
+    assert result["errors"] == ["", "", "no"]
+
+
+def test_a_request_that_ends_as_another_begins_is_not_beside_it() -> None:
+    records = [Record(1, start=1.0, latency=1.0, output_len=1), Record(1, start=2.0, latency=1.0, output_len=1)]
+    assert numbers(records, 2.0, [99], {})["max_concurrent_requests"] == 1
+
+
+def test_nothing_but_failures() -> None:
+    result = numbers(RECORDS[2:], 1.0, [99], {})
+    assert result["completed"] == result["mean_ttft_ms"] == result["max_output_tokens_per_s"] == 0
+    assert result["request_goodput"] is None
+    assert "\n".join(table(result, [99], None, None))
+
+
+def bench(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[int, str, str]:
+    code = main(["bench", "endpoint", *map(str, options)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+SMALL = ("--num_prompts", 12, "--input_len", 5, "--output_len", 4, "--num_warmups", 2)
+
+
+def test_a_load_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    options = [*SMALL, "--max_concurrency", 3, "--result_filename", file, "--save_detailed", "--goodput", "e2el:60000"]
+    with ScriptedServer() as server:
+        code, out, err = bench(capsys, "--url", server.url, *options)
+        asked = [one for one in server.asked() if one.get("stream")]
+    assert (code, err) == (0, "")
+    assert len(asked) == 2 + 12 and all(one["ignore_eos"] for one in asked)
+    for line in ("Successful requests: +12 ", "Failed requests: +0 ", "Maximum request concurrency: +3 ", "Total generated tokens: +48 "):
+        assert re.search(line, out), out
+    result: dict[str, Any] = json.loads(file.read_text())
+    assert (result["completed"], result["num_prompts"], result["total_input_tokens"]) == (12, 12, 60)
+    assert result["output_lens"] == [4] * 12 and result["max_concurrent_requests"] <= 3
+    assert result["request_rate"] == "inf" and result["request_goodput"] == pytest.approx(result["request_throughput"])
+    assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]
+
+
+def test_requests_that_fail_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others are measured."""
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"input_tokens": [i]}) + "\n" for i in range(12)))
+
+    def fails(request: Request) -> Reply:
+        wrong = request.json["prompt"] in ([3], [7]) and request.json.get("stream")
+        return plain({"error": "no"}, "500 Internal Server Error") if wrong else good(request)
+
+    file = tmp_path / "result.json"
+    with ScriptedServer(fails) as server:
+        options = ["--dataset_path", data, *SMALL[:2], "--output_len", 4, "--result_filename", file]
+        code, out, err = bench(capsys, "--url", server.address, *options)
+    assert code == 4 and err == f"mpillm: {server.url}/v1/completions: HTTP 500: no\n"
+    assert re.search("Successful requests: +10 ", out) and re.search("Failed requests: +2 ", out)
+    assert not {*DETAILS} & {*json.loads(file.read_text())}
+
+
+def test_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer() as server:
+        code, out, _ = bench(capsys, "--url", server.address, *SMALL, "--request_rate", 100, "--burstiness", 0.5)
+    assert code == 0 and re.search(r"Request rate configured \(RPS\): +100.00 ", out)
+
+
+def test_the_clients_own_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the server that it starts; which ends."""
+    code, out, err = bench(capsys, "--null", "--num_prompts", 100)
+    assert (code, err) == (0, "")
+    assert re.search("Successful requests: +100 ", out) and re.search("Total generated tokens: +1600 ", out)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "bench endpoint needs one of --url URL and --null"),
+        (["--null", "--url", "a:1"], "bench endpoint needs one of --url URL and --null"),
+        (["--url", "ftp://a"], "--url ftp://a is not host:port or a URL of http or https"),
+        (["--null", "--goodput", "tfft:1"], r"--goodput tfft: not one of ttft, tpot, e2el \(did you mean 'ttft'\?\)"),
+        (["--null", "--goodput", "ttft:soon"], "--goodput ttft:soon: expected a number of milliseconds"),
+        (["--null", "--metric_percentiles", "50;99"], "--metric_percentiles 50;99: expected numbers from 0 to 100"),
+    ],
+)
+def test_wrong_options(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = bench(capsys, *options)
+    assert (code, out) == (2, "") and re.match(f"mpillm: {words}", err)
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer() as server:
+        server.stop()
+        code, out, err = bench(capsys, "--url", server.address, "--ready_deadline", 0.5)
+    assert (code, out) == (3, "") and err == f"mpillm: {server.url} was not ready within 0.5 s: Connection refused\n"
