@@ -1,16 +1,15 @@
-"""How a value is found: fields, what binds them to the parameters of classes, and the configuration that is in force.
+"""How a value is found: fields, their bindings to parameters of classes, and the configuration in force.
 
-The names and the behaviour are those of nv-mitten's `nvmitten.configurator`, after its documentation, its published source and its
-users; the code is ours.
-A parameter gets its value from the first of these that has one:
+Names and behaviour are those of nv-mitten's `nvmitten.configurator`, after its documentation, its published
+source and its users; the code is ours. A parameter gets its value from the first of these that has one:
 
 1. the argument in the call itself;
 2. the command line;
 3. the environment variable of a field with `from_environ`;
-4. the `Configuration` whose `autoapply()` is entered last (it replaces the one around it, and only in this thread);
+4. the `Configuration` whose `autoapply()` was entered last in this thread (it replaces the one around it);
 5. the field's default, and then the parameter's own.
 
-Outside of `autoapply()` a class is an ordinary class, and `Cls.from_fields()` asks for its fields all the same.
+Outside `autoapply()` a class is an ordinary class, but `Cls.from_fields()` still finds values for its fields.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ T = TypeVar("T", bound=type)
 
 
 class Level(enum.IntEnum):
-    """The sources of values: the higher goes before the lower."""
+    """The sources of values: the higher wins."""
 
     DEFAULT = 0
-    WORKLOAD = 1  # what a workload has for its users
+    WORKLOAD = 1  # a workload's defaults
     GENERATION = 2  # the model's generation config
     YAML = 3  # a section of the disaggregation YAML
-    CONTEXT = 4  # a configuration: that of a file, or one that is in force
+    CONTEXT = 4  # a configuration: a file's, or the one in force
     ENVIRONMENT = 5
     COMMAND_LINE = 6
 
 
 class Origin(NamedTuple):
-    """Where a value came from, as the user is told: ``command line``, ``environment variable X``, ``configs/x.py:12``, ``default``."""
+    """Where a value came from: ``command line``, ``environment variable X``, ``x.py:12`` or ``default``."""
 
     level: Level
     where: str
@@ -63,29 +62,42 @@ COMMAND_LINE = Origin(Level.COMMAND_LINE, "command line")
 
 
 class Found(NamedTuple):
-    """A value and where it came from; for a dictionary made of several, where each key did."""
+    """A value and its origin; for a dictionary merged from several, the origin of each key."""
 
     value: Any
     origin: Origin
     keys: Mapping[str, Origin] = {}
 
     def over(self, below: Found | None, strategy: AutoConfStrategy) -> Found:
-        """This value laid over the one below it."""
-        if below is None or strategy is AutoConfStrategy.Replace or not isinstance(self.value, dict) or not isinstance(below.value, dict):
+        """This value over the one of a lower source."""
+        if (
+            below is None
+            or strategy is AutoConfStrategy.Replace
+            or not isinstance(self.value, dict)
+            or not isinstance(below.value, dict)
+        ):
             return self
-        return Found({**below.value, **self.value}, self.origin, {**below.key_origins(), **self.key_origins()})
+        return Found(
+            {**below.value, **self.value}, self.origin, {**below.key_origins(), **self.key_origins()}
+        )
 
     def key_origins(self) -> dict[str, Origin]:
         """Where each key of a dictionary came from."""
         return {key: self.keys.get(key, self.origin) for key in self.value}
 
     def key(self, name: str) -> Found:
-        """A key of a dictionary; None, by default, if it is not there."""
-        return Found(self.value[name], self.keys.get(name, self.origin)) if name in self.value else Found(None, DEFAULT)
+        """The value of a dictionary's key; None, with the origin of defaults, without it."""
+        return (
+            Found(self.value[name], self.keys.get(name, self.origin))
+            if name in self.value
+            else Found(None, DEFAULT)
+        )
 
     def with_key(self, name: str, found: Found) -> Found:
-        """The dictionary with this key, too."""
-        return Found({**self.value, name: found.value}, self.origin, {**self.key_origins(), name: found.origin})
+        """The dictionary with this key set."""
+        return Found(
+            {**self.value, name: found.value}, self.origin, {**self.key_origins(), name: found.origin}
+        )
 
     def without_key(self, name: str) -> Found:
         """The dictionary without this key."""
@@ -94,9 +106,10 @@ class Found(NamedTuple):
 
 
 class Configuration(UserDict):  # type: ignore[type-arg]
-    """Values by field, and where they came from.
+    """Values by field, and their origins.
 
-    Over them lie options (texts by name) and an environment, this process's if not given; under them may lie another configuration.
+    Options (texts by name) and an environment, by default this process's, override them; they override the
+    configuration `below`, if given.
     """
 
     def __init__(
@@ -116,7 +129,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
 
     @contextlib.contextmanager
     def autoapply(self) -> Iterator[None]:
-        """Be what `@autoconfigure`d classes get their values from, in this thread, until the block ends."""
+        """In the block, and in this thread, give `@autoconfigure`d classes their values."""
         token = _current.set(self)
         try:
             yield
@@ -124,7 +137,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
             _current.reset(token)
 
     def resolve(self, fields: Iterable[Field]) -> dict[Field, Found]:
-        """The values of those fields that have one, the command line, the environment and defaults considered."""
+        """The values of fields that have one, from all sources."""
         fields = list(fields)
         environ = os.environ if self.environ is None else self.environ
         options = option_texts(fields, sys.argv[1:]) if self.options is None else self.options
@@ -135,7 +148,11 @@ class Configuration(UserDict):  # type: ignore[type-arg]
             layers += self._layers(field)
             if field.name in said:
                 of_environment = field.from_environ and field.name not in options
-                origin = Origin(Level.ENVIRONMENT, f"environment variable {field.from_environ}") if of_environment else COMMAND_LINE
+                origin = (
+                    Origin(Level.ENVIRONMENT, f"environment variable {field.from_environ}")
+                    if of_environment
+                    else COMMAND_LINE
+                )
                 layers.append(Found(said[field.name], origin))
             value: Found | None = None
             for layer in layers:
@@ -145,14 +162,22 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         return found
 
     def _layers(self, field: Field) -> list[Found]:
-        """What this and the configurations below it say, the lowest first."""
+        """The values of `field` in this configuration and those below, the lowest first."""
         layers = self.below._layers(field) if self.below is not None else []
         if field in self.data:
-            layers.append(Found(self.data[field], self.origins if isinstance(self.origins, Origin) else self.origins[field]))
+            layers.append(
+                Found(
+                    self.data[field],
+                    self.origins if isinstance(self.origins, Origin) else self.origins[field],
+                )
+            )
         return layers
 
     def configure(self, cls: type, given: Iterable[str] = ()) -> dict[str, Any]:
-        """Arguments for `cls` by parameter, without those `given`; ConfigError if a field that disallows its default has no value."""
+        """Arguments for `cls` by parameter, without those `given`.
+
+        ConfigError: a field that disallows its default has no value.
+        """
         wanted = {field: name for field, name in bound_fields(cls).items() if name not in set(given)}
         found = self.resolve(wanted)
         for field, name in wanted.items():
@@ -164,7 +189,10 @@ class Configuration(UserDict):  # type: ignore[type-arg]
                     if field.from_environ
                     else ""
                 )
-                raise ConfigError(f"{cls.__name__} needs a value for {name}: {field.name}{option} is not set, and has no default")
+                raise ConfigError(
+                    f"{cls.__name__} needs a value for {name}: {field.name}{option} is not set,"
+                    " and has no default"
+                )
         return {name: found[field].value for field, name in wanted.items() if field in found}
 
 
@@ -172,18 +200,18 @@ _current: ContextVar[Configuration | None] = ContextVar("configuration", default
 
 
 def current() -> Configuration | None:
-    """The configuration that is in force in this thread."""
+    """The configuration in force in this thread."""
     return _current.get()
 
 
 def environment() -> Mapping[str, str]:
-    """The environment that is in force: that of the current configuration, or this process's."""
+    """The environment in force: the current configuration's, or this process's."""
     configuration = _current.get()
     return os.environ if configuration is None or configuration.environ is None else configuration.environ
 
 
 def from_environment(field: Field, variable: str, environ: Mapping[str, str]) -> Found | None:
-    """What an environment variable says of `field`; None if it is not set, ConfigError for a wrong value."""
+    """The value of `field` in an environment variable; None if it is not set. ConfigError: a wrong value."""
     if (text := environ.get(variable)) is None:
         return None
     where = f"environment variable {variable}"
@@ -197,32 +225,38 @@ def parse_fields(
     options: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What the command line `args` (default: this process's) and the fields' environment variables say: values by field name.
+    """Values by field name, from the command line `args` (default: this process's) and the environment.
 
-    `options`: the texts of a command line that is already parsed. ConfigError names the option or the variable with a wrong value.
+    `options`: the texts of a parsed command line. ConfigError: an option or a variable has a wrong value.
     """
     fields = list(fields)
     if options is None:
         options = option_texts(fields, sys.argv[1:] if args is None else args)
     said: dict[str, Any] = {}
     for field in fields:
-        found = from_environment(field, field.from_environ, os.environ if environ is None else environ) if field.from_environ else None
+        found = (
+            from_environment(field, field.from_environ, os.environ if environ is None else environ)
+            if field.from_environ
+            else None
+        )
         if (text := options.get(field.name)) is not None:
-            found = Found(field.parse(text, f"--{field.name}"), COMMAND_LINE).over(found, field.autoconf_strategy)
+            found = Found(field.parse(text, f"--{field.name}"), COMMAND_LINE).over(
+                found, field.autoconf_strategy
+            )
         if found is not None:
             said[field.name] = found.value
     return said
 
 
 def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]:
-    """What a command line, which may hold other options as well, says of `fields`, by name."""
+    """The texts of `fields` in a command line, which may have other options, too, by name."""
     parser = Parser(prog="mpillm", add_help=False)
     add_fields(parser, list(fields))
     return {name: text for name, text in vars(parser.parse_known(argv)[0]).items() if text is not None}
 
 
 def bind(field: Field, arg_name: str | None = None) -> Callable[[T], T]:
-    """Class decorator: the parameter `arg_name` (the field's name, if not given) gets the field's value."""
+    """Class decorator: the parameter `arg_name` (default: the field's name) receives the field's value."""
 
     def decorate(cls: T) -> T:
         own = dict(vars(cls).get("_bound_fields", {}))
@@ -236,9 +270,10 @@ def bind(field: Field, arg_name: str | None = None) -> Callable[[T], T]:
 
 
 def _parameters(cls: type) -> tuple[Collection[str], bool]:
-    """The names that calls of `cls` may give values for, and whether they may give any other name, too.
+    """The parameters of `cls`, and whether it takes any other keyword, too.
 
-    An `__init__` that was put around a dataclass's own, to take any keyword, has no parameters to read: the dataclass's fields are these.
+    An `__init__` that wraps a dataclass's own to take any keyword has no parameters to read: the dataclass's
+    fields are the parameters.
     """
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -248,9 +283,9 @@ def _parameters(cls: type) -> tuple[Collection[str], bool]:
 
 
 def bound_fields(cls: type) -> dict[Field, str]:
-    """The parameter that each field is bound to, for `cls` and what it inherits as far as its `__init__` takes that.
+    """The parameter that each field is bound to: in `cls`, and in its bases if its `__init__` takes that.
 
-    A parameter that a subclass binds to another field is no longer the inherited field's.
+    A subclass that binds a parameter to another field overrides the inherited binding.
     """
     names, _ = _parameters(cls)
     bound: dict[Field, str] = dict(vars(cls).get("_bound_fields", {}))
@@ -263,7 +298,7 @@ def bound_fields(cls: type) -> dict[Field, str]:
 
 
 def autoconfigure(cls: T) -> T:
-    """Class decorator, outside of `@bind` and `@dataclass`: within `autoapply()`, calls of the class get what they do not say."""
+    """Class decorator, around `@bind` and `@dataclass`: within `autoapply()`, fills in missing arguments."""
     plain = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(plain)
     names, takes_any = _parameters(cls)
@@ -284,7 +319,7 @@ def autoconfigure(cls: T) -> T:
 
 
 def _from_fields(cls: type, /, *args: Any, config: Configuration | None = None, **kwargs: Any) -> Any:
-    """An instance of a class with bound fields from `config`: the one in force, or an empty one, if not given."""
+    """An instance of a class with bound fields; `config`: default the one in force, or an empty one."""
     if config is None:
         config = _current.get() or Configuration()
     given = (*inspect.signature(cls).bind_partial(*args, **kwargs).arguments, *kwargs)
@@ -299,37 +334,47 @@ class ConfigurationIndex:
         self._configurations: dict[tuple[Hashable, ...], Configuration] = {}
 
     def register(self, keyspace: Sequence[Hashable], config: Configuration) -> None:
-        """Put `config` under a path."""
+        """Store `config` under a path."""
         self._configurations[tuple(keyspace)] = config
 
     def get(self, keyspace: Sequence[Hashable], prefix: Sequence[Hashable] = ()) -> Configuration | None:
-        """What was put under the path; None if nothing was."""
+        """The configuration stored under the path, or None."""
         return self._configurations.get((*prefix, *keyspace))
 
     def load_module(
-        self, module_path: str, prefix: Sequence[Hashable] = (), process_key: Callable[[Any], Sequence[Hashable]] | None = None
+        self,
+        module_path: str,
+        prefix: Sequence[Hashable] = (),
+        process_key: Callable[[Any], Sequence[Hashable]] | None = None,
     ) -> None:
-        """Put the configurations of a Python module's dictionary EXPORTS under the paths that are its keys; ConfigError if it has none."""
+        """Store the configurations in a Python module's dictionary EXPORTS under its keys, which are paths.
+
+        ConfigError: the module has no such dictionary.
+        """
         exports = getattr(importlib.import_module(module_path), "EXPORTS", None)
         if not isinstance(exports, dict):
             raise ConfigError(f"{module_path} has no dictionary EXPORTS of configurations")
         for key, values in exports.items():
             path = process_key(key) if process_key else key if isinstance(key, (list, tuple)) else (key,)
             checked = {
-                field: field.check(value, f"{module_path}: {field.name}") if isinstance(value, str) or field.from_string else value
+                field: field.check(value, f"{module_path}: {field.name}")
+                if isinstance(value, str) or field.from_string
+                else value
                 for field, value in values.items()
             }
-            self.register((*prefix, *path), Configuration(checked, origins=Origin(Level.CONTEXT, module_path)))
+            self.register(
+                (*prefix, *path), Configuration(checked, origins=Origin(Level.CONTEXT, module_path))
+            )
 
 
 class HelpInfo:
-    """The fields that commands' classes are bound to, and what they say of themselves."""
+    """The fields that classes are bound to, and their --help."""
 
     _dependencies: dict[type, tuple[type, ...]] = {}  # noqa: RUF012 - a registry
 
     @classmethod
     def add_configurator_dependency(cls, user: type, used: type) -> None:
-        """`user` makes instances of `used`: its fields are its own."""
+        """Note that `user` makes instances of `used`, so that their fields count as its own."""
         cls.add_configurator_dependencies(user, (used,))
 
     @classmethod
@@ -339,7 +384,7 @@ class HelpInfo:
 
     @classmethod
     def fields(cls, classes: Iterable[type]) -> list[Field]:
-        """The fields of classes and of what they make, each once."""
+        """The fields of classes and of those they make, each once."""
         found: dict[Field, None] = {}
         waiting, seen = list(classes), set()
         while waiting:

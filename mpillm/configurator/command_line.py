@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from mpillm.configurator.field import Field
 
 
-# Options of TensorRT-LLM's and Triton's programs, and what they are here.
+# Options of TensorRT-LLM's and Triton's programs, and their equivalents here.
 _THEIRS = {
     "--model_repo": "it is --triton_model_repo, without the _0 of the first server's",
-    "--tensorrt_llm_model_name": "the model repository says it",
+    "--tensorrt_llm_model_name": "the model repository has it",
     "--oversubscribe": "run-llm-server starts a rank for each GPU of the engine",
     "--model_dir": "it is --model_path",
     "--tokenizer_dir": "it is --model_path, whose tokenizer is used",
@@ -34,28 +34,34 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with hyphens and underscores alike, no abbreviations, and errors that name the nearest option."""
+    """argparse where hyphens equal underscores, without abbreviations; errors name the nearest option."""
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("usage", f"python -m {kwargs['prog']} [options]")
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def parse_known(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """argparse's `parse_known_args`, hyphens and underscores alike."""
+        """argparse's `parse_known_args`, where hyphens equal underscores."""
         return self.parse_known_args([_underscored(arg) for arg in args or ()], namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's, but unknown words are a ConfigError."""
+        """As argparse's, but ConfigError for unknown words."""
         values, unknown = self.parse_known(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
             options = [option for action in self._actions for option in action.option_strings]
-            known = f"; {_THEIRS[name]}" if name in _THEIRS else nearest(name, options) if name.startswith("-") else ""
+            known = (
+                f"; {_THEIRS[name]}"
+                if name in _THEIRS
+                else nearest(name, options)
+                if name.startswith("-")
+                else ""
+            )
             raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{known}")
         return values
 
     def texts(self, args: Sequence[str]) -> dict[str, str]:
-        """What the options say, by name; ConfigError for unknown words."""
+        """The texts of the options by name. ConfigError: unknown words."""
         return {name: text for name, text in vars(self.parse_args(args)).items() if text is not None}
 
     def error(self, message: str) -> NoReturn:
@@ -75,9 +81,9 @@ def add_fields(
     shown: Sequence[Field] | None = None,
     defaults: Mapping[Field, Any] | None = None,
 ) -> None:
-    """An option for each field, in its group; without a value a boolean means true. --help has those `shown`, or all.
+    """Add an option for each field, in its group; without a value a boolean means true.
 
-    `defaults` of the command go before those of the fields.
+    --help has those `shown`, or all. The command's `defaults` override the fields'.
     """
     groups: dict[str, Any] = {}
     for field in fields:

@@ -1,4 +1,4 @@
-"""Fields: what can be configured."""
+"""Fields: the things that can be configured."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ else:
 
 
 class AutoConfStrategy(enum.Enum):
-    """What a value does to one that is found below it."""
+    """What a value does to the one of a lower source."""
 
     Replace = "replace"
     DictUpdate = "dict_update"  # dictionaries: key by key
 
 
 class Reason(ValueError):
-    """Why a text is no value, for the message that says what was expected."""
+    """Why a text is not a value; the message adds what was expected."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Field(Generic[T]):
-    """One thing that can be configured, and one object: fields are equal only to themselves.
+    """One thing that can be configured. A field is equal only to itself.
 
     Its name has underscores; hyphens mean the same on the command line. Parameters after `*` are our own.
     T is the type of its value: what `from_string` returns, or a text; or None, unless there is a default.
-    As an attribute of an `Options` class it is the field itself, and its value on an instance.
+    As an attribute it is the field on an `Options` class, and its value on an instance.
     """
 
     name: str
     description: str = ""
-    from_string: Callable[[str], Any] | None = None  # ValueError for a text that is no value; None: the text is the value
+    from_string: Callable[[str], Any] | None = None  # None: the text is the value
     disallow_default: bool = False  # a missing value is an error
-    disallow_argparse: bool | None = None  # no option on the command line; None: just when there is `from_environ`
+    disallow_argparse: bool | None = None  # no command line option; None: if there is `from_environ`
     argparse_opts: Mapping[str, Any] | None = None  # for `ArgumentParser.add_argument`
     from_environ: str | None = None  # an environment variable
     autoconf_strategy: AutoConfStrategy = AutoConfStrategy.Replace
     _: dataclasses.KW_ONLY
-    default: Any = None  # None: none
-    choices: tuple[str, ...] = ()  # upper and lower case are alike
+    default: Any = None  # None: no default
+    choices: tuple[str, ...] = ()  # in any letter case
     group: str = "general"  # the heading in --help
     aliases: tuple[str, ...] = ()  # other names
 
@@ -72,24 +72,49 @@ class Field(Generic[T]):
 
         @overload
         def __init__(
-            self: Field[V], name: str, description: str, from_string: Callable[[str], V], *, default: Any, **more: Unpack[_More]
+            self: Field[V],
+            name: str,
+            description: str,
+            from_string: Callable[[str], V],
+            *,
+            default: Any,
+            **more: Unpack[_More],
         ) -> None: ...
         @overload
         def __init__(
-            self: Field[V], name: str, description: str = "", *, from_string: Callable[[str], V], default: Any, **more: Unpack[_More]
+            self: Field[V],
+            name: str,
+            description: str = "",
+            *,
+            from_string: Callable[[str], V],
+            default: Any,
+            **more: Unpack[_More],
         ) -> None: ...
         @overload
         def __init__(
-            self: Field[V | None], name: str, description: str = "", *, from_string: Callable[[str], V], **more: Unpack[_More]
+            self: Field[V | None],
+            name: str,
+            description: str = "",
+            *,
+            from_string: Callable[[str], V],
+            **more: Unpack[_More],
         ) -> None: ...
         @overload
         def __init__(
-            self: Field[V | None], name: str, description: str, from_string: Callable[[str], V], **more: Unpack[_More]
+            self: Field[V | None],
+            name: str,
+            description: str,
+            from_string: Callable[[str], V],
+            **more: Unpack[_More],
         ) -> None: ...
         @overload
-        def __init__(self: Field[str], name: str, description: str = "", *, default: str, **more: Unpack[_More]) -> None: ...
+        def __init__(
+            self: Field[str], name: str, description: str = "", *, default: str, **more: Unpack[_More]
+        ) -> None: ...
         @overload
-        def __init__(self: Field[str | None], name: str, description: str = "", **more: Unpack[_More]) -> None: ...
+        def __init__(
+            self: Field[str | None], name: str, description: str = "", **more: Unpack[_More]
+        ) -> None: ...
         def __init__(self, *args: Any, **more: Any) -> None: ...
 
     @overload
@@ -117,20 +142,26 @@ class Field(Generic[T]):
 
     @property
     def shown_default(self) -> str:
-        """The default as the command line would have it; empty if there is none."""
+        """The default as on the command line; empty without one."""
         return "" if self.default is None or self.default == {} else self.text(self.default)
 
     def text(self, value: Any) -> str:
-        """What `parse` reads as `value`."""
-        return str(value).lower() if isinstance(value, bool) else str(getattr(self.from_string, "to_text", str)(value))
+        """The text that `parse` reads as `value`."""
+        return (
+            str(value).lower()
+            if isinstance(value, bool)
+            else str(getattr(self.from_string, "to_text", str)(value))
+        )
 
     def parse(self, text: str, source: str) -> Any:
-        """The value of `text`; ConfigError naming `source`, the text, and what is allowed."""
+        """The value of `text`. ConfigError: names `source`, the text, and what is allowed."""
         if self.choices and text not in self.choices:
             by_case = {choice.lower(): choice for choice in self.choices}
             if text.lower() in by_case:
                 return by_case[text.lower()]
-            raise ConfigError(f"{source} {text}: not one of {', '.join(self.choices)}{nearest(text, self.choices)}")
+            raise ConfigError(
+                f"{source} {text}: not one of {', '.join(self.choices)}{nearest(text, self.choices)}"
+            )
         if self.from_string is bool:  # bool("false") is True
             if text.lower() not in ("true", "false", "1", "0"):
                 raise ConfigError(f"{source} {text}: expected true or false")
@@ -140,16 +171,24 @@ class Field(Generic[T]):
         try:
             return self.from_string(text) if self.from_string else text
         except (ValueError, RecursionError) as error:
-            expected = getattr(self.from_string, "expects", f"what {getattr(self.from_string, '__name__', self.name)} reads")
+            expected = getattr(
+                self.from_string, "expects", f"what {getattr(self.from_string, '__name__', self.name)} reads"
+            )
             why = f" ({error})" if isinstance(error, Reason) else ""
             raise ConfigError(f"{source} {text}: expected {expected}{why}") from None
 
     def check(self, value: Any, source: str) -> Any:
-        """A value from a file, as `parse` would give it from text; ConfigError naming `source`. None is one if there is no default."""
+        """The value of a file's entry, as `parse` would read it from text. ConfigError: names `source`.
+
+        None is a value if there is no default.
+        """
         if isinstance(value, enum.Enum):
             value = value.value
         if value is None and self.default is not None:
-            raise ConfigError(f"{source} null: leave it out for its default" + (f", {self.shown_default}" if self.shown_default else ""))
+            raise ConfigError(
+                f"{source} null: leave it out for its default"
+                + (f", {self.shown_default}" if self.shown_default else "")
+            )
         if value is None:
             return value
         if isinstance(value, dict) and getattr(self.from_string, "reads_dict", False):
@@ -158,7 +197,7 @@ class Field(Generic[T]):
             value = os.fspath(value)
         try:
             text = value if isinstance(value, str) else self.text(value)
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list that holds itself
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a list that contains itself
             raise ConfigError(f"{source}: {error}") from None
         if self.from_string is None and not self.choices and not isinstance(value, str):
             raise ConfigError(f"{source} {text}: expected a text; put it in quotes")
@@ -166,7 +205,7 @@ class Field(Generic[T]):
 
 
 class Options:
-    """A class whose attributes are fields. Its instances have the fields' values there."""
+    """A class whose attributes are fields; on an instance they are the fields' values."""
 
     def __getitem__(self, field: Field[T]) -> T:
         """The value of `field`."""

@@ -1,4 +1,4 @@
-"""How the text of an option becomes its value: functions that raise ValueError, and say what they expect."""
+"""Parsers of options: functions that turn a text into a value or raise ValueError, and say what they take."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ F = TypeVar("F", bound=Callable[[str], Any])
 N = TypeVar("N", int, float)
 
 _LARGEST = 2**31 - 1  # token ids, lengths and counts travel as 32-bit integers
-_MOST_SECONDS = 1e9  # 30 years: the clocks of LoadGen and of the system can count them
+_MOST_SECONDS = 1e9  # 30 years, which fit the clocks of LoadGen and of the system
 
 
 def expects(what: str, to_text: Callable[[Any], str] = str, *, reads_dict: bool = False) -> Callable[[F], F]:
-    """Say what a function expects. A file's value (a number, a list) is read through `to_text`, or as it is if a dictionary will do."""
+    """Declare what a parser expects.
+
+    `to_text` turns a file's value (a number, a list) into text for it; `reads_dict`: it takes dictionaries.
+    """
 
     def mark(function: F) -> F:
         vars(function).update(expects=what, to_text=to_text, reads_dict=reads_dict)
@@ -30,14 +33,14 @@ def expects(what: str, to_text: Callable[[Any], str] = str, *, reads_dict: bool 
 
 
 def _whole(text: str) -> int:
-    """As `int`, but for what only Python reads as a number: 1_000, digits of other scripts."""
+    """As `int`, without what only Python reads as a number: 1_000, digits of other scripts."""
     if "_" in text or not text.isascii():
         raise ValueError(text)
     return int(text)
 
 
 def _number(text: str) -> float:
-    """As `float`, and with the same exceptions; finite."""
+    """As `float`, with the same exceptions, and finite."""
     if "_" in text or not text.isascii() or not math.isfinite(value := float(text)):
         raise ValueError(text)
     return value
@@ -55,7 +58,7 @@ def _paired(value: Any) -> str:
 
 @expects("key:value,key:value", _paired, reads_dict=True)
 def flag_dict(text: str) -> dict[str, Any]:
-    """``key1:value1,key2:value2`` with values read as bool, int, float or else text; ValueError at the first bad pair."""
+    """``key1:value1,key2:value2``; a value is a bool, None, int, float, or else text."""
     result: dict[str, Any] = {}
     for pair in text.split(",") if text.strip() else ():
         key, colon, value = pair.partition(":")
@@ -100,15 +103,15 @@ def natural(text: str) -> int:
     return _between(_whole(text), 0, _LARGEST)
 
 
-@expects("whole numbers of at least 1, with commas between them", _listed)
+@expects("whole numbers of at least 1, separated by commas", _listed)
 def integers(text: str) -> tuple[int, ...]:
-    """Ints of at least 1, with commas between them."""
+    """Ints of at least 1, separated by commas."""
     return tuple(map(positive, text.split(",")))
 
 
-@expects("token ids with commas between them", _listed)
+@expects("token ids separated by commas", _listed)
 def token_ids(text: str) -> tuple[int, ...]:
-    """Ints of at least 0, with commas between them."""
+    """Ints of at least 0, separated by commas."""
     return tuple(map(natural, text.split(",")))
 
 
@@ -120,7 +123,7 @@ _AS = "as 600s, 10min or 600000ms; a bare number is seconds"
 
 def _in_seconds(text: str) -> float:
     match = _DURATION.fullmatch(text)
-    assert match is not None, "anything may stand before the unit"
+    assert match is not None, "anything may precede the unit"
     return _number(match[1]) * _UNITS[match[2] or "s"]
 
 
@@ -132,13 +135,17 @@ def seconds(text: str) -> float:
 
 @expects(f"a duration of at most a day, {_AS}")
 def length_of_a_test(text: str) -> float:
-    """A duration of at least 0, in seconds. More than a day is a mistake, most likely milliseconds: NVIDIA's min_duration counts them."""
+    """A duration of at least 0, in seconds.
+
+    More than a day is a mistake: most likely milliseconds, the unit of NVIDIA's min_duration.
+    """
     value = _between(_in_seconds(text), 0, _MOST_SECONDS)
     if value > _DAY:
         bare = text.strip()[-1].isdigit()
         why = f"{text.strip()}{' s' if bare else ''} are {_spelled(value)}"
         if bare:
-            why += f"; {text.strip()} ms, as NVIDIA's min_duration counts, are {_spelled(value / 1000)}: write {text.strip()}ms"
+            why += f"; {text.strip()} ms, as NVIDIA's min_duration counts, are {_spelled(value / 1000)}:"
+            why += f" write {text.strip()}ms"
         raise Reason(why)
     return value
 
@@ -191,7 +198,7 @@ def stop_words(text: str) -> list[str | list[int]]:
 
 @expects("0.99 or 0.999")
 def accuracy(text: str) -> float:
-    """The part of the reference accuracy that an answer must reach: 0.99 or 0.999, or as 99 and 99.9."""
+    """The share of the reference accuracy to reach: 0.99 or 0.999, also written 99 or 99.9."""
     value = _number(text)
     value = round(value / 100, 6) if value > 1 else value
     if value not in (0.99, 0.999):
@@ -200,7 +207,7 @@ def accuracy(text: str) -> float:
 
 
 def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], int | dict[str, int]]:
-    """A parser of one batch size, or of one for each workload by its name, which `workloads` reads."""
+    """Make a parser of one batch size, or of one per workload, whose name `workloads` parses."""
 
     @expects("a batch size, or workload:size,workload:size", _paired)
     def parse(text: str) -> int | dict[str, int]:
@@ -238,7 +245,11 @@ def urls(text: str) -> tuple[str, ...]:
 
 
 def _hosts(value: Any) -> str:
-    return "|".join(f"{host}:{_listed(ports)}" for host, ports in value.items()) if isinstance(value, dict) else str(value)
+    return (
+        "|".join(f"{host}:{_listed(ports)}" for host, ports in value.items())
+        if isinstance(value, dict)
+        else str(value)
+    )
 
 
 @expects("host_0:port_0,port_1|host_1:port_0,port_1", _hosts)
@@ -267,16 +278,18 @@ def port(text: str) -> int:
 
 
 def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
-    """A parser of known names, or other names of theirs, with commas between them, each once; upper and lower case are alike."""
+    """Make a parser of `known` names or `aliases`, in any letter case, separated by commas, each once."""
     by_name = {name.lower(): name for name in known} | aliases
 
-    @expects(f"one or several of {', '.join(known)}, with commas between them", _listed)
+    @expects(f"one or several of {', '.join(known)}, separated by commas", _listed)
     def parse(text: str) -> tuple[str, ...]:
         found: list[str] = []
         for word in text.split(","):
             name = by_name.get(word.strip().lower())
             if name is None:
-                raise Reason(f"there is no {word.strip() or 'empty name'}{nearest(word.strip().lower(), by_name)}")
+                raise Reason(
+                    f"there is no {word.strip() or 'empty name'}{nearest(word.strip().lower(), by_name)}"
+                )
             found.append(name)
         return tuple(dict.fromkeys(found))
 
@@ -284,7 +297,7 @@ def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def one_of(*known: str, **others: str) -> Callable[[str], str]:
-    """A parser of one name among `known`, or of another name for one (`others`); upper and lower case are alike."""
+    """Make a parser of one name in `known`, or an alias in `others`, in any letter case."""
     by_name = {name.lower(): name for name in known} | others
 
     @expects(f"one of {', '.join(known)}")
@@ -297,8 +310,10 @@ def one_of(*known: str, **others: str) -> Callable[[str], str]:
     return parse
 
 
-def name_or_class(known: Collection[str], installed: Callable[[], Iterable[str]] = tuple) -> Callable[[str], str]:
-    """A parser of one of `known`, of a name that `installed` finds (asked only then), or of ``package.module:Class``."""
+def name_or_class(
+    known: Collection[str], installed: Callable[[], Iterable[str]] = tuple
+) -> Callable[[str], str]:
+    """Make a parser of a `known` name, one in `installed()` (called last), or ``package.module:Class``."""
 
     @expects(f"{', '.join(known)}, or package.module:Class")
     def parse(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a core is configured with. The classes are those of `mpillm.config.backends`; here each also has its `gen_config`."""
+"""The configurations of cores: the classes of `mpillm.config.backends`, each with its `gen_config`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ C = TypeVar("C", bound=backends.HarnessConfig)
 @bind(fields.stop_words)
 @dataclass
 class _InForce:
-    """How answers are generated, by the configuration in force."""
+    """How to generate answers, by the configuration in force."""
 
     end_ids: tuple[int, ...] | None = None
     max_output_len: int = GenerationConfig.max_output_len
@@ -43,7 +43,7 @@ class _InForce:
 
 
 def with_generation(config: C) -> C:
-    """`config` with a `gen_config`: that of its file, unless the configuration in force says more (a run's has the file in it)."""
+    """Add a `gen_config` to `config`: its file's, unless the configuration in force has it (as in a run)."""
     if config.gen_config is None or fields.max_output_len in (current() or {}):
         values = _InForce()
         config.gen_config = GenerationConfig(
@@ -63,7 +63,7 @@ def with_generation(config: C) -> C:
 @autoconfigure
 @dataclass
 class HarnessConfig(backends.HarnessConfig):
-    """What every backend needs, with the `gen_config` of a file, or of the options."""
+    """What every backend needs, with the `gen_config` of a file or of the options."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

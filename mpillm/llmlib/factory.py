@@ -19,7 +19,7 @@ from mpillm.workloads import Workload
 
 
 def complete_loadgen_request(request_id: int, output_tokens: Sequence[int], is_first_token: bool) -> None:
-    """Tell LoadGen that a sample's first token is there, or its whole answer."""
+    """Tell LoadGen a sample's first token, or its whole answer."""
     tokens = np.ascontiguousarray(output_tokens, np.uint32)
     complete = lg.FirstTokenComplete if is_first_token else lg.QuerySamplesComplete
     complete([lg.QuerySampleResponse(request_id, tokens.ctypes.data, tokens.nbytes, len(tokens))])
@@ -40,13 +40,16 @@ class LLMServerFactory:
         core_indices: Iterable[int] | None = None,
         **backend_kwargs: Any,
     ) -> LLMServer:
-        """Cores, as many as the backend says (of them `core_indices`, if given), their scheduler, progress display and warm-up manager.
+        """Make a server: cores (all, or those in `core_indices`), scheduler, progress display, warm-up.
 
-        `backend_type`: a class, or its name in `BackendRegistry`; ConfigError if that is no `LLMCore` of this room.
+        `backend_type`: a class, or its name in `BackendRegistry`. ConfigError: that is no `LLMCore` of this
+        room.
         """
         backend = backend_class(backend_type)
         config = HarnessConfig()
-        display = LLMServerProgressDisplay(enable_render=not disable_progress_display, steady=config.show_steady_state_progress)
+        display = LLMServerProgressDisplay(
+            enable_render=not disable_progress_display, steady=config.show_steady_state_progress
+        )
         if core_indices is None:
             core_indices = range(n_cores(backend, backend_kwargs))
         cores: list[LLMCore] = []
@@ -66,17 +69,20 @@ class LLMServerFactory:
 
 
 def backend_class(backend_type: str | type[LLMCore]) -> type[LLMCore]:
-    """The class behind a name; ConfigError for a core of mpillm's own."""
+    """The class of a name. ConfigError: it is a core of mpillm's own."""
     if isinstance(backend_type, type):
         return backend_type
     backend: type[LLMCore] | None = getattr(BackendRegistry.get(backend_type), "backend", None)
     if backend is None:
-        raise ConfigError(f"--core_type {backend_type} is a core of mpillm, which runs on ranks: use LLMHarnessOp", about=["core_type"])
+        raise ConfigError(
+            f"--core_type {backend_type} is a core of mpillm, which runs on ranks: use LLMHarnessOp",
+            about=["core_type"],
+        )
     return backend
 
 
 def n_cores(backend: type[LLMCore], backend_kwargs: dict[str, Any]) -> int:
-    """What `get_num_cores_for_workload` says; ConfigError if that is not at least 1."""
+    """The result of `get_num_cores_for_workload`. ConfigError: it is less than 1."""
     n = backend.get_num_cores_for_workload(**backend_kwargs)
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"{backend.__name__}.get_num_cores_for_workload() gave {n!r}; must be at least 1")

@@ -1,4 +1,4 @@
-"""`LLMHarnessOp`: a LoadGen test with a core of one's own, in one process or on all ranks of an mpirun."""
+"""`LLMHarnessOp`: a LoadGen test with a user's core, in one process or on all ranks of an mpirun."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from mpillm.workloads import Workload
 
 
 class LLMHarnessOp:
-    """Runs a test: `mpillm run` with the values of this call, of the command line, and of the configuration in force, in this order.
+    """Runs a test: `mpillm run` with the values of this call, the command line, the configuration in force.
 
-    A script that makes one and runs it is started as it is, or with mpirun. A process can run one test.
+    The first of these wins. Start a script with one of these as it is, or with mpirun. A process can run one
+    test.
     """
 
     data_loader: ClassVar[type[LLMDataLoader] | None] = None  # None: the data set of the options
@@ -36,33 +37,52 @@ class LLMHarnessOp:
 
     @classmethod
     def output_keys(cls) -> list[str]:
-        """Of what `run` returns."""
+        """The keys of what `run` returns."""
         return ["log_dir", "result_metadata"]
 
-    def __init__(self, *, workload: Workload | str | None = None, core_type: type[LLMCore] | str | None = None, **options: Any) -> None:
-        """`options`: values of other fields, by name. ConfigError names one that is none."""
-        if unused := [name for name in ("issue_queries", "flush_queries", "wrap_lg_test") if hasattr(self, name)]:
-            raise ConfigError(f"{type(self).__name__}.{unused[0]} would not be called: LoadGen's queries go through mpillm's harness")
+    def __init__(
+        self,
+        *,
+        workload: Workload | str | None = None,
+        core_type: type[LLMCore] | str | None = None,
+        **options: Any,
+    ) -> None:
+        """`options`: values of other fields, by name. ConfigError: names one that is not a field."""
+        if unused := [
+            name for name in ("issue_queries", "flush_queries", "wrap_lg_test") if hasattr(self, name)
+        ]:
+            raise ConfigError(
+                f"{type(self).__name__}.{unused[0]} would not be called:"
+                " LoadGen's queries go through mpillm's harness"
+            )
         self.wl = workload
         self.core_type = core_type
         self.options = options
 
     def get_backend_kwargs(self, dependency_outputs: Mapping[type, Any]) -> dict[str, Any]:
-        """What the core's `get_num_cores_for_workload` and `get_config_for_core` are given, beside --core_options."""
+        """More arguments than --core_options for `get_num_cores_for_workload` and `get_config_for_core`."""
         return {}
 
-    def run(self, scratch_space: Any = None, dependency_outputs: Mapping[type, Any] | None = None) -> dict[str, Any]:
-        """Run the test; the run directory, and on rank 0 what its result.json says. SystemExit with mpillm's exit code if it fails."""
+    def run(
+        self, scratch_space: Any = None, dependency_outputs: Mapping[type, Any] | None = None
+    ) -> dict[str, Any]:
+        """Run the test; return the run directory, and on rank 0 the content of its result.json.
+
+        SystemExit with mpillm's exit code: the test failed.
+        """
         words = self.words()
         (core_type,) = option_texts([fields.core_type], words).values() or (fields.core_type.default,)
-        with contextlib.suppress(ConfigError):  # the run tells it, once
+        with contextlib.suppress(ConfigError):  # the run reports it, once
             if issubclass(core := BackendRegistry.get(core_type), RankCore):
                 core.backend_kwargs = self.get_backend_kwargs(dependency_outputs or {})
         code, log_dir = start(words)
         if code:
             sys.exit(code)
         result = Path(log_dir) / "result.json"
-        return {"log_dir": log_dir, "result_metadata": json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}}
+        return {
+            "log_dir": log_dir,
+            "result_metadata": json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {},
+        }
 
     def words(self) -> list[str]:
         """The command line of the run."""
@@ -78,7 +98,13 @@ class LLMHarnessOp:
         for field, value in (current() or {}).items():
             if field.name not in typed and field in FIELDS and value is not None:
                 values.setdefault(field, value)
-        return [*sys.argv[1:], *(f"--{field.name}={field.text(field.check(value, field.name))}" for field, value in values.items())]
+        return [
+            *sys.argv[1:],
+            *(
+                f"--{field.name}={field.text(field.check(value, field.name))}"
+                for field, value in values.items()
+            ),
+        ]
 
 
 def _field(name: str) -> Field:

@@ -1,4 +1,4 @@
-"""Runs `llmlib` cores on the ranks of a run: a server with this instance's share of them, behind the contract of `mpillm.cores`."""
+"""Runs `llmlib` cores on ranks: a server with this instance's share of them, as an `mpillm.cores` core."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.llmlib.cores.base import LLMCore as Backend
 
-# These cores queue what they are given by themselves.
+# These cores have queues of their own.
 _CREDITS = Credits(requests=1 << 20, tokens=1 << 40)
 _DECLARED = ("uses_gpus", "needs_model", "engine_stages", "servers", "framework", "packages")
 
 
 class RankCore(LLMCore):
-    """`rank_core` makes one of it for each class. On an instance of several ranks the first has the cores."""
+    """Base of the classes that `rank_core` makes. In an instance of several ranks the first has the cores."""
 
     backend: ClassVar[type[Backend]]
     backend_kwargs: ClassVar[dict[str, Any]]  # of a harness operation; --core_options lie over them
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """Within `Configuration.autoapply()`, whose values the cores' own configurations get."""
+        """Call this within `Configuration.autoapply()`: it gives the cores' configurations their values."""
         super().__init__(config, comms)
         self._context = contextvars.copy_context()
         self._server: LLMServer | None = None
-        self._answers: deque[tuple[int, np.ndarray[Any, np.dtype[np.int32]], bool]] = deque()  # id, tokens, whether it is the first
+        # id, tokens, whether it is the first
+        self._answers: deque[tuple[int, np.ndarray[Any, np.dtype[np.int32]], bool]] = deque()
         self._begun: set[int] = set()  # requests whose first token was told
 
     @classmethod
     def check(cls, config: CoreConfig) -> None:
-        """ConfigError unless there is a core for each instance."""
+        """ConfigError: there are fewer cores than instances."""
         n = n_cores(cls.backend, {**cls.backend_kwargs, **config.options})
         if n < config.n_instances:
             raise ConfigError(
-                f"{cls.backend.__name__}.get_num_cores_for_workload() gave {n}, but this run has {config.n_instances} instances, which need"
-                " a core each: start fewer ranks"
+                f"{cls.backend.__name__}.get_num_cores_for_workload() gave {n}, but this run has"
+                f" {config.n_instances} instances, which need a core each: start fewer ranks"
             )
 
     # --- life ---
@@ -61,7 +62,11 @@ class RankCore(LLMCore):
         options = {**self.backend_kwargs, **self.config.options}
         mine = range(self.config.instance, n_cores(self.backend, options), self.config.n_instances)
         return LLMServerFactory.create_server(
-            self.backend, disable_progress_display=True, complete_callback=self._complete, core_indices=mine, **options
+            self.backend,
+            disable_progress_display=True,
+            complete_callback=self._complete,
+            core_indices=mine,
+            **options,
         )
 
     def run_health_check(self) -> None:
@@ -69,7 +74,7 @@ class RankCore(LLMCore):
             self._server.warmup_manager.run_health_checks(self._server.cores)
 
     def warm_up_requests(self) -> Batch:
-        """The cores' own warm-up runs now. What is returned goes through them once more, as requests of the test do."""
+        """Run the cores' own warm-up; the requests returned then take the way of the test's requests."""
         self.server.warm_up()
         return super().warm_up_requests()
 
@@ -85,7 +90,9 @@ class RankCore(LLMCore):
     @property
     def server(self) -> LLMServer:
         if self._server is None:
-            raise RuntimeError(f"{self.backend.__name__} is not loaded, or this rank does not lead its instance")
+            raise RuntimeError(
+                f"{self.backend.__name__} is not loaded, or this rank does not lead its instance"
+            )
         return self._server
 
     # --- work ---
@@ -98,13 +105,17 @@ class RankCore(LLMCore):
         stop = next((list(word) for word in self.config.stop_words if not isinstance(word, str)), None)
         self.server.issue_queries(
             [
-                LLMRequest(int(row["id"]), requests.tokens[start:end].tolist(), None if row["ignore_stop"] else stop)
+                LLMRequest(
+                    int(row["id"]), requests.tokens[start:end].tolist(), None if row["ignore_stop"] else stop
+                )
                 for row, start, end in zip(requests.rows, offsets, offsets[1:], strict=False)
             ]
         )
 
     def has_work(self) -> bool:
-        return bool(self._answers) or (self._server is not None and any(core.error for core in self._server.cores))
+        return bool(self._answers) or (
+            self._server is not None and any(core.error for core in self._server.cores)
+        )
 
     def poll_responses(self) -> Batch | None:
         for core in self.server.cores:
@@ -123,14 +134,19 @@ class RankCore(LLMCore):
         return Batch(np.array(rows, RESPONSE), np.concatenate(tokens)) if rows else None
 
     def _complete(self, request_id: int, output_tokens: list[int], is_first_token: bool) -> None:
-        """The cores' callback, in their threads."""
+        """The cores call this in their threads."""
         self._answers.append((request_id, np.array(output_tokens, np.int32), is_first_token))
 
 
 @cache
 def rank_core(backend: type[Backend]) -> type[RankCore]:
-    """The core of ours that runs `backend`, with what that declares of itself."""
+    """Make the core class that runs `backend`, with `backend`'s declarations."""
     if inspect.isabstract(backend):
-        raise ConfigError(f"{backend.__module__}:{backend.__qualname__} lacks {', '.join(sorted(backend.__abstractmethods__))}")
+        lacking = ", ".join(sorted(backend.__abstractmethods__))
+        raise ConfigError(f"{backend.__module__}:{backend.__qualname__} lacks {lacking}")
     declared = {name: getattr(backend, name) for name in _DECLARED if hasattr(backend, name)}
-    return type(backend.__name__, (RankCore,), {"backend": backend, "backend_kwargs": {}, "__doc__": backend.__doc__, **declared})
+    return type(
+        backend.__name__,
+        (RankCore,),
+        {"backend": backend, "backend_kwargs": {}, "__doc__": backend.__doc__, **declared},
+    )

@@ -12,7 +12,7 @@ from mpillm.workloads import Workload
 
 
 class LLMServer:
-    """Cores, and who gets the next request. `LLMServerFactory.create_server` makes one."""
+    """Cores, and the choice of the next request's core. `LLMServerFactory.create_server` makes one."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class LLMServer:
         verbose: bool = False,
         verbose_nvtx: bool = False,
     ) -> None:
-        """`scheduler`: the core of the next request."""
+        """`scheduler`: chooses the core of the next request."""
         self.cores = cores
         self.get_next_core = scheduler
         self.progress_display = progress_display
@@ -37,12 +37,15 @@ class LLMServer:
         self.sample_count = 0  # issued
 
     def warm_up(self, warmup_iters: int | None = None) -> None:
-        """Wait until all cores are healthy, and answer `warmup_iters` requests on each (None: what the most demanding core wants)."""
+        """Wait until all cores are healthy, and answer `warmup_iters` requests on each.
+
+        None: as many as the most demanding core wants.
+        """
         n = max(core.get_num_warmup_iters() for core in self.cores) if warmup_iters is None else warmup_iters
         self.warmup_manager.warmup(self.cores, warm_up_requests(n))
 
     def issue_queries(self, query_samples: list[LLMRequest]) -> None:
-        """Give each request to a core; a core gets its requests at once. Does not wait for answers."""
+        """Give each request to a core, and each core its requests at once. Does not wait for answers."""
         batches: dict[LLMCore, list[LLMRequest]] = {}
         for query in query_samples:
             core = self.get_next_core()
@@ -59,7 +62,7 @@ class LLMServer:
             core.flush()
 
     def stop_work(self) -> None:
-        """Answer what is open, and end the cores; all of them, also if one fails."""
+        """Answer open requests, and end all cores, even if one fails."""
         try:
             for core in self.cores:
                 core.notify_stop()
@@ -68,7 +71,7 @@ class LLMServer:
             self.abandon()
 
     def abandon(self) -> None:
-        """End the cores, whatever is open."""
+        """End the cores, whatever requests are open."""
         for core in self.cores:
             core.end(abandon=True)
         self.progress_display.finish()

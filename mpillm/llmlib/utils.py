@@ -1,4 +1,4 @@
-"""What the rest of this room uses: the progress of a server."""
+"""The progress of a server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from mpillm.report.console import Console
 
 
 class LLMServerProgressDisplay:
-    """Counts what cores have answered, and draws it. Cores call it from their threads."""
+    """Counts the cores' answers, and draws the progress. Cores call it from their threads."""
 
     def __init__(self, total: int = 0, enable_render: bool = True, *, steady: bool = False) -> None:
-        """`steady`: draw the rates of the last seconds as well."""
+        """`steady`: draw the rates of the last seconds, too."""
         self.total = total
         self.completed = 0
-        self.units: dict[str, tuple[int, float]] = {}  # how many values each additional unit was given, and their sum
+        # how many values each additional unit was given, and their sum
+        self.units: dict[str, tuple[int, float]] = {}
         self._steady = steady
         self._started = time.perf_counter()
         self._console = Console(sys.stdout, sys.stderr) if enable_render else None
@@ -29,15 +30,21 @@ class LLMServerProgressDisplay:
         return int(self.units.get("tokens/s", (0, 0.0))[1])
 
     def update_total(self, total: int) -> None:
-        """There are so many samples by now."""
+        """Set the number of samples so far."""
         self.total = total
 
-    def update(self, completed: int, additional_unit_updates: Mapping[str, float | Iterable[float]] | None = None) -> None:
-        """So many samples more are answered; each unit gets a value, or several."""
+    def update(
+        self, completed: int, additional_unit_updates: Mapping[str, float | Iterable[float]] | None = None
+    ) -> None:
+        """Count answered samples; each unit takes a value, or several."""
         with self._lock:
             self.completed += completed
             for name, values in (additional_unit_updates or {}).items():
-                added = [float(values)] if isinstance(values, (int, float)) else [float(value) for value in values]
+                added = (
+                    [float(values)]
+                    if isinstance(values, (int, float))
+                    else [float(value) for value in values]
+                )
                 n, total = self.units.get(name, (0, 0.0))
                 self.units[name] = n + len(added), total + sum(added)
             if self._console is not None:
@@ -45,7 +52,7 @@ class LLMServerProgressDisplay:
                 self._console.progress(self.completed, self.total, self.tokens, elapsed, steady=self._steady)
 
     def finish(self) -> None:
-        """Nothing more will come: the last line."""
+        """Print the last line: nothing more will come."""
         with self._lock:
             if self._console is not None:
                 self._console.line(f"  {self.completed} of {self.total} samples, {self.tokens} tokens")

@@ -21,13 +21,18 @@ class WarmupManager:
         self.readiness_timeout = readiness_timeout
 
     def run_health_checks(self, cores: Sequence[LLMCore]) -> None:
-        """Until each core's `run_health_check` has passed. TimeoutError names a core that does not, and why."""
+        """Wait until each core's `run_health_check` passes. TimeoutError: names a core whose check fails."""
         _each(cores, self._until_healthy)
 
     def warmup(self, cores: Sequence[LLMCore], warmup_queries: list[LLMRequest]) -> None:
-        """Health checks, then `warmup_queries` on each core, or what its own `warm_up` does."""
+        """Run health checks, then `warmup_queries` on each core, or its own `warm_up`."""
         self.run_health_checks(cores)
-        _each(cores, lambda core: core.warm_up_with(warmup_queries) if type(core).warm_up is LLMCore.warm_up else core.warm_up())
+        _each(
+            cores,
+            lambda core: (
+                core.warm_up_with(warmup_queries) if type(core).warm_up is LLMCore.warm_up else core.warm_up()
+            ),
+        )
 
     def _until_healthy(self, core: LLMCore) -> None:
         began, pause = time.monotonic(), _FIRST_PAUSE_S
@@ -35,17 +40,17 @@ class WarmupManager:
             try:
                 core.run_health_check()
                 return
-            except Exception as error:  # any: by their contract it means that the core is not ready
+            except Exception as error:  # by contract any error means that the core is not ready
                 if time.monotonic() - began + pause > self.readiness_timeout:
-                    message = f"core {core.name} is not healthy after {self.readiness_timeout:g} s: {type(error).__name__}: {error}"
-                    raise TimeoutError(message) from error
+                    late = f"core {core.name} is not healthy after {self.readiness_timeout:g} s"
+                    raise TimeoutError(f"{late}: {type(error).__name__}: {error}") from error
                 _log.info("health check of %s: %s; trying again in %.1f s", core.name, error, pause)
             time.sleep(pause)
             pause = min(1.3 * pause, _LONGEST_PAUSE_S)
 
 
 def _each(cores: Sequence[LLMCore], work: Callable[[LLMCore], None]) -> None:
-    """In a thread for each core; raises the first error when all have ended."""
+    """Call in a thread for each core; raise the first error once all have ended."""
     if cores:
         with ThreadPoolExecutor(len(cores), "mpillm-warmup") as pool:
             for future in [pool.submit(work, core) for core in cores]:

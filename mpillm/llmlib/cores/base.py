@@ -1,7 +1,7 @@
-"""`LLMCore` as NVIDIA's harness has it: a backend that is given requests, and a thread that fetches its responses.
+"""`LLMCore` as in NVIDIA's harness: a backend that takes requests, and a thread that fetches its responses.
 
-A subclass implements `_enqueue_impl`, `_poll_responses_impl`, `run_health_check`, `get_num_cores_for_workload` and
-`get_config_for_core`.
+A subclass implements `_enqueue_impl`, `_poll_responses_impl`, `run_health_check`,
+`get_num_cores_for_workload` and `get_config_for_core`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpillm.llmlib.config import HarnessConfig, with_generation
 from mpillm.llmlib.utils import LLMServerProgressDisplay
 
 _POLL = datetime.timedelta(milliseconds=1)
-_LOOK_S = 1.0  # of a thread that waits
+_LOOK_S = 1.0  # between looks of a thread that waits
 _END_S = 5.0  # for a response thread to end
 _WARM_UP_TOKENS = 100  # of each prompt
 
@@ -45,10 +45,11 @@ class LLMRequest:
 class LLMResponse:
     """A response, or with streaming a piece of one."""
 
-    request_id: int  # as `_enqueue_impl` has named the request
-    output_tokens: list[list[int]] | None  # of each beam, the best first; with streaming the tokens that are new
+    request_id: int  # that `_enqueue_impl` returned
+    # of each beam, the best first; with streaming the tokens that are new
+    output_tokens: list[list[int]] | None
     is_final_token: bool | None
-    error: Exception | None = None  # the core tries again, and will give another response
+    error: Exception | None = None  # the core tries again, and another response will follow
 
 
 def warm_up_requests(n: int) -> list[LLMRequest]:
@@ -59,7 +60,7 @@ def warm_up_requests(n: int) -> list[LLMRequest]:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is not answered yet."""
+    """An open request."""
 
     request_id: int
     since: float
@@ -70,7 +71,8 @@ class _Open:
 class LLMCore(ABC):
     """A backend: an engine in this process, or the client of a server."""
 
-    rank_core: ClassVar[str] = "mpillm.llmlib.rank_core:rank_core"  # who runs it on the ranks of a run, for `BackendRegistry`
+    # who runs it on the ranks of a run, for `BackendRegistry`
+    rank_core: ClassVar[str] = "mpillm.llmlib.rank_core:rank_core"
     CONFIG_T: ClassVar[type[backends.HarnessConfig]] = HarnessConfig
 
     def __init__(
@@ -82,7 +84,7 @@ class LLMCore(ABC):
         verbose: bool = False,
         verbose_nvtx: bool = False,
     ) -> None:
-        """The parameters are those of `get_config_for_core`. `verbose_nvtx` is for subclasses that have NVTX ranges."""
+        """Takes what `get_config_for_core` returns; `verbose_nvtx` is for subclasses with NVTX ranges."""
         self.name = name
         self.complete_callback = complete_callback
         self.harness_config = with_generation(harness_config)
@@ -108,11 +110,11 @@ class LLMCore(ABC):
 
     @abstractmethod
     def _enqueue_impl(self, queries: list[LLMRequest]) -> list[int]:
-        """Submit requests to the backend; its ids of them, in order."""
+        """Submit requests to the backend; return its ids of them, in order."""
 
     @abstractmethod
     def _poll_responses_impl(self, timeout: datetime.timedelta) -> Iterable[LLMResponse]:
-        """The responses that are ready, after `timeout` at the latest."""
+        """Return the responses that are ready, after `timeout` at the latest."""
 
     @abstractmethod
     def run_health_check(self) -> None:
@@ -121,7 +123,7 @@ class LLMCore(ABC):
     @classmethod
     @abstractmethod
     def get_num_cores_for_workload(cls, **kwargs: Any) -> int:
-        """How many cores the run has, on all ranks together. `kwargs` are the backend's."""
+        """Return how many cores the run has on all ranks together. `kwargs`: the backend's."""
 
     @classmethod
     @abstractmethod
@@ -134,21 +136,23 @@ class LLMCore(ABC):
         verbose_nvtx: bool,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The arguments of `__init__` for core `core_index`. `kwargs` are the backend's."""
+        """Return the arguments of `__init__` for core `core_index`. `kwargs`: the backend's."""
 
     def warm_up(self, warm_up_iters: int | None = None) -> None:
         """Answer requests that nobody is told of. Optional."""
-        self.warm_up_with(warm_up_requests(self.get_num_warmup_iters() if warm_up_iters is None else warm_up_iters))
+        self.warm_up_with(
+            warm_up_requests(self.get_num_warmup_iters() if warm_up_iters is None else warm_up_iters)
+        )
 
     def get_num_warmup_iters(self) -> int:
         """How many requests warm this core up. Optional."""
         return 10
 
     def _cleanup_resources(self) -> None:  # noqa: B027 - optional
-        """Shut the backend down: called once, in the response thread, when nothing is pending any more. Optional."""
+        """Shut the backend down: called once, in the response thread, once nothing is pending. Optional."""
 
     def flush(self) -> None:
-        """Wait until every request is answered, and its answer told. Optional.
+        """Wait until every request is answered, and its answer delivered. Optional.
 
         RuntimeError if the core has failed; TimeoutError if it is silent for the default of --stall_timeout.
         """
@@ -156,12 +160,14 @@ class LLMCore(ABC):
         with self._changed:
             while self._n_untold and self.error is None:
                 if (silent := time.monotonic() - max(began, self._told_at)) > stall_s:
-                    raise TimeoutError(f"core {self.name}: {self._n_untold} requests open, and silent for {silent:.0f} s")
+                    raise TimeoutError(
+                        f"core {self.name}: {self._n_untold} requests open, and silent for {silent:.0f} s"
+                    )
                 self._changed.wait(_LOOK_S)
         self.check()
 
     def notify_stop(self) -> None:
-        """Take no more requests, end those that are open, then the response thread. Does not wait."""
+        """Take no more requests; finish the open ones, then the response thread. Does not wait."""
         with self._changed:
             self.stop_work.set()
             self._changed.notify_all()
@@ -184,7 +190,7 @@ class LLMCore(ABC):
             self.flush()
 
     def enqueue(self, queries: list[LLMRequest]) -> int:
-        """Submit requests; how many. RuntimeError if the core has failed, or was stopped."""
+        """Submit requests; return how many. RuntimeError: the core has failed, or was stopped."""
         self.check()
         if self.stop_work.is_set():
             raise RuntimeError(f"core {self.name} was stopped and takes no more requests")
@@ -199,16 +205,18 @@ class LLMCore(ABC):
         return len(queries)
 
     def get_num_pending_samples(self) -> int:
-        """Requests that are not answered yet."""
+        """The number of open requests."""
         return len(self._open)
 
     def check(self) -> None:
-        """RuntimeError if the response thread has failed."""
+        """RuntimeError: the response thread has failed."""
         if self.error is not None:
-            raise RuntimeError(f"core {self.name} failed: {type(self.error).__name__}: {self.error}") from self.error
+            raise RuntimeError(
+                f"core {self.name} failed: {type(self.error).__name__}: {self.error}"
+            ) from self.error
 
     def end(self, *, abandon: bool = False) -> None:
-        """`notify_stop`, and wait for the response thread. `abandon`: give up what is pending."""
+        """`notify_stop`, and wait for the response thread. `abandon`: drop what is pending."""
         self.notify_stop()
         if abandon:
             with self._lock:
@@ -218,14 +226,20 @@ class LLMCore(ABC):
         elif self.response_thread is not threading.current_thread():
             self.response_thread.join(_END_S)
             if self.response_thread.is_alive():
-                self.logger.warning("core %s: _poll_responses_impl has not returned for %g s; its thread is left", self.name, _END_S)
+                self.logger.warning(
+                    "core %s: _poll_responses_impl has not returned for %g s; its thread is left",
+                    self.name,
+                    _END_S,
+                )
 
     # --- the response thread ---
 
     def _initialize_response_thread(self) -> None:
-        """Start the response thread, once. A subclass may, at the end of its `__init__`; else the first request does."""
+        """Start the response thread, once: a subclass at the end of its `__init__`, or the first request."""
         if self.response_thread is None:
-            self.response_thread = threading.Thread(target=self._poll_responses, name=f"mpillm-{self.name}", daemon=True)
+            self.response_thread = threading.Thread(
+                target=self._poll_responses, name=f"mpillm-{self.name}", daemon=True
+            )
             self.response_thread.start()
 
     def _poll_responses(self) -> None:
@@ -233,7 +247,8 @@ class LLMCore(ABC):
             while self._has_work():
                 began = time.monotonic()
                 if not self._take(self._poll_responses_impl(_POLL)):
-                    time.sleep(max(0.0, _POLL.total_seconds() - (time.monotonic() - began)))  # should it not have waited itself
+                    # should it not have waited itself
+                    time.sleep(max(0.0, _POLL.total_seconds() - (time.monotonic() - began)))
         except BaseException as error:  # noqa: BLE001 - whoever asks next raises it
             self.error = error
         finally:
@@ -244,21 +259,23 @@ class LLMCore(ABC):
                     self._changed.notify_all()
 
     def _has_work(self) -> bool:
-        """Wait until requests are open; False when the core was stopped and none is."""
+        """Wait until requests are open; False if the core was stopped and none is."""
         with self._changed:
             while not self._open and not self.stop_work.is_set():
                 self._changed.wait(_LOOK_S)
         return bool(self._open)
 
     def _take(self, responses: Iterable[LLMResponse]) -> bool:
-        """Tell of responses; whether there were any."""
+        """Deliver responses; return whether there were any."""
         some, ended, tokens = False, 0, 0
         ttfts: list[float] = []
         tpots: list[float] = []
         for response in responses:
             some = True
             if response.error is not None:
-                self.logger.warning("request %s: %s; the core tries again", response.request_id, response.error)
+                self.logger.warning(
+                    "request %s: %s; the core tries again", response.request_id, response.error
+                )
                 continue
             with self._lock:
                 request = self._open.get(response.request_id)
@@ -284,7 +301,9 @@ class LLMCore(ABC):
             elif is_first:
                 self._tell(request, is_first=True)
             elif not self._streaming:
-                raise RuntimeError(f"a response to request {response.request_id} is not final, and this run is not streaming")
+                raise RuntimeError(
+                    f"a response to request {response.request_id} is not final, and this run is not streaming"
+                )
         if ended and not self.in_warmup_mode:
             self.processed_count += ended
             self._update_progress_display(ended, tokens, ttfts, tpots)
@@ -301,15 +320,22 @@ class LLMCore(ABC):
 
     def _tell(self, request: _Open, *, is_first: bool) -> None:
         if not self.in_warmup_mode:
-            self.complete_callback(request_id=request.request_id, output_tokens=list(request.tokens), is_first_token=is_first)
+            self.complete_callback(
+                request_id=request.request_id, output_tokens=list(request.tokens), is_first_token=is_first
+            )
 
     def _check_length(self, request: _Open) -> None:
         least = self.harness_config.gen_config.min_output_len if self.harness_config.gen_config else 1
         if len(request.tokens) < least:
-            raise RuntimeError(f"request {request.request_id}: an answer of {len(request.tokens)} tokens; min_output_len is {least}")
+            raise RuntimeError(
+                f"request {request.request_id}: an answer of {len(request.tokens)} tokens;"
+                f" min_output_len is {least}"
+            )
 
-    def _update_progress_display(self, num_completed: int, num_toks: int, ttfts: list[float], tpots: list[float]) -> None:
-        """Called after each look at responses that ended some: a subclass may add units of its own."""
+    def _update_progress_display(
+        self, num_completed: int, num_toks: int, ttfts: list[float], tpots: list[float]
+    ) -> None:
+        """Called after responses that ended requests: a subclass may add units of its own."""
         units: dict[str, float | Iterable[float]] = {"tokens/s": num_toks}
         if ttfts or tpots:
             units |= {"TTFT(s)": ttfts, "TPOT(ms)": tpots}

@@ -205,7 +205,7 @@ def test_targets_that_prepare_a_container(target: str) -> None:
     ("option", "words"),
     [
         ("--model_repo=build/triton_model_repo_0", "it is --triton_model_repo"),
-        ("--tensorrt-llm-model-name=llama3_1-405b-offline-0", "the model repository says it"),
+        ("--tensorrt-llm-model-name=llama3_1-405b-offline-0", "the model repository has it"),
         ("--oversubscribe", "a rank for each GPU"),
         ("--model_dir=llama", "it is --model_path"),
         ("--tp_size=4", "it is --tensor_parallelism"),
