@@ -47,12 +47,18 @@ class Child:
 class Children:
     """A context: children started in it have ended when it is left, whatever ends it.
 
-    Inside it, the first SIGINT, SIGTERM or SIGHUP (but under nohup) raises `Stopped` in the main thread. On
-    leaving, children that still run get SIGTERM, or with `pass_on` the signal that came, and `stop_grace_s`
-    to end by themselves; a second signal cuts that short. Then they are killed, with everything below them.
+    Inside it, the first SIGINT, SIGTERM or SIGHUP (but under nohup) raises `Stopped` in the main thread, if
+    the context was entered there: no other thread may set handlers. On leaving, children that still run get
+    SIGTERM, or with `pass_on` the signal that came, and `stop_grace_s` to end by themselves; a second signal
+    cuts that short. Then they are killed, with everything below them and every other process that has become
+    a child of this one meanwhile.
     """
 
-    def __init__(self, stop_grace_s: float = STOP_GRACE_S, pass_on: bool = False) -> None:
+    def __init__(
+        self, stop_grace_s: float = STOP_GRACE_S, pass_on: bool = False, handlers: bool = True
+    ) -> None:
+        """`handlers`: False leaves the process's signal handlers alone: a rank has its own way to end."""
+        self._handlers = handlers
         self._grace_s = stop_grace_s
         self._pass_on = pass_on
         self._ask: int = signal.SIGTERM
@@ -63,7 +69,7 @@ class Children:
     def __enter__(self) -> Children:
         adopt_orphans()
         self._before = {child.pid for child in psutil.Process().children()}
-        if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
+        if self._handlers and threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._stop) for number in stop_signals()}
         return self
 

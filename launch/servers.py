@@ -8,8 +8,9 @@
         running.watch(stall_s)
 
 `ServerFailed` names the server and shows the end of its log. On leaving the context every server has ended,
-whatever ended the context. A caller with a loop of its own calls `look` there instead of `watch`. `on_host`
-makes a server run on another node of a Slurm allocation.
+whatever ended the context. A caller with a loop of its own calls `look` there instead of `watch`, and keeps
+its signal handlers with ``Servers(folder, handlers=False)``. `on_host` makes a server run on another node of
+a Slurm allocation.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import dataclasses
 import http.client
 import os
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -65,10 +67,12 @@ class ServerFailed(Exception):
 class Servers:
     """A context: servers started in it have ended when it is left. Logs go to `folder`, which must exist."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, handlers: bool = True) -> None:
+        """`handlers`: as of `Children`."""
         self._folder = folder
-        self._children = Children()
+        self._children = Children(handlers=handlers)
         self._names: dict[str, str] = {}  # of the server behind each health URL
+        self._checks: dict[str, _Check] = {}  # the last of each health URL
         self._heard: dict[str, float] = {}  # when each health URL last answered
         self._next_look = 0.0
         self._ready = False
@@ -95,17 +99,24 @@ class Servers:
     def wait_ready(self, deadline_s: float) -> float:
         """Wait until every health URL has answered; the seconds that took.
 
-        ServerFailed after `deadline_s`, or as soon as a server has ended.
+        ServerFailed after `deadline_s`, however many are silent, or as soon as a server has ended.
         """
         began = time.monotonic()
+        deadline = began + deadline_s
         waiting = list(self._names)
         while waiting:
             if child := self._children.ended():
                 raise ServerFailed(_how_ended(child, "before it was ready"), False)
-            waiting = [url for url in waiting if not _answers(url)]
-            if waiting and time.monotonic() - began > deadline_s:
+            for url in waiting:
+                if url not in self._checks or self._checks[url].answered is False:
+                    self._checks[url] = _Check(url)
+            again = min(time.monotonic() + _POLL_S, deadline)
+            for url in waiting:
+                self._checks[url].wait(again)
+            waiting = [url for url in waiting if not self._checks[url].answered]
+            if waiting and time.monotonic() >= deadline:
                 raise self._silent(waiting, f"not ready within {deadline_s:g} s (--load_deadline)")
-            time.sleep(_POLL_S if waiting else 0)
+            time.sleep(max(0.0, again - time.monotonic()) if waiting else 0)
         self._ready = True
         now = time.monotonic()
         self._heard, self._next_look = dict.fromkeys(self._names, now), now + _LOOK_S
@@ -118,22 +129,55 @@ class Servers:
         return ended
 
     def look(self, stall_s: float) -> str | None:
-        """Look once, with health checks when they are due: as `watch`, but None if all is well."""
+        """Look once, and ask for health checks when they are due: as `watch`, but None if all is well.
+
+        It does not wait for their answers: the next look finds them.
+        """
         if child := self._children.ended():
             if child.process.returncode == 0:
                 return child.name
             raise ServerFailed(_how_ended(child, "after it was ready" if self._names else ""), True)
-        if time.monotonic() >= self._next_look:
-            self._heard |= {url: time.monotonic() for url in self._heard if _answers(url)}
-            self._next_look = time.monotonic() + _LOOK_S
-            if silent := [url for url, heard in self._heard.items() if time.monotonic() - heard > stall_s]:
-                raise self._silent(silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
+        now = time.monotonic()
+        is_due, silent = now >= self._next_look, []
+        self._next_look = now + _LOOK_S if is_due else self._next_look
+        for url, check in self._checks.items():
+            answered = check.answered  # read once: it comes from another thread
+            if answered:
+                self._heard[url] = check.ended
+            elif check.is_late(now) and now - self._heard[url] > stall_s:
+                silent.append(url)
+            if is_due and answered is not None:
+                self._checks[url] = _Check(url)
+        if silent:
+            raise self._silent(silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
         return None
 
     def _silent(self, urls: Sequence[str], what: str) -> ServerFailed:
         names = {self._names[url] for url in urls}
         tails = "\n".join(child.tail() for child in self._children.running() if child.name in names)
         return ServerFailed(f"{what}: {', '.join(sorted(names))}; the end of the log:\n{tails}", self._ready)
+
+
+class _Check:
+    """A health check in a thread of its own, so that a silent server keeps nobody waiting."""
+
+    def __init__(self, url: str) -> None:
+        self.answered: bool | None = None  # None: it is under way
+        self.ended = self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._run, args=(url,), daemon=True)
+        self._thread.start()
+
+    def _run(self, url: str) -> None:
+        answered = _answers(url)
+        self.ended, self.answered = time.monotonic(), answered
+
+    def wait(self, until: float) -> None:
+        """Wait for its end, at most until this time of the monotonic clock."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+
+    def is_late(self, now: float) -> bool:
+        """Whether it had no answer, or has none after the time that an answer may take."""
+        return self.answered is False or (self.answered is None and now - self._began > _ANSWER_S)
 
 
 def _how_ended(child: Child, when: str) -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from disagg.errors import ConfigError
 from launch import servers as module
 from launch.command import Command
 from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, on_host, write_files
+from launch.signals import stop_signals
+from tests.helpers.support import wait_until
 
 # Answers this many health checks on its port, and then does what the next words say.
 ANSWERS = """
@@ -62,7 +67,7 @@ def answering(then: str, times: int = 1, name: str = "one") -> Server:
 
 
 def test_it_is_ready_and_ends(tmp_path: Path) -> None:
-    server = answering("")
+    server = answering("", times=2)  # it ends after a check that is made once it is ready
     with Servers(tmp_path) as running:
         log = running.start(server)
         assert running.wait_ready(60) < 60
@@ -83,7 +88,7 @@ def test_it_answers_no_more(tmp_path: Path) -> None:
 
 def test_it_dies_after_it_was_ready(tmp_path: Path) -> None:
     with Servers(tmp_path) as running:
-        running.start(answering("os.kill(os.getpid(), 9)"))
+        running.start(answering("os.kill(os.getpid(), 9)", times=2))
         running.wait_ready(60)
         with pytest.raises(ServerFailed, match=r"^one was ended by signal 9 after it was ready; the end of .*one.log:\n") as failed:
             running.watch(60)
@@ -125,6 +130,110 @@ def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
     assert seen == [None, "one"]
 
 
+class Checks:
+    """Health checks that stay without an answer until the test ends."""
+
+    def __init__(self, n: int) -> None:
+        self.under_way = threading.Barrier(n)
+        self.end = threading.Event()
+        self.asked: list[str] = []  # that are asked at the same time
+        self.answered: list[str] = []
+
+    def answers(self, url: str) -> bool:
+        self.under_way.wait(60)  # broken, unless all are asked at the same time
+        self.asked.append(url)
+        self.end.wait(60)
+        self.answered.append(url)
+        return False
+
+
+def silent(n: int) -> list[Server]:
+    """Servers that run and answer nothing."""
+    sleeps = Command((sys.executable, "-c", "import time; time.sleep(600)"))
+    return [Server(f"server {i}", sleeps, {}, (f"http://localhost:9/{i}",)) for i in range(n)]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checks]:
+    checks = Checks(4)
+    monkeypatch.setattr(module, "_answers", checks.answers)
+    yield checks
+    assert not checks.under_way.broken and checks.answered == [], "somebody has waited for an answer"
+    checks.end.set()
+
+
+def test_a_deadline_holds_for_any_number_of_silent_servers(tmp_path: Path, checks: Checks) -> None:
+    with Servers(tmp_path) as running:
+        for server in silent(4):
+            running.start(server)
+        with pytest.raises(ServerFailed, match=r"^not ready within 0.2 s \(--load_deadline\): server 0, server 1, server 2, server 3;"):
+            running.wait_ready(0.2)
+
+
+def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: Checks) -> None:
+    """But it tells of servers that have been silent for too long."""
+    monkeypatch.setattr(module, "_ANSWER_S", 0.1)
+    with Servers(tmp_path) as running:
+        with monkeypatch.context() as ready:
+            ready.setattr(module, "_answers", lambda url: True)
+            for server in silent(4):
+                running.start(server)
+            running.wait_ready(60)
+        wait_until(lambda: running.look(1e9) is None and len(checks.asked) == 4, "the checks")
+        assert running.look(1e9) is None
+        with pytest.raises(ServerFailed, match=r"^no answer to a health check for 0.2 s \(--stall_timeout\): server "):
+            running.watch(0.2)
+
+
+def test_a_server_that_answers_is_not_silent_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the limit is shorter than the time between them."""
+    asked: list[str] = []
+
+    def answers(url: str) -> bool:
+        asked.append(url)
+        return True
+
+    monkeypatch.setattr(module, "_answers", answers)
+    with Servers(tmp_path) as running:
+        running.start(silent(1)[0])
+        running.wait_ready(60)
+        wait_until(lambda: running.look(1e-9) is None and len(asked) > 3, "three looks")
+
+
+def test_an_answer_between_two_looks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes just before the server would be asked again, and is the only one."""
+    come = threading.Event()
+    asked: list[str] = []
+
+    def answers(url: str) -> bool:
+        asked.append(url)
+        return len(asked) == 1 and come.wait(60)
+
+    with Servers(tmp_path) as running:
+
+        def ended() -> None:
+            for check in running._checks.values():
+                come.set()
+                check.wait(time.monotonic() + 60)
+
+        monkeypatch.setattr(module, "_answers", answers)
+        monkeypatch.setattr(running._children, "ended", ended)
+        running.start(silent(1)[0])
+        running.wait_ready(60)
+    assert len(asked) == 1
+
+
+def test_a_rank_keeps_its_signal_handlers(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    others = {*psutil.Process().children()}
+    with Servers(tmp_path, handlers=False) as running:
+        running.start(silent(1)[0])
+        assert {number: signal.getsignal(number) for number in before} == before
+        children = {*psutil.Process().children()} - others
+        assert len(children) == 1
+    assert not any(child.is_running() for child in children) and {number: signal.getsignal(number) for number in before} == before
+
+
 def test_a_port_for_two() -> None:
     """On one host; another host has its own."""
     port = free_port()
@@ -164,7 +273,7 @@ def test_on_another_node_of_an_allocation(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    there = on_host(answering("print('MODEL is', os.environ['MODEL'])"), "node7")
+    there = on_host(answering("print('MODEL is', os.environ['MODEL'])", times=2), "node7")
     assert there.host == "node7" and there.urls == (f"localhost:{there.ports['HTTP']}",)
     with Servers(tmp_path) as running:
         there = Server(there.name, Command(there.command.argv, {"MODEL": "llama"}), there.ports, there.health, host=there.host)
