@@ -47,12 +47,12 @@ class Scenario(enum.Enum):
     Interactive = "Interactive"
 
 
-Benchmark = enum.Enum("Benchmark", {member: w.name for w in WORKLOADS.values() for member in w.members})  # type: ignore[misc]
+_BENCHMARKS = {member: workload.name for workload in WORKLOADS.values() for member in workload.members}
+Benchmark = enum.Enum("Benchmark", _BENCHMARKS)  # type: ignore[misc]
 """--benchmarks"""
 
-CoreType = enum.Enum(
-    "CoreType", {name.upper(): name for name in (*core_names.BUILT_IN, *core_names.NOT_BUILT)}
-)  # type: ignore[misc]
+_CORES = {name.upper(): name for name in (*core_names.BUILT_IN, *core_names.NOT_BUILT)}
+CoreType = enum.Enum("CoreType", _CORES)  # type: ignore[misc]
 """--core_type"""
 
 
