@@ -32,6 +32,7 @@ from mpillm.models.model_files import EngineConfig, GenerationConfig
 @bind(fields.llm_gen_config_path, "gen_config_path")
 @bind(fields.log_dir)
 @bind(fields.seed, "random_seed")
+@bind(fields.stall_timeout)
 @dataclass
 class HarnessConfig:
     """What every backend needs."""
@@ -47,6 +48,7 @@ class HarnessConfig:
     gen_config_path: str | None = None
     log_dir: str | None = None
     random_seed: int = 0
+    stall_timeout: float = fields.stall_timeout.default  # seconds
     gen_config: GenerationConfig | None = None  # None: no file says it; the fields of group generation hold, and the model's own end tokens
 
     def __post_init__(self) -> None:
@@ -197,7 +199,6 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 @bind(fields.trtllm_server_urls, "endpoint_urls")
 @bind(fields.load_deadline)
 @bind(fields.health_deadline)
-@bind(fields.stall_timeout)
 @dataclass
 class TrtllmEndpointConfig(TrtllmHlApiConfig):
     """trtllm-serve over HTTP."""
@@ -205,7 +206,6 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
     endpoint_urls: tuple[str, ...] = ("0.0.0.0:30000",)
     load_deadline: float = fields.load_deadline.default  # seconds, and below
     health_deadline: float = fields.health_deadline.default
-    stall_timeout: float = fields.stall_timeout.default
 
     DEFAULT_RUNTIME_FLAGS: ClassVar[dict[str, Any]] = {
         **TrtllmHlApiConfig.DEFAULT_RUNTIME_FLAGS,

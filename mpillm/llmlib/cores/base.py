@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpillm import fields
 from mpillm.config import backends
 from mpillm.llmlib.config import HarnessConfig, with_generation
 from mpillm.llmlib.utils import LLMServerProgressDisplay
@@ -154,14 +153,15 @@ class LLMCore(ABC):
     def flush(self) -> None:
         """Wait until every request is answered, and its answer delivered. Optional.
 
-        RuntimeError if the core has failed; TimeoutError if it is silent for the default of --stall_timeout.
+        RuntimeError if the core has failed; TimeoutError if it is silent for --stall_timeout.
         """
-        stall_s, began = float(fields.stall_timeout.default), time.monotonic()
+        stall_s, began = self.harness_config.stall_timeout, time.monotonic()
         with self._changed:
             while self._n_untold and self.error is None:
                 if (silent := time.monotonic() - max(began, self._told_at)) > stall_s:
                     raise TimeoutError(
                         f"core {self.name}: {self._n_untold} requests open, and silent for {silent:.0f} s"
+                        f" (--stall_timeout {stall_s:g})"
                     )
                 self._changed.wait(_LOOK_S)
         self.check()

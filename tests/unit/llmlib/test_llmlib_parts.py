@@ -171,6 +171,14 @@ def test_wrong_responses(told: Told, pieces: Any, values: Any, message: str) -> 
     assert core.cleaned_up == 1
 
 
+def test_a_silent_core_is_waited_for_as_long_as_the_run_says(told: Told) -> None:
+    server = make(told, values={fields.stall_timeout: 0.1}, n=1)
+    server.issue_queries(requests(2))
+    with pytest.raises(TimeoutError, match=r"core Core#0: 2 requests open, and silent for \d\d? s \(--stall_timeout 0\.1\)"):
+        server.flush_queries()  # by default it would be 300 s
+    server.abandon()
+
+
 def test_a_thread_that_does_not_end_is_told(told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A backend that ignores the timeout of a poll keeps its thread; nobody waits for it forever."""
     polling, released = threading.Event(), threading.Event()
