@@ -1,4 +1,4 @@
-"""Backends: the contract `LLMCore` (base), who is found by which name (registry), and the cores."""
+"""Backends: the contract `LLMCore` (base), the cores by name (registry), and the cores."""
 
 from mpillm.cores.base import CoreConfig as CoreConfig
 from mpillm.cores.base import Credits as Credits

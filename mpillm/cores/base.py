@@ -1,8 +1,8 @@
-"""LLMCore: the seam between the SPMD world and a backend.
+"""LLMCore: the interface between the SPMD world and a backend.
 
-One core runs on every rank of an instance; only the instance leader's core is given requests. A core is driven by its rank's event
-loop and never waits: `enqueue` takes a batch, `poll_responses` does a bounded piece of work (one engine step, one look at a socket)
-and returns what has become ready.
+One core runs on every rank of an instance; only the instance leader's core receives requests. Its rank's
+event loop drives a core, which never waits: `enqueue` takes a batch, `poll_responses` does a bounded piece of
+work (one engine step, one look at a socket) and returns what has become ready.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Credits(NamedTuple):
 class Metrics(NamedTuple):
     """What a core has computed since `start_test`, and what it holds now."""
 
-    prompt_tokens: int  # of contexts; what is computed again after a preemption counts again, what block reuse saves does not
+    # Tokens computed again after a preemption count again; tokens saved by block reuse don't count.
+    prompt_tokens: int
     generated_tokens: int
     running: int  # requests
     waiting: int  # requests
@@ -42,7 +43,7 @@ class Metrics(NamedTuple):
 
 
 class ModelLimits(Protocol):
-    """What the harness must know of a model."""
+    """What the harness must know about a model."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -55,47 +56,51 @@ class ModelLimits(Protocol):
 
 
 class LLMCore(ABC):
-    """A backend. Raise from any method: the error names this rank and ends the run everywhere."""
+    """A backend. An error from any method names this rank, and ends the run on all ranks."""
 
-    # What commands must know of a core before one is made.
+    # What commands must know about a core before they make one.
     uses_gpus: ClassVar[bool] = False  # each rank takes a GPU where there is one
-    needs_model: ClassVar[bool] = False  # computes a model in this process: needs --model_path, and has the precisions of our options
-    is_client: ClassVar[bool] = False  # of servers elsewhere: each worker rank is an executor of its own, whatever the servers' layout
-    engine_stages: ClassVar[str | None] = None  # ``module:function``: from a RunConfig to the last stage of `generate-engines`
-    servers: ClassVar[str | None] = None  # ``module:function``: from a RunConfig to what `run-llm-server` starts
-    framework: ClassVar[str | None] = None  # what computes, for the description of a submission's system
-    packages: ClassVar[tuple[str, ...]] = ()  # whose versions that description names; the framework's first
+    # Computes a model in this process: needs --model_path, and supports the precisions of our options.
+    needs_model: ClassVar[bool] = False
+    # A client of servers elsewhere: each worker rank is an executor, whatever the servers' layout.
+    is_client: ClassVar[bool] = False
+    # ``module:function``: from a RunConfig to the last stage of `generate-engines`.
+    engine_stages: ClassVar[str | None] = None
+    # ``module:function``: from a RunConfig to what `run-llm-server` starts.
+    servers: ClassVar[str | None] = None
+    framework: ClassVar[str | None] = None  # for the system description of a submission
+    packages: ClassVar[tuple[str, ...]] = ()  # those that it names with versions; the framework's first
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """`comms` are the instance's (None: it has one rank, this one). Cheap: no weights, no sockets; `load` does that."""
+        """Cheap: without weights or sockets, which `load` gets. `comms`: the instance's; None: one rank."""
         self.config = config
         self.comms = comms
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelLimits | None:
-        """Find what is wrong with `config` before any rank loads anything (ConfigError); the model's limits, if it has a model."""
+        """Check `config` before any rank loads (ConfigError); return the model's limits, if it has one."""
         return None
 
     @classmethod
     def gpus(cls) -> tuple[Gpu, ...]:
-        """The GPUs of this node that a rank of this core could take, as this process counts them."""
+        """The GPUs of this node that a rank of this core could take, as this process numbers them."""
         return (visible_gpus() or ()) if cls.uses_gpus else ()
 
     # --- life ---
 
     @abstractmethod
     def load(self) -> None:
-        """Load weights, start or connect to a server. May take minutes; runs under the load deadline."""
+        """Load weights, or start or connect to a server. May take minutes, within the load deadline."""
 
     @abstractmethod
     def run_health_check(self) -> None:
         """Prove that the backend answers; raise if it does not.
 
-        Called on every rank of an instance. One that follows its leader returns at once: it is polled from then on, as at any time.
+        Called on every rank of an instance. A rank that follows its leader returns at once, and is polled.
         """
 
     def warm_up_requests(self) -> Batch:
-        """What is run through this instance before `ready`: by default two short greedy requests."""
+        """The requests that warm this instance up before `ready`: by default two short greedy ones."""
         rows = np.zeros(2, REQUEST)
         rows["id"] = [0, 1]
         rows["n_tokens"] = 8
@@ -105,25 +110,25 @@ class LLMCore(ABC):
         return Batch(rows, np.full(16, 3, np.int32))
 
     def start_test(self) -> None:  # noqa: B027 - optional: not every core counts
-        """The warm-up is over and nothing is in flight: reset what counts requests."""
+        """Reset counters of requests: the warm-up is over, and nothing is in flight."""
 
     def statistics(self) -> dict[str, float]:
-        """Counts of the test for `result.json`, beside samples, tokens and busy time: preemptions, for one."""
+        """More counts of the test for `result.json`, such as preemptions."""
         return {}
 
     def compiled_in_test(self) -> list[str]:
-        """What this rank has compiled since `start_test`: nothing, if the warm-up did all that the test can meet."""
+        """What this rank has compiled since `start_test`: nothing, if the warm-up was complete."""
         return []
 
     def metrics(self) -> Metrics | None:
-        """What is computed so far, answers that have not ended included; None if the core does not know.
+        """What is computed so far, unfinished answers included; None if the core does not know.
 
-        Asked on the instance's leader, twice a second and between two polls: it must not wait for anything.
+        Called on the instance's leader twice a second, between polls: it must not wait.
         """
         return None
 
     def flush(self) -> None:  # noqa: B027 - optional: most cores hold nothing back
-        """Give up nothing, hold nothing back: called when no more requests will come."""
+        """Hold nothing back: no more requests will come."""
 
     def notify_stop(self) -> None:  # noqa: B027 - optional: not every core owns something to stop
         """Release servers, threads and memory. Called once, also after an error."""
@@ -132,18 +137,18 @@ class LLMCore(ABC):
 
     @abstractmethod
     def credits(self) -> Credits:
-        """What this instance can hold, asked once after `load`."""
+        """What this instance can hold; called once, after `load`."""
 
     @abstractmethod
     def enqueue(self, requests: Batch) -> None:
-        """Take requests (REQUEST rows). A request with `generation` set stops after its first token (see `started`)."""
+        """Take requests (REQUEST rows). One with `generation` set stops after its first token: `started`."""
 
     @abstractmethod
     def poll_responses(self) -> Batch | None:
-        """Do a bounded piece of work; RESPONSE rows that became ready, or None.
+        """Do a bounded piece of work; return RESPONSE rows that became ready, or None.
 
-        Each request gives a FIRST row and a FINAL row, or one row with both flags. A context-only request gives FIRST alone
-        (FIRST | FINAL when that first token already ends the answer).
+        Each request yields a FIRST row and a FINAL row, or one row with both flags. A context-only request
+        yields only FIRST (FIRST | FINAL if the first token ends the answer).
         """
 
     @abstractmethod
@@ -151,47 +156,55 @@ class LLMCore(ABC):
         """Whether `poll_responses` has something to do now (False lets the rank sleep)."""
 
     def cancel(self, ids: Iterable[int]) -> None:  # noqa: B027 - optional: a request then just runs to its end
-        """Give up requests wherever they are: each that has not ended gives one row, FINAL | CANCELLED and no tokens, and nothing more.
+        """Cancel requests in any state: each open one yields one more row, FINAL | CANCELLED, without tokens.
 
-        An id that has ended, or never was, is passed over: its FINAL row may be on the way. So is a context-only request that `started`
-        may have named: it is the receiver's, there to be cancelled from `receive_kv` on, and `release_kv` frees it here.
+        Unknown ids and ended requests are ignored: their FINAL row may be on the way. So are context-only
+        requests that `started` may have named: the receiver cancels them from `receive_kv` on, and
+        `release_kv` frees them here.
         """
 
-    # --- handoff of the KV cache (see roles/handoff.py): both sides, then the context side, then the generation side ---
+    # --- handoff of the KV cache (see roles/handoff.py): both sides, then the context side, then the
+    # generation side ---
 
     def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
-        """Before `load`, on every rank of an instance that hands over or takes over: with what, and (by instance) with whom."""
+        """Set the mover, and the peers by instance; called before `load` on every rank with a handoff."""
         raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over, and takes none")
 
     def poll_kv(self) -> list[int]:
-        """Ids of requests whose KV cache has left this instance whole, or has arrived whole. Asked at every turn, on every rank."""
+        """Ids of requests whose whole KV cache has left this instance, or arrived. Polled on every rank."""
         return []
 
     def release_kv(self, request_id: int) -> None:
-        """Give up the KV cache of a request that `started` has named; on the generation side, of one that has arrived."""
+        """Free the KV cache of a request that `started` has named; on the generation side, an arrived one."""
         raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over")
 
     def started(self) -> list[int]:
-        """Ids of the context-only requests which have got the memory for their contexts since this was last asked.
+        """Ids of the context-only requests that have got memory for their contexts since the last call.
 
-        Asked before each `poll_responses`. Each of them keeps its memory until `release_kv`. Requests of a single token are not named.
+        Called before each `poll_responses`. Each keeps its memory until `release_kv`. Requests of a single
+        token are not named.
         """
         return []
 
     def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
-        """Send the KV cache of a request that `started` has named, or as much as is computed of it and the rest as it will be.
+        """Send the KV cache of a request that `started` has named: what is computed now, the rest later.
 
-        All ranks of instance `receiver` expect their pieces with tag ``Tag.KV + slot``. `poll_kv` tells when they have left.
+        All ranks of instance `receiver` expect their pieces with tag ``Tag.KV + slot``. `poll_kv` reports
+        when they have left.
         """
         raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over")
 
     def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
-        """Reserve room for the KV cache of `request` (one row) and expect it from instance `sender`; False if there is no room yet."""
+        """Reserve room for the KV cache of `request` (one row), and expect it from instance `sender`.
+
+        False: there is no room yet.
+        """
         raise RuntimeError(f"core {self.config.core_type} takes no KV cache")
 
     def admit(self, request: Batch, first_token: int) -> None:
-        """The KV cache of `request` has arrived: generate on from `first_token`, as after `enqueue`.
+        """Continue `request`, whose KV cache has arrived, after `first_token`, as if by `enqueue`.
 
-        `request` is a batch of one row with its prompt. Only a FINAL row follows, with `first_token` as its first token.
+        `request`: a batch of one row with its prompt. Only a FINAL row follows; its first token is
+        `first_token`.
         """
         raise RuntimeError(f"core {self.config.core_type} takes no KV cache")

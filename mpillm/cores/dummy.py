@@ -1,6 +1,6 @@
-"""A core without a model: answers after a configurable time, with tokens that follow from the prompt, and fails on demand.
+"""A core without a model: it answers after a set time, with tokens derived from the prompt; fails on demand.
 
-It measures everything around a model, and it is how the faults of a backend are tested.
+It serves to measure everything around a model, and to test the faults of backends.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class DummyOptions:
 
     ttft_ms: float = 0.0  # time to first token
     tpot_ms: float = 0.0  # time per further token
-    output_mean: float = 0.0  # answer lengths: normal, at most the request's max_output; 0 is always max_output
+    # answer lengths: normal, at most the request's max_output; 0 is always max_output
+    output_mean: float = 0.0
     output_stdev: float = 0.0
     kv_bytes_per_token: int = 0
     load_s: float = 0.0
-    fault: str = "none"  # raise, hang, exit (the process dies), slow (sleeps fault_s), silent (the request is never answered)
+    # raise, hang, exit (the process dies), slow (sleeps fault_s), silent (the request is never answered)
+    fault: str = "none"
     fault_rank: int = -1  # in the world; -1: every rank with this core
     fault_phase: str = "test"
     fault_at: int = 1  # in the test: at the n-th request of this rank
@@ -57,24 +59,33 @@ class DummyOptions:
         for key, value in options.items():
             if key not in known:
                 raise ConfigError(
-                    f"--core_options {key}: the dummy core has no such option{nearest(key, known)}; it has: {', '.join(known)}"
+                    f"--core_options {key}: the dummy core has no such option{nearest(key, known)};"
+                    f" it has: {', '.join(known)}"
                 )
             kind: Callable[[object], object] = _KINDS[str(known[key].type)]
             try:
                 values[key] = read = kind(value)
-                if isinstance(read, (int, float)) and not (-1 if key == "fault_rank" else 0) <= read < math.inf:
+                if (
+                    isinstance(read, (int, float))
+                    and not (-1 if key == "fault_rank" else 0) <= read < math.inf
+                ):
                     raise ValueError
             except (OverflowError, TypeError, ValueError):
                 raise ConfigError(f"--core_options {key}:{value}: not a number of at least 0") from None
         made = DummyOptions(**values)  # type: ignore[arg-type]
-        for name, value, allowed in (("fault", made.fault, _FAULTS), ("fault_phase", made.fault_phase, _PHASES)):
+        for name, value, allowed in (
+            ("fault", made.fault, _FAULTS),
+            ("fault_phase", made.fault_phase, _PHASES),
+        ):
             if value not in allowed:
-                raise ConfigError(f"--core_options {name}:{value}: not one of {', '.join(allowed)}{nearest(value, allowed)}")
+                raise ConfigError(
+                    f"--core_options {name}:{value}: not one of {', '.join(allowed)}{nearest(value, allowed)}"
+                )
         return made
 
 
 class DummyLimits(NamedTuple):
-    """It reads any token and any length that its KV cache would hold."""
+    """Any token, and any length that its KV cache would hold."""
 
     vocab_size: int = 1 << 31
     max_seq_len: int = 1 << 31
@@ -82,7 +93,7 @@ class DummyLimits(NamedTuple):
 
 
 def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The dummy's answers, back to back: token j is (a hash of the prompt, order included) + j, modulo the vocabulary."""
+    """The dummy's answers, back to back: token j is (a hash of the prompt) + j, modulo the vocabulary."""
     lengths = prompts.rows["n_tokens"].astype(np.int64)
     starts = np.cumsum(lengths) - lengths
     position = np.arange(len(prompts.tokens), dtype=np.int64) - np.repeat(starts, lengths)
@@ -93,7 +104,7 @@ def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int
 
 
 class DummyCore(LLMCore):
-    """Holds `max_batch_size` requests at once when time is simulated, any number when it is not."""
+    """Holds `max_batch_size` requests at once if time is simulated, otherwise any number."""
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
@@ -103,11 +114,13 @@ class DummyCore(LLMCore):
         self._waiting: deque[Batch] = deque()  # one request each
         self._running = 0
         self._prompt_tokens = self._generated_tokens = 0  # of contexts and answers that are complete
-        self._events: list[tuple[float, int, int, Batch, NDArray[np.int32]]] = []  # due, order, flags, request, answer
+        # due, order, flags, request, answer
+        self._events: list[tuple[float, int, int, Batch, NDArray[np.int32]]] = []
         self._order = 0
         self._seen = 0
         self._warm = False
-        # The handoff, by request id: caches held, those that are computed, where the others go, what is under way, first tokens.
+        # The handoff, by request id: caches held, those that are computed, where the others go, what is under
+        # way, first tokens.
         self._kv: dict[int, NDArray[np.uint8]] = {}
         self._computed: set[int] = set()
         self._accepted: dict[int, tuple[int, int]] = {}
@@ -149,9 +162,13 @@ class DummyCore(LLMCore):
         return {"kv_bytes": self._kv_bytes} if self.config.role == "context" else {}
 
     def metrics(self) -> Metrics:
-        """Tokens as the clock says, also of answers that have not ended; it has no KV cache."""
+        """Tokens by the clock, unfinished answers included; it has no KV cache."""
         now = time.perf_counter()
-        under_way = sum(self._generated_of(answer, due - now) for due, _, flags, _, answer in self._events if flags & ResponseFlag.FINAL)
+        under_way = sum(
+            self._generated_of(answer, due - now)
+            for due, _, flags, _, answer in self._events
+            if flags & ResponseFlag.FINAL
+        )
         waiting = len(self._waiting) + sum(map(len, self._instant))
         return Metrics(self._prompt_tokens, self._generated_tokens + under_way, self._running, waiting)
 
@@ -247,20 +264,23 @@ class DummyCore(LLMCore):
         most = rows["max_output"].astype(np.int64)
         if self.options.output_mean <= 0:
             return most
-        # A seed of its own for each request: the same request has the same length on any instance.
-        drawn = [np.random.default_rng(int(seed)).normal(self.options.output_mean, self.options.output_stdev) for seed in rows["seed"]]
+        # A seed per request: the same request has the same length on any instance.
+        drawn = [
+            np.random.default_rng(int(seed)).normal(self.options.output_mean, self.options.output_stdev)
+            for seed in rows["seed"]
+        ]
         least = np.maximum(rows["min_output"], 1)
         return np.clip(np.rint(drawn).astype(np.int64), least, most)
 
     def _hand_over(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Which requests end here after the first token, and go on elsewhere."""
+        """Which requests end here after the first token and continue elsewhere."""
         if self.config.role != "context":
             return np.zeros(len(rows), np.bool_)
         handed: NDArray[np.bool_] = (rows["generation"] != NO_INSTANCE) & (self._lengths(rows) > 1)
         return handed
 
     def _answer(self, requests: Batch) -> Batch:
-        """All the responses of a batch at once: time costs nothing."""
+        """Return all responses of a batch at once: no time is simulated."""
         rows = requests.rows
         handed = self._hand_over(rows)
         n_output = np.where(handed, 1, self._lengths(rows))
@@ -281,19 +301,21 @@ class DummyCore(LLMCore):
         return Batch(out, tokens)
 
     def _hold_kv(self, row: NDArray[np.void]) -> None:
-        """A context starts."""
+        """Note that a context starts."""
         id_ = int(row["id"])
         self._kv[id_] = self._kv_buffer(int(row["n_tokens"]))
         self._started.append(id_)
 
     def _complete_kv(self, id_: int) -> None:
-        """A context is computed."""
+        """Note that a context is computed."""
         self._kv[id_][0] = id_ % 251
         self._computed.add(id_)
         if accepted := self._accepted.pop(id_, None):
             self.send_kv(id_, *accepted)
 
-    def _check_first(self, rows: NDArray[np.void], tokens: NDArray[np.int32], n_output: NDArray[np.int64]) -> None:
+    def _check_first(
+        self, rows: NDArray[np.void], tokens: NDArray[np.int32], n_output: NDArray[np.int64]
+    ) -> None:
         starts = np.cumsum(n_output) - n_output
         for id_, token in zip(rows["id"].tolist(), tokens[starts].tolist(), strict=True):
             if self._first_tokens.pop(id_) != token:
@@ -314,7 +336,12 @@ class DummyCore(LLMCore):
             self._push(first_at, ResponseFlag.FIRST, request, answer[:1])
             return
         if n_output[0] == 1:
-            self._push(first_at, ResponseFlag.FINAL if admitted else ResponseFlag.FIRST | ResponseFlag.FINAL, request, answer)
+            self._push(
+                first_at,
+                ResponseFlag.FINAL if admitted else ResponseFlag.FIRST | ResponseFlag.FINAL,
+                request,
+                answer,
+            )
             return
         if not admitted:
             self._push(first_at, ResponseFlag.FIRST, request, answer[:1])
@@ -322,7 +349,7 @@ class DummyCore(LLMCore):
         self._push(last_at, ResponseFlag.FINAL, request, answer)
 
     def _generated_of(self, answer: NDArray[np.int32], left_s: float) -> int:
-        """How many tokens of an answer that will be complete in `left_s` seconds are there, and were generated here."""
+        """How many tokens this core has generated of an answer that will be complete in `left_s` seconds."""
         most = len(answer) - (self.config.role == "generation")  # the first token is the context instance's
         if left_s <= 0:
             return most

@@ -1,4 +1,4 @@
-"""Finds a core's class by its name. Built-in cores, entry points and ``module:Class`` are equals."""
+"""Finds a core's class by name: a built-in one, an entry point, or ``module:Class``."""
 
 from __future__ import annotations
 
@@ -16,35 +16,39 @@ if TYPE_CHECKING:
 
 
 class BackendRegistry:
-    """Core classes by name, imported when asked for: a backend's packages cost nothing to those who use another."""
+    """Core classes by name, imported on demand: a backend's packages cost users of others nothing."""
 
     @classmethod
     def register(cls, name: str, path: str) -> None:
-        """Add a core to this process: `path` is ``module:Class``. A package adds one to all by an entry point of ``mpillm.cores``."""
+        """Add a core, ``module:Class``, to this process. Packages use ``mpillm.cores`` entry points."""
         core_names.registered[name] = path
 
     @classmethod
     def names(cls) -> list[str]:
-        """Of the cores that can run a test."""
+        """The names of the cores that can run a test."""
         return core_names.names()
 
     @classmethod
     @about("core_type")
     def get(cls, name: str) -> type[LLMCore]:
-        """The class, which can run a test; ConfigError as `declared`, and for a class that lacks methods."""
+        """The class of a core that can run a test. ConfigError: as `declared`, or the class lacks methods."""
         core = cls.declared(name)
         if inspect.isabstract(core):
             lacking = ", ".join(sorted(core.__abstractmethods__))
-            raise ConfigError(f"--core_type {name}: {_not_built(name, core) if name in NOT_BUILT else f'the class lacks {lacking}'}")
+            why = _not_built(name, core) if name in NOT_BUILT else f"the class lacks {lacking}"
+            raise ConfigError(f"--core_type {name}: {why}")
         return core
 
     @classmethod
     @about("core_type")
     def declared(cls, name: str) -> type[LLMCore]:
-        """The class, for what it declares of itself; ConfigError for an unknown name or a missing package."""
+        """The class of a core, for its declarations. ConfigError: an unknown name, or a missing package."""
         path = core_names.class_path(name)
         if path is None:
-            raise ConfigError(f"--core_type {name}: no such core{nearest(name, cls.names())}; there are: {', '.join(cls.names())}")
+            raise ConfigError(
+                f"--core_type {name}: no such core{nearest(name, cls.names())};"
+                f" there are: {', '.join(cls.names())}"
+            )
         module, _, attribute = path.partition(":")
         if not attribute or not module or module.startswith("."):
             raise ConfigError(f"--core_type {name}: expected the name of a core, or package.module:Class")
@@ -65,35 +69,44 @@ class BackendRegistry:
 
 
 def function(path: str) -> Any:
-    """What `engine_stages`, `servers` or `rank_core` of a core's class names."""
+    """The object that `engine_stages`, `servers` or `rank_core` of a core's class names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def check_built(config: RunConfig) -> None:
-    """ConfigError if no test can run through this core yet."""
+    """ConfigError: no test can run through this core yet."""
     if (name := config.core_type) in NOT_BUILT:
         raise ConfigError(f"{config.named('core_type')}: {_not_built(name, BackendRegistry.declared(name))}")
 
 
 def _not_built(name: str, core: type[LLMCore]) -> str:
-    commands = [command for command, path in (("generate-engines", core.engine_stages), ("run-llm-server", core.servers)) if path]
+    commands = [
+        command
+        for command, path in (("generate-engines", core.engine_stages), ("run-llm-server", core.servers))
+        if path
+    ]
     return (
-        f"not built in this version of mpillm; {' and '.join(commands)} work{'' if len(commands) > 1 else 's'} with it, but a test needs"
-        f" --core_type {' or '.join(BUILT_IN)}"
+        f"not built in this version of mpillm;"
+        f" {' and '.join(commands)} work{'' if len(commands) > 1 else 's'} with it,"
+        f" but a test needs --core_type {' or '.join(BUILT_IN)}"
     )
 
 
 def check_core(config: RunConfig) -> None:
-    """As `check_built`; ConfigError, too, if the core needs what `config`, with the values of its YAML, does not say."""
+    """As `check_built`; ConfigError, too, if `config`, with its YAML, lacks what the core needs."""
     check_built(config)
     if not BackendRegistry.get(config.core_type).needs_model:
         return
     if not config.model_path:
         raise ConfigError(
-            f"--core_type {config.core_type} needs --model_path: a Hugging Face folder (`python -m mpillm fetch-model smollm2-135m` brings"
-            " a small one), or a preset with random weights (`--model_path tiny-llama`)",
+            f"--core_type {config.core_type} needs --model_path: a Hugging Face folder"
+            " (`python -m mpillm fetch-model smollm2-135m` brings a small one),"
+            " or a preset with random weights (`--model_path tiny-llama`)",
             about=["core_type", "model_path"],
         )
     if config.precision in ("fp4", "nvfp4") and config.quantization == "auto":
-        raise ConfigError(f"{config.named('precision')}: the {config.core_type} core has no such weights; choose them with --quantization")
+        raise ConfigError(
+            f"{config.named('precision')}: the {config.core_type} core has no such weights;"
+            " choose them with --quantization"
+        )

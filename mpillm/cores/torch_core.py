@@ -1,6 +1,6 @@
 """The embedded engine as a core: Llama and Mixtral with PyTorch, on a CPU or an NVIDIA GPU.
 
-PyTorch and what needs it are imported by `load`: ranks without an instance ask the class too.
+`load` imports PyTorch and what needs it: ranks without an instance use the class, too.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MAX_WARM_UP = 64  # requests
 _HEALTH_PAUSE_S = 0.0005
-_CACHE_TO_BUFFERS = 32  # GPU memory of the KV cache over that for buffers of KV caches under way, out of what the cache leaves free
+# GPU memory of the KV cache over that for buffers of KV caches under way, out of what the cache leaves free
+_CACHE_TO_BUFFERS = 32
 
 
 class TorchCore(LLMCore):
     """An engine, or a rank that follows one: a step per `poll_responses`.
 
-    A request that can never be answered gets an ERROR row, its reason a line in the log.
+    A request that can never be answered gets an ERROR row; the log has the reason.
     """
 
     uses_gpus = True
@@ -51,7 +52,7 @@ class TorchCore(LLMCore):
     packages = ("torch", "triton")
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """ConfigError as `model_info`. Not for memory: another rank of the node may be loading already."""
+        """ConfigError: as `model_info`; not for memory: another rank of the node may be loading already."""
         super().__init__(config, comms)
         self.info = model_info(config)
         self._refused: list[int] = []
@@ -69,7 +70,7 @@ class TorchCore(LLMCore):
 
     @classmethod
     def gpus(cls) -> tuple[Gpu, ...]:
-        """None if the PyTorch that is installed was built without CUDA."""
+        """As in the base class; none if the installed PyTorch was built without CUDA."""
         return super().gpus() if _has_cuda() else ()
 
     # --- life ---
@@ -112,7 +113,9 @@ class TorchCore(LLMCore):
         from mpillm.engine.handoff.nccl_mover import NcclMover
 
         assert isinstance(mover, MpiMover)
-        mover = NcclMover.connected(mover.comm, partners(config, layout, peers.values(), sends=sends), sends=sends)
+        mover = NcclMover.connected(
+            mover.comm, partners(config, layout, peers.values(), sends=sends), sends=sends
+        )
         most_bytes = (cache.keys.nbytes + cache.values.nbytes) // _CACHE_TO_BUFFERS
         return Transfers(cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes)
 
@@ -132,10 +135,17 @@ class TorchCore(LLMCore):
 
         torch.cuda.set_device(c.device or 0)
         groups = Groups(layout) if self.comms is None or alone else NcclGroups(layout, self.comms)
-        return GpuWorker(self.info, c.tokens_per_block, groups, c.max_batch_size, dummy=dummy, device=f"cuda:{c.device or 0}")
+        return GpuWorker(
+            self.info,
+            c.tokens_per_block,
+            groups,
+            c.max_batch_size,
+            dummy=dummy,
+            device=f"cuda:{c.device or 0}",
+        )
 
     def run_health_check(self) -> None:
-        """One token from a prompt of one token, through all ranks of the instance; the engine must be idle."""
+        """Generate a token from a prompt of one, through all ranks of the instance, with an idle engine."""
         if self._follower is not None:
             return
         from mpillm.engine.sampler import SamplingParams
@@ -149,11 +159,18 @@ class TorchCore(LLMCore):
             self.engine.step()
 
     def warm_up_requests(self) -> Batch:
-        """As many short requests as the batch holds, or as fit: memory and kernels are then ready for the largest step."""
+        """As many short requests as the batch and the cache hold, to prepare memory and kernels."""
         n_prompt, n_output = 8, 4
         if self.info.max_seq_len < n_prompt + n_output:
             n_prompt, n_output = 1, 1
-        n = max(1, min(self.config.max_batch_size, _MAX_WARM_UP, self.info.kv_cache_tokens // (2 * self.config.tokens_per_block)))
+        n = max(
+            1,
+            min(
+                self.config.max_batch_size,
+                _MAX_WARM_UP,
+                self.info.kv_cache_tokens // (2 * self.config.tokens_per_block),
+            ),
+        )
         rows = np.zeros(n, REQUEST)
         rows["id"] = np.arange(n)
         rows["n_tokens"] = n_prompt
@@ -185,7 +202,7 @@ class TorchCore(LLMCore):
         )
 
     def _counts(self) -> dict[str, int]:
-        """Since the start; blocks that were reused with block reuse alone, so that a reader sees that it was on."""
+        """Counts since the start; reused blocks only with block reuse, to show that it was on."""
         from mpillm.engine.cache.prefix_cache import PrefixCache
 
         counts = {"preemptions": self.engine.scheduler.preemptions}
@@ -208,9 +225,10 @@ class TorchCore(LLMCore):
     # --- work ---
 
     def credits(self) -> Credits:
-        """Twice the batch and the cache: the next requests wait here, not at the leader, when others end, often before their longest.
+        """Twice the batch and the cache, so that the next requests wait here, not at the leader.
 
-        A generation instance grants its cache once: what waits for it keeps blocks of a context instance.
+        A generation instance grants its cache once: requests that wait for it hold blocks of a context
+        instance.
         """
         n_caches = 1 if self.config.role == "generation" else 2
         return Credits(2 * self.config.max_batch_size, n_caches * self.info.kv_cache_tokens)
@@ -249,7 +267,8 @@ class TorchCore(LLMCore):
             if sequence.is_cancelled:
                 row["flags"] = ResponseFlag.FINAL | ResponseFlag.CANCELLED
                 continue
-            told = sequence.output if is_final else sequence.output[:1]  # the second token may be there by now
+            # the second token may be there by now
+            told = sequence.output if is_final else sequence.output[:1]
             row["n_tokens"] = len(told)
             row["flags"] = is_first * ResponseFlag.FIRST | is_final * ResponseFlag.FINAL
             tokens += told
@@ -280,7 +299,9 @@ class TorchCore(LLMCore):
 
     def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
         row = request.rows[0]
-        return self.engine.receive_kv(int(row["id"]), int(row["n_tokens"]), int(row["max_output"]), sender, slot)
+        return self.engine.receive_kv(
+            int(row["id"]), int(row["n_tokens"]), int(row["max_output"]), sender, slot
+        )
 
     def admit(self, request: Batch, first_token: int) -> None:
         sequence = _sequence(request.rows[0], request.tokens)
@@ -290,10 +311,14 @@ class TorchCore(LLMCore):
 
 
 def _has_cuda() -> bool:
-    """Read off PyTorch's files: importing it takes a second, on ranks that need it for nothing else."""
+    """Read PyTorch's files: importing it takes a second, on ranks that may not need it otherwise."""
     spec = importlib.util.find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    return version is not None and version.is_file() and not re.search(r"^cuda\b.*= *None", version.read_text(), re.MULTILINE)
+    return (
+        version is not None
+        and version.is_file()
+        and not re.search(r"^cuda\b.*= *None", version.read_text(), re.MULTILINE)
+    )
 
 
 def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
@@ -305,7 +330,9 @@ def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
         prompt=tokens.tolist(),
         max_output=int(row["max_output"]),
         min_output=int(row["min_output"]),
-        sampling=SamplingParams(float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), int(row["seed"])),
+        sampling=SamplingParams(
+            float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), int(row["seed"])
+        ),
         hand_over=int(row["generation"]) != NO_INSTANCE,
         ignore_stop=bool(row["ignore_stop"]),
     )

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's and Triton's cores: what builds their engines and starts their servers. They cannot run a test yet."""
+"""TensorRT-LLM's and Triton's cores: they build engines and start servers, but cannot run a test yet."""
 
 from __future__ import annotations
 

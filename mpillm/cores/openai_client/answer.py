@@ -1,4 +1,4 @@
-"""What a completion response says, streamed or not: tokens or text, when they came, and how it ended."""
+"""A completion response, streamed or not: tokens or text, their times, and how it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FAILED = ("abort", "error", "cancelled")  # reasons to finish which are none: v
 
 
 class AnswerError(Exception):
-    """The server's answer is an error, or no answer. The message says what, without the server's address."""
+    """The server's response is an error, or not an answer. The message does not name the server's address."""
 
 
 class Answer:
@@ -35,11 +35,11 @@ class Answer:
 
     @property
     def size(self) -> int:
-        """Tokens that are there; where the server sends text, pieces of it."""
+        """Tokens so far; if the server sends text, pieces of it."""
         return len(self.tokens) or len(self.times)
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take a piece of the body, read at `at`. AnswerError or ValueError if it is no part of an answer."""
+        """Take a piece of the body, read at `at`. AnswerError, ValueError: it is not part of an answer."""
         if self._events is None:
             self._whole.append(data)
             return
@@ -47,7 +47,7 @@ class Answer:
             self._take(event, at)
 
     def finish(self, at: float) -> None:
-        """The body has ended. AnswerError or ValueError if the answer has not, or has no token."""
+        """Take the end of the body. AnswerError, ValueError: the answer has not ended, or has no token."""
         if self._events is None:
             self._take(b"".join(self._whole), at)
         else:
@@ -95,7 +95,7 @@ class Answer:
 
 
 def error_text(message: Mapping[str, Any]) -> str:
-    """What an error's JSON says, whichever server's it is."""
+    """The message in an error's JSON, from any kind of server."""
     inner = message.get("error", message)
     if isinstance(inner, dict):
         inner = inner.get("message", inner)

@@ -1,8 +1,8 @@
-"""Many requests to one or several servers: which server, when again, and when a server has been silent for too long.
+"""Many requests to one or several servers: the choice of a server, retries, and the watch over silence.
 
-A request is sent again only while nothing of its answer has come: after a connection that failed or ended
-without a status line, and after HTTP 429 or 503, which say that the server did not begin. What came of an
-answer that then broke is never mixed with another's.
+A request is sent again only while nothing of its answer has arrived: after a connection that failed or ended
+without a status line, and after HTTP 429 or 503, which say that the server did not begin. Parts of a broken
+answer are never mixed with another's.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _WATCH_S = 1.0  # how often silence is looked for
 
 
 class Listener(Protocol):
-    """Who hears of calls, on the event loop's thread. Each call ends with one of done, failed and cancelled."""
+    """Is told about calls, on the event loop's thread. Each ends with one of done, failed and cancelled."""
 
     def on_first(self, call: Call) -> None:
-        """The first token of a streamed answer is there."""
+        """The first token of a streamed answer has arrived."""
 
     def on_done(self, call: Call) -> None:
-        """The answer is whole. AnswerError if it makes no sense: the call has then failed."""
+        """The answer is complete. AnswerError: it makes no sense; the call has then failed."""
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
         """There will be no answer."""
 
     def on_cancelled(self, call: Call) -> None:
-        """It was given up as asked."""
+        """The call was cancelled as requested."""
 
 
 class Call:
@@ -81,7 +81,7 @@ class Call:
         self._reused = False
 
     def again(self) -> None:
-        """Forget the attempt that failed."""
+        """Forget the failed attempt."""
         self.retries += 1
         self.answer = Answer(self._client.stream)
         self._begin()
@@ -172,7 +172,7 @@ class Client:
                 self.listener.on_cancelled(call)
 
     def close(self) -> None:
-        """Close every connection; nobody hears of anything any more."""
+        """Close every connection; nothing more is reported."""
         self.calls.clear()
         for timer in (*self._timers, *filter(None, [self._watching])):
             timer.cancel()
@@ -182,7 +182,7 @@ class Client:
     # --- told by calls ---
 
     def ended(self, call: Call, reply: bytes) -> None:
-        """A whole response has come; `reply`: its body, if it is no answer."""
+        """A whole response has arrived; `reply`: its body, if it is not an answer."""
         self._release(call, whole=True)
         if call.status in _BUSY:
             self._again(call, AnswerError(failure_text(call.status, reply)), _seconds(call.retry_after))
@@ -200,7 +200,7 @@ class Client:
                 del self.calls[call.id]
 
     def broken(self, call: Call, error: Exception) -> None:
-        """No more of a response will come, and it is not whole."""
+        """No more of a response will arrive, and it is incomplete."""
         self._release(call, whole=False)
         if isinstance(error, NothingSentBack):
             self._again(call, error, 0.0 if call.stale else None)
@@ -214,7 +214,7 @@ class Client:
         call.endpoint.release(call, call.connection, whole)
 
     def _start(self, call: Call) -> None:
-        """Send it to the server that owes the least, another than the one that failed it if there is one."""
+        """Send it to the server that owes the least, if possible not the one where it failed."""
         failed = call.endpoint
         endpoint = min(self.endpoints, key=lambda one: (one is failed, len(one.calls)))
         call.endpoint = endpoint
@@ -237,7 +237,10 @@ class Client:
             wait_s = min(_FIRST_PAUSE_S * 2 ** min(call.retries, 10), _LONGEST_PAUSE_S)
         if now + wait_s - call.failing_since > self._retry_s:
             asked = f", it asks to wait {call.retry_after} s" if call.retry_after else ""
-            self._fail(call, AnswerError(f"{error}{asked}; retried {call.retries} times, for at most {self._retry_s:g} s"))
+            self._fail(
+                call,
+                AnswerError(f"{error}{asked}; retried {call.retries} times, for at most {self._retry_s:g} s"),
+            )
             return
         call.again()
         self.retries += 1
@@ -256,7 +259,7 @@ class Client:
         self.listener.on_failed(call, EndpointError(f"{call.endpoint.url}{COMPLETIONS}: {error}"))
 
     def _watch(self) -> None:
-        """Look for a server that owes answers and says nothing."""
+        """Look for a server that owes answers but is silent."""
         now = time.perf_counter()
         for endpoint in self.endpoints:
             if endpoint.calls and now - endpoint.heard_at > self._silence_s:
@@ -270,7 +273,7 @@ class Client:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """The seconds that Retry-After (RFC 9110, 10.2.3) asks to wait; None if there is none that says it."""
+    """The seconds in Retry-After (RFC 9110, 10.2.3); None without them."""
     if retry_after is None:
         return None
     try:

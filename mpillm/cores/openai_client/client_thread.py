@@ -15,7 +15,7 @@ _END_S = 5.0
 
 
 class ClientThread:
-    """Runs coroutines and functions on its loop. `error`: what no one there has caught, which is a bug."""
+    """Runs coroutines and functions on its loop. `error`: an uncaught exception there, which is a bug."""
 
     def __init__(self, name: str) -> None:
         self.error: BaseException | None = None
@@ -32,7 +32,7 @@ class ClientThread:
         self.error = self.error or context.get("exception") or RuntimeError(context["message"])
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """What `work` returns or raises; TimeoutError after `timeout_s`."""
+        """Return or raise what `work` does. TimeoutError: after `timeout_s`."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
@@ -58,7 +58,7 @@ class ClientThread:
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """An event loop: uvloop's if it is installed, which does the same in less time."""
+    """An event loop: the faster one of uvloop, if it is installed."""
     try:
         import uvloop
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""What a completion request says: OpenAI's `/v1/completions`, and what servers add for token ids.
+"""Completion requests: OpenAI's `/v1/completions`, and the servers' extensions for token ids.
 
 Sources: vLLM's `CompletionRequest` (`return_token_ids`, `min_tokens`, `top_k`; token-id prompts), that of
 TensorRT-LLM (`tensorrt_llm/serve/openai_protocol.py`: unknown fields are refused; `detokenize: false` gives
@@ -38,7 +38,7 @@ DIALECTS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one answer is generated; what has its default is not sent."""
+    """How to generate one answer; defaults are not sent."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -51,7 +51,9 @@ class Sampling:
     ignore_eos: bool = False
 
 
-def body(dialect: Dialect, model: str, prompt: str | Sequence[int], sampling: Sampling, stream: bool) -> bytes:
+def body(
+    dialect: Dialect, model: str, prompt: str | Sequence[int], sampling: Sampling, stream: bool
+) -> bytes:
     """The JSON of a completion request. ValueError for an option that the dialect lacks."""
     request: dict[str, Any] = {
         "model": model,

@@ -1,4 +1,4 @@
-"""One server: its address, its connections, and what is known of it."""
+"""One server: its address, its connections, and what is known about it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
 
 CONNECT_S = 10.0  # longest wait for a connection
 API_KEY = "OPENAI_API_KEY"
-"""The environment variable with the key that servers are sent, as OpenAI's client has it."""
+"""The environment variable with the key for servers, as for OpenAI's client."""
 
 
 class EndpointError(Exception):
@@ -27,7 +27,7 @@ class Owed(Receiver, Protocol):
     """A request that a server owes an answer."""
 
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
-        """It goes out, at time.perf_counter() `at`; `reused`: over a connection that had others before."""
+        """It is sent at `at` (time.perf_counter()); `reused`: over a connection that had others before."""
 
 
 class Endpoint:
@@ -121,7 +121,7 @@ class Endpoint:
         return connection
 
     def close(self) -> None:
-        """Close every connection. What is owed is told nobody."""
+        """Close every connection, without reporting what is owed."""
         for task in self._connecting:
             task.cancel()
         for connection in (*self._idle, *self._used):
@@ -131,8 +131,10 @@ class Endpoint:
 
     # --- single requests ---
 
-    async def fetch(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body of one request, over a connection of its own. HttpError."""
+    async def fetch(
+        self, method: str, path: str, timeout_s: float, body: bytes = b""
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """Status, headers and body of the response to one request, over its own connection. HttpError."""
         end = time.monotonic() + timeout_s
         connection = await self._connect()
         self._used.add(connection)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MOST_AT_ONCE = 1024  # requests of an endpoint whose limit nobody says: more than any server runs at once
+_MOST_AT_ONCE = 1024  # requests of an endpoint without a stated limit: more than any server runs at once
 _EARLIER = 0.9  # of rank 0's deadline: this rank's message is the one that names the server
 _WARM_UP_TOKENS = 4
 _FEW = 1024  # latencies that are counted together
@@ -52,7 +52,10 @@ class EndpointOptions:
         known = [option.name for option in fields(EndpointOptions)]
         for key, value in options.items():
             if key not in known:
-                raise ConfigError(f"--core_options {key}: this core has no such option{nearest(key, known)}; it has: {', '.join(known)}")
+                raise ConfigError(
+                    f"--core_options {key}: this core has no such option{nearest(key, known)};"
+                    f" it has: {', '.join(known)}"
+                )
             if key == "retry_s" and not (isinstance(value, (int, float)) and value >= 0):
                 raise ConfigError(f"--core_options {key}:{value}: not a number of at least 0")
         if "model" in options:
@@ -72,7 +75,9 @@ class _Statistics:
     """Of a test; written on the client's thread."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = dict.fromkeys(("retokenized", "other_prompt_length", "other_answer_length"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(
+            ("retokenized", "other_prompt_length", "other_answer_length"), 0
+        )
         self.prompt_tokens = 0
         self._names = ("socket_ttft", "socket_tpot", "socket_itl")
         self._waiting: dict[str, list[float]] = {name: [] for name in self._names}
@@ -124,7 +129,10 @@ class TrtllmEndpointCore(LLMCore):
         self._options = EndpointOptions.from_options(config.options)
         self._harness = self.config_class()
         self._urls, self._at_once = share_of(
-            self._harness.endpoint_urls, self._harness.max_concurrency or _MOST_AT_ONCE, config.instance, config.n_instances
+            self._harness.endpoint_urls,
+            self._harness.max_concurrency or _MOST_AT_ONCE,
+            config.instance,
+            config.n_instances,
         )
         self._tokenizer: Tokenizer | None = None
         self._thread: ClientThread | None = None
@@ -146,7 +154,10 @@ class TrtllmEndpointCore(LLMCore):
         with about("stop_words"):
             for word in config.stop_words:
                 if not isinstance(word, str) and len(word) != 1:
-                    raise ConfigError(f"--stop_words {list(word)}: a server takes words as text, or single tokens; write it as text")
+                    raise ConfigError(
+                        f"--stop_words {list(word)}: a server takes words as text, or single tokens;"
+                        " write it as text"
+                    )
         return None if _folder(config) else EndpointLimits()
 
     # --- life ---
@@ -208,14 +219,19 @@ class TrtllmEndpointCore(LLMCore):
             self._client.retries = self._client.generated_tokens = 0
 
     def statistics(self) -> dict[str, float]:
-        """Retries, re-tokenised answers, latencies at the socket, and the share of a core that the client took.
+        """Retries, re-tokenised answers, latencies at the socket, and the client's share of a CPU core.
 
-        `other_prompt_length`, `other_answer_length`: answers for which the server counted other numbers of tokens.
+        `other_prompt_length`, `other_answer_length`: answers for which the server counted other numbers of
+        tokens.
         """
         assert self._thread is not None
         elapsed = time.perf_counter() - self._started[0]
         busy = (self._thread.cpu_s() - self._started[1]) / elapsed if elapsed > 0 else 0.0
-        return {"client_busy_fraction": round(busy, 4), "retries": self._client.retries, **self._statistics.values()}
+        return {
+            "client_busy_fraction": round(busy, 4),
+            "retries": self._client.retries,
+            **self._statistics.values(),
+        }
 
     def metrics(self) -> Metrics:
         n = len(self._client.calls)
@@ -237,7 +253,11 @@ class TrtllmEndpointCore(LLMCore):
         self._thread.post(self._submit, requests)
 
     def has_work(self) -> bool:
-        return bool(self._rows) or self._failed is not None or (self._thread is not None and self._thread.error is not None)
+        return (
+            bool(self._rows)
+            or self._failed is not None
+            or (self._thread is not None and self._thread.error is not None)
+        )
 
     def poll_responses(self) -> Batch | None:
         if self._failed is not None:
@@ -258,7 +278,9 @@ class TrtllmEndpointCore(LLMCore):
 
     def _submit(self, requests: Batch) -> None:
         words = tuple(word for word in self.config.stop_words if isinstance(word, str))
-        ids = tuple(word[0] for word in self.config.stop_words if not isinstance(word, str)) + (self.config.end_ids or ())
+        ids = tuple(word[0] for word in self.config.stop_words if not isinstance(word, str)) + (
+            self.config.end_ids or ()
+        )
         for request in requests.split():
             (row,) = request.rows
             ignore = bool(row["ignore_stop"])
@@ -327,7 +349,9 @@ class TrtllmDisaggCore(TrtllmEndpointCore):
     @about("core_type", "disagg_config")
     def check(cls, config: CoreConfig) -> EndpointLimits | None:
         if cls.config_class().disagg_config_path is None:
-            raise ConfigError("--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader")
+            raise ConfigError(
+                "--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader"
+            )
         return super().check(config)
 
 
@@ -358,4 +382,9 @@ def _allow_files(n_connections: int) -> None:
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
-        raise RunError(Failure(f"{n_connections} connections need more open files than this system allows ({hard}): ulimit -n"))
+        raise RunError(
+            Failure(
+                f"{n_connections} connections need more open files than this system allows ({hard}):"
+                " ulimit -n"
+            )
+        )

@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection to a server, kept alive from request to request: RFC 9112, as a client needs it.
 
-A client library's cost per request would be the ceiling of the measurement, so responses are read here, with
-a callback for each piece of a body.
+A client library's cost per request would limit the measurement, so responses are read here, with a callback
+for each piece of a body.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NothingSentBack(HttpError):
 
 
 class Receiver(Protocol):
-    """Who hears of a response. Called on the event loop; what it raises fails the response."""
+    """Is told about a response, on the event loop; what it raises fails the response."""
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         """The status, and the headers by their names in lower case."""
@@ -35,10 +35,10 @@ class Receiver(Protocol):
         """A piece of the body; `at`: time.perf_counter() when it was read from the socket."""
 
     def on_end(self, connection: HttpConnection) -> None:
-        """The response is whole."""
+        """The response is complete."""
 
     def on_broken(self, error: Exception) -> None:
-        """There will be no more of the response, and it is not whole."""
+        """No more of the response will arrive, and it is incomplete."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -51,18 +51,19 @@ class HttpConnection(asyncio.Protocol):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._in_body = False
-        self._left: int | None = None  # bytes of the body to come; None: in chunks, or until the connection ends
+        # bytes of the body to come; None: in chunks, or until the connection ends
+        self._left: int | None = None
         self._chunked = False
 
     def send(self, request: bytes, receiver: Receiver) -> None:
-        """Send a whole request, head and body; `receiver` hears of its response."""
+        """Send a whole request, head and body; `receiver` is told about its response."""
         assert self._receiver is None and self._transport is not None
         self._receiver = receiver
         self._in_body = False
         self._transport.write(request)
 
     def close(self) -> None:
-        """Nobody hears of this connection any more."""
+        """Report nothing more about this connection."""
         self._receiver = None
         self.reusable = False
         self.closed = True
@@ -85,7 +86,11 @@ class HttpConnection(asyncio.Protocol):
             return
         self._receiver = None
         begun = self._in_body or bool(self._buffer)
-        how = "it closed the connection" if exc is None else f"the connection broke ({exc or type(exc).__name__})"
+        how = (
+            "it closed the connection"
+            if exc is None
+            else f"the connection broke ({exc or type(exc).__name__})"
+        )
         when = "in the middle of the answer" if begun else "before an answer"
         receiver.on_broken((HttpError if begun else NothingSentBack)(f"{how} {when}"))
 
@@ -110,7 +115,7 @@ class HttpConnection(asyncio.Protocol):
     # --- reading ---
 
     def _read_head(self, receiver: Receiver) -> bool:
-        """Read the status line and the headers; whether they are whole."""
+        """Read the status line and the headers; return whether they are complete."""
         while True:
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0:

@@ -1,4 +1,4 @@
-"""Before a test: wait until a server is up, find its model, and find out how to ask it."""
+"""Before a test: wait until a server is up, find its model, and determine its dialect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROBE_IDS = [3] * 8  # as every model has them
 
 
 async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
-    """Wait until the server says that it is well (`/health`, or else `/v1/models`). EndpointError after `deadline_s`."""
+    """Wait until the server is healthy (`/health`, else `/v1/models`). EndpointError: after `deadline_s`."""
     start = logged = time.monotonic()
     last = "it was not asked"
     while True:
@@ -42,7 +42,9 @@ async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
         except HttpError as error:
             last = str(error)
         if status in (401, 403):
-            raise EndpointError(f"{endpoint.url}: {last}; the key is what the environment variable {API_KEY} says")
+            raise EndpointError(
+                f"{endpoint.url}: {last}; the key is what the environment variable {API_KEY} says"
+            )
         if time.monotonic() - logged > _LOG_S:
             logged = time.monotonic()
             _log.warning("waiting for %s: %s", endpoint.url, last)
@@ -72,7 +74,9 @@ async def find_model(endpoint: Endpoint, wanted: str | None, model_path: str | N
             return str(names[0])
         raise EndpointError(f"{where} lists {_listed(names)}: name one with --core_options model:NAME")
     if names and wanted not in names:
-        raise EndpointError(f"{where}: it has no model {wanted}{nearest(wanted, names)}; it has {_listed(names)}")
+        raise EndpointError(
+            f"{where}: it has no model {wanted}{nearest(wanted, names)}; it has {_listed(names)}"
+        )
     return wanted
 
 
@@ -81,9 +85,9 @@ def _listed(names: list[str]) -> str:
 
 
 async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: float) -> None:
-    """Ask for one token in each dialect, and set the endpoint's to the first that it answers in. EndpointError.
+    """Ask for one token in each dialect, and set the endpoint's to the first that it answers. EndpointError.
 
-    `has_tokenizer`: text can be made tokens here, and tokens text.
+    `has_tokenizer`: there is a tokenizer here, to convert between text and tokens.
     """
     end, where = time.monotonic() + timeout_s, f"{endpoint.url}{COMPLETIONS}"
     refusals: list[str] = []
@@ -111,7 +115,9 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
             if dialect.token_ids and not answer.tokens:
                 continue  # it has passed over what it does not know
             if not dialect.token_ids and not has_tokenizer:
-                raise EndpointError(f"{where} gives no token ids: name a folder with its tokenizer, --model_path")
+                raise EndpointError(
+                    f"{where} gives no token ids: name a folder with its tokenizer, --model_path"
+                )
             endpoint.dialect = dialect
             return
         if not 400 <= status < 500 or status == 429:
