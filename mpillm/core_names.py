@@ -14,16 +14,11 @@ BUILT_IN = {
     "dummy": "mpillm.cores.dummy:DummyCore",
     "trtllm_endpoint": "mpillm.cores.openai_client.endpoint_core:TrtllmEndpointCore",
     "trtllm_disagg": "mpillm.cores.openai_client.endpoint_core:TrtllmDisaggCore",
+    "trtllm_executor": "mpillm.cores.trtllm.executor:TrtllmExecutorCore",
+    "trtllm_hlapi": "mpillm.cores.trtllm.hlapi:TrtllmHlApiCore",
 }
 
-NOT_BUILT = {
-    name: f"mpillm.cores.trtllm_cores:{name_of_class}"
-    for name, name_of_class in {
-        "triton_grpc": "TritonGrpcCore",
-        "trtllm_executor": "TrtllmExecutorCore",
-        "trtllm_hlapi": "TrtllmHlApiCore",
-    }.items()
-}
+NOT_BUILT = {"triton_grpc": "mpillm.cores.trtllm_cores:TritonGrpcCore"}
 """Cores that cannot run a test yet; other commands work with them."""
 
 TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", "trtllm_hlapi")

@@ -115,9 +115,9 @@ BUILD = Tool(
     _options(
         {
             _INT: "max_batch_size max_input_len max_seq_len max_beam_width max_num_tokens opt_num_tokens max_encoder_input_len"
-            " max_prompt_embedding_table_size workers max_lora_rank max_draft_len auto_parallel gpus_per_node tokens_per_block",
+            " max_prompt_embedding_table_size workers max_lora_rank max_draft_len tokens_per_block",
             _TEXT: "model_config build_config model_cls_file model_cls_name input_timing_cache output_timing_cache visualize_network"
-            " log_level cluster_key",
+            " log_level",
             _WORDS: "lora_dir lora_target_modules",
             _FLAG: "strip_plan weight_sparsity weight_streaming fast_build enable_debug_output monitor_memory gather_context_logits"
             " gather_generation_logits gather_all_token_logits",
@@ -145,6 +145,9 @@ _GONE = {
     "context_fmha_fp32_acc": "it is a runtime option now: --trtllm_runtime_flags=enable_context_fmha_fp32_acc:true",
     "multi_block_mode": "it is a runtime option now: --trtllm_runtime_flags=multi_block_mode:true",
     "use_inflight_batching": "it is a runtime option now: --trtllm_runtime_flags=use_inflight_batching:true",
+    "auto_parallel": "it follows from --tensor_parallelism and --pipeline_parallelism",
+    "gpus_per_node": "it was for auto_parallel, which is gone",
+    "cluster_key": "it was for auto_parallel, which is gone",
     "use_custom_all_reduce": "the all-reduce is chosen when the engine runs",
     "enable_xqa": "it is always on",
     "enable_context_fmha": "use context_fmha",

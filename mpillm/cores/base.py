@@ -68,6 +68,8 @@ class LLMCore(ABC):
     engine_stages: ClassVar[str | None] = None
     # ``module:function``: from a RunConfig to what `run-llm-server` starts.
     servers: ClassVar[str | None] = None
+    # A package whose import is collective over MPI.COMM_WORLD: every rank imports it in phase load.
+    world_import: ClassVar[str | None] = None
     framework: ClassVar[str | None] = None  # for the system description of a submission
     packages: ClassVar[tuple[str, ...]] = ()  # those that it names with versions; the framework's first
 

@@ -160,6 +160,7 @@ class QuantConfig(Slice):
 class PretrainedConfig(Slice):
     architecture: str = ""
     dtype: str = ""
+    vocab_size: int = 0  # 0: not said
     mapping: Mapping = field(default_factory=Mapping)
     quantization: QuantConfig = field(default_factory=QuantConfig)
 

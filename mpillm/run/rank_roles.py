@@ -25,6 +25,7 @@ from mpillm.devices import OwnGpu
 from mpillm.roles.context import Context
 from mpillm.roles.follower import Follower
 from mpillm.roles.generation import Generation
+from mpillm.roles.importer import Importer
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 from mpillm.roles.role import Role
@@ -177,11 +178,12 @@ def make_roles(
     rank = comms.control.rank
     me = plan.ranks[rank]
     ranks = {world: route_rank for route_rank, world in enumerate(route_ranks(plan))}
-    roles: list[Role] = []
+    core_class = BackendRegistry.get(config.core_type)
+    roles: list[Role] = [Importer(core_class.world_import)] if core_class.world_import else []
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.of(_SECTIONS[plan.instances[me.instance].role]).autoapply():
-            core = BackendRegistry.get(config.core_type)(core_config, comms.instance)
+            core = core_class(core_config, comms.instance)
         roles.append(_instance_role(core, plan, rank, ranks, route, comms))
     if route is not None and "leader" in me.roles:
         entry, generation = (

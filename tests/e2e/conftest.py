@@ -12,12 +12,13 @@ from tests.helpers.support import PYTHONS, Samples, Starter, make_samples
 
 
 @pytest.fixture(autouse=True)
-def own_tmpdir(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A `TMPDIR` for each test, with a short path, as sockets need.
 
     A plain mpirun of Open MPI that is killed leaves its session folder there, and a later one that gets the
     same process id does not start beside it.
     """
+    tmp_path_factory.getbasetemp()  # pytest's own folder, which outlives this one: it is made where TMPDIR says
     with tempfile.TemporaryDirectory(prefix="mpillm-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)

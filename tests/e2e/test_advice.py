@@ -74,6 +74,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
     r"srun .*": Parsed("there is no Slurm here"),
     r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere("a server must be there: tests/e2e/test_endpoint.py"),
+    r"mpirun .* run --core_type trtllm_(executor|hlapi) .*": Elsewhere("TensorRT-LLM must be there: tests/e2e/test_trtllm.py"),
     r"mpirun -n (9|17) .*": Parsed("more ranks than fit here, and a model of 140 GB or more"),
     r".* bench endpoint --url .*": Elsewhere("a server must be there: tests/unit/bench/test_bench_endpoint.py"),
     r".* bench endpoint --null": Elsewhere("20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"),

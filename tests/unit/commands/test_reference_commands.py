@@ -226,7 +226,7 @@ def test_names_of_cores_are_the_registrys() -> None:
     assert not {*NOT_BUILT} & {*BUILT_IN}, "a core that is built is not in NOT_BUILT"
 
 
-@pytest.mark.parametrize("name", ["trtllm_executor", "trtllm_hlapi", "triton_grpc"])
+@pytest.mark.parametrize("name", ["triton_grpc"])
 def test_a_core_that_is_not_built_is_refused_before_anything_is_loaded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

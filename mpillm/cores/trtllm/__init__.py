@@ -1,0 +1,1 @@
+"""TensorRT-LLM inside the ranks of a run."""

@@ -1,0 +1,209 @@
+"""What the cores of TensorRT-LLM's two interfaces share: the package, the limits of a model, answers as rows.
+
+Source of what is said of the library: its repository, by path. Importing it is collective over
+MPI.COMM_WORLD, because tensorrt_llm/_utils.py splits that communicator by host (`Split_type`), and
+tensorrt_llm/_common.py does so again in C++ (`MpiComm.local_init`). So every rank of a run imports it, also
+those without an instance: see `LLMCore.world_import`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from disagg.errors import ConfigError, about
+from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, ResponseFlag
+from mpillm.config.core_config import CoreConfig
+from mpillm.errors import ExitCode, Failure, RunError
+from mpillm.fields.runtime_flags import RUNTIME_FLAGS, RUNTIME_OPTIONS
+from mpillm.files import read_json
+from mpillm.models.model_files import EngineConfig, GenerationConfig
+
+PACKAGE = "tensorrt_llm"
+EXTRA = "trtllm"
+NO_END = -1  # an end_id that no token has: the answer ends at its longest
+UNLIMITED_TOKENS = 1 << 40  # the library itself has requests wait for its KV cache
+_ANY_TOKEN = 1 << 31
+_OURS = ("trtllm_backend", *RUNTIME_FLAGS, *RUNTIME_OPTIONS)
+
+
+class Limits(NamedTuple):
+    """What the harness must know of a model, from its files."""
+
+    vocab_size: int
+    max_seq_len: int
+    max_prompt_len: int | None
+
+
+def check_library(config: CoreConfig) -> None:
+    """ConfigError if the package is not installed (it is not imported), or for what neither core does."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(
+            f"--core_type {config.core_type} needs the package '{PACKAGE}': pip install 'mpillm[{EXTRA}]',"
+            " or run in one of NVIDIA's containers of TensorRT-LLM",
+            about=["core_type"],
+        )
+    if config.role != "executor":
+        raise ConfigError(
+            f"--core_type {config.core_type} hands over no KV cache: disaggregated runs with TensorRT-LLM are"
+            " --core_type trtllm_disagg",
+            about=["core_type", "mode"],
+        )
+    if config.beam_width != 1:
+        raise ConfigError(
+            f"--beam_width {config.beam_width}: the {config.core_type} core answers with one beam",
+            about=["beam_width"],
+        )
+    if texts := [word for word in config.stop_words if isinstance(word, str)]:
+        raise ConfigError(
+            f"--stop_words {texts[0]!r}: the {config.core_type} core passes tokens on, not text; give it as"
+            " an array of token ids",
+            about=["stop_words"],
+        )
+
+
+def engine_limits(config: CoreConfig, engine: EngineConfig) -> Limits:
+    """Of an engine of `trtllm-build`; without chunked context a prompt must fit into one step."""
+    build = engine.build_config
+    longest = None if config.enable_chunked_context else min(config.max_num_tokens, build.max_num_tokens)
+    return Limits(
+        engine.pretrained_config.vocab_size or _ANY_TOKEN,
+        min(config.max_seq_len or build.max_seq_len, build.max_seq_len),
+        longest,
+    )
+
+
+@about("core_type", "model_path")
+def folder_limits(config: CoreConfig) -> Limits:
+    """Of a Hugging Face folder; ConfigError if `config` names none."""
+    path = Path(config.model_path or "")
+    if not config.model_path or not (path / "config.json").is_file():
+        which = f", which {path} is not" if config.model_path else ""
+        raise ConfigError(f"--core_type {config.core_type} needs --model_path: a Hugging Face folder{which}")
+    raw = read_json(path / "config.json")
+    text = raw.get("text_config", raw)
+    longest = int(config.max_seq_len or text.get("max_position_embeddings") or _ANY_TOKEN)
+    return Limits(
+        int(text.get("vocab_size") or _ANY_TOKEN),
+        longest,
+        None if config.enable_chunked_context else config.max_num_tokens,
+    )
+
+
+def end_ids(config: CoreConfig) -> tuple[int, ...]:
+    """The tokens that end an answer: those of the options, else those of the model's folder.
+
+    An engine has none of its own. ConfigError if nobody says them.
+    """
+    if config.end_ids is not None:
+        return config.end_ids
+    for name in ("generation_config.json", "config.json"):
+        path = Path(config.model_path or "") / name
+        if config.model_path and path.is_file() and (found := GenerationConfig.from_file(path).eos_token_id):
+            return found
+    raise ConfigError(
+        f"--core_type {config.core_type}: nothing says which tokens end an answer; give --end_ids,"
+        " --llm_gen_config_path, or a --model_path with a generation_config.json",
+        about=["core_type", "end_ids", "llm_gen_config_path", "model_path"],
+    )
+
+
+def sampling(row: np.void) -> dict[str, Any]:
+    """How a REQUEST row is sampled, by names that both have. Greedy is top_k 1; what is off is left out."""
+    chosen: dict[str, Any] = {"top_k": 1}
+    if row["temperature"] > 0:
+        chosen = {"temperature": float(row["temperature"]), "seed": int(row["seed"])}
+        if row["top_k"]:
+            chosen["top_k"] = int(row["top_k"])
+        if row["top_p"] < 1:
+            chosen["top_p"] = float(row["top_p"])
+    if row["min_output"] > 1:
+        chosen["min_tokens"] = int(row["min_output"])
+    return chosen
+
+
+def stops(config: CoreConfig, row: np.void, ends: tuple[int, ...]) -> list[list[int]]:
+    """What ends an answer beside its first end token: further ones and stop words, as lists of tokens."""
+    words = () if row["ignore_stop"] else config.stop_words
+    return [*([end] for end in ends[1:]), *(list(word) for word in words if not isinstance(word, str))]
+
+
+def others(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Runtime flags that only TensorRT-LLM knows: it is passed them as they are given."""
+    return {name: value for name, value in flags.items() if name not in _OURS and value is not None}
+
+
+def check_request(row: np.void) -> None:
+    if row["generation"] != NO_INSTANCE:
+        raise RuntimeError("TensorRT-LLM's cores hand over no KV cache")
+
+
+class Answers:
+    """Requests that the library works on, and rows for what it has answered. Not for several threads."""
+
+    def __init__(self, rank: int) -> None:
+        """`rank`: in the world, for messages."""
+        self._rank = rank
+        self._open: dict[int, list[int]] = {}  # by request: its tokens so far
+        self._told: set[int] = set()  # requests whose first token was told
+        self._cancelled: set[int] = set()
+        self._rows: list[tuple[int, int, int]] = []
+        self._tokens: list[int] = []
+        self.ended = 0  # requests
+
+    def __len__(self) -> int:
+        """How many requests are open."""
+        return len(self._open)
+
+    def begin(self, ids: Iterable[int]) -> None:
+        self._open.update((id_, []) for id_ in ids)
+
+    def cancel(self, ids: Iterable[int]) -> list[int]:
+        """Those of `ids` that are open. The last answer to each becomes its CANCELLED row."""
+        mine = [id_ for id_ in ids if id_ in self._open]
+        self._cancelled.update(mine)
+        return mine
+
+    def add(self, id_: int, new: list[int], is_final: bool) -> None:
+        """Take tokens that follow those before; RunError for an answer without any."""
+        answer = self._open[id_]
+        answer += new
+        if id_ in self._cancelled:
+            if is_final:
+                self._end(id_, ResponseFlag.CANCELLED, [])
+        elif is_final:
+            if not answer:
+                raise self.failed(id_, "an answer without tokens")
+            self._end(id_, ResponseFlag(0) if id_ in self._told else ResponseFlag.FIRST, answer)
+        elif answer and id_ not in self._told:
+            self._told.add(id_)
+            self._row(id_, ResponseFlag.FIRST, answer[:1])
+
+    def failed(self, id_: int, cause: object) -> RunError:
+        """The end of the run: TensorRT-LLM could not answer a request."""
+        return RunError(
+            Failure(f"TensorRT-LLM, request {id_}: {cause}", self._rank, code=ExitCode.TEST_FAILED)
+        )
+
+    def take(self) -> Batch | None:
+        """RESPONSE rows since the last call."""
+        if not self._rows:
+            return None
+        batch = Batch(np.array(self._rows, RESPONSE), np.array(self._tokens, np.int32))
+        self._rows, self._tokens = [], []
+        return batch
+
+    def _end(self, id_: int, flags: ResponseFlag, answer: list[int]) -> None:
+        self._row(id_, flags | ResponseFlag.FINAL, answer)
+        del self._open[id_]
+        self._told.discard(id_)
+        self._cancelled.discard(id_)
+        self.ended += 1
+
+    def _row(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
+        self._rows.append((id_, len(tokens), int(flags)))
+        self._tokens += tokens

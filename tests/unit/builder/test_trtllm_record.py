@@ -1,0 +1,98 @@
+"""Every flag and YAML key that we pass to TensorRT-LLM's programs exists there, by the record of its interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import disagg
+from launch import trtllm_serve
+from mpillm.builder.trtllm_options import BUILD, CONVERT, QUANTIZE, Tool
+from mpillm.cli import main
+
+RECORD = json.loads((Path(__file__).parents[2] / "data/trtllm/record.json").read_text(encoding="utf-8"))
+LACKING = {"quantize.py": {"export_format"}}  # docs/pipeline.md says so
+
+
+@pytest.mark.parametrize("tool", [QUANTIZE, CONVERT, BUILD], ids=lambda tool: tool.name)
+def test_the_options_of_its_tools(tool: Tool) -> None:
+    """Those that a person may give, and those that fields of ours set."""
+    there = {option.removeprefix("--") for option in RECORD["tools"][tool.name]}
+    ours = {*tool.options, *tool.ours}
+    # The sizes are the checkpoint's: trtllm-build is not told them, and quantize.py has no experts' parallelism.
+    of_checkpoint = {"tp_size", "pp_size", "moe_ep_size"}
+    assert ours - there - of_checkpoint == LACKING.get(tool.name, set())
+    assert len(ours & there) > 20, "or the record is empty"
+
+
+def test_the_flags_of_trtllm_serve(tmp_path: Path) -> None:
+    """All that `run-llm-server` writes."""
+    config = disagg.parse("model: m\ncontext_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:2']}")
+    sizes = ("backend", "tp_size", "pp_size", "ep_size", "max_batch_size", "max_num_tokens", "max_beam_width", "max_seq_len")
+    options = dict.fromkeys((*sizes, "num_postprocess_workers"), 2)
+    model, extra = ["m", "--tokenizer", "t"], (tmp_path / "extra.yaml", "")
+    servers = [
+        *trtllm_serve.endpoints("trtllm-serve", model, [30000], options, extra, 1, None),
+        trtllm_serve.leader("trtllm-serve", "f", config, 5, 5),
+        trtllm_serve.workers("trtllm-serve", "f", config),
+    ]
+    passed = 0
+    for server in servers:
+        words = [*server.command.argv]
+        words = words[words.index("trtllm-serve") + 1 :]
+        flags = [word for word in words[1:] if word.startswith("-")]
+        passed += len(flags)
+        assert {*flags} <= {*RECORD["tools"][f"trtllm-serve {words[0]}"]}
+    assert passed == 17
+
+
+def keys(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Of a YAML, from the outside in."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield (*path, name)
+            yield from keys(inner, (*path, name))
+
+
+def fields(name: str) -> set[str]:
+    """Of a class of LLM arguments, its bases' included."""
+    spec = RECORD["python"].get(name)
+    return {field.rstrip("=") for field in spec["fields"]}.union(*map(fields, spec["bases"])) if spec else set()
+
+
+NESTED = {
+    "kv_cache_config": "KvCacheConfig",
+    "scheduler_config": "SchedulerConfig",
+    "cache_transceiver_config": "CacheTransceiverConfig",
+}
+
+
+@pytest.mark.parametrize(("backend", "arguments"), [("pytorch", "TorchLlmArgs"), ("cpp", "TrtLlmArgs")])
+def test_the_keys_of_a_generated_yaml(
+    backend: str, arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What generate-disagg-config writes for TensorRT-LLM's servers, with every option that it can state."""
+    monkeypatch.chdir(tmp_path)
+    line = ["generate-disagg-config", "--core_type=trtllm_disagg", "--model_path=m", "--engine_dir=e", "--world_size=6", "--dry_run"]
+    line += ["--ctx_tp_size=2", "--gen_tp_size=2", f"--trtllm_runtime_flags=trtllm_backend:{backend}", "--max_batch_size=4"]
+    line += ["--max_num_tokens=64", "--max_seq_len=128", "--kv_cache_tokens=512", "--tokens_per_block=32", "--enable_kv_cache_reuse=true"]
+    line += ["--enable_chunked_context=true", "--beam_width=1", "--traffic_distribution_policy=round_robin", "--dtype=bfloat16"]
+    assert main(line) == 0
+    made = yaml.safe_load(capsys.readouterr().out)
+    top = {name.rstrip("=") for name in RECORD["python"]["extract_disagg_cfg"]["parameters"]}
+    section = {name.rstrip("=") for name in RECORD["python"]["extract_ctx_gen_cfgs"]["parameters"]} | {"router"}  # extract_router_config
+    found = [*keys(made)]
+    for path in found:
+        outer, inner = (path[0], path[1:]) if path[0].endswith("_servers") else ("", path)
+        if len(inner) == 0 or inner[0] == "router":
+            assert outer in top
+        elif len(inner) == 1:
+            assert inner[0] in fields(arguments) | (section if outer else top), path
+        else:
+            assert inner[1] in fields(NESTED[inner[0]]), path
+    assert len(found) > 20, "or nothing was looked at"
