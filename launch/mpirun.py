@@ -421,6 +421,7 @@ def main(
             openmpi=mpi.kind == "openmpi",
             stop_grace_s=stop_grace_s,
             start_deadline_s=arguments.start_deadline_s,
+            drains=arguments.command[0] == "serve",
         )
         status, interrupted = supervisor.run(
             line,

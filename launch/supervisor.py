@@ -54,13 +54,23 @@ class Supervisor:
     """
 
     def __init__(
-        self, *, openmpi: bool, stop_grace_s: float = STOP_GRACE_S, start_deadline_s: float = START_DEADLINE_S
+        self,
+        *,
+        openmpi: bool,
+        stop_grace_s: float = STOP_GRACE_S,
+        start_deadline_s: float = START_DEADLINE_S,
+        drains: bool = False,
     ) -> None:
-        """`openmpi`: the `mpirun` is Open MPI's; hydra's otherwise."""
+        """`openmpi`: the `mpirun` is Open MPI's; hydra's otherwise.
+
+        `drains`: after the first signal rank 0 ends what is open, under a deadline of its own; the grace time
+        begins when it has told its exit code.
+        """
         self.never_started = False
         self._start_deadline_s = start_deadline_s
         self._openmpi = openmpi
         self._grace_s = stop_grace_s
+        self._asked_grace_s = math.inf if drains else stop_grace_s
         self._signals: list[int] = []
         self._segments: set[str] = set()
         self._ask = signal.SIGUSR2 if openmpi else signal.SIGTERM
@@ -135,8 +145,8 @@ class Supervisor:
                 say(f"{title(self._signals[0])}: stopping the ranks; press Ctrl-C again to kill them")
                 tell(self._signals[0])
                 process.send_signal(self._ask)
-                stop_at = time.monotonic() + self._grace_s
-            elif stop_at is None and finished():
+                stop_at = time.monotonic() + self._asked_grace_s
+            elif (stop_at is None or stop_at == math.inf) and finished():
                 stop_at = time.monotonic() + self._grace_s
             elif start_by is not None and started():
                 start_by = None

@@ -21,6 +21,7 @@ from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 
 COMMANDS = {
     "run": "run a test on the ranks of this mpirun or srun",
+    "serve": "put an OpenAI-compatible HTTP endpoint before the ranks of this mpirun",
     "mpirun": "print and start the right mpirun line for a command: mpirun -n 5 run …",
     "plan": "show what would run where, without MPI",
     "generate-engines": "quantise a model and build its engine",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from launch.environment import mpirun_ends_ranks
@@ -15,6 +17,10 @@ from mpillm.config.options import RunConfig, parse_run
 from mpillm.errors import STOP_SIGNALS, Interrupted
 from mpillm.fields import DEADLINES
 
+if TYPE_CHECKING:  # they need MPI
+    from mpillm.run.rank import Rank
+    from mpillm.run.rank0 import Purpose
+
 
 def main(argv: Sequence[str]) -> int:
     """``python -m mpillm run`` on one rank."""
@@ -23,12 +29,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(argv: Sequence[str]) -> tuple[int, str]:
-    """A run on one rank: the exit code and the run directory. Does not return after a failure: the process ends here."""
+    """A test on one rank: the exit code and the run directory. Does not return after a failure: the process ends here."""
+    return start_rank("run", argv, parse_run, _test, serves=False)
+
+
+def _test() -> Purpose:
+    from mpillm.run.session import TEST
+
+    return TEST
+
+
+def start_rank(
+    command: str, argv: Sequence[str], parse: Callable[[Sequence[str]], RunConfig], purpose: Callable[[], Purpose], *, serves: bool
+) -> tuple[int, str]:
+    """As `start`, for a command with options that `parse` reads; see `Rank`."""
     gc.disable()  # a tenth of the time that importing PyTorch takes; `Rank` enables it when the test begins
     config: RunConfig | None = None
     usage_error = ""
     try:
-        config = parse_run(argv)
+        config = parse(argv)
         from mpillm.cores.registry import check_core  # imports NumPy, which --help does without
 
         check_core(config)
@@ -38,22 +57,25 @@ def start(argv: Sequence[str]) -> tuple[int, str]:
         usage_error = f"{error.filename}: {error.strerror}"
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
-    control = start_mpi(["run", *argv], config.join_deadline if config else DEADLINES["join"])
+    control = start_mpi([command, *argv], config.join_deadline if config else DEADLINES["join"])
     from mpillm.run.rank import Rank  # imports mpi4py.MPI, which starts MPI: not before start_mpi has prepared it
 
     try:
+        rank = Rank(control, config, usage_error, purpose, serves=serves)
         for number in STOP_SIGNALS:
-            signal.signal(number, _interrupt)
-        rank = Rank(control, config, usage_error)
+            signal.signal(number, partial(_interrupt, rank))
         return rank.live(), rank.log_dir
     except Interrupted as interrupted:
         os._exit(interrupted.exit_code)  # while it was ending anyway
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _interrupt(rank: Rank, number: int, frame: object) -> None:
     """Report the signal that a person sent: mpirun, ours as well as Open MPI's, passes on another one in its place."""
+    killed_soon = number == signal.SIGTERM and mpirun_ends_ranks()
+    if not killed_soon and rank.drain():
+        return
     if (by_launcher := Interrupted.by_launcher()) is not None:
         raise by_launcher
-    if number == signal.SIGTERM and mpirun_ends_ranks():
+    if killed_soon:
         raise Interrupted("Ctrl-C, or a signal to mpirun", number)
     raise Interrupted(title(number), number)

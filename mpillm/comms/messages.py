@@ -38,7 +38,7 @@ REQUEST = np.dtype(
         ("top_k", "<u4"),  # 0 is off
         ("top_p", "<f4"),  # 1 is off
         ("seed", "<u4"),
-        ("ignore_stop", "<u4"),  # 1: no stop word ends the answer
+        ("flags", "<u4"),  # RequestFlags
         ("generation", "<u4"),  # the instance that receives the KV cache, or NO_INSTANCE
     ]
 )
@@ -50,6 +50,14 @@ RESPONSE = np.dtype(
         ("flags", "<u4"),  # a ResponseFlag
     ]
 )
+
+
+class RequestFlag(enum.IntFlag):
+    """What is special about a request."""
+
+    IGNORE_STOP = 1  # no stop word ends the answer
+    IGNORE_END = 2  # no end token does; it is generated like any other
+    STREAM = 4  # whoever asks wants the tokens as they come
 
 
 class ResponseFlag(enum.IntFlag):
@@ -64,6 +72,8 @@ class ResponseFlag(enum.IntFlag):
     CONTEXT_DONE = 4  # the KV cache is handed over; the context instance holds nothing of the request
     ERROR = 8  # the request could not be answered (set with FINAL, no tokens)
     CANCELLED = 16  # its sender has given it up (set with FINAL, no tokens)
+    PARTIAL = 32  # with STREAM: the tokens behind those of the rows before; FINAL has them all again
+    CANCEL_DONE = 64  # no CANCEL or DROP of this id is under way (alone without tokens, or set with FINAL)
 
 
 _HEADER_BYTES = 16
@@ -91,6 +101,10 @@ class Batch:
         return [
             Batch(self.rows[i : i + 1], self.tokens[offsets[i] : offsets[i + 1]]) for i in range(len(self))
         ]
+
+    def select(self, keep: NDArray[np.bool_]) -> Batch:
+        """Its rows where `keep` (shape [n]) is true, with their tokens: copies."""
+        return Batch(self.rows[keep], self.tokens[np.repeat(keep, self.rows["n_tokens"])])
 
     def pack(self) -> Buffer:
         """The batch as one buffer for the wire."""
@@ -264,6 +278,11 @@ def _batch(tag: Tag, dtype: np.dtype[np.void]) -> Message[Batch]:
     return Message(tag, Batch.pack, partial(Batch.unpack, dtype=dtype))
 
 
+def _ids(tag: Tag) -> Message[list[int]]:
+    """Of requests."""
+    return Message(tag, _numbers, lambda buffer: buffer.view(np.int64).tolist())
+
+
 def _number(tag: Tag) -> Message[int]:
     return Message(tag, _numbers, _read_number)
 
@@ -282,6 +301,8 @@ DONE = _batch(Tag.DONE, RESPONSE)
 ANSWER = _batch(Tag.ANSWER, RESPONSE)
 GRANT: Message[Grant] = Message(Tag.GRANT, _numbers, lambda buffer: Grant(*buffer.view(np.int64).tolist()))
 WINDOW = _number(Tag.WINDOW)  # requests
+CANCEL = _ids(Tag.CANCEL)
+DROP = _ids(Tag.DROP)
 # Handoff, over the route: see roles/handoff.py.
 OFFER = _batch(Tag.OFFER, REQUEST)
 # (id, slot): there is room for the request; send its KV cache under this slot. NO_SLOT: the generation

@@ -25,6 +25,8 @@ class Tag(enum.IntEnum):
     ANSWER = 13  # responses; leader to harness
     GRANT = 14  # how much more it can hold; instance to leader
     WINDOW = 15  # how many more requests it can take; leader to harness
+    CANCEL = 16  # requests to give up; harness to leader, or back from a context instance without them
+    DROP = 17  # the same; leader to instance, and context instance to generation instance
     # route again, between the leaders of context and generation instances (see roles/handoff.py)
     OFFER = 20  # requests whose KV caches will follow
     ACCEPT = 21  # the slots to send them under

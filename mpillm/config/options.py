@@ -19,6 +19,7 @@ from mpillm.config.resolution import resolve
 from mpillm.config.values import Values
 from mpillm.configurator import COMMAND_LINE, Configuration, Field, Found, Level
 from mpillm.configurator.command_line import Parser, add_fields
+from mpillm.configurator.parsers import Secret
 from mpillm.fields import BY_NAME, FIELDS, AllFields
 from mpillm.fields.passed_over import PASSED_OVER
 
@@ -28,6 +29,12 @@ T = TypeVar("T")
 RUN_FIELDS = fields.shown(
     *("workload", "topology", "model", "build", "harness", "triton", "data", "generation", "test", "output", "deadlines"),
     also=("server_port", "worker_start_port"),  # of the YAML that it leaves
+)
+
+
+# What `serve` shows.
+SERVE_FIELDS = fields.shown(
+    *("serve", "workload", "topology", "model", "build", "harness", "generation", "deadlines"), also=("apply_chat_template", "log_dir")
 )
 
 
@@ -168,7 +175,7 @@ class RunConfig(Values, AllFields):
             value, source = found.value, _source(found)
             if differ:
                 value, source = {section: one.value for section, one in each.items()}, {s: _source(one) for s, one in each.items()}
-            values[name] = {"value": value, "source": source}
+            values[name] = {"value": str(value) if isinstance(value, Secret) else value, "source": source}
         return values
 
 
@@ -247,6 +254,20 @@ def parse_run(argv: Sequence[str]) -> RunConfig:
     return config
 
 
+def parse_serve(argv: Sequence[str]) -> RunConfig:
+    """The configuration that a command line of `serve` gives."""
+    parser = Parser(
+        prog="mpillm serve",
+        description="Put an OpenAI-compatible HTTP endpoint before the ranks of this mpirun.",
+        epilog="examples:\n"
+        "  mpirun -n 5 python -m mpillm serve --mode disaggregated --model_path DIR\n"
+        "  mpirun -n 3 python -m mpillm serve --core_type dummy --port 8080",
+    )
+    config = parse(argv, parser, SERVE_FIELDS).with_yaml()
+    _check_together(config)
+    return config
+
+
 def _check_together(config: RunConfig) -> None:
     for name in ("scenarios", "benchmarks"):
         if len(getattr(config, name) or ()) > 1:
@@ -295,5 +316,14 @@ def _check_compliance(config: RunConfig) -> None:
 
 def run_name(config: RunConfig) -> str:
     """``<workload or model>-<scenario>``, for the run directory's name."""
-    model = config.benchmark_name or (Path(config.model_path).name if config.model_path else config.core_type)
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{config.scenario}")
+    return plain_name(f"{model_name(config)}-{config.scenario}")
+
+
+def model_name(config: RunConfig) -> str:
+    """What answers: the workload, the model or the core."""
+    return config.benchmark_name or (Path(config.model_path).name if config.model_path else config.core_type)
+
+
+def plain_name(text: str) -> str:
+    """`text` as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)

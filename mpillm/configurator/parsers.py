@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 import math
@@ -275,6 +276,32 @@ def port(text: str) -> int:
     if not 0 < number < 65536:
         raise Reason(f"'{text}' is not a port, 1 to 65535")
     return number
+
+
+@expects("a port, 1 to 65535, or 0 for any that is free")
+def port_or_any(text: str) -> int:
+    """A TCP port, or 0."""
+    return 0 if text.strip() == "0" else port(text)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Secret:
+    """A text that no file and no message shows."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return "(secret)"
+
+    __repr__ = __str__
+
+
+@expects("a text that is not empty")
+def secret(text: str) -> Secret:
+    """A key."""
+    if not text.strip():
+        raise ValueError
+    return Secret(text)
 
 
 def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:

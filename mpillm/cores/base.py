@@ -150,7 +150,8 @@ class LLMCore(ABC):
         """Do a bounded piece of work; return RESPONSE rows that became ready, or None.
 
         Each request yields a FIRST row and a FINAL row, or one row with both flags. A context-only request
-        yields only FIRST (FIRST | FINAL if the first token ends the answer).
+        yields only FIRST (FIRST | FINAL if the first token ends the answer). One with STREAM also yields
+        PARTIAL rows between the two, if the core can; FINAL has the whole answer all the same.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, ResponseFlag, concat
+from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag, concat
 from mpillm.comms.tags import Tag
 from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics
+from mpillm.cores.dummy_stream import Streams
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
@@ -116,6 +117,8 @@ class DummyCore(LLMCore):
         self._prompt_tokens = self._generated_tokens = 0  # of contexts and answers that are complete
         # due, order, flags, request, answer
         self._events: list[tuple[float, int, int, Batch, NDArray[np.int32]]] = []
+        self._streams = Streams(VOCAB_SIZE, self.options.tpot_ms / 1e3)
+        self._given_up: list[int] = []  # cancelled, and not told yet
         self._order = 0
         self._seen = 0
         self._warm = False
@@ -126,6 +129,7 @@ class DummyCore(LLMCore):
         self._accepted: dict[int, tuple[int, int]] = {}
         self._moving: dict[int, Moving] = {}
         self._first_tokens: dict[int, int] = {}
+        self._cancelled_before: set[int] = set()  # while their KV cache was on its way here
         self._started: list[int] = []
         self._kv_bytes = 0
         self._inject("join")
@@ -170,7 +174,8 @@ class DummyCore(LLMCore):
             if flags & ResponseFlag.FINAL
         )
         waiting = len(self._waiting) + sum(map(len, self._instant))
-        return Metrics(self._prompt_tokens, self._generated_tokens + under_way, self._running, waiting)
+        running = self._running if self._timed else len(self._streams)
+        return Metrics(self._prompt_tokens, self._generated_tokens + under_way, running, waiting)
 
     # --- work ---
 
@@ -189,23 +194,51 @@ class DummyCore(LLMCore):
         for row in requests.rows[self._hand_over(requests.rows)]:
             self._hold_kv(row)
 
+    def cancel(self, ids: Iterable[int]) -> None:
+        wanted = {id_ for id_ in ids if id_ not in self._kv}
+        if self.config.role == "generation":
+            self._cancelled_before.update(self._kv.keys() & {*ids})
+        ended = self._streams.remove(wanted)
+        under_way = {int(request.rows["id"][0]) for _, _, _, request, _ in self._events} & wanted
+        self._events = [event for event in self._events if int(event[3].rows["id"][0]) not in wanted]
+        heapq.heapify(self._events)
+        self._running -= (len(ended) + len(under_way)) * self._timed
+        self._given_up += [*ended, *under_way]
+        for queue in (self._waiting, self._instant):
+            for _ in range(len(queue)):
+                batch = queue.popleft()
+                mine = np.isin(batch.rows["id"], [*wanted])
+                self._given_up += batch.rows["id"][mine].tolist()
+                if not mine.all():
+                    queue.append(batch.select(~mine) if mine.any() else batch)
+
     def poll_responses(self) -> Batch | None:
-        if not self._timed:
-            return self._answer(self._instant.popleft()) if self._instant else None
         now = time.perf_counter()
+        ready = []
+        if self._given_up:
+            rows = np.zeros(len(self._given_up), RESPONSE)
+            rows["id"], rows["flags"] = self._given_up, ResponseFlag.FINAL | ResponseFlag.CANCELLED
+            ready.append(Batch(rows, np.zeros(0, np.int32)))
+            self._given_up = []
+        if self._instant:
+            ready.append(self._answer(self._instant.popleft()))
         while self._waiting and self._running < self.config.max_batch_size:
             self._start(self._waiting.popleft(), now)
-        due = []
         while self._events and self._events[0][0] <= now:
             _, _, flags, request, answer = heapq.heappop(self._events)
-            due.append(self._due(request, flags, answer))
-        return concat(due) if due else None
+            ready.append(self._due(request, flags, answer))
+        if self._streams.is_due(now):
+            step = self._streams.step(now)
+            self._generated_tokens += len(step)
+            self._running -= int((step.rows["flags"] & ResponseFlag.FINAL != 0).sum()) * self._timed
+            ready.append(step)
+        return concat(ready) if ready else None
 
     def has_work(self) -> bool:
-        if not self._timed:
-            return bool(self._instant)
-        can_start = bool(self._waiting) and self._running < self.config.max_batch_size
-        return can_start or (bool(self._events) and self._events[0][0] <= time.perf_counter())
+        if self._instant or self._given_up or (self._waiting and self._running < self.config.max_batch_size):
+            return True
+        now = time.perf_counter()
+        return (bool(self._events) and self._events[0][0] <= now) or self._streams.is_due(now)
 
     # --- handoff: one piece from leader to leader ---
 
@@ -223,6 +256,7 @@ class DummyCore(LLMCore):
 
     def release_kv(self, request_id: int) -> None:
         del self._kv[request_id]
+        self._cancelled_before.discard(request_id)
         self._computed.discard(request_id)
         if self._timed and self.config.role == "context":
             self._running -= 1
@@ -252,6 +286,10 @@ class DummyCore(LLMCore):
         id_ = int(request.rows["id"][0])
         if self._kv.pop(id_)[0] != id_ % 251:
             raise RuntimeError(f"the KV cache that arrived for request {id_} is another's")
+        if id_ in self._cancelled_before:
+            self._cancelled_before.remove(id_)
+            self._given_up.append(id_)
+            return
         self._first_tokens[id_] = first_token
         self.enqueue(request)
 
@@ -280,9 +318,13 @@ class DummyCore(LLMCore):
         return handed
 
     def _answer(self, requests: Batch) -> Batch:
-        """Return all responses of a batch at once: no time is simulated."""
+        """Return all responses of a batch at once: no time is simulated. Streams begin."""
+        handed = self._hand_over(requests.rows)
+        streamed = ~handed & ((requests.rows["flags"] & RequestFlag.STREAM) != 0)
+        if streamed.any():
+            self._begin_streams(requests.select(streamed), 0.0)
+            requests, handed = requests.select(~streamed), handed[~streamed]
         rows = requests.rows
-        handed = self._hand_over(rows)
         n_output = np.where(handed, 1, self._lengths(rows))
         out = np.zeros(len(rows), RESPONSE)
         out["id"] = rows["id"]
@@ -299,6 +341,18 @@ class DummyCore(LLMCore):
         else:
             self._prompt_tokens += len(requests.tokens)
         return Batch(out, tokens)
+
+    def _begin_streams(self, requests: Batch, first_at: float) -> None:
+        n_output = self._lengths(requests.rows)
+        tokens = answer_tokens(requests, n_output)
+        admitted = bool(self._first_tokens)
+        if admitted:
+            self._check_first(requests.rows, tokens, n_output)
+        else:
+            self._prompt_tokens += len(requests.tokens)
+        self._streams.add(
+            requests.rows["id"], tokens[np.cumsum(n_output) - n_output], n_output, int(admitted), first_at
+        )
 
     def _hold_kv(self, row: NDArray[np.void]) -> None:
         """Note that a context starts."""
@@ -325,9 +379,14 @@ class DummyCore(LLMCore):
         """Schedule a request's responses on the clock."""
         self._running += 1
         row = request.rows[0]
+        admitted = int(row["id"]) in self._first_tokens
+        if row["flags"] & RequestFlag.STREAM and not self._hand_over(request.rows)[0]:
+            self._begin_streams(
+                request, now + (self.options.tpot_ms if admitted else self.options.ttft_ms) / 1e3
+            )
+            return
         n_output = self._lengths(request.rows)
         answer = answer_tokens(request, n_output)
-        admitted = int(row["id"]) in self._first_tokens
         if admitted:
             self._check_first(request.rows, answer, n_output)
         first_at = now if admitted else now + self.options.ttft_ms / 1e3

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, ResponseFlag
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics
 from mpillm.devices import Gpu
@@ -37,6 +37,14 @@ _MAX_WARM_UP = 64  # requests
 _HEALTH_PAUSE_S = 0.0005
 # GPU memory of the KV cache over that for buffers of KV caches under way, out of what the cache leaves free
 _CACHE_TO_BUFFERS = 32
+# Plain numbers: operations on flags take longer than the rest of a row.
+_FINAL, _ERROR, _CANCELLED = int(ResponseFlag.FINAL), int(ResponseFlag.ERROR), int(ResponseFlag.CANCELLED)
+_FLAGS = {  # by whether a row has the first and the last token
+    (False, False): int(ResponseFlag.PARTIAL),
+    (False, True): _FINAL,
+    (True, False): int(ResponseFlag.FIRST),
+    (True, True): int(ResponseFlag.FIRST) | _FINAL,
+}
 
 
 class TorchCore(LLMCore):
@@ -260,23 +268,25 @@ class TorchCore(LLMCore):
         progress = self.engine.step()
         if not progress and not self._refused:
             return None
-        rows = np.zeros(len(progress) + len(self._refused), RESPONSE)
+        rows: list[tuple[int, int, int]] = []
         tokens: list[int] = []
-        for row, (sequence, is_first, is_final) in zip(rows, progress, strict=False):
-            row["id"] = sequence.id
+        for sequence, is_first, is_final in progress:
             if sequence.is_cancelled:
-                row["flags"] = ResponseFlag.FINAL | ResponseFlag.CANCELLED
+                rows.append((sequence.id, 0, _FINAL | _CANCELLED))
                 continue
-            # the second token may be there by now
-            told = sequence.output if is_final else sequence.output[:1]
-            row["n_tokens"] = len(told)
-            row["flags"] = is_first * ResponseFlag.FIRST | is_final * ResponseFlag.FINAL
-            tokens += told
-        refused = rows[len(progress) :]
-        refused["id"] = self._refused
-        refused["flags"] = ResponseFlag.FINAL | ResponseFlag.ERROR
+            if is_final:
+                told = sequence.output
+            elif is_first:
+                told = sequence.output[:1]  # the second token may be there by now
+            else:
+                told = sequence.output[sequence.n_passed_on :]
+            if told:  # what several steps have added is passed on at once
+                sequence.n_passed_on = len(told) if is_first else sequence.n_passed_on + len(told)
+                rows.append((sequence.id, len(told), _FLAGS[is_first, is_final]))
+                tokens += told
+        rows += [(id_, 0, _FINAL | _ERROR) for id_ in self._refused]
         self._refused = []
-        return Batch(rows, np.array(tokens, np.int32))
+        return Batch(np.array(rows, RESPONSE), np.array(tokens, np.int32))
 
     # --- handoff ---
 
@@ -307,6 +317,7 @@ class TorchCore(LLMCore):
         sequence = _sequence(request.rows[0], request.tokens)
         sequence.hand_over = False
         sequence.output = [first_token]
+        sequence.n_passed_on = 1
         self.engine.admit(sequence)
 
 
@@ -325,6 +336,7 @@ def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
     from mpillm.engine.sampler import SamplingParams
     from mpillm.engine.sequence import Sequence
 
+    flags = int(row["flags"])
     return Sequence(
         id=int(row["id"]),
         prompt=tokens.tolist(),
@@ -334,5 +346,7 @@ def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
             float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), int(row["seed"])
         ),
         hand_over=int(row["generation"]) != NO_INSTANCE,
-        ignore_stop=bool(row["ignore_stop"]),
+        ignore_stop=bool(flags & RequestFlag.IGNORE_STOP),
+        ignore_end=bool(flags & RequestFlag.IGNORE_END),
+        stream=bool(flags & RequestFlag.STREAM),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,8 @@ _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.jso
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Tokens = Sequence[int] | NDArray[np.int32]
+Messages = Sequence[Mapping[str, Any]]  # of a chat, as OpenAI's API has them
+Render = Callable[[Messages], str]
 
 
 class Tokenizer(Protocol):
@@ -41,6 +43,12 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         """`encode` for many prompts, on all cores."""
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Return the model's input for a chat. ConfigError: no chat template, or none for these messages."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the model's input for a text that is no chat, with the special tokens that frame any."""
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the tokens of the text itself: no chat template, no special tokens."""
@@ -79,8 +87,14 @@ class ByteTokenizer:
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         return [list(prompt.encode()) for prompt in prompts]
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """It has no special tokens: the messages' texts, a line each."""
+        return list("\n".join(str(message["content"]) for message in messages).encode())
+
+    def encode_text(self, text: str) -> list[int]:
         return list(text.encode())
+
+    encode_plain = encode_text
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
         """Tokens outside 0 to 255 (a model's vocabulary may be larger) and invalid UTF-8 become U+FFFD."""
@@ -92,7 +106,7 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json`, behind a chat template if `render` is given."""
 
-    def __init__(self, file: Path, render: Callable[[str], str] | None = None) -> None:
+    def __init__(self, file: Path, render: Render | None = None) -> None:
         try:
             import tokenizers
         except ImportError as error:
@@ -118,10 +132,21 @@ class FileTokenizer:
         return self.encode_batch([prompt])[0]
 
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
-        texts = list(prompts) if self._render is None else [self._render(prompt) for prompt in prompts]
+        texts = (
+            list(prompts) if self._render is None else [self._render(_chat_of(prompt)) for prompt in prompts]
+        )
         # A chat template writes the special tokens itself; without one the post-processor adds them.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
         return [encoding.ids for encoding in encodings]
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        if self._render is None:
+            raise ConfigError("the model has no chat template, or --apply_chat_template is false")
+        return self.encode_plain(self._render(messages))
+
+    def encode_text(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
 
     def encode_plain(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -175,8 +200,12 @@ def _read_template(model_path: Path, settings: dict[str, Any]) -> str | None:
     return template
 
 
-def _compile(template: str, settings: dict[str, Any]) -> Callable[[str], str]:
-    """Return a function from a prompt to the model's input, with the Jinja environment of `transformers`."""
+def _chat_of(prompt: str) -> Messages:
+    return [{"role": "user", "content": prompt}]
+
+
+def _compile(template: str, settings: dict[str, Any]) -> Render:
+    """Return a function from a chat to the model's input, with the Jinja environment of `transformers`."""
     try:
         import jinja2
         import jinja2.ext
@@ -214,16 +243,16 @@ def _compile(template: str, settings: dict[str, Any]) -> Callable[[str], str]:
     except jinja2.TemplateError as error:
         raise ConfigError(f"the model's chat template does not parse: {error}") from error
 
-    def render(prompt: str) -> str:
+    def render(messages: Messages) -> str:
         try:
             return compiled.render(
-                messages=[{"role": "user", "content": prompt}],
+                messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
                 **special,
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise ConfigError(f"the model's chat template fails on one user message: {error}") from error
+            raise ConfigError(f"the model's chat template fails on these messages: {error}") from error
 
     return render

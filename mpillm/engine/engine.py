@@ -20,7 +20,7 @@ from mpillm.engine.step import Step, Worker, pack
 
 
 class Progress(NamedTuple):
-    """A sequence that got its first or last token, or both, in a step, or that was cancelled."""
+    """A sequence that got its first or last token in a step, or any token if it streams, or was cancelled."""
 
     sequence: Sequence
     is_first: bool
@@ -154,7 +154,7 @@ class Engine:
     def step(self) -> list[Progress]:
         """Start a step of at most `max_num_tokens` tokens if another can be in flight.
 
-        Collect those that ended. Returns the sequences that got a first or last token in a step that ended.
+        Collect those that ended. Returns what `Progress` is of, for the steps that ended.
         There are as many steps in flight as stages, each with sequences of its own, so that all stages have
         work. A worker that feeds a token to the next step by itself (`n_ahead`) gets that step before the
         token is read. What such a step computes for a sequence that turns out to have ended is dropped; its
@@ -213,13 +213,14 @@ class Engine:
         sequence.output.append(token)
         self.generated_tokens += 1
         n = len(sequence.output)
-        is_final = n >= sequence.max_output or token in self._end_ids or self._is_stopped(sequence)
+        is_end = token in self._end_ids and not sequence.ignore_end
+        is_final = is_end or n >= sequence.max_output or self._is_stopped(sequence)
         sequence.is_done = is_final
         if is_final or sequence.hand_over:
             self.scheduler.drop(sequence)
             if sequence.id not in self._handing_over:
                 self.scheduler.free(sequence)
-        return Progress(sequence, n == 1, is_final) if n == 1 or is_final else None
+        return Progress(sequence, n == 1, is_final) if n == 1 or is_final or sequence.stream else None
 
     def _is_stopped(self, sequence: Sequence) -> bool:
         """Return whether the answer ends with a stop word, and may end."""

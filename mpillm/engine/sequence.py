@@ -23,6 +23,8 @@ class Sequence:
     sampling: SamplingParams
     hand_over: bool = False  # stop after the first token and keep the blocks until they are released
     ignore_stop: bool = False  # stop words do not end its answer
+    ignore_end: bool = False  # nor do end tokens
+    stream: bool = False  # whoever asks wants its tokens as they come
     arrival: int = 0
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -33,6 +35,7 @@ class Sequence:
     slot: int = -1  # while it runs: its own number below max_batch_size
     n_told: int = 0  # how many of its blocks the instance's other ranks know
     is_cancelled: bool = False
+    n_passed_on: int = 0  # tokens of the answer that whoever asks has got, if they want them as they come
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
 
     @property

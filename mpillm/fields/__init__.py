@@ -28,6 +28,7 @@ from mpillm.fields.results import OutputFields
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.fields.sampling import GenerationFields
 from mpillm.fields.server import ServerFields
+from mpillm.fields.serving import ServingFields
 from mpillm.fields.topology import TopologyFields
 from mpillm.fields.triton import TritonFields
 
@@ -41,6 +42,7 @@ class AllFields(
     HarnessFields,
     TritonFields,
     ServerFields,
+    ServingFields,
     DataFields,
     GenerationFields,
     LoadgenFields,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from disagg.errors import ConfigError
-from mpillm.comms.messages import RESPONSE, Batch, ResponseFlag
+from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore
 from mpillm.llmlib.cores.base import LLMRequest
@@ -106,7 +106,9 @@ class RankCore(LLMCore):
         self.server.issue_queries(
             [
                 LLMRequest(
-                    int(row["id"]), requests.tokens[start:end].tolist(), None if row["ignore_stop"] else stop
+                    int(row["id"]),
+                    requests.tokens[start:end].tolist(),
+                    None if row["flags"] & RequestFlag.IGNORE_STOP else stop,
                 )
                 for row, start, end in zip(requests.rows, offsets, offsets[1:], strict=False)
             ]

@@ -66,9 +66,32 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
         if result["loadgen_unsatisfied"]:
             rows.append(("", f"not satisfied: {', '.join(result['loadgen_unsatisfied'])}"))
         rows += [("", advice) for advice in result["loadgen_advice"]]
-    rows += [
-        ("samples", f"{result['samples']} in {result['test_s']:.2f} s, {result['errors']} errors"),
-        ("samples per second", f"{result['samples_per_second']:.2f}"),
+    rows += _measured_rows(result, "samples")
+    judge = (
+        "compliance"
+        if config.compliance_test
+        else "accuracy"
+        if config.workload and config.test_mode == "AccuracyOnly"
+        else None
+    )
+    if judge:
+        rows.append(("judged by", f"python -m mpillm {judge} {shlex.quote(directory)}"))
+    return [*rows, ("result", f"{directory}/result.json")]
+
+
+def served_rows(result: Mapping[str, Any], directory: str) -> list[tuple[str, Any]]:
+    """As `summary_rows`, of a run that served."""
+    return [
+        *_measured_rows(result, "requests"),
+        ("given up by clients", result["aborted"]),
+        ("result", f"{directory}/result.json"),
+    ]
+
+
+def _measured_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = [
+        (what, f"{result['samples']} in {result['test_s']:.2f} s, {result['errors']} errors"),
+        (f"{what} per second", f"{result['samples_per_second']:.2f}"),
         ("tokens per second", f"{result['tokens_per_second']:.1f}"),
     ]
     for name, key in (("time to first token", "ttft_ms"), ("time per output token", "tpot_ms")):
@@ -86,16 +109,7 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
         work = f"{instance['samples']} samples, {instance['tokens']} tokens, {busy}"
         rows.append((f"instance {instance['instance']}", work))
         rows += [("", advice) for advice in _of_client(instance)]
-    judge = (
-        "compliance"
-        if config.compliance_test
-        else "accuracy"
-        if config.workload and config.test_mode == "AccuracyOnly"
-        else None
-    )
-    if judge:
-        rows.append(("judged by", f"python -m mpillm {judge} {shlex.quote(directory)}"))
-    return [*rows, ("result", f"{directory}/result.json")]
+    return rows
 
 
 def _of_client(instance: Mapping[str, Any]) -> Iterator[str]:

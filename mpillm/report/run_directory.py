@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError, about
 from mpillm import workloads
 from mpillm.comms.messages import JoinReport
-from mpillm.config.options import RunConfig, run_name
+from mpillm.config.options import RunConfig
 from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
 from mpillm.files import as_written, read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
-from mpillm.loadgen.settings import LoadGenSettings
 
 # Keys that every reader of a finished run needs from these files.
 _OF_RESULT = ("test_mode", "scenario", "world_size")
@@ -61,12 +61,13 @@ def lock(folder: Path) -> None:
 
 
 @about("log_dir")
-def take_directory(config: RunConfig) -> Path:
-    """Create and lock the directory of a run. ConfigError, RunError: that is impossible."""
+def take_directory(config: RunConfig, name: str) -> Path:
+    """Create and lock the directory of a run. ConfigError, RunError: that is impossible.
+
+    `name`: what the default directory is called, after the time.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = (
-        Path(config.log_dir) if config.log_dir else unused(Path("build/runs") / f"{stamp}-{run_name(config)}")
-    )
+    path = Path(config.log_dir) if config.log_dir else unused(Path("build/runs") / f"{stamp}-{name}")
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError:
@@ -103,16 +104,14 @@ def path_shown(path: Path) -> str:
 class RunRecord:
     """The files of a run besides LoadGen's logs. `result` and `phases_s` fill as it proceeds."""
 
-    def __init__(self, path: Path, config: RunConfig, plan: WorldPlan) -> None:
-        """`path`: from `take_directory`."""
+    def __init__(self, path: Path, config: RunConfig, plan: WorldPlan, about: Mapping[str, Any]) -> None:
+        """`path`: from `take_directory`; `about`: more of `result.json` that is known at the start."""
         self.path = path
         self._config = config
         self.phases_s: dict[str, float] = {}
         self.result: dict[str, Any] = {
             "status": "FAILED",
-            "loadgen_result": None,
-            "scenario": config.scenario,
-            "test_mode": config.test_mode,
+            **about,
             "mode": "aggregated" if plan.instances[0].role == "executor" else "disaggregated",
             "core_type": config.core_type,
             "model": config.model_path,
@@ -123,15 +122,12 @@ class RunRecord:
             "retried": 0,
         }
 
-    def write_plan(
-        self, yaml: DisaggConfig, settings: LoadGenSettings, plan: WorldPlan, reports: dict[int, JoinReport]
-    ) -> None:
+    def write_plan(self, yaml: DisaggConfig, plan: WorldPlan, reports: dict[int, JoinReport]) -> None:
         """Write what will run, where and from which options; delete an earlier run's results.
 
         OSError: a file can't be written.
         """
         (self.path / "disagg.yaml").write_text(disagg.dump(yaml), encoding="utf-8")
-        (self.path / "user.conf").write_text(settings.user_conf, encoding="utf-8")
         write_json(self.path / "plan.json", plan.to_json())
         write_json(self.path / "config.json", self._config.to_json())
         joined = [

@@ -116,8 +116,11 @@ class _Track:
 class Timeline:
     """Takes the metrics of instances, in any order among them; its memory does not grow with the test."""
 
-    def __init__(self, instances: Iterable[int], path: Path) -> None:
-        """`path`: the file, created with its first line; there is none if the core has no metrics."""
+    def __init__(self, instances: Iterable[int], path: Path | None) -> None:
+        """`path`: the file, created with its first line; there is none if the core has no metrics.
+
+        None: no file at all.
+        """
         self._instances = tuple(instances)
         self._interval_s = max(_INTERVAL_S, len(self._instances) / _MOST_LINES_PER_S)
         self._tracks: dict[int, _Track] = {}
@@ -134,9 +137,9 @@ class Timeline:
         if seconds <= track.seconds or self._closed:  # already here, or after the end of the test
             return
         track.add(seconds, metrics)
-        if seconds - track.written >= self._interval_s - _EARLY_S:
+        if self._path is not None and seconds - track.written >= self._interval_s - _EARLY_S:
             track.written = seconds
-            self._write({"seconds": round(seconds, 3), "instance": instance} | _rounded(metrics))
+            self._write(self._path, {"seconds": round(seconds, 3), "instance": instance} | _rounded(metrics))
 
     def computed(self) -> Computed | None:
         """Figures of all instances together; None before the first metrics."""
@@ -169,13 +172,13 @@ class Timeline:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, path: Path, row: dict[str, Any]) -> None:
         try:
             if self._file is None:
-                self._file = self._path.open("w", buffering=1, encoding="utf-8")
+                self._file = path.open("w", buffering=1, encoding="utf-8")
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _rounded(metrics: Metrics) -> dict[str, Any]:

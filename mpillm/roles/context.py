@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import DONE, NO_INSTANCE, RESPONSE, Batch, ResponseFlag, concat
+from mpillm.comms.messages import CANCEL, NO_INSTANCE, Batch, ResponseFlag, concat
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
@@ -67,6 +67,16 @@ class Context(InstanceRole):
                 self._requests[int(request.rows["id"][0])] = request
         super()._enqueue(requests)
 
+    def _on_drop(self, source: int, ids: list[int]) -> None:
+        self._offer()  # from then on a request is the receiver's to cancel
+        if mine := [id_ for id_ in ids if id_ in self._requests]:
+            super()._on_drop(source, mine)
+        if offered := [id_ for id_ in ids if id_ in self._sender]:
+            self._sender.cancel(offered)
+        # The leader has been told, before this arrives, that none of these is here any more.
+        if gone := [id_ for id_ in ids if id_ not in self._requests and id_ not in self._sender]:
+            CANCEL.send(self._route, self._leader, gone)
+
     def _offer(self) -> None:
         if started := self._core.started():
             self._sender.offer([self._requests.pop(id_) for id_ in started])
@@ -98,7 +108,4 @@ class Context(InstanceRole):
             self._warming.difference_update(ids)
             return
         self._ended(sum(not ended for _, ended in handed_over))  # the others ended with their first token
-        rows = np.zeros(len(ids), RESPONSE)
-        rows["id"] = ids
-        rows["flags"] = ResponseFlag.CONTEXT_DONE
-        DONE.send(self._route, self._leader, Batch(rows, np.zeros(0, np.int32)))
+        self._tell_of(ids, ResponseFlag.CONTEXT_DONE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import Batch
+from mpillm.comms.messages import Batch, ResponseFlag
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
@@ -47,6 +47,11 @@ class Generation(InstanceRole):
         moved = self._receiver.poll()
         self._owed = self._receiver.admitted - self._warmed - self._samples if self._in_test else 0
         return super().poll() or moved
+
+    def _on_drop(self, source: int, ids: list[int]) -> None:
+        """From a context instance for what it has offered, from the leader for what it has handed over."""
+        self._receiver.cancel(ids)
+        self._tell_of(ids, ResponseFlag.CANCEL_DONE)
 
     def _on_responses(self, responses: Batch) -> None:
         self._warmed += 0 if self._in_test else len(responses)

@@ -6,6 +6,7 @@ The instances' leaders negotiate on the route, many requests per message:
     ACCEPT   back: there is room; all ranks of the generation instance expect the KV cache under this slot
     FIRST    context to generation: the first token, or that the answer ended with it
     ACCEPT   with NO_SLOT: the generation instance has dropped a request that ended with its first token
+    DROP     context to generation: offered requests that their sender has given up since
 
 The KV cache itself moves from rank to rank in the handoff communicator (`engine.handoff.transfer`); if the
 acceptance arrives in time, while later layers still compute. The core tells the ranks of an instance what to
@@ -23,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpillm.comms.messages import ACCEPT, FIRST, NO_SLOT, NO_TOKEN, OFFER, WARM_UP, Batch, Pairs, concat
+from mpillm.comms.messages import ACCEPT, DROP, FIRST, NO_SLOT, NO_TOKEN, OFFER, WARM_UP, Batch, Pairs, concat
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 
@@ -66,6 +67,7 @@ class _Taken:
     slot: int = NO_SLOT  # once it is accepted
     arrived: bool = False
     first_token: int | None = None
+    cancelled: bool = False  # before the core knew of it
 
 
 class HandoffSender:
@@ -101,6 +103,17 @@ class HandoffSender:
     def announce(self, instance: int, n_requests: int) -> None:
         """Tell a generation instance how many warm-up requests to expect."""
         WARM_UP.send(self._transport, self._receivers[instance], n_requests)
+
+    def cancel(self, ids: list[int]) -> None:
+        """Pass on that these offered requests are given up.
+
+        Their contexts are still computed and handed over: the receiver drops them then.
+        """
+        by_receiver: dict[int, list[int]] = {}
+        for id_ in ids:
+            by_receiver.setdefault(self._receivers[self._given[id_].instance], []).append(id_)
+        for receiver, cancelled in by_receiver.items():
+            DROP.send(self._transport, receiver, cancelled)
 
     def tell_first(self, tokens: dict[int, int | None]) -> None:
         """Send the first tokens of offered requests, by id; None: the answer ended with its first token."""
@@ -167,7 +180,10 @@ class HandoffReceiver:
                 break
             self._waiting.popleft()
             taken.slot = self._slots.pop()
-            accepted.setdefault(taken.source, []).append((int(taken.request.rows["id"][0]), taken.slot))
+            id_ = int(taken.request.rows["id"][0])
+            accepted.setdefault(taken.source, []).append((id_, taken.slot))
+            if taken.cancelled:
+                self._core.cancel([id_])
         for source, accepts in accepted.items():
             ACCEPT.send(self._transport, source, accepts)
         arrived = self._core.poll_kv()
@@ -176,6 +192,14 @@ class HandoffReceiver:
             self._slots.append(self._taken[id_].slot)
             self._settle(id_)
         return bool(accepted or arrived)
+
+    def cancel(self, ids: list[int]) -> None:
+        """Give up offered requests, wherever they are by now. The core knows those that it has room for."""
+        for id_ in ids:
+            if (taken := self._taken.get(id_)) is not None and taken.slot == NO_SLOT:
+                taken.cancelled = True
+            else:
+                self._core.cancel([id_])
 
     def _settle(self, id_: int) -> None:
         """Admit the request once KV cache and first token are there, or drop it if its answer has ended."""

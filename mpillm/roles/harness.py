@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import ANSWER, NO_INSTANCE, QUERY, REQUEST, WINDOW, Batch, ResponseFlag
+from mpillm.comms.messages import (
+    ANSWER,
+    NO_INSTANCE,
+    QUERY,
+    REQUEST,
+    WINDOW,
+    Batch,
+    RequestFlag,
+    ResponseFlag,
+)
 from mpillm.comms.transport import Transport
 from mpillm.cores.histogram import Histogram
 from mpillm.data.dataset import Dataset
@@ -152,7 +161,7 @@ class Harness(Role):
         rows["seed"] = (indices + (self._sampling.seed * 1_000_003 & 0xFFFFFFFF)) & 0xFFFFFFFF
         rows["generation"] = NO_INSTANCE
         if self._dataset.ignores_stop is not None:
-            rows["ignore_stop"] = self._dataset.ignores_stop[indices]
+            rows["flags"] = self._dataset.ignores_stop[indices] * np.uint32(RequestFlag.IGNORE_STOP)
         self._window -= n
         QUERY.send(self._route, self._leader, Batch(rows, tokens))
 

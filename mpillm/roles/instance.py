@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import DONE, GRANT, WORK, Batch, Grant, ResponseFlag
+from mpillm.comms.messages import DONE, DROP, GRANT, RESPONSE, WORK, Batch, Grant, ResponseFlag
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore, Metrics
 from mpillm.phases import Phase
@@ -42,6 +42,7 @@ class InstanceRole(Follower):
         self._measure_at = self._log_at = math.inf
         self._measured: tuple[float, Metrics] | None = None  # when, and what
         WORK.handle(route, self._on_work)
+        DROP.handle(route, self._on_drop)
 
     # --- phases ---
 
@@ -120,6 +121,17 @@ class InstanceRole(Follower):
 
     def _enqueue(self, requests: Batch) -> None:
         self._core.enqueue(requests)
+
+    def _on_drop(self, source: int, ids: list[int]) -> None:
+        self._core.cancel(ids)
+        self._tell_of(ids, ResponseFlag.CANCEL_DONE)
+
+    def _tell_of(self, ids: list[int], flag: ResponseFlag) -> None:
+        """A row without tokens for each."""
+        rows = np.zeros(len(ids), RESPONSE)
+        rows["id"] = ids
+        rows["flags"] = flag
+        DONE.send(self._route, self._leader, Batch(rows, np.zeros(0, np.int32)))
 
     def _on_responses(self, responses: Batch) -> None:
         rows = responses.rows

@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 from disagg import WorldPlan
 from mpillm.comms.messages import (
     ANSWER,
+    CANCEL,
     DONE,
+    DROP,
     GRANT,
     NO_INSTANCE,
     QUERY,
+    RESPONSE,
     WINDOW,
     WORK,
     Batch,
@@ -75,6 +78,7 @@ class Leader(Role):
         self._stall_checked = 0.0
         QUERY.handle(route, self._on_query)
         GRANT.handle(route, self._on_grant)
+        CANCEL.handle(route, self._on_cancel)
         route.handlers[DONE.tag] = self._on_done  # not `handle`: the message is forwarded to the harness
 
     def done(self, phase: Phase) -> bool:
@@ -136,17 +140,59 @@ class Leader(Role):
                 self._return_credits(self._entry, self._entry_of, left)
         self._route.send(self._harness, ANSWER.tag, received.buffer)
 
+    def _on_cancel(self, source: int, ids: list[int]) -> None:
+        """Give up requests: those that wait here end here, the others where each is now.
+
+        Sent by the harness, and back by a context instance that has handed them over meanwhile, whose
+        CONTEXT_DONE has arrived before. Each CANCEL of the harness is answered by one row with CANCEL_DONE:
+        before that row it must not use the id again, or a later request could be given up in its place.
+        """
+        dropped = self._drop_waiting(ids)
+        rows = [(id_, 0, int(_ALONE | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)) for id_ in dropped]
+        holders: dict[int, list[int]] = {}
+        for id_ in ids:
+            if id_ in dropped:
+                continue
+            if self._entry_of[id_] >= 0:
+                holders.setdefault(int(self._entry.instances[self._entry_of[id_]]), []).append(id_)
+            elif self._generation is not None and self._generation_of[id_] >= 0:
+                holders.setdefault(int(self._generation.instances[self._generation_of[id_]]), []).append(id_)
+            else:
+                rows.append(
+                    (id_, 0, int(ResponseFlag.CANCEL_DONE))
+                )  # its last row is on the way to the harness
+        for instance, theirs in holders.items():
+            DROP.send(self._route, self._rank_of[instance], theirs)
+        if rows:
+            ANSWER.send(self._route, self._harness, Batch(np.array(rows, RESPONSE), np.zeros(0, np.int32)))
+
+    def _drop_waiting(self, ids: list[int]) -> set[int]:
+        """Take those of `ids` that wait here out of the queue; which."""
+        dropped: set[int] = set()
+        for _ in range(len(self._waiting)):
+            batch = self._waiting.popleft()
+            mine = np.isin(batch.rows["id"], ids)
+            dropped.update(batch.rows["id"][mine].tolist())
+            if not mine.all():
+                self._waiting.append(batch.select(~mine) if mine.any() else batch)
+        self._return_window(len(dropped))
+        return dropped
+
     # --- dispatch ---
 
     def _dispatch(self) -> bool:
         sent = 0
         while self._waiting and (n := self._send_next(self._waiting[0])):
             sent += n
-        self._dispatched += sent
+        self._return_window(sent)
+        return sent > 0
+
+    def _return_window(self, left: int) -> None:
+        """So many requests do not wait here any more: tell the harness, now and then."""
+        self._dispatched += left
         if self._dispatched * 4 >= self._window:
             self._grant_harness(self._dispatched)
             self._dispatched = 0
-        return sent > 0
 
     def _send_next(self, batch: Batch) -> int:
         """Send the first requests of `batch`, the head of the queue; return how many."""

@@ -27,9 +27,19 @@ def load_samples(
     """
     folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
     tokenizer = load_tokenizer(folder, config.apply_chat_template)
-    known = [model for model in models if model is not None]
+    limits = limits_of(config, [model for model in models if model is not None])
+    if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
+        ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
+        raise ConfigError(
+            f"--end_ids {ids} ({source}): {config.model_path or 'the core'} knows {limits.vocab_size} tokens"
+        )
+    return load_dataset(_source(config, run_directory), tokenizer, limits), tokenizer
+
+
+def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> Limits:
+    """What the options and the models of all instances allow."""
     lengths = [section.max_seq_len for section in config.sections.values() or [config] if section.max_seq_len]
-    limits = Limits(
+    return Limits(
         min((model.vocab_size for model in known), default=None),
         min(lengths, default=None) or min((model.max_seq_len for model in known), default=None),
         config.max_output_len,
@@ -38,12 +48,6 @@ def load_samples(
         tuple(tuple(word) for word in config.stop_words or () if not isinstance(word, str)),
         bool(config.stop_words) or not config.given("stop_words"),
     )
-    if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:
-        ids, source = ",".join(map(str, limits.end_ids)), config.source("end_ids")
-        raise ConfigError(
-            f"--end_ids {ids} ({source}): {config.model_path or 'the core'} knows {limits.vocab_size} tokens"
-        )
-    return load_dataset(_source(config, run_directory), tokenizer, limits), tokenizer
 
 
 def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synthetic | LLMDataLoader | None:

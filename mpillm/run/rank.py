@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import platform
 import time
@@ -36,7 +37,7 @@ from mpillm.run.ending import Ending, Rank0Ending, RankEnding, failures_of
 from mpillm.run.rank_roles import make_roles
 
 if TYPE_CHECKING:
-    from mpillm.run.rank0 import Rank0
+    from mpillm.run.rank0 import Purpose, Rank0
 
 # Until a rank's log is open, records are dropped: rank 0 reports the failure itself.
 logging.getLogger("mpillm").addHandler(logging.NullHandler())
@@ -53,8 +54,20 @@ class _Part(NamedTuple):
 class Rank:
     """One rank, from joining to stopping."""
 
-    def __init__(self, comm: MPI.Intracomm, config: RunConfig | None, usage_error: str) -> None:
-        """`comm`: for control; `config`: None if the command line is wrong, as `usage_error` says."""
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        config: RunConfig | None,
+        usage_error: str,
+        purpose: Callable[[], Purpose],
+        *,
+        serves: bool,
+    ) -> None:
+        """`comm`: for control; `config`: None if the command line is wrong, as `usage_error` says.
+
+        `purpose`: imports what rank 0 needs; called there alone. `serves`: the test has no deadline, and the
+        first signal ends it in an orderly way.
+        """
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
         self._config = config
@@ -66,6 +79,10 @@ class Rank:
                 config.grace,
                 config.heartbeat_timeout,
             )
+        if serves:
+            limits.phases["test"] = math.inf
+        self._serves = serves
+        self._drain_asked = False
         self._watch = Watch(comm.rank)
         self._control = RankControl(Transport(comm), self._watch, limits)
         self._beats = Transport(comm)  # the watch's: a transport belongs to one thread
@@ -81,7 +98,7 @@ class Rank:
             from mpillm.run.rank0 import Rank0  # imports LoadGen and the data set: for this rank only
 
             self._rank0 = Rank0(
-                self._control, self.size, config, time.monotonic() - _process_age_s(), Console()
+                self._control, self.size, config, time.monotonic() - _process_age_s(), Console(), purpose()
             )
             self._ending = Rank0Ending(self._control, self._beats, self._roles, self._rank0)
             self._loop.pollers.append(self._rank0.control.poll)
@@ -96,6 +113,16 @@ class Rank:
         except (Exception, Interrupted) as error:  # noqa: BLE001 - any error goes to rank 0 and ends the run
             self._ending.fail(failures_of(error, self.rank, self._watch.phase, self._config))
         return self._ending.finish(code, comms)
+
+    def drain(self) -> bool:
+        """Called by signal handlers. Return whether this run ends in an orderly way because of the signal.
+
+        A server does so at the first signal, which rank 0 acts on; a second one ends it at once.
+        """
+        if not self._serves or self._watch.phase != "test" or self._drain_asked:
+            return False
+        self._drain_asked = True
+        return self._rank0 is None or self._rank0.session is None or self._rank0.session.drain()
 
     def _phases(self) -> tuple[int, Communicators]:
         """Do all phases; return the exit code, and the communicators to free."""

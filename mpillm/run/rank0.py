@@ -2,31 +2,76 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from mpillm.comms.control import Rank0Control, RankControl
-from mpillm.comms.messages import JoinReport, Setup
+from mpillm.comms.messages import DrainReport, JoinReport, Setup
+from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig
 from mpillm.errors import ExitCode, Failure, exit_code
 from mpillm.phases import Phase
 from mpillm.report.console import Console
 from mpillm.report.result import failures_json
-from mpillm.report.run_directory import RunRecord, path_shown, take_directory, unwritable
-from mpillm.run.join import Planned, plan_run, prepare
-from mpillm.run.session import Session
+from mpillm.report.run_directory import RunRecord, path_shown, take_directory
+from mpillm.roles.role import Role
+from mpillm.run.join import Planned, plan_run
+
+
+class RunSession(Protocol):
+    """What a run has on rank 0 from when all ranks have joined."""
+
+    def make_harness(self, route: Transport, leader: int) -> Role:
+        """The role that asks; `leader`: the leader's rank in the route communicator."""
+
+    def poll(self) -> bool:
+        """During the test; called often."""
+
+    def drain(self) -> bool:
+        """Called by signal handlers: begin to end the test in an orderly way, if it can; return whether."""
+
+    def ready(self) -> str:
+        """All ranks are ready; a note for the person."""
+
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        """The test is over; a note for the person."""
+
+    def finished(self) -> int:
+        """Everything has ended well: the last lines, and the exit code."""
+
+    def failed(self) -> None:
+        """Note in the result what there is."""
+
+
+class Purpose(NamedTuple):
+    """What a run is for."""
+
+    # Returns lines for the console, too.
+    open: Callable[[Planned, Callable[[], RunRecord], Console, Rank0Control], tuple[RunSession, list[str]]]
+    name: Callable[[RunConfig], str]  # of its directory
+    about: Callable[[RunConfig], dict[str, Any]]  # see `RunRecord`
+    serves: bool  # until somebody ends it
 
 
 class Rank0:
     """Rank 0's view of a run. `session` is None until all ranks have joined."""
 
     def __init__(
-        self, control: RankControl, size: int, config: RunConfig | None, started: float, console: Console
+        self,
+        control: RankControl,
+        size: int,
+        config: RunConfig | None,
+        started: float,
+        console: Console,
+        purpose: Purpose,
     ) -> None:
         """`config`: None if the command line is wrong; `started`: when the process was (time.monotonic)."""
+        self._purpose = purpose
         self._config = config
         self._console = console
         self._record: RunRecord | None = None  # once the run directory exists
-        self.session: Session | None = None
+        self.session: RunSession | None = None
         self.control = Rank0Control(control, size, started, self._phase_done)
 
     def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
@@ -40,27 +85,24 @@ class Rank0:
             note = self.session.drained(reports)
         if self._record is not None:
             self._record.phases_s[phase] = round(seconds, 4)
-        self._console.phase(phase, seconds, note)
+        self._console.phase("serve" if self._purpose.serves and phase == "test" else phase, seconds, note)
         return self.session.finished() if self.session and phase == "stop" else value
 
     def _joined(self, reports: dict[int, JoinReport]) -> Setup:
         planned = plan_run(self._config, reports)
         self.control.label(planned.plan)
-        prepared = prepare(planned, lambda: self._made_record(planned).path)
-        record = self._made_record(planned)
-        record.result["loadgen"] = prepared.settings.to_json()
-        try:
-            self.session = Session(prepared, record, self._console, self.control)
-        except OSError as error:
-            raise unwritable(planned.config, record.path, error) from error
-        for line in prepared.announcement(path_shown(record.path)):
+        record = partial(self._made_record, planned)  # created at the first call: not if an option is wrong
+        self.session, lines = self._purpose.open(planned, record, self._console, self.control)
+        for line in lines:
             self._console.line(line)
-        return Setup(planned.plan, str(record.path), (reports[0].host, reports[0].pid), planned.gpus)
+        return Setup(planned.plan, str(record().path), (reports[0].host, reports[0].pid), planned.gpus)
 
     def _made_record(self, planned: Planned) -> RunRecord:
         """The run directory, created at the first call."""
         if self._record is None:
-            self._record = RunRecord(take_directory(planned.config), planned.config, planned.plan)
+            config, purpose = planned.config, self._purpose
+            path = take_directory(config, purpose.name(config))
+            self._record = RunRecord(path, config, planned.plan, purpose.about(config))
         return self._record
 
     def failed(self, failures: tuple[Failure, ...]) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from mpillm.comms.control import Rank0Control
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.transport import Transport
+from mpillm.config.options import RunConfig, run_name
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import write_json
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
@@ -15,10 +17,11 @@ from mpillm.loadgen.sut import LoadGenTest
 from mpillm.report.console import Console, progress_lines
 from mpillm.report.outputs import Outputs
 from mpillm.report.result import summary_rows, test_result
-from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown
+from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Harness, Sampling, Totals
-from mpillm.run.join import Prepared, has_text
+from mpillm.run.join import Planned, Prepared, has_text, prepare
+from mpillm.run.rank0 import Purpose
 from mpillm.submission.test06 import prepare_audit
 
 _log = logging.getLogger(__name__)
@@ -27,7 +30,7 @@ _LOG_S = 10.0
 
 
 class Session:
-    """A run's objects on rank 0; created, complete, once all ranks have joined."""
+    """A test's objects on rank 0; created, complete, once all ranks have joined. See `rank0.RunSession`."""
 
     def __init__(
         self, prepared: Prepared, record: RunRecord, console: Console, control: Rank0Control
@@ -42,7 +45,9 @@ class Session:
         self._control = control
         # LoadGen's audit.config, or ""
         self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path)
-        record.write_plan(prepared.planned.yaml, prepared.settings, plan, prepared.planned.reports)
+        record.write_plan(prepared.planned.yaml, plan, prepared.planned.reports)
+        (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
+        record.result["loadgen"] = prepared.settings.to_json()
         self._outputs: Outputs | None = None
         if config.save_outputs or has_text(config):
             path = record.path / "outputs.jsonl" if config.save_outputs else None
@@ -97,6 +102,10 @@ class Session:
                 )
         return False
 
+    def drain(self) -> bool:
+        """A test does not end early: a signal ends the run."""
+        return False
+
     # --- after a phase of all ranks: its note for the console ---
 
     def ready(self) -> str:
@@ -147,3 +156,23 @@ class Session:
                 for i in self._plan.instances
             ]
             self._record.result.setdefault("per_instance", told)
+
+
+def _open(
+    planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+) -> tuple[Session, list[str]]:
+    prepared = prepare(planned, lambda: record().path)
+    path = record().path
+    try:
+        session = Session(prepared, record(), console, control)
+    except OSError as error:
+        raise unwritable(planned.config, path, error) from error
+    return session, prepared.announcement(path_shown(path))
+
+
+def _about(config: RunConfig) -> dict[str, object]:
+    return {"loadgen_result": None, "scenario": config.scenario, "test_mode": config.test_mode}
+
+
+TEST = Purpose(_open, run_name, _about, serves=False)
+"""An MLPerf test, which LoadGen drives."""

@@ -87,6 +87,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"python -m mpillm [a-z-]+( RUN_DIR( --mbxp evaluated_test.json)?)?|mpirun -n N python -m mpillm run": Elsewhere(
         "names of commands, in sentences: test_the_names_of_commands"
     ),
+    r".* serve .*": Elsewhere("until a signal ends it: tests/e2e/test_serve.py"),
     r".* --help": Typed(says="usage: python -m mpillm run"),
     r".* plan --disagg_config .*": Typed(before=(DISAGG_YAML,), says="gen"),
     r".* plan --world_size 8194 .*": Typed(),

@@ -31,6 +31,7 @@ mpillm.builder
 mpillm.cores
 mpillm.roles
 mpillm.report
+mpillm.serve
 mpillm.bench
 mpillm.submission
 mpillm.run

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, ResponseFlag
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.backends import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics
@@ -283,7 +283,7 @@ class TrtllmEndpointCore(LLMCore):
         )
         for request in requests.split():
             (row,) = request.rows
-            ignore = bool(row["ignore_stop"])
+            ignore = bool(row["flags"] & RequestFlag.IGNORE_STOP)
             sampling = Sampling(
                 int(row["max_output"]),
                 int(row["min_output"]),
@@ -293,6 +293,7 @@ class TrtllmEndpointCore(LLMCore):
                 int(row["seed"]),
                 () if ignore else words,
                 self.config.end_ids or () if ignore else ids,
+                ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
             )
             self._client.submit(int(row["id"]), request.tokens.tolist(), sampling)
 

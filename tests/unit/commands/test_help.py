@@ -26,12 +26,14 @@ from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OP
 
 ROOT = Path(__file__).parents[3]
 # The commands whose options are all fields, of which each shows those of its stages. The others take no option that they don't show.
-SHARED = ("run", "run-harness", "plan", "generate-engines", "generate-triton-config", "generate-disagg-config", "run-llm-server")
+SHARED = ("run", "serve", "run-harness", "plan", "generate-engines", "generate-triton-config", "generate-disagg-config", "run-llm-server")
 EXEMPT = {
     "run": {"dry_run"},  # read to be refused
     "generate-engines": {"kv_cache_dtype"},  # read of the CoreConfig that calibration makes
+    # It shares the modules of `run`, which read them of a test.
+    "serve": {field.name for field in FIELDS if field.group in ("data", "test", "output", "server")} | {"dry_run"},
     # It asks a core whether it has `engine_stages`, and does not call them.
-    "run-llm-server": {"build_deadline", "dtype", "quantization"},
+    "run-llm-server": {"build_deadline", "dtype", "port", "quantization"},
 }
 # How a configuration is called where its values are read: what else has an attribute of a field's name is no reading of the field.
 CONFIGURATIONS = ("config", "configs", "harness")

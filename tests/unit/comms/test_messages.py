@@ -81,6 +81,8 @@ SENT: dict[Tag, list[Any]] = {
     Tag.ANSWER: [batch([], RESPONSE)],
     Tag.GRANT: [Grant(8, 2**40)],
     Tag.WINDOW: [2048],
+    Tag.CANCEL: [[0, 2**32 - 1], []],
+    Tag.DROP: [[7]],
     Tag.OFFER: [batch([5, 6])],
     Tag.ACCEPT: [[[7, 255]], [[1, NO_SLOT], [2**32 - 1, 0]]],
     Tag.FIRST: [[[7, 31999]], []],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -16,11 +17,12 @@ import disagg
 from disagg.errors import ConfigError
 from mpillm.commands import run_harness as harness
 from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import RunConfig, parse_each, parse_run, run_name
+from mpillm.config.options import RunConfig, parse_each, parse_run, parse_serve, run_name
 from mpillm.configurator import DEFAULT as DEFAULT_ORIGIN
 from mpillm.configurator import Found
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import (
+    Secret,
     accuracy,
     at_least_one,
     boolean,
@@ -31,9 +33,11 @@ from mpillm.configurator.parsers import (
     natural,
     not_negative,
     port,
+    port_or_any,
     positive,
     rate,
     seconds,
+    secret,
     stop_words,
     token_ids,
     urls,
@@ -105,6 +109,8 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         ["", "Multistream", "Offline,,Server"],
     ),
     token_ids: ({"2": (2,), "0,128009": (0, 128009)}, ["", "2,", "-1", "</s>", "1.5"]),
+    port_or_any: ({"0": 0, " 0": 0, "1": 1, "65535": 65535}, ["", "00", "65536", "-1", "http"]),
+    secret: ({"sesame": Secret("sesame")}, ["", " "]),
     port: ({"1": 1, "65535": 65535}, ["", "0", "65536", "-1", "http", "8_0", "\u0668\u0660"]),
     accuracy: ({".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99}, ["0.9", "1", "99.99", "", "high", "nan"]),
     dataset.from_string: (
@@ -389,7 +395,7 @@ def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
 def test_help_lists_every_option() -> None:
     shown = mpillm("run", "--help")
     assert shown.returncode == 0
-    elsewhere = {"plan", "stages", "server", "checkpoint", "submission"}
+    elsewhere = {"plan", "stages", "server", "serve", "checkpoint", "submission"}
     there = [f for f in FIELDS if f"--{f.name} " in shown.stdout or f"--{f.name}, " in shown.stdout]
     assert [f.name for f in FIELDS if (f in there) == (f.group in elsewhere)] == ["server_port", "worker_start_port"]
     assert mpillm("--help").returncode == 0
@@ -468,3 +474,13 @@ def test_bad_options_of_other_commands() -> None:
     assert wrong.returncode == 2
     assert "did you mean '--world_size'?" in wrong.stderr
     assert wrong.stdout == ""
+
+
+def test_a_key_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in config.json, not where two ranks differ, and not by repr in a traceback."""
+    monkeypatch.setenv("MPILLM_API_KEY", "sesame")
+    config = parse_serve(DUMMY)
+    assert config.api_key == Secret("sesame")
+    assert "sesame" not in json.dumps(config.to_json()) + repr(config.values) + config.named("api_key")
+    other = parse_serve([*DUMMY, "--api_key", "open"])
+    assert other.api_key == Secret("open") and not {"open", "sesame"} & {*re.findall(r"\w+", other.difference(config.values))}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.options import parse_run
 from mpillm.cores.base import LLMCore
@@ -160,7 +160,7 @@ def test_the_first_token_does_not_wait_for_the_last() -> None:
 def test_what_a_request_says() -> None:
     with ScriptedServer() as server, started(server, SERVER, end_ids=(9,), stop_words=("###", (13,))) as core:
         core.enqueue(requests([[1, 2]], temperature=0.5, top_k=3, top_p=0.75, seed=7, min_output=2))
-        core.enqueue(requests([[3]], id=20, ignore_stop=1))
+        core.enqueue(requests([[3]], id=20, flags=RequestFlag.IGNORE_STOP))
         Rows(core).until(2)
         first, second = sorted(server.asked()[-2:], key=lambda one: -len(one["prompt"]))
     common = {"model": MODEL, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}

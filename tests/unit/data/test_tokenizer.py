@@ -139,9 +139,9 @@ def test_named_chat_templates(folder: Path) -> None:
         ("tokenizer_config.json", b'{"chat_template": 7}', "chat_template is int"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
         ("chat_template.jinja", b"{% if %}", "chat template does not parse"),
-        ("chat_template.jinja", b"{{ raise_exception('system message needed') }}", "fails on one user message: system message needed"),
-        ("chat_template.jinja", b"{{ messages[3].content }}", "fails on one user message"),
-        ("chat_template.jinja", b"{{ messages.append(1) }}", "fails on one user message"),
+        ("chat_template.jinja", b"{{ raise_exception('system message needed') }}", "fails on these messages: system message needed"),
+        ("chat_template.jinja", b"{{ messages[3].content }}", "fails on these messages"),
+        ("chat_template.jinja", b"{{ messages.append(1) }}", "fails on these messages"),
     ],
 )
 def test_malformed(folder: Path, file: str, content: bytes, says: str) -> None:

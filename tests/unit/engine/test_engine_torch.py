@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, RequestFlag, ResponseFlag
 from mpillm.comms.mover import Peer
 from mpillm.cores.base import CoreConfig, Metrics
 from mpillm.cores.torch_core import TorchCore
@@ -91,6 +91,7 @@ class Answers:
     def __init__(self) -> None:
         self.first: dict[int, int] = {}
         self.final: dict[int, list[int]] = {}
+        self.partial: dict[int, list[int]] = {}  # what streamed, behind the first token
         self.errors: list[int] = []
         self.cancelled: list[int] = []
 
@@ -112,12 +113,16 @@ class Answers:
                 assert flags & ResponseFlag.FINAL and not tokens
                 self.cancelled.append(id_)
                 continue
+            if flags & ResponseFlag.PARTIAL:
+                assert tokens and flags == ResponseFlag.PARTIAL
+                self.partial.setdefault(id_, []).extend(tokens)
             if flags & ResponseFlag.FIRST:
                 assert id_ not in self.first
                 self.first[id_] = tokens[0]
                 assert len(tokens) == 1 or flags & ResponseFlag.FINAL
             if flags & ResponseFlag.FINAL:
                 assert id_ not in self.first or tokens[0] == self.first[id_]
+                assert tokens[1 : 1 + len(self.partial.get(id_, ()))] == self.partial.get(id_, [])
                 self.final[id_] = tokens
 
     def run(self, core: TorchCore) -> Answers:
@@ -373,7 +378,7 @@ def test_stop_words(folder: Path, prompts: Tokens, expected: Tokens, min_output:
     assert answer(core, make_batch(prompts, min_output=min_output)) == wanted
     ignore = [i % 2 for i in range(len(prompts))]
     mixed = [whole if i % 2 else cut for i, (whole, cut) in enumerate(zip(expected, wanted, strict=True))]
-    assert answer(core, make_batch(prompts, min_output=min_output, ignore_stop=ignore)) == mixed != wanted
+    assert answer(core, make_batch(prompts, min_output=min_output, flags=[i * RequestFlag.IGNORE_STOP for i in ignore])) == mixed != wanted
     pair = make_pair(folder, {"stop_words": tuple(words)}, {"stop_words": tuple(words)})
     assert hand_over(*pair, make_batch(prompts, min_output=min_output, generation=1)) == wanted
 
@@ -463,7 +468,7 @@ def make_pair(model: Path, context: dict[str, Any] | None = None, generation: di
     )
 
 
-def hand_over(context: TorchCore, generation: TorchCore, batch: Batch) -> Tokens:
+def hand_over(context: TorchCore, generation: TorchCore, batch: Batch, streamed: dict[int, list[int]] | None = None) -> Tokens:
     """Context on one core, generation on the other, as the roles do it: offers in order, first one first. The answers by id."""
     requests = {int(request.rows["id"][0]): request for request in batch.split()}
     context.enqueue(batch)
@@ -491,7 +496,9 @@ def hand_over(context: TorchCore, generation: TorchCore, batch: Batch) -> Tokens
             arrived.remove(id_)
         if generation.has_work():
             finals.poll(generation)
-    assert not finals.first
+    assert not finals.first and not firsts.partial
+    if streamed is not None:
+        streamed |= finals.partial
     for core in (context, generation):
         assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
         assert not core.has_work()
@@ -597,6 +604,31 @@ def test_contexts_are_offered_a_step_ahead_and_sent_as_they_are_computed(folder:
     assert context.poll_kv() == [1]
     generation.poll_responses()
     assert generation.poll_kv() == [1]
+
+
+# --- streaming ---
+
+
+def test_those_who_stream_get_every_token_when_it_is_there(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+    """All but the last, which comes with the whole answer; those who don't stream get no row more than before."""
+    core = make_core(folder, kv_cache_tokens=160, max_seq_len=None)
+    streams = [i % 2 for i in range(len(prompts))]
+    core.enqueue(make_batch(prompts, flags=[i * RequestFlag.STREAM for i in streams]))
+    answers = Answers().run(core)
+    assert answers.tokens() == expected and core.statistics()["preemptions"] > 3
+    assert answers.partial == {i: tokens[1:-1] for i, tokens in enumerate(expected) if streams[i]}
+
+
+def test_a_handed_over_request_streams_on_behind_its_first_token(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+    pair = make_pair(folder, {}, {})
+    streamed: dict[int, list[int]] = {}
+    assert hand_over(*pair, make_batch(prompts, generation=1, flags=RequestFlag.STREAM), streamed) == expected
+    assert streamed == {i: tokens[1:-1] for i, tokens in enumerate(expected)}
+
+
+def test_end_tokens_can_be_ignored(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+    core = make_core(folder, end_ids=(expected[3][5], expected[6][2]))
+    assert answer(core, make_batch(prompts, flags=RequestFlag.IGNORE_END)) == expected
 
 
 # --- cancelling ---

@@ -264,6 +264,6 @@ def test_only_some_samples_have_stop_words(ignores: Any, sampling: Sampling) -> 
     harness = Harness(route, 1, dataset, sampling, test, None, False, Totals())
     route.handlers[Tag.WINDOW](Received(1, Tag.WINDOW, WINDOW.write(10)))
     assert harness.poll()
-    assert sent[0].rows["ignore_stop"].tolist() == ([0] * 4 if ignores is None else [1, 0, 0, 1])
+    assert sent[0].rows["flags"].tolist() == ([0] * 4 if ignores is None else [1, 0, 0, 1])
     assert sent[0].tokens.tolist() == [2, 1, 1, 0]
     assert np.diff(np.sort(sent[0].rows["seed"])).tolist() == [1, 0, 1]

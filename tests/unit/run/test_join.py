@@ -22,6 +22,7 @@ from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.run.join import plan_run, prepare
 from mpillm.run.rank0 import Rank0
+from mpillm.run.session import TEST
 
 DUMMY = ("--core_type", "dummy")
 
@@ -102,7 +103,7 @@ class Run:
         self.transport: Any = Loopback()
         control = RankControl(self.transport, SimpleNamespace(phase="join"), Limits(DEADLINES))  # type: ignore[arg-type]
         self.out, self.err = io.StringIO(), io.StringIO()
-        self.rank0 = Rank0(control, 3, self.config, 0.0, Console(self.out, self.err))
+        self.rank0 = Rank0(control, 3, self.config, 0.0, Console(self.out, self.err), TEST)
 
     def arrive(self, phase: Phase, reports: dict[int, Any]) -> list[Any]:
         """What the ranks are released with."""

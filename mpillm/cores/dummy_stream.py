@@ -1,0 +1,85 @@
+"""The dummy core's answers to those who want the tokens as they come: a token of each per step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.comms.messages import RESPONSE, Batch, ResponseFlag
+
+_STREAM = np.dtype([("id", "<u4"), ("base", "<i8"), ("at", "<i8"), ("n", "<i8"), ("due", "<f8")])
+
+
+class Streams:
+    """All of them at once, so that a token costs no Python here.
+
+    Token j of an answer is the first plus j, modulo `vocab_size`.
+    """
+
+    def __init__(self, vocab_size: int, gap_s: float) -> None:
+        """`gap_s`: from one token of a stream to its next."""
+        self._vocab_size = vocab_size
+        self._gap_s = gap_s
+        self._rows = np.zeros(0, _STREAM)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(
+        self,
+        ids: NDArray[np.uint32],
+        first_tokens: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        n_told: int,
+        first_at: float,
+    ) -> None:
+        """Begin answers of `lengths` tokens (arrays of shape [n]).
+
+        `n_told` tokens of each are known already; the next is due at `first_at`.
+        """
+        rows = np.zeros(len(ids), _STREAM)
+        rows["id"], rows["base"], rows["at"], rows["n"], rows["due"] = (
+            ids,
+            first_tokens,
+            n_told,
+            lengths,
+            first_at,
+        )
+        self._rows = np.concatenate([self._rows, rows])
+
+    def is_due(self, now: float) -> bool:
+        """Whether `step` has a token."""
+        return bool(len(self._rows)) and bool(self._rows["due"].min() <= now)
+
+    def step(self, now: float) -> Batch:
+        """Return the next token of each due stream: rows FIRST, PARTIAL, or FINAL with the whole answer."""
+        chosen = np.flatnonzero(self._rows["due"] <= now)
+        rows = self._rows[chosen]
+        first, final = rows["at"] == 0, rows["at"] == rows["n"] - 1
+        out = np.zeros(len(rows), RESPONSE)
+        out["id"] = rows["id"]
+        out["n_tokens"] = lengths = np.where(final, rows["n"], 1)
+        kinds = (
+            (first, ResponseFlag.FIRST),
+            (final, ResponseFlag.FINAL),
+            (~(first | final), ResponseFlag.PARTIAL),
+        )
+        for rows_of_kind, flag in kinds:
+            out["flags"] |= rows_of_kind * np.uint32(flag)
+        place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        tokens = (
+            np.repeat(rows["base"] + np.where(final, 0, rows["at"]), lengths) + place
+        ) % self._vocab_size
+        self._rows["at"][chosen] += 1
+        self._rows["due"][chosen] += self._gap_s
+        self._rows = np.delete(self._rows, chosen[final])
+        return Batch(out, tokens.astype(np.int32))
+
+    def remove(self, ids: Collection[int]) -> list[int]:
+        """End those of `ids` that are under way; which."""
+        mine = np.isin(self._rows["id"], list(ids))
+        removed: list[int] = self._rows["id"][mine].tolist()
+        self._rows = self._rows[~mine]
+        return removed

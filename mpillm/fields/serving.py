@@ -1,0 +1,43 @@
+"""The endpoint that `serve` puts before the ranks. The names that vLLM has, too, mean the same."""
+
+from __future__ import annotations
+
+from mpillm.configurator import Field, Options
+from mpillm.configurator.parsers import port_or_any, positive, secret
+
+
+class ServingFields(Options):
+    """The endpoint that `serve` puts before the ranks."""
+
+    host = Field(
+        "host",
+        "the address to listen at; 0.0.0.0: at all of this machine's",
+        default="127.0.0.1",
+        group="serve",
+    )
+    port = Field(
+        "port", "the port to listen at; 0: any that is free", port_or_any, default=8000, group="serve"
+    )
+    api_key = Field(
+        "api_key",
+        "the key that clients must send; the environment variable MPILLM_API_KEY hides it from other users",
+        secret,
+        disallow_argparse=False,
+        from_environ="MPILLM_API_KEY",
+        group="serve",
+    )
+    served_model_name = Field(
+        "served_model_name",
+        "the model's name in the API, or several with commas between them [default: the model's]",
+        group="serve",
+    )
+    max_queue_size = Field(
+        "max_queue_size",
+        "requests without a first token, beyond which clients are told to come again (429)",
+        positive,
+        default=1024,
+        group="serve",
+    )
+    max_body_bytes = Field(
+        "max_body_bytes", "the largest body of a request", positive, default=1 << 24, group="serve"
+    )

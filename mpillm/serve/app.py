@@ -1,0 +1,295 @@
+"""The routes: from an HTTP request to prompts, and from answers to a response. Runs in the HTTP thread."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextvars import ContextVar
+from typing import Any
+
+from aiohttp import web
+
+from mpillm import __version__
+from mpillm.serve.choices import Choice, Piece
+from mpillm.serve.open_requests import OpenRequests
+from mpillm.serve.prometheus import ServeMetrics
+from mpillm.serve.protocol import ApiError, Asked, Json, Served, encode, read
+from mpillm.serve.shapes import DONE, Shapes, error_event
+
+_log = logging.getLogger(__name__)
+_LONG_TEXT = (
+    20_000  # characters; longer ones become tokens in another thread, so that streams go on meanwhile
+)
+_RETRY_AFTER_S = "1"
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+_request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(
+        self,
+        served: Served,
+        requests: OpenRequests,
+        *,
+        api_key: str | None = None,
+        max_queue_size: int = 1024,
+        max_body_bytes: int = 1 << 24,
+        kv_cache_usage: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`max_queue_size`: requests without a first token; with more, clients get 429.
+
+        `kv_cache_usage`: of the fullest instance; None: unknown.
+        """
+        self.metrics = ServeMetrics()
+        self.draining = False
+        self.active = 0  # handlers at work
+        self._served = served
+        self._requests = requests
+        self._api_key = api_key
+        self._max_queue_size = max_queue_size
+        self._max_body_bytes = max_body_bytes
+        self._kv_cache_usage = kv_cache_usage
+        self._started = int(time.time())
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.get("/version", self._version),
+            ]
+        )
+        return app
+
+    # --- around every route ---
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Errors in OpenAI's form, the key, the request's id."""
+        given = request.headers.get("X-Request-Id", "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        _request_id.set(request_id)
+        self.active += 1
+        try:
+            self._check_key(request)
+            response = await handler(request)
+        except ApiError as error:
+            response = _error_response(error)
+        except web.HTTPRequestEntityTooLarge:
+            response = _error_response(
+                ApiError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+            )
+        except web.HTTPException as error:
+            response = _error_response(
+                ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            )
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+        except (ConnectionError, asyncio.CancelledError):  # the client has gone
+            raise
+        except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
+            _log.exception("request %s", request_id)
+            response = _error_response(
+                ApiError(500, f"an error of the server; its log has more of request {request_id}")
+            )
+        finally:
+            self.active -= 1
+        self.metrics.responded(response.status)
+        if not response.prepared:
+            response.headers["X-Request-Id"] = request_id
+        return response
+
+    def _check_key(self, request: web.Request) -> None:
+        """As vLLM: /v1 needs the key, /health and /metrics don't."""
+        if self._api_key is None or not request.path.startswith("/v1"):
+            return
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(
+            key.strip().encode(errors="replace"), self._api_key.encode()
+        ):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+
+    # --- what is there ---
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"object": "list", "data": [self._card(name) for name in self._served.names]}
+        )
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name not in self._served.names:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; there is {self._served.names[0]}",
+                "model",
+                "model_not_found",
+            )
+        return web.json_response(self._card(name))
+
+    def _card(self, name: str) -> Json:
+        card: Json = {"id": name, "object": "model", "created": self._started, "owned_by": "mpillm"}
+        return card | {
+            "root": self._served.names[0],
+            "parent": None,
+            "max_model_len": self._served.max_model_len,
+        }
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self._check_open()
+        return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": __version__})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        gauges: dict[str, float] = {
+            "num_requests_running": self._requests.running,
+            "num_requests_waiting": self._requests.waiting,
+        }
+        if (usage := self._kv_cache_usage()) is not None:
+            gauges["kv_cache_usage_perc"] = usage
+        text = self.metrics.text(self._served.names[0], gauges)
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    # --- answers ---
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=False)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, chat=True)
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+    async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        self._check_open()
+        asked = read(await request.read(), chat, self._served)
+        if asked.n_characters > _LONG_TEXT:
+            prompts = await asyncio.get_running_loop().run_in_executor(None, encode, asked, self._served)
+        else:
+            prompts = encode(asked, self._served)
+        self._check_open()
+        if self._requests.waiting + len(prompts) > self._max_queue_size:
+            raise ApiError(
+                429,
+                f"more than {self._max_queue_size} requests wait (--max_queue_size); try again",
+                code="queue_full",
+            )
+        choices = [self._open(i, prompt, wanted, asked) for i, (prompt, wanted) in enumerate(prompts)]
+        shapes = Shapes(asked, _request_id.get(), self._served.names[0])
+        try:
+            if asked.stream:
+                return await self._stream(request, asked, shapes, choices)
+            pieces: list[list[Piece]] = []
+            for choice in choices:
+                pieces.append([piece async for piece in self._pieces(choice)])
+            return web.json_response(shapes.whole(choices, pieces))
+        finally:
+            for choice in choices:
+                self._requests.give_up(choice.answer)  # unless it has ended
+
+    def _open(self, index: int, prompt: list[int], wanted: int, asked: Asked) -> Choice:
+        row = asked.row | {"max_output": wanted, "min_output": min(asked.min_tokens, wanted)}
+        return Choice(index, self._requests.open(row, prompt), prompt, wanted, asked, self._served)
+
+    async def _pieces(self, choice: Choice) -> AsyncIterator[Piece]:
+        """Of one choice, as they come; counted. ApiError: there will be no answer."""
+        answer, reason, seen_at = choice.answer, "abort", 0.0
+        try:
+            while True:
+                if (piece := choice.take()) is None:
+                    await answer.changed()
+                    continue
+                if answer.failed:
+                    raise ApiError(
+                        500, "the engine could not answer; the log of its rank says why", code="not_answered"
+                    )
+                if answer.given_up:
+                    raise ApiError(503, "the server is shutting down", code="shutting_down")
+                if piece.tokens:
+                    if seen_at:
+                        self.metrics.more_tokens(len(piece.tokens), answer.last_at - seen_at)
+                    else:
+                        self.metrics.first_token(answer)
+                    seen_at = answer.last_at
+                reason = piece.finish_reason or reason
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        except ApiError:
+            reason = "error"
+            raise
+        finally:
+            self.metrics.finished(answer, reason, choice.n_tokens)
+
+    async def _stream(
+        self, request: web.Request, asked: Asked, shapes: Shapes, choices: list[Choice]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # as nginx is told not to collect what it passes on
+                "X-Request-Id": _request_id.get(),
+            }
+        )
+        await response.prepare(request)
+
+        async def write(choice: Choice) -> None:
+            if asked.chat:
+                await response.write(shapes.role_chunk(choice))
+            async for piece in self._pieces(choice):
+                await response.write(shapes.chunk(choice, piece))
+
+        try:
+            if len(choices) == 1:
+                await write(choices[0])
+            else:
+                await _all(write(choice) for choice in choices)
+            if asked.include_usage:
+                await response.write(shapes.usage_chunk(choices))
+            await response.write(DONE)
+        except ApiError as error:  # in the middle of a response whose status was 200
+            await response.write(error_event(error.body()))
+        await response.write_eof()
+        return response
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All at once; when one fails or this is cancelled, the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _error_response(error: ApiError) -> web.Response:
+    headers = {"Retry-After": _RETRY_AFTER_S} if error.status in (429, 503) else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.json_response(error.body(), status=error.status, headers=headers)

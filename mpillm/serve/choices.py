@@ -1,0 +1,76 @@
+"""One choice of an answer: from tokens as they come to pieces of text, up to what ends it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpillm.data.detokenizer import Detokenizer, StopStrings
+from mpillm.serve.open_requests import Answer
+from mpillm.serve.protocol import Asked, Served
+
+
+class Piece(NamedTuple):
+    """What has come since the piece before."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str | None  # of the last piece: stop, length
+    stop_reason: str | int | None = None  # the stop string or the stop token, if one has ended it
+
+
+class Choice:
+    """Reads an answer while it grows."""
+
+    def __init__(
+        self, index: int, answer: Answer, prompt: list[int], max_tokens: int, asked: Asked, served: Served
+    ) -> None:
+        self.index = index
+        self.answer = answer
+        self.prompt = prompt
+        self.n_tokens = 0  # passed on
+        self._max_tokens = max_tokens
+        self._asked = asked
+        self._end_ids = served.end_ids if not asked.ignore_eos else frozenset()
+        self._detokenizer = Detokenizer(served.tokenizer)
+        self._stop = StopStrings(asked.stop)
+        self._one_by_one = bool(asked.stop or asked.stop_token_ids)
+
+    def take(self) -> Piece | None:
+        """The next piece; None if nothing has come."""
+        new = self.answer.tokens[self.n_tokens :]
+        if not new and not self.answer.ended:
+            return None
+        if self._one_by_one:
+            return self._take_one_by_one(new)
+        self.n_tokens += len(new)
+        text = self._detokenizer.add(new)
+        if not self.answer.ended:
+            return Piece(text, new, None)
+        return Piece(text + self._detokenizer.end(), new, self._reason())
+
+    def _take_one_by_one(self, new: list[int]) -> Piece:
+        """The answer ends with the first token that makes a stop string whole, or is a stop token."""
+        text = ""
+        for i, token in enumerate(new):
+            self.n_tokens += 1
+            may_stop = self.n_tokens >= self._asked.min_tokens
+            if may_stop and token in self._asked.stop_token_ids:
+                return Piece(
+                    text + self._stop.add(self._detokenizer.end()) + self._stop.end(),
+                    new[: i + 1],
+                    "stop",
+                    token,
+                )
+            piece = self._detokenizer.add([token])
+            text += self._stop.add(piece) if may_stop else piece
+            if self._stop.found is not None:
+                return Piece(text, new[: i + 1], "stop", self._stop.found)
+        if not self.answer.ended:
+            return Piece(text, new, None)
+        text += self._stop.add(self._detokenizer.end()) + self._stop.end()
+        return Piece(text, new, "stop" if self._stop.found is not None else self._reason(), self._stop.found)
+
+    def _reason(self) -> str:
+        """Of an answer that has ended by itself."""
+        tokens = self.answer.tokens
+        return "length" if len(tokens) >= self._max_tokens and tokens[-1] not in self._end_ids else "stop"

@@ -1,0 +1,136 @@
+"""The MPI side of the endpoint: requests from the HTTP thread to the leader, responses back to that thread.
+
+The two threads share one deque and one callback. Whole messages go through them: no Python per token here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from mpillm.comms.messages import ANSWER, CANCEL, QUERY, RESPONSE, WINDOW, Batch, ResponseFlag, concat
+from mpillm.comms.transport import Transport
+from mpillm.errors import Failure, RunError
+from mpillm.phases import Phase
+from mpillm.roles.role import Role
+
+_MAX_BATCH = 1024  # requests of one message
+_GIVEN_UP = int(ResponseFlag.FIRST | ResponseFlag.FINAL | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)
+
+
+class Endpoint(Protocol):
+    """What the main thread sees of the HTTP thread."""
+
+    def listen(self) -> None:
+        """Take connections from now on. Returns at once."""
+
+    @property
+    def listening(self) -> bool:
+        """Whether connections are taken."""
+
+    def drain(self, seconds: float) -> None:
+        """Take no more requests; cancel those that have not ended after `seconds`. Returns at once."""
+
+    @property
+    def drained(self) -> bool:
+        """Whether `drain` is done: every request has ended, and no instance holds anything of one."""
+
+    @property
+    def error(self) -> str:
+        """Why there is no HTTP thread any more; empty while all is well."""
+
+    def stop(self) -> None:
+        """Close every connection and end the thread."""
+
+
+class Mailbox:
+    """Between the threads: a request is a batch of one row, a cancelled one its id."""
+
+    def __init__(self) -> None:
+        self.out: deque[Batch | int] = deque()  # from the HTTP thread
+        self.deliver: Callable[[Batch], None] = lambda batch: (
+            None
+        )  # to the HTTP thread; called in the main thread
+
+
+class Frontend(Role):
+    """Stands where a run has the harness."""
+
+    def __init__(
+        self, route: Transport, leader: int, mailbox: Mailbox, endpoint: Endpoint, drain_s: float
+    ) -> None:
+        """`leader`: its rank in the route communicator; `drain_s`: time for open requests once it drains."""
+        self._route = route
+        self._leader = leader
+        self._mailbox = mailbox
+        self._endpoint = endpoint
+        self._drain_s = drain_s
+        self._window = 0
+        self._pending: deque[Batch] = deque()  # the leader has no room for them yet
+        self._drain_asked = False
+        self._draining = False
+        self.started = 0.0  # time.perf_counter() at the start of the test; 0: not yet
+        ANSWER.handle(route, lambda source, batch: mailbox.deliver(batch))
+        WINDOW.handle(route, self._on_window)
+
+    def end_early(self) -> bool:
+        """End the test in an orderly way; False if that has begun already.
+
+        For signal handlers: `poll` does the work.
+        """
+        first = not self._drain_asked
+        self._drain_asked = True
+        return first
+
+    def ready(self) -> None:
+        self._endpoint.listen()  # the console names the URL when this phase ends; requests wait for the test
+
+    def test(self) -> None:
+        self.started = time.perf_counter()
+
+    def done(self, phase: Phase) -> bool:
+        if error := self._endpoint.error:
+            raise RunError(Failure(f"the HTTP server ended: {error}"))
+        if phase == "ready":
+            return self._window > 0 and self._endpoint.listening
+        return phase != "test" or self._endpoint.drained
+
+    def stop(self) -> None:
+        self._endpoint.stop()
+
+    def poll(self) -> bool:
+        if self._drain_asked and not self._draining:
+            self._draining = True
+            self._endpoint.drain(self._drain_s)
+        out, cancelled = self._mailbox.out, list[int]()
+        while out:
+            item = out.popleft()
+            if isinstance(item, int):
+                cancelled.append(item)
+            else:
+                self._pending.append(item)
+        worked = bool(cancelled)
+        while self.started and self._pending and self._window > 0:
+            n = min(len(self._pending), self._window, _MAX_BATCH)
+            QUERY.send(self._route, self._leader, concat([self._pending.popleft() for _ in range(n)]))
+            self._window -= n
+            worked = True
+        if cancelled:  # behind their requests
+            self._cancel(cancelled)
+        return worked
+
+    def _cancel(self, ids: list[int]) -> None:
+        here = {int(batch.rows["id"][0]) for batch in self._pending}.intersection(ids)
+        if here:
+            self._pending = deque(batch for batch in self._pending if int(batch.rows["id"][0]) not in here)
+            rows = np.array([(id_, 0, _GIVEN_UP) for id_ in here], RESPONSE)
+            self._mailbox.deliver(Batch(rows, np.zeros(0, np.int32)))
+        if there := [id_ for id_ in ids if id_ not in here]:
+            CANCEL.send(self._route, self._leader, there)
+
+    def _on_window(self, source: int, requests: int) -> None:
+        self._window += requests

@@ -1,0 +1,157 @@
+"""The HTTP thread: an event loop that has the sockets, beside rank 0's own, which has MPI."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+from aiohttp import web
+
+from disagg.errors import ConfigError
+from mpillm.comms.messages import Batch
+from mpillm.serve.app import Service
+from mpillm.serve.frontend import Mailbox
+from mpillm.serve.open_requests import OpenRequests
+
+_log = logging.getLogger(__name__)
+_BACKLOG = 1024  # connections that are not accepted yet
+_LOOK_S = 0.02  # between two looks at whether the last request has ended
+_CANCEL_S = 5.0  # for ranks to drop what `drain` has cancelled; after it the phase drain names who has not
+_STOP_S = 2.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound and does not listen yet; ConfigError if that can't be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {host}: {error}", about=["host"]) from error
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror}; name another port", about=["host", "port"]
+        ) from error
+    return made
+
+
+def url(bound: socket.socket) -> str:
+    """Of the API behind a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+class HttpThread:
+    """See `frontend.Endpoint`. The main thread calls its methods, which have the HTTP thread do the work."""
+
+    def __init__(
+        self, service: Service, requests: OpenRequests, mailbox: Mailbox, bound: socket.socket
+    ) -> None:
+        self._service = service
+        self._requests = requests
+        self._socket = bound
+        self._runner: web.AppRunner | None = None
+        self._site: web.SockSite | None = None
+        self._listening, self._drained = threading.Event(), threading.Event()
+        self.error = ""
+        self._loop = _new_loop()
+        self._loop.set_exception_handler(self._on_loop_error)
+        mailbox.deliver = lambda batch: self._call(self._take, batch)
+        self._thread = threading.Thread(target=self._run, name="mpillm-http", daemon=True)
+        self._thread.start()
+
+    def listen(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop)
+
+    @property
+    def listening(self) -> bool:
+        return self._listening.is_set()
+
+    def drain(self, seconds: float) -> None:
+        asyncio.run_coroutine_threadsafe(self._drain(seconds), self._loop)
+
+    @property
+    def drained(self) -> bool:
+        return self._drained.is_set()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+            self._thread.join(_STOP_S)
+        self._socket.close()
+
+    # --- in the HTTP thread ---
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # noqa: BLE001 - the main thread ends the run with it
+            self._fail(error)
+
+    def _call(self, function: object, batch: Batch) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for answers any more
+            self._loop.call_soon_threadsafe(function, batch)  # type: ignore[arg-type]
+
+    def _take(self, batch: Batch) -> None:
+        try:
+            self._requests.take(batch)
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        _log.error("the HTTP thread", exc_info=error)
+        self.error = self.error or f"{type(error).__name__}: {error}"
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """Of a connection, as a rule: the others go on."""
+        error = context.get("exception")
+        _log.error("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
+
+    async def _start(self) -> None:
+        try:
+            # Handlers are cancelled when their client has gone: that is how its request ends.
+            self._runner = web.AppRunner(
+                self._service.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S
+            )
+            await self._runner.setup()
+            self._site = web.SockSite(self._runner, self._socket, backlog=_BACKLOG)
+            await self._site.start()
+            self._listening.set()
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            self._fail(error)
+
+    async def _drain(self, seconds: float) -> None:
+        """Take no connection, answer 503 on those that exist, until all requests have ended or time is up."""
+        self._service.draining = True
+        if self._site is not None:
+            await self._site.stop()
+        for given_up, patience in ((False, seconds), (True, _CANCEL_S)):
+            if given_up:
+                self._requests.give_up_all()
+            end = time.monotonic() + patience
+            while (len(self._requests) or self._service.active) and time.monotonic() < end:
+                await asyncio.sleep(_LOOK_S)
+        self._drained.set()
+
+    async def _close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._loop.stop()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # no wheel for this machine: asyncio's own is slower and does the same
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -1,0 +1,155 @@
+"""Requests under way, as the HTTP thread sees them: who waits for the answer of which id."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from mpillm.comms.messages import REQUEST, Batch, ResponseFlag
+
+_FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
+_CANCELLED, _PARTIAL = int(ResponseFlag.CANCELLED), int(ResponseFlag.PARTIAL)
+_CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.CANCEL_DONE)
+_ALONE = _FIRST | _FINAL
+
+
+class Answer:
+    """Of one prompt, as far as it is there."""
+
+    __slots__ = (
+        "_held_back",
+        "_waiter",
+        "ended",
+        "failed",
+        "first_at",
+        "given_up",
+        "id",
+        "last_at",
+        "n_prompt",
+        "opened_at",
+        "tokens",
+    )
+
+    def __init__(self, id_: int, n_prompt: int) -> None:
+        self.id = id_
+        self.n_prompt = n_prompt
+        self.tokens: list[int] = []
+        self.ended = False
+        self.failed = False  # the core could not answer
+        self.given_up = False  # cancelled by us
+        self.opened_at = time.perf_counter()
+        self.first_at = self.last_at = 0.0
+        self._held_back: list[
+            int
+        ] = []  # a generation instance's tokens that overtook the context instance's first one
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def changed(self) -> None:
+        """Wait until there are more tokens, or the answer has ended. Looked at by one task."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def add(self, tokens: list[int], flags: int) -> None:
+        """Take a row's tokens."""
+        if flags & _FINAL:
+            self.ended, self.failed = True, bool(flags & _ERROR)
+            if not flags & (_ERROR | _CANCELLED):
+                self.tokens = tokens  # all of them, whatever has come before
+        elif flags & _FIRST:
+            if not self.tokens:
+                self.tokens = tokens + self._held_back
+        elif self.tokens:
+            self.tokens += tokens
+        else:
+            self._held_back += tokens
+        if self.tokens:
+            self.last_at = time.perf_counter()
+            self.first_at = self.first_at or self.last_at
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class OpenRequests:
+    """Gives ids to requests and takes them back when no rank can speak of them any more."""
+
+    def __init__(self, hands_over: bool, put: Callable[[Batch | int], None]) -> None:
+        """`hands_over`: context instances hand requests to generation instances; `put`: into the mailbox."""
+        self._holders = 2 if hands_over else 1
+        self._put = put
+        self._free: list[int] = []
+        self._n_ids = 0
+        self._held: dict[
+            int, int
+        ] = {}  # by id, how many words are still to come: from each holder, and for a cancellation
+        self._answers: dict[int, Answer] = {}  # that have not ended
+
+    def __len__(self) -> int:
+        """Ids in use: also of requests that have ended for whoever asked."""
+        return len(self._held)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a first token."""
+        return sum(not answer.tokens for answer in self._answers.values())
+
+    @property
+    def running(self) -> int:
+        """Requests that have one, and not the last."""
+        return len(self._answers) - self.waiting
+
+    def open(self, row: Mapping[str, float], prompt: list[int]) -> Answer:
+        """Ask for an answer; `row`: the fields of REQUEST but `id` and `n_tokens`."""
+        if self._free:
+            id_ = self._free.pop()
+        else:
+            id_, self._n_ids = self._n_ids, self._n_ids + 1
+        rows = np.zeros(1, REQUEST)
+        for name, value in row.items():
+            rows[name] = value
+        rows["id"], rows["n_tokens"] = id_, len(prompt)
+        answer = self._answers[id_] = Answer(id_, len(prompt))
+        self._held[id_] = self._holders
+        self._put(Batch(rows, np.array(prompt, np.int32)))
+        return answer
+
+    def give_up(self, answer: Answer) -> None:
+        """Have it cancelled, if it has not ended. Nobody waits for it any more."""
+        if not answer.ended and not answer.given_up:
+            answer.given_up = True
+            self._held[answer.id] += 1
+            self._put(answer.id)
+
+    def give_up_all(self) -> None:
+        for answer in [*self._answers.values()]:
+            self.give_up(answer)
+
+    def take(self, batch: Batch) -> None:
+        """Rows from the ranks."""
+        rows, tokens, at = batch.rows, batch.tokens.tolist(), 0
+        for id_, n, flags in zip(
+            rows["id"].tolist(), rows["n_tokens"].tolist(), rows["flags"].tolist(), strict=True
+        ):
+            if flags & (_FIRST | _FINAL | _PARTIAL) and (answer := self._answers.get(id_)) is not None:
+                answer.add(tokens[at : at + n], flags)
+            at += n
+            if flags & (_FINAL | _CONTEXT_DONE | _CANCEL_DONE):
+                self._let_go(id_, flags)
+
+    def _let_go(self, id_: int, flags: int) -> None:
+        """Free the id after the last row.
+
+        A request that was handed over ends twice, in either order: with FINAL and with CONTEXT_DONE.
+        """
+        if flags & _FINAL:
+            self._answers.pop(id_, None)
+        # First token and last one at once: nothing was handed over.
+        self._held[id_] -= (
+            self._holders if flags & _ALONE == _ALONE else bool(flags & (_FINAL | _CONTEXT_DONE))
+        )
+        self._held[id_] -= bool(flags & _CANCEL_DONE)
+        if not self._held[id_]:
+            del self._held[id_]
+            self._free.append(id_)

@@ -1,0 +1,375 @@
+"""OpenAI's API as it is spoken here: what a body asks for, and what is wrong with it.
+
+The names are those of OpenAI's completions and chat completions, and of vLLM's additions to them:
+`min_tokens`, `ignore_eos`, `top_k`, `stop_token_ids`, `return_token_ids`, prompts as token ids. What would
+change the answer and can't be done is refused; names that no answer depends on are passed over, as by vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.comms.messages import NO_INSTANCE, RequestFlag
+from mpillm.data.dataset import Limits
+from mpillm.data.tokenizer import Messages, Tokenizer
+
+Json = dict[str, Any]
+
+_TYPES = {
+    401: "invalid_request_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+_LEAST_TEMPERATURE = 0.01  # smaller ones overflow the division; as vLLM, which takes this in their place
+_MOST_PROMPTS = 2048  # of one body
+_MOST_STOPS = 64
+_MOST_TOKENS = 1 << 20  # of prompt and answer, where neither the model nor an option says less
+_OPENAI_COMPLETION_TOKENS = 16  # of a text completion that does not say how many
+
+# Names with the values that ask for nothing; any other asks for what is not here.
+_NOT_HERE: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+_WHY = {"n": "one answer for each prompt", "logprobs": "the engine gives no log probabilities"}
+
+
+class ApiError(Exception):
+    """An answer that says what is wrong, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> Json:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is behind the endpoint."""
+
+    names: tuple[str, ...]  # of the model; the first is in every answer
+    tokenizer: Tokenizer
+    limits: Limits
+    end_ids: frozenset[int] = frozenset()
+    max_output_len: int = 128  # of a chat that does not say how many
+    # Of requests that do not say; None: as OpenAI's API has it.
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    min_output_len: int = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer."""
+        return min(self.limits.max_seq_len or _MOST_TOKENS, _MOST_TOKENS)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.limits.vocab_size or self.tokenizer.vocab_size
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A body that can be answered, but for the lengths of its prompts."""
+
+    chat: bool
+    prompts: Sequence[str | list[int]]  # one, for a chat: empty
+    messages: Messages
+    max_tokens: int | None
+    row: dict[str, float]  # fields of REQUEST
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def n_characters(self) -> int:
+        """Of what has to become tokens."""
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)) + sum(
+            len(m["content"]) for m in self.messages
+        )
+
+
+def read(data: bytes, chat: bool, served: Served) -> Asked:
+    """What a body asks for; ApiError."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is {_kind(body)}, not an object")
+    model = body.get("model")
+    if model is not None and model not in served.names:
+        raise ApiError(
+            404,
+            f"the model {_shown(model)} does not exist; there is {served.names[0]}",
+            "model",
+            "model_not_found",
+        )
+    for name, harmless in _NOT_HERE.items():
+        value = body.get(name)
+        if value is not None and not any(
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
+        ):
+            _refuse(name, value)
+    options = _mapping(body, "stream_options")
+    ignore_eos = _flag(body, "ignore_eos")
+    stop, stop_token_ids = (
+        _stops(body),
+        _token_ids(body.get("stop_token_ids") or [], "stop_token_ids", served.vocab_size),
+    )
+    stream = _flag(body, "stream")
+    max_tokens = _number(body, "max_tokens", 1, served.max_model_len, whole=True)
+    if chat:
+        max_tokens = _number(body, "max_completion_tokens", 1, served.max_model_len, whole=True) or max_tokens
+    elif max_tokens is None:
+        max_tokens = min(_OPENAI_COMPLETION_TOKENS, served.max_model_len)
+    min_tokens = _number(body, "min_tokens", 0, served.max_model_len, whole=True)
+    if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
+        raise ApiError(400, f"min_tokens {min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
+    flags = RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP if ignore_eos else RequestFlag(0)
+    if stream or stop or stop_token_ids:  # then its tokens are looked at as they come
+        flags |= RequestFlag.STREAM
+    return Asked(
+        chat=chat,
+        prompts=() if chat else _prompts(body, served.vocab_size),
+        messages=_messages(body) if chat else (),
+        max_tokens=None if max_tokens is None else int(max_tokens),
+        row=_sampling(body, served) | {"flags": int(flags), "generation": NO_INSTANCE},
+        min_tokens=int(served.min_output_len if min_tokens is None else min_tokens),
+        stop=stop,
+        stop_token_ids=frozenset(stop_token_ids),
+        ignore_eos=ignore_eos,
+        stream=stream,
+        include_usage=_flag(options, "include_usage"),
+        continuous_usage=_flag(options, "continuous_usage_stats"),
+        return_token_ids=_flag(body, "return_token_ids"),
+    )
+
+
+def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:
+    """Return the tokens of each prompt and how many its answer may have. May take long.
+
+    ApiError: that does not fit the model.
+    """
+    limits, made = served.limits, []
+    param = "messages" if asked.chat else "prompt"
+    try:
+        if asked.chat:
+            prompts = [served.tokenizer.encode_chat(asked.messages)]
+        else:
+            prompts = [served.tokenizer.encode_text(p) if isinstance(p, str) else p for p in asked.prompts]
+    except ConfigError as error:
+        raise ApiError(400, str(error), param) from None
+    for prompt in prompts:
+        n, most = len(prompt), served.max_model_len
+        if not prompt:
+            raise ApiError(400, f"{param}: no tokens", param)
+        room = most - n
+        wanted = asked.max_tokens or max(1, min(served.max_output_len, room))
+        if wanted > room:
+            both = f"{n} of the prompt and {wanted} of the answer are {n + wanted}"
+            message = f"the model's context length is {most} tokens; {both}"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        if limits.max_prompt_len is not None and n > limits.max_prompt_len:
+            message = f"{param}: {n} tokens; without chunked context it may have {limits.max_prompt_len}"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        if max(prompt) >= served.vocab_size:
+            raise ApiError(
+                400,
+                f"{param}: the model knows {served.vocab_size} tokens, the tokenizer made {max(prompt)}",
+                param,
+            )
+        made.append((prompt, wanted))
+    return made
+
+
+def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
+    """A text, token ids, or an array of either."""
+    prompt = body.get("prompt")
+    if prompt is None:
+        raise ApiError(400, "prompt is missing", "prompt")
+    if isinstance(prompt, str):
+        return [_text(prompt, "prompt")]
+    if not isinstance(prompt, list) or not prompt:
+        raise ApiError(400, "prompt: expected a text, token ids, or an array of either", "prompt")
+    if isinstance(prompt[0], int):
+        return [_token_ids(prompt, "prompt", vocab_size)]
+    if len(prompt) > _MOST_PROMPTS:
+        raise ApiError(400, f"prompt: {len(prompt)} prompts; at most {_MOST_PROMPTS}", "prompt")
+    return [
+        _token_ids(p, "prompt", vocab_size) if isinstance(p, list) else _text(p, "prompt") for p in prompt
+    ]
+
+
+def _messages(body: Json) -> Messages:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages: expected an array of at least one message", "messages")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> Json:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ApiError(400, "messages: expected objects with role and content", "messages")
+    content = message.get("content")
+    if isinstance(content, list):  # of parts
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise ApiError(
+                400, "messages: a part of a content that is no text: the model reads text alone", "messages"
+            )
+        content = "".join(map(str, parts))
+    if message.get("tool_calls"):
+        raise ApiError(400, "messages: tool_calls is not supported", "messages")
+    return {"role": _text(message["role"], "messages"), "content": _text(content, "messages")}
+
+
+def _sampling(body: Json, served: Served) -> dict[str, float]:
+    temperature = _number(body, "temperature", 0, 100)
+    if temperature is None:
+        temperature = 1.0 if served.temperature is None else served.temperature
+    top_p = _number(body, "top_p", 0, 1)
+    if top_p == 0:
+        raise ApiError(400, "top_p 0: expected more than 0, at most 1", "top_p")
+    top_k = _number(body, "top_k", -1, 2**31 - 1, whole=True)
+    seed = _number(body, "seed", -(2**63), 2**64 - 1, whole=True)
+    if seed is None:
+        seed = random.getrandbits(32) if served.seed is None else served.seed
+    return {
+        "temperature": max(temperature, _LEAST_TEMPERATURE) if temperature else 0.0,
+        "top_k": max(0, int((served.top_k or 0) if top_k is None else top_k)),
+        "top_p": (served.top_p or 1.0) if top_p is None else max(top_p, 1e-6),
+        "seed": int(seed) & 0xFFFFFFFF,
+    }
+
+
+def _stops(body: Json) -> tuple[str, ...]:
+    stop = body.get("stop")
+    strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if (
+        not isinstance(strings, list)
+        or not all(isinstance(one, str) for one in strings)
+        or len(strings) > _MOST_STOPS
+    ):
+        raise ApiError(400, f"stop: expected a text, or an array of at most {_MOST_STOPS} texts", "stop")
+    return tuple(_text(one, "stop") for one in strings if one)
+
+
+def _token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
+    if not isinstance(value, list) or not all(type(id_) is int and 0 <= id_ < vocab_size for id_ in value):
+        raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
+    return value
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str):
+        raise ApiError(400, f"{param}: {_kind(value)}, not a text", param)
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a pair of \\u escapes
+        raise ApiError(400, f"{param}: not a text that UTF-8 can hold", param) from None
+    return value
+
+
+def _number(body: Json, name: str, least: float, most: float, *, whole: bool = False) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    kinds = (int,) if whole else (int, float)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, kinds)
+        or not least <= value <= most
+        or not math.isfinite(value)
+    ):
+        what = "a whole number" if whole else "a number"
+        raise ApiError(400, f"{name} {_shown(value)}: expected {what} from {least} to {most}", name)
+    return value
+
+
+def _flag(body: Json, name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ApiError(400, f"{name} {_shown(value)}: expected true or false", name)
+    return bool(value)
+
+
+def _mapping(body: Json, name: str) -> Json:
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ApiError(400, f"{name} {_shown(value)}: expected an object", name)
+    return value or {}
+
+
+def _refuse(name: str, value: Any) -> None:
+    why = f": {_WHY[name]}" if name in _WHY else ""
+    raise ApiError(400, f"{name} {_shown(value)} is not supported{why}", name, "unsupported_parameter")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _kind(value: Any) -> str:
+    names = {
+        type(None): "null",
+        bool: "a truth value",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "an array",
+        dict: "an object",
+    }
+    return names[type(value)]

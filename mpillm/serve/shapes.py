@@ -1,0 +1,102 @@
+"""What goes over the wire: OpenAI's objects, with vLLM's additions. Chunks are put together as text."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mpillm.serve.choices import Choice, Piece
+from mpillm.serve.protocol import Asked, Json
+
+DONE = b"data: [DONE]\n\n"
+
+
+def usage(choices: Sequence[Choice]) -> Json:
+    """Tokens of prompts and answers; end tokens count."""
+    prompt, completion = (
+        sum(len(choice.prompt) for choice in choices),
+        sum(choice.n_tokens for choice in choices),
+    )
+    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
+
+class Shapes:
+    """Of one request."""
+
+    def __init__(self, asked: Asked, request_id: str, model: str) -> None:
+        self._asked = asked
+        self._head: Json = {
+            "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{request_id}",
+            "object": "chat.completion" if asked.chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        chunk = self._head | ({"object": "chat.completion.chunk"} if asked.chat else {})
+        self._chunk_head = json.dumps(chunk)[:-1]  # without the brace that closes it
+
+    def whole(self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]]) -> Json:
+        """The answer of a request that does not stream, from the pieces of each choice."""
+        made = []
+        for choice, parts in zip(choices, pieces, strict=True):
+            text = "".join(part.text for part in parts)
+            content: Json = (
+                {"message": {"role": "assistant", "content": text}} if self._asked.chat else {"text": text}
+            )
+            one = {"index": choice.index, **content, "logprobs": None}
+            one |= {"finish_reason": parts[-1].finish_reason, "stop_reason": parts[-1].stop_reason}
+            if self._asked.return_token_ids:
+                one["token_ids"] = [token for part in parts for token in part.tokens]
+                if not self._asked.chat:
+                    one["prompt_token_ids"] = choice.prompt
+            made.append(one)
+        whole = self._head | {"choices": made, "usage": usage(choices)}
+        if self._asked.chat and self._asked.return_token_ids:
+            whole["prompt_token_ids"] = choices[0].prompt
+        return whole
+
+    def role_chunk(self, choice: Choice) -> bytes:
+        """The chunk that a streamed chat begins with."""
+        made: Json = {
+            "choices": [
+                {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            ]
+        }
+        if self._asked.return_token_ids:
+            made["prompt_token_ids"] = choice.prompt
+        return self._event(self._chunk_head + ", " + json.dumps(made | self._usage_so_far(choice))[1:])
+
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
+        """A piece of a streamed answer."""
+        text = json.dumps(piece.text)
+        content = f'"delta": {{"content": {text}}}' if self._asked.chat else f'"text": {text}'
+        made = f'{{"index": {choice.index}, {content}, "logprobs": null, "finish_reason": '
+        made += (
+            f'"{piece.finish_reason}", "stop_reason": {json.dumps(piece.stop_reason)}'
+            if piece.finish_reason
+            else "null"
+        )
+        if self._asked.return_token_ids:
+            made += f', "token_ids": {json.dumps(piece.tokens)}'
+            if not self._asked.chat and choice.n_tokens == len(piece.tokens):  # the first one
+                made += f', "prompt_token_ids": {json.dumps(choice.prompt)}'
+        so_far = self._usage_so_far(choice)
+        end = f", {json.dumps(so_far)[1:]}" if so_far else "}"
+        return self._event(f'{self._chunk_head}, "choices": [{made}}}]{end}')
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
+        """The last chunk of a stream whose client wants to know."""
+        return self._event(f'{self._chunk_head}, "choices": [], "usage": {json.dumps(usage(choices))}}}')
+
+    def _usage_so_far(self, choice: Choice) -> dict[str, Any]:
+        return {"usage": usage([choice])} if self._asked.continuous_usage else {}
+
+    @staticmethod
+    def _event(text: str) -> bytes:
+        return f"data: {text}\n\n".encode()
+
+
+def error_event(body: Json) -> bytes:
+    """What ends a stream that can't go on."""
+    return f"data: {json.dumps(body)}\n\n".encode()

@@ -1,0 +1,42 @@
+"""A route communicator of ranks that are objects of one process; messages of one pair of ranks keep their order, and no others do."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from mpillm.comms.tags import Tag
+from mpillm.comms.transport import Buffer, Received
+
+
+class Route:
+    """What a `Transport` on the route is to the roles of a rank."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network = network
+        self.rank = rank
+        self.handlers: dict[Tag, Callable[[Received], None]] = {}
+
+    def send(self, dest: int, tag: Tag, buffer: Buffer) -> None:
+        self._network.under_way.setdefault((self.rank, dest), deque()).append(Received(self.rank, tag, buffer))
+
+
+class Network:
+    """Delivers one message at a time, of a pair of ranks that `chance` chooses."""
+
+    def __init__(self, n_ranks: int, chance: random.Random) -> None:
+        self.under_way: dict[tuple[int, int], deque[Received]] = {}
+        self.chance = chance
+        self.routes: list[Any] = [Route(self, rank) for rank in range(n_ranks)]
+
+    def deliver(self) -> bool:
+        """Whether there was a message."""
+        pairs = [pair for pair, messages in self.under_way.items() if messages]
+        if not pairs:
+            return False
+        pair = self.chance.choice(pairs)
+        message = self.under_way[pair].popleft()
+        self.routes[pair[1]].handlers[message.tag](message)
+        return True
