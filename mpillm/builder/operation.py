@@ -1,8 +1,9 @@
 """Stages of the pipeline: what each needs, what it makes, and the runner that makes it whole or not at all.
 
-An `Operation` makes one folder. It is made beside its place, under a name of its own, and renamed when all its files are there; so a folder
-in its place is complete, whatever was interrupted. A stamp in it says what it was made from: as long as that is the same, the stage is
-skipped. What was said on the way is kept in `<folder>.log`.
+An `Operation` makes one folder. It is made beside its place, under a name of its own, and renamed when all
+its files are there; so a folder in its place is complete, whatever was interrupted. A stamp in it says what
+it was made from: as long as that is the same, the stage is skipped. What was said on the way is kept in
+`<folder>.log`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Operation(ABC):
     """
 
     name: ClassVar[str]
-    hand_edited: ClassVar[bool] = False  # people may change its files: they are not remade as long as they are there
+    # people may change its files: they are not remade as long as they are there
+    hand_edited: ClassVar[bool] = False
 
     output: Path
     dependencies: Sequence[Operation] = ()
@@ -60,17 +62,17 @@ class Operation(ABC):
 
     @abstractmethod
     def commands(self, target: Path) -> Sequence[Command]:
-        """The commands that make the output in the folder `target`; none for a stage that this process makes itself."""
+        """The commands that make the output in the folder `target`; none if this process makes it itself."""
 
     def check(self) -> None:  # noqa: B027 (nothing may be known)
-        """Raise ConfigError for what can be known to be wrong before anything is made."""
+        """ConfigError: what is known to be wrong before anything is made."""
 
     def describe(self) -> list[str]:
         """What `--dry_run` prints: the commands, with the output in its place."""
         return [str(command) for command in self.commands(self.output)]
 
     def make(self, target: Path, children: Children, log: Path) -> None:
-        """Make the folder `target`, which is not there yet."""
+        """Make the folder `target`, which does not exist yet."""
         for command in self.commands(target):
             with log.open("a", encoding="utf-8") as file:
                 file.write(f"$ {command}\n")
@@ -78,7 +80,8 @@ class Operation(ABC):
             code = children.wait(child, self.deadline_s)
             if code is None:
                 raise StageError(
-                    f"{self.name}: not done within {self.deadline_s:g} s (--build_deadline); the end of {log}:\n{child.tail()}"
+                    f"{self.name}: not done within {self.deadline_s:g} s (--build_deadline); the end of"
+                    f" {log}:\n{child.tail()}"
                 )
             if code != 0:
                 how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
@@ -88,11 +91,15 @@ class Operation(ABC):
 
     def digest(self) -> str:
         """A hash of everything that the output depends on."""
-        state = {"operation": self.name, "inputs": self.inputs(), "dependencies": [d.digest() for d in self.dependencies]}
+        state = {
+            "operation": self.name,
+            "inputs": self.inputs(),
+            "dependencies": [d.digest() for d in self.dependencies],
+        }
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
     def why(self) -> str:
-        """Why it has to be made; empty if the output is there, complete, and made from the same inputs."""
+        """Why it must be made; empty if the output exists, complete, and made from the same inputs."""
         stamp = read_stamp(self.output)
         if stamp is None:
             return "not there"
@@ -110,8 +117,9 @@ class Operation(ABC):
 def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bool = False) -> None:
     """Make the outputs of `operations` and of what they depend on, each once, dependencies first.
 
-    An output that is up to date is kept, unless `force`. All that will be made is checked before the first is made. ConfigError or
-    StageError when an output cannot be made: then it is not there, or is the one that was there before.
+    An output that is up to date is kept, unless `force`. All that will be made is checked before the first is
+    made. ConfigError or StageError when an output cannot be made: then it is not there, or is the one that
+    was there before.
     """
     wanted = {op: ("--force" if force else op.why()) for op in _ordered(operations)}
     width = max((len(op.name) for op in wanted), default=0)
@@ -150,7 +158,7 @@ def log_of(output: Path) -> Path:
 
 
 def _ordered(operations: Sequence[Operation]) -> list[Operation]:
-    """Every operation after those that it depends on; of several that make the same in one place, as two tests may want it, the first."""
+    """The operations, each after its dependencies; of equal ones for the same place, only the first."""
     order: dict[tuple[Path, str], Operation] = {}
 
     def visit(op: Operation, above: tuple[Operation, ...]) -> None:
@@ -158,7 +166,8 @@ def _ordered(operations: Sequence[Operation]) -> list[Operation]:
             raise RuntimeError(f"{op.name} depends on itself")
         for dependency in op.dependencies:
             visit(dependency, (*above, op))
-        order.setdefault((op.output.resolve(), op.digest()), op)  # the digest reads flags: wrong ones are found here
+        # the digest reads flags: wrong ones are found here
+        order.setdefault((op.output.resolve(), op.digest()), op)
 
     for op in operations:
         visit(op, ())
@@ -178,7 +187,9 @@ def _make(op: Operation) -> None:
                 log.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {op.name}\n", encoding="utf-8")
                 op.make(made, children, log)
                 if missing := op.missing(made):
-                    raise StageError(f"{op.name}: did not write {', '.join(missing)}; the end of {log}:\n{tail(log, 15)}")
+                    raise StageError(
+                        f"{op.name}: did not write {', '.join(missing)}; the end of {log}:\n{tail(log, 15)}"
+                    )
                 (made / STAMP).write_text(json.dumps(_stamp(op, made), indent=2) + "\n", encoding="utf-8")
                 replace_folder(made, op.output, before)
         finally:  # every child has ended
@@ -201,7 +212,9 @@ def _disk_errors(op: Operation) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StageError(f"{op.name}: can't write {error.filename or op.output}: {error.strerror or error}") from error
+        raise StageError(
+            f"{op.name}: can't write {error.filename or op.output}: {error.strerror or error}"
+        ) from error
 
 
 def _sweep(output: Path) -> None:
@@ -214,23 +227,29 @@ def _sweep(output: Path) -> None:
 
 
 def _check_apart(operations: Sequence[Operation]) -> None:
-    """No output is, or lies in, another's folder: making one would remove the other."""
+    """ConfigError: an output is, or lies in, another's folder, so that making one would remove the other."""
     for i, op in enumerate(operations):
         for other in operations[:i]:
             a, b = op.output.resolve(), other.output.resolve()
             if a.is_relative_to(b) or b.is_relative_to(a):
                 raise ConfigError(
-                    f"{op.name} would write to {op.output}, {other.name} to {other.output}: give each its own folder, and run one"
+                    f"{op.name} would write to {op.output}, {other.name} to {other.output}: give each its own"
+                    " folder, and run one"
                     " command for each workload and scenario"
                 )
 
 
 def _check_place(op: Operation) -> None:
-    """The output may be made where it is to be: nothing of a person's is there, and there is a right to write."""
+    """ConfigError: the output's place holds something that mpillm did not make, or can't be written."""
     output = op.output
     try:
-        if output.exists() and (not output.is_dir() or (any(output.iterdir()) and read_stamp(output) is None)):
-            raise ConfigError(f"{op.name}: {output} exists and was not made by mpillm; move it away or choose another folder")
+        if output.exists() and (
+            not output.is_dir() or (any(output.iterdir()) and read_stamp(output) is None)
+        ):
+            raise ConfigError(
+                f"{op.name}: {output} exists and was not made by mpillm; move it away or choose"
+                " another folder"
+            )
         above = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     except OSError as error:
         raise ConfigError(f"{op.name}: can't look into {output}: {error.strerror}") from error
@@ -249,12 +268,17 @@ def read_stamp(folder: Path) -> dict[str, Any] | None:
 
 
 def identity(path: Path) -> Any:
-    """What tells a file's or folder's content: a stamp's digest, else hashes of small files, sizes and times of large ones."""
+    """The identity of a file or folder: a stamp's digest, hashes of small files, sizes and times of large."""
     if stamp := read_stamp(path):
         return stamp["digest"]
     if path.is_dir():
-        # what git, an editor or a download tool keeps there begins with a dot; a log is that of a stage whose output lies in there
-        files = (p for p in sorted(path.iterdir()) if p.is_file() and not p.name.startswith(".") and p.suffix != ".log")
+        # what git, an editor or a download tool keeps there begins with a dot; a log is that of a stage whose
+        # output lies in there
+        files = (
+            p
+            for p in sorted(path.iterdir())
+            if p.is_file() and not p.name.startswith(".") and p.suffix != ".log"
+        )
         return {str(p.relative_to(path)): identity(p) for p in files}
     if not path.exists():
         return None

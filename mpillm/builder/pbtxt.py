@@ -1,6 +1,7 @@
 """Writes protobuf's text format, as in Triton's `config.pbtxt`.
 
-A message is a dictionary, a repeated field a list, an enum a `Name`; strings, numbers and booleans are themselves.
+A message is a dictionary, a repeated field a list, an enum a `Name`; strings, numbers and booleans are
+themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a stage starts: no tool, no model, sizes that do not divide, too few GPUs, too little disk."""
+"""Checks before a stage starts: tools, model, sizes that must divide, GPUs, disk space."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mpillm.files import read_object
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 TRTLLM_PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
-"""TensorRT-LLM's repository without --trtllm_lib_path: where the reference harness clones it, and where NVIDIA's containers have it."""
+"""TensorRT-LLM's repository without --trtllm_lib_path: the reference harness's, the containers'."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How an engine is cut: ranks of tensor and pipeline parallelism; expert parallelism lives inside the tensor parallel group."""
+    """An engine's layout: tensor and pipeline parallel sizes; expert parallelism is inside the TP group."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -57,7 +57,7 @@ def weights(folder: Path) -> list[Path]:
 
 @about("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism")
 def check_divides(config: dict[str, Any], layout: Layout) -> None:
-    """The model of a Hugging Face `config.json` can be cut like that. TensorRT-LLM would say so after it has read the weights."""
+    """ConfigError: a Hugging Face `config.json` does not allow the layout. TensorRT-LLM notices late."""
     heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
     kv_heads, experts = config.get("num_key_value_heads", heads), config.get("num_local_experts")
     tp, pp, ep = layout.tp_size, layout.pp_size, layout.ep_size
@@ -79,22 +79,27 @@ def check_divides(config: dict[str, Any], layout: Layout) -> None:
 
 
 def check_gpus(needed: int, what: str) -> None:
-    """There are as many GPUs as `what` needs, if it is known how many there are."""
+    """ConfigError: `what` needs more GPUs than there are, if their number is known."""
     gpus = visible_gpus()
     if gpus is not None and len(gpus) < needed:
         raise NotHere(f"{what} needs {needed} GPU{'s' if needed > 1 else ''}; {len(gpus)} are visible here")
 
 
 def check_space(target: Path, needed: int) -> None:
-    """The disk has room for `needed` bytes more at `target`."""
+    """ConfigError: the disk of `target` has no room for `needed` more bytes."""
     folder = next(above for above in (target.absolute(), *target.absolute().parents) if above.is_dir())
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise NotHere(f"{target}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free on that disk")
+        raise NotHere(
+            f"{target}: about {needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free on that disk"
+        )
 
 
 def find_script(lib_path: Path | None, candidates: Sequence[str], option: str, must: bool) -> Path:
-    """The first of `candidates`, relative to TensorRT-LLM's repository, that is there; where it would be, unless it `must` be."""
+    """The first existing one of `candidates`, relative to TensorRT-LLM's repository.
+
+    Without any: ConfigError if it `must` exist, otherwise where it would be.
+    """
     places = (lib_path,) if lib_path else TRTLLM_PLACES
     for place in places:
         for candidate in candidates:
@@ -103,11 +108,13 @@ def find_script(lib_path: Path | None, candidates: Sequence[str], option: str, m
     if not must:
         return places[0] / candidates[0]
     looked = " and ".join(str(place) for place in places)
-    raise NotHere(f"{option}: no {candidates[0]} in {looked}; name the root of TensorRT-LLM's repository with {option}")
+    raise NotHere(
+        f"{option}: no {candidates[0]} in {looked}; name the root of TensorRT-LLM's repository with {option}"
+    )
 
 
 def python_with_trtllm() -> str:
-    """This Python if TensorRT-LLM is installed in it; else the `python3` of PATH, as in NVIDIA's containers."""
+    """This Python if it has TensorRT-LLM, otherwise the `python3` in PATH, as in NVIDIA's containers."""
     if importlib.util.find_spec("tensorrt_llm") is not None:
         return sys.executable
     return shutil.which("python3") or sys.executable

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's servers are told to serve: the model that the stages make, their options from ours, and the YAML of both."""
+"""What TensorRT-LLM's servers serve: the model from the stages, their options from ours, and their YAML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 
 
 class Served(NamedTuple):
-    """What trtllm-serve reads: the folder that generate-engines makes, where there is one to make, else the model as published."""
+    """What trtllm-serve reads: the folder that generate-engines makes, if any, or the published model."""
 
     model: str
     tokenizer: str | None  # None: the model's
@@ -30,7 +30,7 @@ class Served(NamedTuple):
 
 
 def served(config: RunConfig) -> Served:
-    """What the options say is served, whether it is there or not; ConfigError if they name no model."""
+    """What the options name to serve, whether it exists or not. ConfigError: they name no model."""
     backend = backend_of(config)
     path = config.model_path
     with config.autoapply():
@@ -38,17 +38,33 @@ def served(config: RunConfig) -> Served:
             if config.engine_dir:
                 return Served(str(config.engine_dir), path, backend, True, config.named("engine_dir"))
             engine = str(TRTLLMBuilderOp().output)
-            return Served(engine, path, backend, True, f"{config.named('model_path')}, from which generate-engines makes {engine}")
+            return Served(
+                engine,
+                path,
+                backend,
+                True,
+                f"{config.named('model_path')}, from which generate-engines makes {engine}",
+            )
         if config.llm_quantizer_outdir:
-            return Served(str(config.llm_quantizer_outdir), None, backend, True, config.named("llm_quantizer_outdir"))
+            return Served(
+                str(config.llm_quantizer_outdir), None, backend, True, config.named("llm_quantizer_outdir")
+            )
         if not path:
             raise ConfigError(
-                f"--core_type {config.core_type} needs --model_path, or the --llm_quantizer_outdir of generate-engines", about=["core_type"]
+                f"--core_type {config.core_type} needs --model_path, or the --llm_quantizer_outdir of"
+                " generate-engines",
+                about=["core_type"],
             )
         if QuantizerConfig().qformat == "full_prec":
             return Served(str(path), None, backend, False, config.named("model_path"))
         checkpoint = str(TRTLLMQuantizerOp(export_hf=True).output)
-        return Served(checkpoint, None, backend, True, f"{config.named('model_path')}, from which generate-engines makes {checkpoint}")
+        return Served(
+            checkpoint,
+            None,
+            backend,
+            True,
+            f"{config.named('model_path')}, from which generate-engines makes {checkpoint}",
+        )
 
 
 def backend_of(config: RunConfig) -> str:
@@ -79,16 +95,24 @@ def on_this_host(config: RunConfig, n_workers: int | None) -> DisaggConfig:
 
 
 def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
-    """The configuration for workers on these hosts, in rank order, with URLs; ConfigError if the options need another number."""
-    # Two control ranks more: `generate` makes one of its workers a control rank where it must to fit, and that must not happen here.
+    """The configuration for workers on these hosts, in rank order, with URLs.
+
+    ConfigError: the options need another number of workers.
+    """
+    # Two control ranks more: `generate` makes one of its workers a control rank where it must to fit, and
+    # that must not happen here.
     made = generated(config, len(hosts) + 2)
     if made.mode != "disaggregated":
         raise ConfigError(
-            f"--mode {made.mode}: trtllm-serve's workers are disaggregated; name --mode disaggregated or --core_type trtllm_disagg",
+            f"--mode {made.mode}: trtllm-serve's workers are disaggregated; name --mode disaggregated or"
+            " --core_type trtllm_disagg",
             about=["mode"],
         )
     if made.n_workers != len(hosts):
-        raise ConfigError(f"mpirun -n {len(hosts)}: the options need {made.n_workers} ranks; start mpirun -n {made.n_workers}")
+        raise ConfigError(
+            f"mpirun -n {len(hosts)}: the options need {made.n_workers} ranks; start mpirun -n"
+            f" {made.n_workers}"
+        )
     first = 0
     of_instances: list[str] = []
     for _, server in made.sections:
@@ -98,13 +122,15 @@ def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
 
 
 def as_served(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
-    """`made` with what its readers need: all that the options say, and for TensorRT-LLM's servers what they serve."""
+    """`made` with what its readers need: the options' values and, for TensorRT-LLM's servers, the model."""
     made = stating(config, made)
     if config.core_type != "trtllm_disagg":
         return made
     what = served(config)
     if what.is_made and not Path(what.model).is_dir():
-        print(f"# {what.said}: there is no folder {what.model} yet; generate-engines makes it", file=sys.stderr)
+        print(
+            f"# {what.said}: there is no folder {what.model} yet; generate-engines makes it", file=sys.stderr
+        )
     options = llm_api_options(config)
     cache = options.pop("kv_cache_config")
     if what.tokenizer:
@@ -113,7 +139,8 @@ def as_served(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
     def section(_: str, server: ServerConfig) -> ServerConfig:
         extra = {**server.extra, **options}
         if what.backend != "pytorch":
-            extra.pop("disable_overlap_scheduler", None)  # an argument of the PyTorch backend, which the others refuse
+            # an argument of the PyTorch backend, which the others refuse
+            extra.pop("disable_overlap_scheduler", None)
         return dataclasses.replace(server, kv_cache_config={**server.kv_cache_config, **cache}, extra=extra)
 
     made = dataclasses.replace(with_sections(made, section), model=what.model, backend=what.backend)
@@ -121,25 +148,39 @@ def as_served(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
 
 
 def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
-    """trtllm-serve reads the YAML alone: ConfigError for what it needs and does not find there, and for options that say anything else."""
+    """ConfigError: the YAML, all that trtllm-serve reads, lacks something or contradicts an option."""
     again = "run generate-disagg-config again with these options, or leave them out"
     if yaml.model is None:
-        raise ConfigError(f"{path}: there is no model in it, which trtllm-serve's workers need; add it, or {again}")
-    if any(map(config.given, ("model_path", "llm_quantizer_outdir", "engine_dir", "trtllm_checkpoint_flags"))):
+        raise ConfigError(
+            f"{path}: there is no model in it, which trtllm-serve's workers need; add it, or {again}"
+        )
+    if any(
+        map(config.given, ("model_path", "llm_quantizer_outdir", "engine_dir", "trtllm_checkpoint_flags"))
+    ):
         what = served(config)
         if not same("model_path", what.model, yaml.model):
-            raise ConfigError(f"{what.said}, but {path}: model is {yaml.model}, which would be served; {again}")
+            raise ConfigError(
+                f"{what.said}, but {path}: model is {yaml.model}, which would be served; {again}"
+            )
     backend = {"trt": "tensorrt"}.get(yaml.backend or "pytorch", yaml.backend or "pytorch")
     if "trtllm_backend" in config.trtllm_runtime_flags and backend != backend_of(config):
         flag = config.trtllm_runtime_flags["trtllm_backend"]
-        raise ConfigError(f"trtllm_runtime_flags trtllm_backend {flag}, but {path}: backend is {backend}; {again}")
+        raise ConfigError(
+            f"trtllm_runtime_flags trtllm_backend {flag}, but {path}: backend is {backend}; {again}"
+        )
     ports = {"server_port": ("port", yaml.port)}
     if yaml.sections[0][1].urls:
-        ports["worker_start_port"] = "the first port of urls", int(yaml.sections[0][1].urls[0].rpartition(":")[2])
+        ports["worker_start_port"] = (
+            "the first port of urls",
+            int(yaml.sections[0][1].urls[0].rpartition(":")[2]),
+        )
     for name, (what_port, port) in ports.items():
         if config.given(name) and getattr(config, name) != port:
             raise ConfigError(f"{config.named(name)}, but {path}: {what_port} is {port}; {again}")
     for section, server in yaml.sections:
         for place in (*CORE, ROUTER):
             if config.given(place.field.name) and place.of(server) is None:
-                raise ConfigError(f"{config.named(place.field.name)}, but there is no {section}.{place.name} in {path}; {again}")
+                raise ConfigError(
+                    f"{config.named(place.field.name)}, but there is no {section}.{place.name} in"
+                    f" {path}; {again}"
+                )

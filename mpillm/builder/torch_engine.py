@@ -1,4 +1,4 @@
-"""Checkpoints and engines of the torch core: 8-bit weights, and weights cut for each rank. `torch_stage` makes them, in a process each."""
+"""Checkpoints and engines of the torch core: 8-bit weights, or weights by rank; see `torch_stage`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _stage(*words: object) -> Command:
 
 
 class TorchQuantizerOp(Operation):
-    """From a Hugging Face folder to one with 8-bit weights (the flag `qformat`), or scales for an fp8 KV cache (`kv_cache_dtype`)."""
+    """From a Hugging Face folder to one with 8-bit weights (`qformat`) or KV scales (`kv_cache_dtype`)."""
 
     name = "quantize"
 
@@ -42,17 +42,24 @@ class TorchQuantizerOp(Operation):
         for flag in flags:
             if flag not in _FLAGS:
                 raise ConfigError(
-                    f"--trtllm_checkpoint_flags: the torch core has no flag '{flag}'{nearest(flag, _FLAGS)}; it has {', '.join(_FLAGS)}"
+                    f"--trtllm_checkpoint_flags: the torch core has no flag '{flag}'{nearest(flag, _FLAGS)};"
+                    f" it has {', '.join(_FLAGS)}"
                 )
         if (dtype := flags.get("kv_cache_dtype")) not in (None, "fp8"):
-            raise ConfigError(f"--trtllm_checkpoint_flags: kv_cache_dtype {dtype}: the torch core has only fp8")
+            raise ConfigError(
+                f"--trtllm_checkpoint_flags: kv_cache_dtype {dtype}: the torch core has only fp8"
+            )
         size = flags.get("calib_size", _CALIBRATION_PROMPTS)
         if type(size) is not int or size < 1:
-            raise ConfigError(f"--trtllm_checkpoint_flags: calib_size {size}: expected a whole number of at least 1")
+            raise ConfigError(
+                f"--trtllm_checkpoint_flags: calib_size {size}: expected a whole number of at least 1"
+            )
         self.calibration = [size] if dtype else []  # prompts
         if self.config.qformat not in ALGORITHMS:
             known = ", ".join(ALGORITHMS) + nearest(self.config.qformat, ALGORITHMS)
-            raise ConfigError(f"--trtllm_checkpoint_flags: qformat {self.config.qformat}: the torch core has {known}")
+            raise ConfigError(
+                f"--trtllm_checkpoint_flags: qformat {self.config.qformat}: the torch core has {known}"
+            )
         self.algorithm = ALGORITHMS[self.config.qformat]
         assert self.config.model_path is not None
         self.model = Path(self.config.model_path)
@@ -70,7 +77,10 @@ class TorchQuantizerOp(Operation):
     @about("model_path")
     def check(self) -> None:
         if not self.model.exists() and (PRESETS / f"{self.model}.json").is_file():
-            raise ConfigError(f"--model_path {self.model}: a preset has random weights and no file to quantise; name a folder")
+            raise ConfigError(
+                f"--model_path {self.model}: a preset has random weights and no file to quantise; name"
+                " a folder"
+            )
         model_config(self.model)
         check_space(self.output, sum(path.stat().st_size for path in weights(self.model)))
 
@@ -106,16 +116,23 @@ class TorchBuilderOp(Operation):
         self.dtype = dtype
         self.quantization = quantization
         if quantizer and quantization not in ("auto", quantizer.algorithm):
-            raise ConfigError(f"--quantization {quantization}, but --trtllm_checkpoint_flags: qformat {config.qformat}")
+            raise ConfigError(
+                f"--quantization {quantization}, but --trtllm_checkpoint_flags: qformat {config.qformat}"
+            )
         self.limits = without_parallelism(build_flags or {})
         for flag in self.limits:
             if flag not in _LIMITS:
                 raise ConfigError(
-                    f"--trtllm_build_flags: the torch core has no flag '{flag}'{nearest(flag, _LIMITS)}; it has {', '.join(_LIMITS)}"
+                    f"--trtllm_build_flags: the torch core has no flag '{flag}'{nearest(flag, _LIMITS)}; it"
+                    f" has {', '.join(_LIMITS)}"
                 )
         weights_are = config.qformat if quantizer or quantization == "auto" else quantization
         weights_are += "-kv_fp8" if quantizer and quantizer.calibration else ""
-        self.output = Path(engine_dir) if engine_dir else Path("build/engines") / f"{self.source.name}-{weights_are}-torch-{self.layout}"
+        self.output = (
+            Path(engine_dir)
+            if engine_dir
+            else Path("build/engines") / f"{self.source.name}-{weights_are}-torch-{self.layout}"
+        )
 
     def inputs(self) -> dict[str, Any]:
         checkpoint = None if self.dependencies else identity(self.checkpoint)
@@ -133,7 +150,19 @@ class TorchBuilderOp(Operation):
     def commands(self, target: Path) -> Sequence[Command]:
         cut = self.layout
         limits = [f"{name}:{value}" for name, value in self.limits.items()]
-        return (_stage("build", self.checkpoint, target, cut.tp_size, cut.pp_size, cut.ep_size, self.dtype, self.quantization, *limits),)
+        return (
+            _stage(
+                "build",
+                self.checkpoint,
+                target,
+                cut.tp_size,
+                cut.pp_size,
+                cut.ep_size,
+                self.dtype,
+                self.quantization,
+                *limits,
+            ),
+        )
 
     def check(self) -> None:
         preset = PRESETS / f"{self.source}.json"
@@ -148,8 +177,10 @@ HelpInfo.add_configurator_dependencies(TorchBuilderOp, (TorchQuantizerOp, TRTLLM
 
 
 def engine_stages(config: RunConfig) -> Operation:
-    """The build, after a quantisation where the options ask for one."""
+    """The build, after a quantisation if the options ask for one."""
     deadline_s = config.build_deadline
     checkpoint = QuantizerConfig()
     is_asked = checkpoint.qformat != "full_prec" or "kv_cache_dtype" in checkpoint.flags
-    return TorchBuilderOp(TorchQuantizerOp(deadline_s=deadline_s) if is_asked else None, deadline_s=deadline_s)
+    return TorchBuilderOp(
+        TorchQuantizerOp(deadline_s=deadline_s) if is_asked else None, deadline_s=deadline_s
+    )

@@ -1,4 +1,4 @@
-"""One stage of the torch core in a process of its own, so that it can be stopped, and its memory goes with it.
+"""One stage of the torch core in its own process, so that it can be stopped and frees its memory.
 
 ``python -m mpillm.builder.torch_stage quantize MODEL TARGET ALGORITHM [CALIBRATION_PROMPTS]``
 ``python -m mpillm.builder.torch_stage build CHECKPOINT TARGET TP PP EP DTYPE QUANTIZATION [LIMIT:VALUE …]``
@@ -18,7 +18,7 @@ from mpillm.errors import ExitCode
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the stage; its exit code. Progress goes to stdout, bad input to stderr."""
+    """Run the stage; return its exit code. Progress goes to stdout, errors of the input to stderr."""
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -36,7 +36,15 @@ def main(argv: Sequence[str]) -> int:
 
             tp_size, pp_size, ep_size, dtype, quantization, *limits = rest
             sizes = (int(tp_size), int(pp_size), int(ep_size))
-            build(source, Path(target), *sizes, dtype, quantization, build_config=flag_dict(",".join(limits)), progress=say)
+            build(
+                source,
+                Path(target),
+                *sizes,
+                dtype,
+                quantization,
+                build_config=flag_dict(",".join(limits)),
+                progress=say,
+            )
     except ConfigError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE

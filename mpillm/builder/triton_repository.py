@@ -31,34 +31,55 @@ _RENAMED = {
     "exclude_input_from_output": "exclude_input_in_output",
     "encoder_engine_dir": "encoder_model_path",
 }
-# The other parameters of TensorRT-LLM 1.x's template, which have their own names as flags, and the flags that set a field of Triton's. The
-# backend takes its default, with a line in its log, for a value that is not of the kind: so it is refused here.
+# The other parameters of TensorRT-LLM 1.x's template, which have their own names as flags, and the flags that
+# set a field of Triton's. The backend takes its default, with a line in its log, for a value that is not of
+# the kind: so it is refused here.
 _KINDS: Mapping[type, str] = {
-    bool: "cuda_graph_mode decoupled_mode enable_chunked_context enable_context_fmha_fp32_acc enable_kv_cache_reuse enable_trt_overlap"
-    " exclude_input_from_output kv_cache_onboard_blocks multi_block_mode normalize_log_probs speculative_decoding_fast_logits",
-    int: "cancellation_check_period_ms cuda_graph_cache_size iter_stats_max_iterations kv_cache_host_memory_bytes lookahead_ngram_size"
-    " lookahead_verification_set_size lookahead_window_size lora_cache_host_memory_bytes lora_cache_max_adapter_size"
-    " lora_cache_optimal_adapter_size max_batch_size max_beam_width max_queue_delay_microseconds max_queue_size"
-    " max_tokens_in_paged_kv_cache num_nodes recv_poll_period_ms request_stats_max_iterations sink_token_length stats_check_period_ms",
-    float: "cross_kv_cache_fraction gpu_weights_percent kvcache_free_gpu_mem_frac lora_cache_gpu_memory_fraction",
-    str: "batch_scheduler_policy decoding_mode eagle_choices encoder_engine_dir executor_worker_path guided_decoding_backend"
-    " lora_prefetch_dir max_attention_window_size medusa_choices participant_ids tokenizer_dir triton_backend xgrammar_tokenizer_info_path",
+    bool: "cuda_graph_mode decoupled_mode enable_chunked_context enable_context_fmha_fp32_acc"
+    " enable_kv_cache_reuse enable_trt_overlap"
+    " exclude_input_from_output kv_cache_onboard_blocks multi_block_mode normalize_log_probs"
+    " speculative_decoding_fast_logits",
+    int: "cancellation_check_period_ms cuda_graph_cache_size iter_stats_max_iterations"
+    " kv_cache_host_memory_bytes lookahead_ngram_size"
+    " lookahead_verification_set_size lookahead_window_size lora_cache_host_memory_bytes"
+    " lora_cache_max_adapter_size"
+    " lora_cache_optimal_adapter_size max_batch_size max_beam_width max_queue_delay_microseconds"
+    " max_queue_size"
+    " max_tokens_in_paged_kv_cache num_nodes recv_poll_period_ms request_stats_max_iterations"
+    " sink_token_length stats_check_period_ms",
+    float: "cross_kv_cache_fraction gpu_weights_percent kvcache_free_gpu_mem_frac"
+    " lora_cache_gpu_memory_fraction",
+    str: "batch_scheduler_policy decoding_mode eagle_choices encoder_engine_dir executor_worker_path"
+    " guided_decoding_backend"
+    " lora_prefetch_dir max_attention_window_size medusa_choices participant_ids tokenizer_dir triton_backend"
+    " xgrammar_tokenizer_info_path",
 }
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 _EXPECTED = {bool: "true or false", int: "a whole number of at least 0", float: "a number"}
 _CHOICES: Mapping[str, Sequence[str]] = {
-    "decoding_mode": ("top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter", "lookahead", "eagle"),
+    "decoding_mode": (
+        "top_k",
+        "top_p",
+        "top_k_top_p",
+        "beam_search",
+        "medusa",
+        "redrafter",
+        "lookahead",
+        "eagle",
+    ),
     "guided_decoding_backend": ("xgrammar",),
     "triton_backend": ("tensorrtllm",),
 }
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-# The backend reads these outside of any `try` and does not load without them. Their names in the template stand for "no value".
+# The backend reads these outside of any `try` and does not load without them. Their names in the template
+# stand for "no value".
 _NEEDED = ("tokenizer_dir", "xgrammar_tokenizer_info_path", "guided_decoding_backend")
 # Flags that are no parameters.
 _ELSEWHERE = frozenset(
     """
-    context_chunking_policy use_inflight_batching enable_batch_size_tuning enable_max_num_tokens_tuning dynamic_batch_moving_average_window
-    max_batch_size max_num_tokens max_queue_delay_microseconds max_queue_size decoupled_mode triton_backend
+    context_chunking_policy use_inflight_batching enable_batch_size_tuning enable_max_num_tokens_tuning
+    dynamic_batch_moving_average_window max_batch_size max_num_tokens max_queue_delay_microseconds
+    max_queue_size decoupled_mode triton_backend
     """.split()  # noqa: SIM905 (as many names as an editor shows on two lines)
 )
 _ALONE = "the repository has only the tensorrt_llm model: docs/pipeline.md says where the others are"
@@ -75,7 +96,9 @@ _REFUSED = {
 }
 
 
-def _tensor(name: str, kind: str, *dims: int, scalar: bool = False, optional: bool = True, ragged: bool = False) -> dict[str, Any]:
+def _tensor(
+    name: str, kind: str, *dims: int, scalar: bool = False, optional: bool = True, ragged: bool = False
+) -> dict[str, Any]:
     tensor: dict[str, Any] = {"name": name, "data_type": Name(f"TYPE_{kind}"), "dims": list(dims)}
     if scalar:
         tensor["reshape"] = {"shape": []}
@@ -104,12 +127,15 @@ _INPUTS = (
     _tensor("stop", "BOOL", 1, scalar=True),
     _tensor("streaming", "BOOL", 1, scalar=True),
 )
-_OUTPUTS = (_tensor("output_ids", "INT32", -1, -1, optional=False), _tensor("sequence_length", "INT32", -1, optional=False))
+_OUTPUTS = (
+    _tensor("output_ids", "INT32", -1, -1, optional=False),
+    _tensor("sequence_length", "INT32", -1, optional=False),
+)
 
 
 @dataclass(frozen=True)
 class TritonLayout:
-    """How many servers there are, how many models each loads, and how many GPUs a model takes."""
+    """The number of servers, models per server, and GPUs per model."""
 
     n_servers: int
     models_per_server: int
@@ -120,11 +146,13 @@ class TritonLayout:
         return range(model * self.gpus_per_model, (model + 1) * self.gpus_per_model)
 
 
-def triton_layout(scenario: str, gpus_per_model: int, n_servers: int | None, models_per_server: int | None) -> TritonLayout:
-    """The numbers given, or those that follow from the GPUs of this node: Offline one server for all models, else one server for each.
+def triton_layout(
+    scenario: str, gpus_per_model: int, n_servers: int | None, models_per_server: int | None
+) -> TritonLayout:
+    """The numbers as given, or from the GPUs of this node: Offline one server for all models, else one each.
 
-    A gRPC channel carries about a hundred streams at once, and only Offline has none. Where the GPUs are not known a server has one model.
-    ConfigError when the models can't be spread evenly.
+    A gRPC channel carries about a hundred streams at once, and only Offline has none. If the GPUs are unknown
+    a server has one model. ConfigError: the models can't be spread evenly.
     """
     gpus = visible_gpus()
     models = max(1, len(gpus) // gpus_per_model) if gpus else None
@@ -135,7 +163,8 @@ def triton_layout(scenario: str, gpus_per_model: int, n_servers: int | None, mod
         models_per_server = 1 if models is None else models // n_servers
         if models is not None and models % n_servers:
             raise ConfigError(
-                f"--triton_num_servers {n_servers}: must divide {models}, the number of models that fit {len(gpus or ())} GPUs",
+                f"--triton_num_servers {n_servers}: must divide {models}, the number of models that fit"
+                f" {len(gpus or ())} GPUs",
                 about=["triton_num_servers"],
             )
     elif n_servers is None:
@@ -149,7 +178,7 @@ def model_name(benchmark: str, scenario: str, index: int) -> str:
 
 
 def model_parameters(flags: Mapping[str, Any]) -> dict[str, str]:
-    """Parameters of the `tensorrt_llm` model, as text, from runtime flags. ConfigError for a flag or a value that it does not know."""
+    """Parameters of the `tensorrt_llm` model, as text, from runtime flags. ConfigError: one is wrong."""
     given = {name: value for name, value in flags.items() if value is not None}
     parameters = {name: f"${{{name}}}" for name in _NEEDED}
     for name, value in given.items():
@@ -174,16 +203,22 @@ def _check(name: str, value: Any) -> None:
         if name in _ELSEWHERE:
             return  # the harness's, which has checked it
         known = (*_KIND, *_ELSEWHERE)
-        raise ConfigError(f"{_SOURCE}: Triton's tensorrt_llm model has no parameter '{name}'{nearest(name, known)}")
+        raise ConfigError(
+            f"{_SOURCE}: Triton's tensorrt_llm model has no parameter '{name}'{nearest(name, known)}"
+        )
     kind = _KIND[name]
     numbers = (int, float) if kind is float else (kind,)
     if kind is not str and (type(value) not in numbers or (kind is int and value < 0)):
         raise ConfigError(f"{_SOURCE}: {name} {value}: expected {_EXPECTED[kind]}")
     if name == "batch_scheduler_policy" and value not in _POLICIES:
-        raise ConfigError(f"{_SOURCE}: batch_scheduler_policy {value}: Triton's backend has {' and '.join(_POLICIES)}")
+        raise ConfigError(
+            f"{_SOURCE}: batch_scheduler_policy {value}: Triton's backend has {' and '.join(_POLICIES)}"
+        )
     if name in _CHOICES and value not in _CHOICES[name]:
         choices = _CHOICES[name]
-        raise ConfigError(f"{_SOURCE}: {name} {value}: not one of {', '.join(choices)}{nearest(str(value), choices)}")
+        raise ConfigError(
+            f"{_SOURCE}: {name} {value}: not one of {', '.join(choices)}{nearest(str(value), choices)}"
+        )
 
 
 class GenerateTritonConfigOp(Operation):
@@ -205,7 +240,7 @@ class GenerateTritonConfigOp(Operation):
         streaming: bool,
         runtime_flags: Mapping[str, Any],
     ) -> None:
-        """`engine`: its build configuration. `runtime_flags`: with the limits of the build flags, as `TrtllmHarnessConfig` has them."""
+        """`engine`: its build configuration; `runtime_flags`: with the build flags' limits."""
         self.engine_dir = Path(engine_dir).absolute()  # tritonserver may be started elsewhere
         self.engine = engine
         self.output = Path(f"{repo}_{server}")
@@ -231,7 +266,8 @@ class GenerateTritonConfigOp(Operation):
         decoupled = flags.get("decoupled_mode", self.streaming)
         if self.streaming and not decoupled:
             raise ConfigError(
-                f"{_SOURCE}: decoupled_mode false: {self.scenario} streams tokens, which a model does only when it is decoupled"
+                f"{_SOURCE}: decoupled_mode false: {self.scenario} streams tokens, which a model does only"
+                " when it is decoupled"
             )
         parameters = {
             "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
@@ -254,7 +290,9 @@ class GenerateTritonConfigOp(Operation):
             "input": list(_INPUTS),
             "output": list(_OUTPUTS),
             "instance_group": [{"count": 1, "kind": Name("KIND_CPU")}],
-            "parameters": [{"key": key, "value": {"string_value": value}} for key, value in parameters.items()],
+            "parameters": [
+                {"key": key, "value": {"string_value": value}} for key, value in parameters.items()
+            ],
         }
 
     def inputs(self) -> dict[str, Any]:
@@ -272,7 +310,10 @@ class GenerateTritonConfigOp(Operation):
         if info is not None and not Path(info).is_file():
             raise NotHere(f"{_SOURCE}: xgrammar_tokenizer_info_path {info}: no such file")
         n = self.layout
-        what = f"--triton_num_servers {n.n_servers} with {n.models_per_server} models each, {n.gpus_per_model} GPUs a model,"
+        what = (
+            f"--triton_num_servers {n.n_servers} with {n.models_per_server} models each,"
+            f" {n.gpus_per_model} GPUs a model,"
+        )
         check_gpus(n.n_servers * n.models_per_server * n.gpus_per_model, what)
 
     def commands(self, target: Path) -> Sequence[Command]:
@@ -290,13 +331,18 @@ class GenerateTritonConfigOp(Operation):
 
 
 def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
-    """The model repositories of a test, one for each server. A dry run needs no engine: it says what it assumes of it."""
+    """The model repositories of a test, one per server. A dry run assumes an engine, and says so."""
     if len(config.scenarios) > 1 or len(config.benchmarks or ()) > 1:
-        raise ConfigError("generate-triton-config makes the repositories of one test: name one workload and one scenario")
+        raise ConfigError(
+            "generate-triton-config makes the repositories of one test: name one workload and one scenario"
+        )
     engine_dir = config.engine_dir
     if not engine_dir:
         if not config.model_path:
-            raise ConfigError("generate-triton-config needs --engine_dir, or the --model_path that generate-engines was given")
+            raise ConfigError(
+                "generate-triton-config needs --engine_dir, or the --model_path that generate-engines"
+                " was given"
+            )
         with config.autoapply():
             engine_dir = str(TRTLLMBuilderOp().output)
     harness = config.build(TritonHarnessConfig)
@@ -327,7 +373,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
 
 
 def remove_repositories(repo: str, first: int) -> None:
-    """Repositories of ours from server `first` on, of a test with more servers: run-llm-server would start them, too."""
+    """Our repositories from server `first` on, of a test with more servers: run-llm-server would use them."""
     while read_stamp(old := Path(f"{repo}_{first}")):
         shutil.rmtree(old)
         log_of(old).unlink(missing_ok=True)

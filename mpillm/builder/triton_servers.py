@@ -7,7 +7,14 @@ import socket
 from disagg.errors import ConfigError, about
 from launch.command import NotHere
 from launch.servers import Server, ports_here
-from launch.tritonserver import Repository, default_grpc_ports, find_tritonserver, ports_beside, read_repositories, triton_server
+from launch.tritonserver import (
+    Repository,
+    default_grpc_ports,
+    find_tritonserver,
+    ports_beside,
+    read_repositories,
+    triton_server,
+)
 from mpillm.builder.preconditions import lacking, program_or_name
 from mpillm.builder.triton_repository import triton_stages
 from mpillm.config.backends import TritonHarnessConfig
@@ -18,7 +25,8 @@ def triton_servers(config: RunConfig) -> list[Server]:
     """A `tritonserver` for each model repository."""
     if config.triton_skip_server_spawn:
         raise ConfigError(
-            "--triton_skip_server_spawn: the servers run already, so there is nothing to start", about=["triton_skip_server_spawn"]
+            "--triton_skip_server_spawn: the servers run already, so there is nothing to start",
+            about=["triton_skip_server_spawn"],
         )
     repos = _repositories(config)
     try:
@@ -33,18 +41,25 @@ def triton_servers(config: RunConfig) -> list[Server]:
 
 
 def _repositories(config: RunConfig) -> list[Repository]:
-    """Those that are there; in a dry run that finds none, those that generate-triton-config would write."""
+    """The existing ones; in a dry run that finds none, those that generate-triton-config would write."""
     repos = read_repositories(config.triton_model_repo)
     if not repos:
         folder = f"{config.triton_model_repo}_0"
-        problem = f"--triton_model_repo {config.triton_model_repo}: there is no {folder}; generate-triton-config makes it"
+        problem = (
+            f"--triton_model_repo {config.triton_model_repo}: there is no {folder};"
+            " generate-triton-config makes it"
+        )
         lacking(config, NotHere(problem))
         stages = triton_stages(config)
-        print(f"# assumed: {', '.join(str(stage.output) for stage in stages)}, as generate-triton-config writes them")
+        print(
+            f"# assumed: {', '.join(str(stage.output) for stage in stages)}, as generate-triton-config"
+            " writes them"
+        )
         return [Repository(stage.output, stage.names, stage.layout.gpus_per_model) for stage in stages]
     if config.triton_num_servers not in (None, len(repos)):
         raise ConfigError(
-            f"--triton_num_servers {config.triton_num_servers}, but there are {len(repos)} model repositories, {repos[0].folder} …",
+            f"--triton_num_servers {config.triton_num_servers}, but there are {len(repos)} model"
+            f" repositories, {repos[0].folder} …",
             about=["triton_num_servers"],
         )
     return repos
@@ -60,6 +75,7 @@ def _grpc_ports(config: RunConfig, n: int) -> list[int]:
     given = [*ports_here(urls).values()]
     if len(given) != n:
         raise ConfigError(
-            f"{source} names {len(given)} servers on this host ({socket.gethostname()}), and there are {n} model repositories"
+            f"{source} names {len(given)} servers on this host ({socket.gethostname()}), and there are {n}"
+            " model repositories"
         )
     return given

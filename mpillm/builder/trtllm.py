@@ -1,4 +1,4 @@
-"""Checkpoints and engines made by TensorRT-LLM's own tools: `quantize.py` or `convert_checkpoint.py`, then `trtllm-build`."""
+"""Checkpoints and engines by TensorRT-LLM's tools: `quantize.py`, `convert_checkpoint.py`, `trtllm-build`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,20 @@ from mpillm.configurator import HelpInfo, autoconfigure, bind
 from mpillm.models.model_files import BuildConfig, EngineConfig
 
 _QUANTIZE_SCRIPT = ("examples/quantization/quantize.py",)
-_CONVERT_SCRIPT = ("examples/models/core/llama/convert_checkpoint.py", "examples/llama/convert_checkpoint.py")  # Mixtral's is the same
+# Mixtral's is the same
+_CONVERT_SCRIPT = ("examples/models/core/llama/convert_checkpoint.py", "examples/llama/convert_checkpoint.py")
 _BUILD_SCRIPT = ("tensorrt_llm/commands/build.py",)
-# Bytes of a quantised checkpoint for each byte of its 16-bit source, unquantised layers included, to see whether the disk has room.
-_SHRINK = {"nvfp4": 0.32, "int4_awq": 0.32, "int4_wo": 0.32, "w4a8_awq": 0.32, "fp8": 0.55, "int8_sq": 0.55, "int8_wo": 0.55}
+# Bytes of a quantised checkpoint for each byte of its 16-bit source, unquantised layers included, to see
+# whether the disk has room.
+_SHRINK = {
+    "nvfp4": 0.32,
+    "int4_awq": 0.32,
+    "int4_wo": 0.32,
+    "w4a8_awq": 0.32,
+    "fp8": 0.55,
+    "int8_sq": 0.55,
+    "int8_wo": 0.55,
+}
 _CHECKPOINT_SOURCE = "--trtllm_checkpoint_flags"
 _BUILD_SOURCE = "--trtllm_build_flags"
 
@@ -47,9 +57,10 @@ _BUILD_SOURCE = "--trtllm_build_flags"
 @bind(fields.trtllm_build_flags, "build_flags")
 @dataclass
 class TRTLLMLibraryLoader:
-    """Where TensorRT-LLM's tools are, and how the engine is cut.
+    """The place of TensorRT-LLM's tools, and the engine's layout.
 
-    The sizes may be given as options or in either flag string, as `tensor_parallelism` or in the tools' words (`tp_size`): all must agree.
+    The sizes may be given as options or in either flag string, as `tensor_parallelism` or in the tools' words
+    (`tp_size`): all must agree.
     """
 
     lib_path: str | None = None
@@ -81,19 +92,27 @@ class TRTLLMLibraryLoader:
 
     @about("trtllm_lib_path", "quantizer_lib_path_override")
     def script(self, candidates: Sequence[str], must: bool, quantizer: bool = False) -> list[str]:
-        """The beginning of a command line that runs one of the library's scripts; `must`: it has to be there."""
+        """The beginning of a command line that runs one of the library's scripts; `must`: it must exist."""
         if quantizer and self.quantizer_lib_path:
-            found = find_script(Path(self.quantizer_lib_path), candidates, "--quantizer_lib_path_override", must)
+            found = find_script(
+                Path(self.quantizer_lib_path), candidates, "--quantizer_lib_path_override", must
+            )
         else:
-            found = find_script(Path(self.lib_path) if self.lib_path else None, candidates, "--trtllm_lib_path", must)
+            found = find_script(
+                Path(self.lib_path) if self.lib_path else None, candidates, "--trtllm_lib_path", must
+            )
         return [python_with_trtllm(), str(found)]
 
     def build(self, must: bool) -> list[str]:
-        """The beginning of `trtllm-build`'s command line: from the library if its path is given, else as it is installed."""
+        """The beginning of `trtllm-build`'s command line: the library's, if its path is given."""
         if self.lib_path:
             return self.script(_BUILD_SCRIPT, must)
         try:
-            return [find_program("trtllm-build", "install TensorRT-LLM, or name its repository with --trtllm_lib_path")]
+            return [
+                find_program(
+                    "trtllm-build", "install TensorRT-LLM, or name its repository with --trtllm_lib_path"
+                )
+            ]
         except NotHere:
             if must:
                 raise
@@ -114,16 +133,17 @@ def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
 @bind(fields.trtllm_checkpoint_flags, "flags")
 @dataclass
 class QuantizerConfig:
-    """What is made a checkpoint of, where it goes, and the flags of the tool that makes it.
+    """The source of a checkpoint, its place, and the flags of the tool that makes it.
 
-    `qformat` among the flags asks for quantisation; without it the weights keep their type. TRTLLM_CHECKPOINT_FLAGS is laid over the flags,
-    whether a caller or the field gives them.
+    The flag `qformat` asks for quantisation; without it the weights keep their type. TRTLLM_CHECKPOINT_FLAGS
+    overrides the flags, from a caller or the field.
     """
 
     model_path: str | None = None
     output_path: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
-    sizes: dict[str, Any] = field(init=False)  # what the flags say of the parallelism, for `TRTLLMLibraryLoader`
+    # what the flags say of the parallelism, for `TRTLLMLibraryLoader`
+    sizes: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.model_path:
@@ -146,7 +166,7 @@ class QuantizerConfig:
 
 
 class TRTLLMQuantizerOp(Operation):
-    """From a Hugging Face folder to a checkpoint for `trtllm-build`, or (`export_hf`) to a quantised folder for the PyTorch backend."""
+    """From a Hugging Face folder to a checkpoint or, with `export_hf`, a quantised folder."""
 
     name = "quantize"
 
@@ -168,11 +188,13 @@ class TRTLLMQuantizerOp(Operation):
         self.output = self.config.folder("hf" if export_hf else str(self.layout))
         if export_hf and not self._quantizes:
             raise ConfigError(
-                f"{_CHECKPOINT_SOURCE}: no qformat, and the PyTorch backend reads {self.model} as it is: there is nothing to make"
+                f"{_CHECKPOINT_SOURCE}: no qformat, and the PyTorch backend reads {self.model} as it is:"
+                " there is nothing to make"
             )
         if self._quantizes and self.layout.ep_size > 1 and not export_hf:
             raise ConfigError(
-                f"--moe_expert_parallelism {self.layout.ep_size}: quantize.py has no expert parallelism; leave out qformat, so that"
+                f"--moe_expert_parallelism {self.layout.ep_size}: quantize.py has no expert parallelism;"
+                " leave out qformat, so that"
                 " convert_checkpoint.py makes the checkpoint",
                 about=["moe_expert_parallelism"],
             )
@@ -198,10 +220,17 @@ class TRTLLMQuantizerOp(Operation):
 
     def inputs(self) -> dict[str, Any]:
         head = self._head()
-        return {"model": identity(self.model), "tool": head, "script": identity(Path(head[-1])), "flags": self._arguments()}
+        return {
+            "model": identity(self.model),
+            "tool": head,
+            "script": identity(Path(head[-1])),
+            "flags": self._arguments(),
+        }
 
     def _head(self, must: bool = False) -> list[str]:
-        return self.loader.script(_QUANTIZE_SCRIPT if self._quantizes else _CONVERT_SCRIPT, must, quantizer=True)
+        return self.loader.script(
+            _QUANTIZE_SCRIPT if self._quantizes else _CONVERT_SCRIPT, must, quantizer=True
+        )
 
     def files(self) -> Sequence[str]:
         if self.export_hf:
@@ -213,7 +242,11 @@ class TRTLLMQuantizerOp(Operation):
         return [*super().missing(folder), *([] if list(folder.glob("*.safetensors")) else ["*.safetensors"])]
 
     def commands(self, target: Path) -> Sequence[Command]:
-        return (Command((*self._head(), f"--model_dir={self.model}", f"--output_dir={target}", *self._arguments())),)
+        return (
+            Command(
+                (*self._head(), f"--model_dir={self.model}", f"--output_dir={target}", *self._arguments())
+            ),
+        )
 
     def check(self) -> None:
         self._head(must=True)
@@ -233,7 +266,7 @@ class TRTLLMQuantizerOp(Operation):
 @bind(fields.max_num_tokens)
 @bind(fields.max_seq_len)
 class TRTLLMBuilderOp(Operation):
-    """From a checkpoint to an engine. TRTLLM_BUILD_FLAGS is laid over the flags, whether a caller or the field gives them.
+    """From a checkpoint to an engine. TRTLLM_BUILD_FLAGS overrides the flags, from a caller or the field.
 
     A limit that the build flags do not set is the run's.
     """
@@ -261,9 +294,15 @@ class TRTLLMBuilderOp(Operation):
         self.dependencies = (self.checkpoint,)
         self.deadline_s = deadline_s
         self.layout = self.loader.layout
-        flags = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens, "max_seq_len": max_seq_len}
+        flags = {
+            "max_batch_size": max_batch_size,
+            "max_num_tokens": max_num_tokens,
+            "max_seq_len": max_seq_len,
+        }
         flags["workers"] = self.layout.ranks if self.layout.ranks > 1 else None
-        self.build_flags = {name: value for name, value in (flags | without_parallelism(given)).items() if value is not None}
+        self.build_flags = {
+            name: value for name, value in (flags | without_parallelism(given)).items() if value is not None
+        }
         self.output = Path(engine_dir) if engine_dir else Path("build/engines") / self.checkpoint.output.name
 
     def inputs(self) -> dict[str, Any]:
@@ -287,7 +326,10 @@ class TRTLLMBuilderOp(Operation):
         check_gpus(1, "trtllm-build")
         longest, prompt = self.build_flags.get("max_seq_len"), self.build_flags.get("max_input_len")
         if longest is not None and prompt is not None and prompt >= longest:
-            raise ConfigError(f"{_BUILD_SOURCE}: max_input_len {prompt} leaves no token of max_seq_len {longest} for the answer")
+            raise ConfigError(
+                f"{_BUILD_SOURCE}: max_input_len {prompt} leaves no token of max_seq_len {longest} for"
+                " the answer"
+            )
         size = sum(path.stat().st_size for path in weights(self.checkpoint.model))
         check_space(self.output, int(size * _SHRINK.get(self.checkpoint.config.qformat, 1.0)))
 
@@ -303,7 +345,7 @@ def engine_stages(config: RunConfig) -> Operation:
 
 
 def checkpoint_stages(config: RunConfig) -> Operation:
-    """For cores that read a Hugging Face folder with TensorRT-LLM's PyTorch backend; after the runtime flag trtllm_backend, an engine."""
+    """For cores that read a Hugging Face folder (PyTorch backend) or, with trtllm_backend:cpp, an engine."""
     if config.build(TrtllmHlApiConfig).backend_type != "pytorch":
         return engine_stages(config)
     _check_ours(config)
@@ -313,7 +355,10 @@ def checkpoint_stages(config: RunConfig) -> Operation:
 def _check_ours(config: RunConfig) -> None:
     for name, flag in (("dtype", "dtype"), ("quantization", "qformat")):
         if config.given(name) and getattr(config, name) != "auto":
-            raise ConfigError(f"{config.named(name)}: {config.core_type} does not take it; use {_CHECKPOINT_SOURCE}={flag}:…")
+            raise ConfigError(
+                f"{config.named(name)}: {config.core_type} does not take it; use"
+                f" {_CHECKPOINT_SOURCE}={flag}:…"
+            )
 
 
 def engine_files(layout: Layout) -> tuple[str, ...]:
@@ -323,7 +368,7 @@ def engine_files(layout: Layout) -> tuple[str, ...]:
 
 @about("engine_dir")
 def read_engine(folder: Path) -> tuple[BuildConfig, Layout]:
-    """The build configuration of an engine that is there, and how it is cut; ConfigError if it is not whole."""
+    """The build configuration of an existing engine, and its layout. ConfigError: it is incomplete."""
     if not folder.is_dir():
         raise NotHere(f"--engine_dir {folder}: no such folder; generate-engines makes it")
     engine = EngineConfig.from_engine_dir(folder)
@@ -331,5 +376,7 @@ def read_engine(folder: Path) -> tuple[BuildConfig, Layout]:
     layout = Layout(mapping.tp_size, mapping.pp_size, max(1, mapping.moe_ep_size))
     for name in engine_files(layout):
         if not (folder / name).is_file():
-            raise ConfigError(f"--engine_dir {folder}: there is no {name} in it, and its config.json says {layout}")
+            raise ConfigError(
+                f"--engine_dir {folder}: there is no {name} in it, and its config.json says {layout}"
+            )
     return engine.build_config, layout

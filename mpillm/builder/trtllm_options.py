@@ -1,8 +1,8 @@
-"""The options of TensorRT-LLM's tools, so that a misspelt flag is found before an hour of calibration and not after it.
+"""The options of TensorRT-LLM's tools, to find a misspelt flag before an hour of calibration, not after it.
 
 The names and the values they take are those of TensorRT-LLM 1.x: `examples/quantization/quantize.py`,
-`examples/models/core/llama/convert_checkpoint.py`, and `trtllm-build` (`tensorrt_llm/commands/build.py` with the plug-ins of
-`tensorrt_llm/plugin/plugin.py`).
+`examples/models/core/llama/convert_checkpoint.py`, and `trtllm-build` (`tensorrt_llm/commands/build.py` with
+the plug-ins of `tensorrt_llm/plugin/plugin.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from typing import Any
 
 from disagg.errors import ConfigError, nearest
 
-PARALLELISM = {"tp_size": "tensor_parallelism", "pp_size": "pipeline_parallelism", "moe_ep_size": "moe_expert_parallelism"}
+PARALLELISM = {
+    "tp_size": "tensor_parallelism",
+    "pp_size": "pipeline_parallelism",
+    "moe_ep_size": "moe_expert_parallelism",
+}
 """Names of the tools, and ours."""
 
 _Kind = str | tuple[str, ...]
@@ -30,15 +34,23 @@ _FP8_PLUGIN = ("fp8", "disable")
 
 @dataclass(frozen=True)
 class Tool:
-    """One of TensorRT-LLM's programs. `ours` are the options that fields of ours set, by the field that does."""
+    """One of TensorRT-LLM's programs. `ours`: the options that our fields set, with the field."""
 
     name: str
     options: Mapping[str, _Kind]
     ours: Mapping[str, str]
 
     def arguments(self, flags: Mapping[str, Any], source: str) -> list[str]:
-        """``--name=value`` for each flag; None leaves one out. ConfigError, which begins with `source`, for what the tool would refuse."""
-        return [argument for name, value in flags.items() if value is not None for argument in self._argument(name, value, source)]
+        """``--name=value`` for each flag; None leaves one out.
+
+        ConfigError, which begins with `source`: the tool would refuse a flag.
+        """
+        return [
+            argument
+            for name, value in flags.items()
+            if value is not None
+            for argument in self._argument(name, value, source)
+        ]
 
     def _argument(self, name: str, value: Any, source: str) -> list[str]:
         if name in self.ours:
@@ -75,7 +87,8 @@ QUANTIZE = Tool(
     "quantize.py",
     _options(
         {
-            _INT: "seed tokenizer_max_seq_length batch_size calib_size calib_max_seq_length calib_tp_size calib_pp_size cp_size"
+            _INT: "seed tokenizer_max_seq_length batch_size calib_size calib_max_seq_length calib_tp_size"
+            " calib_pp_size cp_size"
             " awq_block_size num_medusa_heads num_medusa_layers max_draft_len",
             _FLOAT: "auto_quantize_bits",
             _TEXT: "calib_dataset nemo_ckpt_path medusa_hidden_act medusa_model_dir autoq_format",
@@ -96,12 +109,16 @@ CONVERT = Tool(
     "convert_checkpoint.py",
     _options(
         {
-            _INT: "cp_size moe_tp_size vocab_size n_positions n_layer n_head n_kv_head n_embd inter_size multiple_of calib_size"
-            " calib_max_seq_length group_size workers moe_num_experts moe_top_k moe_renorm_mode embedding_sharding_dim",
+            _INT: "cp_size moe_tp_size vocab_size n_positions n_layer n_head n_kv_head n_embd inter_size"
+            " multiple_of calib_size"
+            " calib_max_seq_length group_size workers moe_num_experts moe_top_k moe_renorm_mode"
+            " embedding_sharding_dim",
             _FLOAT: "ffn_dim_multiplier rms_norm_eps smoothquant rotary_base",
             _TEXT: "meta_ckpt_dir calib_dataset quant_ckpt_path hidden_act log_level",
-            _FLAG: "use_weight_only disable_weight_only_quant_plugin use_qserve per_channel per_token int8_kv_cache fp8_kv_cache use_fp8"
-            " use_nvfp4 use_fp8_rowwise use_meta_fp8_rowwise_recipe per_group load_by_shard load_model_on_cpu use_parallel_embedding"
+            _FLAG: "use_weight_only disable_weight_only_quant_plugin use_qserve per_channel per_token"
+            " int8_kv_cache fp8_kv_cache use_fp8"
+            " use_nvfp4 use_fp8_rowwise use_meta_fp8_rowwise_recipe per_group load_by_shard load_model_on_cpu"
+            " use_parallel_embedding"
             " save_config_only remove_duplicated_kv_heads",
         },
         dtype=_DTYPES,
@@ -114,17 +131,23 @@ BUILD = Tool(
     "trtllm-build",
     _options(
         {
-            _INT: "max_batch_size max_input_len max_seq_len max_beam_width max_num_tokens opt_num_tokens max_encoder_input_len"
+            _INT: "max_batch_size max_input_len max_seq_len max_beam_width max_num_tokens opt_num_tokens"
+            " max_encoder_input_len"
             " max_prompt_embedding_table_size workers max_lora_rank max_draft_len tokens_per_block",
-            _TEXT: "model_config build_config model_cls_file model_cls_name input_timing_cache output_timing_cache visualize_network"
+            _TEXT: "model_config build_config model_cls_file model_cls_name input_timing_cache"
+            " output_timing_cache visualize_network"
             " log_level",
             _WORDS: "lora_dir lora_target_modules",
-            _FLAG: "strip_plan weight_sparsity weight_streaming fast_build enable_debug_output monitor_memory gather_context_logits"
+            _FLAG: "strip_plan weight_sparsity weight_streaming fast_build enable_debug_output monitor_memory"
+            " gather_context_logits"
             " gather_generation_logits gather_all_token_logits",
-            _SWITCH: "paged_kv_cache dora_plugin context_fmha bert_context_fmha_fp32_acc remove_input_padding use_paged_context_fmha"
-            " use_fp8_context_fmha fuse_fp4_quant multiple_profiles paged_state streamingllm norm_quant_fusion reduce_fusion user_buffer"
+            _SWITCH: "paged_kv_cache dora_plugin context_fmha bert_context_fmha_fp32_acc remove_input_padding"
+            " use_paged_context_fmha"
+            " use_fp8_context_fmha fuse_fp4_quant multiple_profiles paged_state streamingllm"
+            " norm_quant_fusion reduce_fusion user_buffer"
             " use_fused_mlp pp_reduce_scatter",
-            _PLUGIN: "bert_attention_plugin gpt_attention_plugin fp8_rowwise_gemm_plugin lora_plugin moe_plugin mamba_conv1d_plugin"
+            _PLUGIN: "bert_attention_plugin gpt_attention_plugin fp8_rowwise_gemm_plugin lora_plugin"
+            " moe_plugin mamba_conv1d_plugin"
             " nccl_plugin",
             _FP8_PLUGIN: "gemm_swiglu_plugin low_latency_gemm_plugin low_latency_gemm_swiglu_plugin",
         },
@@ -132,17 +155,29 @@ BUILD = Tool(
         profiling_verbosity=("layer_names_only", "detailed", "none"),
         logits_dtype=("float16", "float32"),
         lora_ckpt_source=("hf", "nemo"),
-        speculative_decoding_mode=("draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"),
+        speculative_decoding_mode=(
+            "draft_tokens_external",
+            "lookahead_decoding",
+            "medusa",
+            "explicit_draft_tokens",
+            "eagle",
+        ),
         gemm_plugin=(*_PLUGIN[:-1], "fp8", "nvfp4", "disable"),
         gemm_allreduce_plugin=("float16", "bfloat16", "disable"),
     ),
-    {"checkpoint_dir": "llm_quantizer_outdir", "output_dir": "engine_dir", **PARALLELISM, "dry_run": "dry_run"},
+    {
+        "checkpoint_dir": "llm_quantizer_outdir",
+        "output_dir": "engine_dir",
+        **PARALLELISM,
+        "dry_run": "dry_run",
+    },
 )
 
 # Options of older releases, as in tutorials for TensorRT-LLM 0.9, and of the scripts build.py before it.
 _GONE = {
     "max_output_len": "use max_seq_len: the prompt's and the answer's tokens together",
-    "context_fmha_fp32_acc": "it is a runtime option now: --trtllm_runtime_flags=enable_context_fmha_fp32_acc:true",
+    "context_fmha_fp32_acc": "it is a runtime option now:"
+    " --trtllm_runtime_flags=enable_context_fmha_fp32_acc:true",
     "multi_block_mode": "it is a runtime option now: --trtllm_runtime_flags=multi_block_mode:true",
     "use_inflight_batching": "it is a runtime option now: --trtllm_runtime_flags=use_inflight_batching:true",
     "auto_parallel": "it follows from --tensor_parallelism and --pipeline_parallelism",

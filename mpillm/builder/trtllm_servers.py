@@ -1,4 +1,4 @@
-"""What `run-llm-server` starts of TensorRT-LLM's: a `trtllm-serve` for each URL, or those of a disaggregation YAML."""
+"""TensorRT-LLM's servers for `run-llm-server`: one per URL, or those of a disaggregation YAML."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def endpoint_servers(config: RunConfig) -> list[Server]:
         ports = [*ports_here(config.trtllm_server_urls).values()]
         if not ports:
             raise ConfigError(
-                f"--trtllm_server_urls {','.join(config.trtllm_server_urls)}: none is on this host ({socket.gethostname()})",
+                f"--trtllm_server_urls {','.join(config.trtllm_server_urls)}: none is on this host"
+                f" ({socket.gethostname()})",
                 about=["trtllm_server_urls"],
             )
     else:
@@ -51,13 +52,25 @@ def endpoint_servers(config: RunConfig) -> list[Server]:
     except NotHere as error:
         lacking(config, error)
     flags = {**harness.build_flags, **harness.runtime_flags}
-    sizes = {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "ep_size": cut.ep_size if cut.ep_size > 1 else None}
-    limits = {name: flags.get(name) for name in ("max_batch_size", "max_num_tokens", "max_beam_width", "num_postprocess_workers")}
+    sizes = {
+        "tp_size": cut.tp_size,
+        "pp_size": cut.pp_size,
+        "ep_size": cut.ep_size if cut.ep_size > 1 else None,
+    }
+    limits = {
+        name: flags.get(name)
+        for name in ("max_batch_size", "max_num_tokens", "max_beam_width", "num_postprocess_workers")
+    }
     return trtllm_serve.endpoints(
         program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL),
         [what.model, *(["--tokenizer", str(what.tokenizer)] if what.tokenizer else [])],
         ports,
-        {"backend": what.backend, **sizes, **limits, "max_seq_len": config.max_seq_len or flags.get("max_seq_len")},
+        {
+            "backend": what.backend,
+            **sizes,
+            **limits,
+            "max_seq_len": config.max_seq_len or flags.get("max_seq_len"),
+        },
         (_EXTRA_OPTIONS, yaml.safe_dump(llm_api_options(config), sort_keys=False)),
         cut.ranks,
         None if gpus is None else len(gpus),
@@ -67,12 +80,15 @@ def endpoint_servers(config: RunConfig) -> list[Server]:
 def disaggregated_servers(config: RunConfig) -> list[Server]:
     """Workers, leader or both.
 
-    A worker is a rank of the mpirun around this process if there is one; else an mpirun of all workers is started here.
+    A worker is a rank of the mpirun around this process if there is one; else an mpirun of all workers is
+    started here.
     """
     path = config.disagg_config
     if not path:
         raise ConfigError(
-            "--core_type trtllm_disagg needs --trtllm_disagg_config_path; generate-disagg-config writes that file", about=["core_type"]
+            "--core_type trtllm_disagg needs --trtllm_disagg_config_path; generate-disagg-config writes"
+            " that file",
+            about=["core_type"],
         )
     kind, launcher = launch_type(), one_of_several()
     made = _yaml(config, path, launcher.size if launcher and kind == "worker" else None)
@@ -82,8 +98,14 @@ def disaggregated_servers(config: RunConfig) -> list[Server]:
     if launcher and kind == "worker":
         return [trtllm_serve.worker_rank(serve, path, made, launcher)]
     if launcher:
-        what = "one leader is started alone, or by mpirun -n 1" if kind else f"{LAUNCH_TYPE}=worker makes each a worker"
-        raise EveryRankError(f"{launcher.name} started {launcher.size or 'several'} ranks of run-llm-server: {what}")
+        what = (
+            "one leader is started alone, or by mpirun -n 1"
+            if kind
+            else f"{LAUNCH_TYPE}=worker makes each a worker"
+        )
+        raise EveryRankError(
+            f"{launcher.name} started {launcher.size or 'several'} ranks of run-llm-server: {what}"
+        )
     servers = [] if kind == "leader" else [trtllm_serve.workers(serve, path, made)]
     if kind != "worker":
         servers.append(trtllm_serve.leader(serve, path, made, config.load_deadline, config.stall_timeout))
@@ -91,13 +113,15 @@ def disaggregated_servers(config: RunConfig) -> list[Server]:
 
 
 def _yaml(config: RunConfig, path: str, size: int | None) -> DisaggConfig:
-    """The YAML that is named; in a dry run that finds none, what generate-disagg-config would write for workers on this host."""
+    """The named YAML; in a dry run without it, what generate-disagg-config would write for this host."""
     if Path(path).exists():
         config = config.with_yaml()
         assert config.yaml is not None
         check_agreement(config, path, config.yaml)
         return config.yaml
-    lacking(config, NotHere(f"--trtllm_disagg_config_path {path}: no such file; generate-disagg-config writes it"))
+    lacking(
+        config, NotHere(f"--trtllm_disagg_config_path {path}: no such file; generate-disagg-config writes it")
+    )
     made = on_this_host(config, size)
     print(f"# assumed: {path}, as generate-disagg-config writes it for {made.n_workers} workers on this host")
     return made

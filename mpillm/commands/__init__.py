@@ -1,4 +1,4 @@
-"""One file for each command of ``python -m mpillm``: its options, and what it calls. Imports every other room; only `cli` imports it.
+"""One file per command of ``python -m mpillm``: its options, and what it calls. Only `cli` imports them.
 
-`mpirun` is the one command that is not here: it is in `launch`, which imports nothing of mpillm.
+The command `mpirun` is in `launch`, which imports nothing of mpillm.
 """

@@ -18,13 +18,21 @@ _GROUP = "accuracy"
 
 
 class _Options(Values):
-    """Of ``accuracy``."""
+    """Options of ``accuracy``."""
 
-    dataset_path = Field("dataset_path", "the data set, with its reference answers [default: the run's]", group=_GROUP)
-    tokenizer = Field(
-        "tokenizer", "a folder with the tokenizer.json that answers are decoded by [default: the run's model_path]", group=_GROUP
+    dataset_path = Field(
+        "dataset_path", "the data set, with its reference answers [default: the run's]", group=_GROUP
     )
-    mbxp = Field("mbxp", "mixtral-8x7b: the file that the reference's evaluate_mbxp wrote (evaluated_test.json)", group=_GROUP)
+    tokenizer = Field(
+        "tokenizer",
+        "a folder with the tokenizer.json that answers are decoded by [default: the run's model_path]",
+        group=_GROUP,
+    )
+    mbxp = Field(
+        "mbxp",
+        "mixtral-8x7b: the file that the reference's evaluate_mbxp wrote (evaluated_test.json)",
+        group=_GROUP,
+    )
 
 
 def _parser() -> Parser:
@@ -34,27 +42,33 @@ def _parser() -> Parser:
         description="Score the answers of an accuracy run, and write RUN_DIR/accuracy.txt and accuracy.json.",
         epilog="examples:\n"
         "  python -m mpillm accuracy build/runs/accuracy --dataset_path open_orca.pkl --tokenizer MODEL_DIR\n"
-        "  python -m mpillm accuracy build/runs/accuracy --mbxp evaluated_test.json      # mixtral-8x7b: docs/submission.md says how",
+        "  python -m mpillm accuracy build/runs/accuracy --mbxp evaluated_test.json      # mixtral-8x7b:"
+        " docs/submission.md says how",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory of --test_mode AccuracyOnly")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Scores are a result, so that the exit code is DONE whatever they are."""
+    """Score the run. The exit code is DONE whatever the scores are: they are a result."""
     parser = _parser()
     options = collect(argv, _Options, parser)
     run = RunDirectory.read(Path(parser.parse_args(argv).run_dir))
     answers = read_accuracy_run(run, options.dataset_path, options.tokenizer, options.mbxp)
     target = 100 * float(run.config["accuracy_target"])
-    print(f"{run.benchmark}: {len(answers.answers)} answers, target {target:g} % of the reference", flush=True)  # scoring may take minutes
+    # scoring may take minutes
+    print(
+        f"{run.benchmark}: {len(answers.answers)} answers, target {target:g} % of the reference", flush=True
+    )
     _show(run, *score_run(answers, options.mbxp))
     return ExitCode.DONE
 
 
 def _show(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:
     for c in checks:
-        bounds = f"at least {c.at_least:.4f}" + (f", at most {c.at_most:.4f}" if c.at_most is not None else "")
+        bounds = f"at least {c.at_least:.4f}" + (
+            f", at most {c.at_most:.4f}" if c.at_most is not None else ""
+        )
         value = "-" if c.value is None else f"{c.value:.4f}"
         print(f"  {c.name:<18} {value:>10}  {'ok  ' if c.passed else 'no  '} {bounds}")
     for note in scores.notes:

@@ -15,7 +15,8 @@ BENCHES = {
     "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
     "table": "whole runs beside the throughput that TensorRT-LLM publishes for one H200",
     "load": "loading weights from an engine's files against loading them from a checkpoint",
-    "precision": "what types of weights, activations and KV cache cost: nats per token, likeliest tokens, answers",
+    "precision": "what types of weights, activations and KV cache cost: nats per token, likeliest"
+    " tokens, answers",
     "agreement": "answers and logits of tensor parallel instances against those of one rank",
     "dataset": "loading a preprocessed data set: seconds and memory",
     "handoff": "KV caches between two ranks, against plain messages of the same size",
@@ -33,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
             print(f"  {name:<{width}}  {description}")
         return ExitCode.DONE
     if argv[0] not in BENCHES:
-        raise ConfigError(f"no benchmark '{argv[0]}'{nearest(argv[0], BENCHES)}; there are: {', '.join(BENCHES)}")
+        raise ConfigError(
+            f"no benchmark '{argv[0]}'{nearest(argv[0], BENCHES)}; there are: {', '.join(BENCHES)}"
+        )
     from mpillm.bench.ranks import run_on_ranks  # here, so that the list above is printed at once
     from mpillm.config.values import collect
     from mpillm.configurator.command_line import Parser

@@ -14,17 +14,18 @@ from mpillm.submission.test06 import verify
 
 
 class _Options(Values):
-    """Of ``compliance``."""
+    """Options of ``compliance``."""
 
     end_ids = GenerationFields.end_ids
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check a TEST06 run; exit code TEST_FAILED if it does not pass."""
+    """Check a TEST06 run. Exit code TEST_FAILED: it does not pass."""
     parser = Parser(
         prog="mpillm compliance",
         usage="python -m mpillm compliance RUN_DIR [options]",
-        description="Check a run that was made with --compliance_test TEST06, and write RUN_DIR/TEST06 for the submission.",
+        description="Check a run that was made with --compliance_test TEST06, and write RUN_DIR/TEST06 for"
+        " the submission.",
         epilog="example:\n  python -m mpillm compliance build/runs/test06",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")

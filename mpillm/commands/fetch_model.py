@@ -21,7 +21,11 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("name", help="which model")
     parser.add_argument(
-        "--models_dir", "--models-dir", type=Path, metavar="DIR", help=f"where its folder goes (default: {DEFAULT_MODELS_DIR})"
+        "--models_dir",
+        "--models-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"where its folder goes (default: {DEFAULT_MODELS_DIR})",
     )
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:

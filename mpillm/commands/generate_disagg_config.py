@@ -1,8 +1,8 @@
 """``python -m mpillm generate-disagg-config``: a disaggregation YAML for `run`, `plan` and `trtllm-serve`.
 
-Alone it writes what the options say. Under `mpirun -n N`, N being the ranks of all instances together, rank 0 writes it with the address
-of each instance: the host of its first rank, as `trtllm-serve disaggregated_mpi_worker` cuts the world, and ports from
---worker_start_port on.
+Without mpirun it writes what the options say. Under `mpirun -n N`, N being the ranks of all instances, rank 0
+writes it with the address of each instance: the host of its first rank, as `trtllm-serve
+disaggregated_mpi_worker` splits the world, and ports from --worker_start_port on.
 """
 
 from __future__ import annotations
@@ -26,18 +26,27 @@ from mpillm.fields import DEADLINES, Field, shown
 from mpillm.files import write_text
 
 _ALSO = ("dry_run", "world_size", "server_port", "worker_start_port", "model_path", "llm_gen_config_path")
-_SHOWN = shown("workload", "topology", "checkpoint", "build", also=(*_ALSO, *(place.field.name for place in CORE)))
+_SHOWN = shown(
+    "workload", "topology", "checkpoint", "build", also=(*_ALSO, *(place.field.name for place in CORE))
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command on one rank, or alone."""
-    output = Field("output", "the file to write [default: --trtllm_disagg_config_path, else standard output]", group="output")
+    """Run the command on one rank, or without mpirun."""
+    output = Field(
+        "output",
+        "the file to write [default: --trtllm_disagg_config_path, else standard output]",
+        group="output",
+    )
     parser = Parser(
         prog="mpillm generate-disagg-config",
-        description="Write a disaggregation YAML from options. Under mpirun -n N, for the N workers of this mpirun.",
+        description="Write a disaggregation YAML from options. Under mpirun -n N, for the N workers of"
+        " this mpirun.",
         epilog="examples:\n"
-        "  python -m mpillm generate-disagg-config --mode disaggregated --world_size 8 --ctx_tp_size 2 --output disagg.yaml\n"
-        "  mpirun -n 4 python -m mpillm generate-disagg-config --benchmarks=llama2-70b --core_type=trtllm_disagg"
+        "  python -m mpillm generate-disagg-config --mode disaggregated --world_size 8 --ctx_tp_size 2"
+        " --output disagg.yaml\n"
+        "  mpirun -n 4 python -m mpillm generate-disagg-config --benchmarks=llama2-70b"
+        " --core_type=trtllm_disagg"
         " --trtllm_disagg_config_path=disagg.yaml",
     )
     try:
@@ -61,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_this_world(config: RunConfig, argv: Sequence[str]) -> DisaggConfig | None:
-    """On rank 0 the configuration for the ranks of this mpirun, all of them workers; None on the others."""
+    """On rank 0 the configuration for this mpirun's ranks, all workers; None on the others."""
     world = start_mpi(["generate-disagg-config", *argv], DEADLINES["join"])
     hosts = world.gather(socket.gethostname())
     if hosts is None:

@@ -1,4 +1,4 @@
-"""``python -m mpillm generate-engines``: the stages from a model to an engine, for each workload and scenario named."""
+"""``python -m mpillm generate-engines``: from a model to an engine, for each workload and scenario named."""
 
 from __future__ import annotations
 
@@ -13,31 +13,45 @@ from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
 
-_ALSO = ("core_type", *SIZES, *MODEL_AND_LIMITS, "trtllm_runtime_flags", "dtype", "quantization", "llm_gen_config_path", "build_deadline")
+_ALSO = (
+    "core_type",
+    *SIZES,
+    *MODEL_AND_LIMITS,
+    "trtllm_runtime_flags",
+    "dtype",
+    "quantization",
+    "llm_gen_config_path",
+    "build_deadline",
+)
 _SHOWN = shown("workload", "stages", "checkpoint", "build", also=_ALSO)
 
 
 def engine_stages(config: RunConfig) -> Operation:
-    """The last stage of what `generate-engines` makes for a test; the stages before it are its dependencies."""
+    """The last stage of `generate-engines` for a test; the stages before it are its dependencies."""
     with config.autoapply():
         path = BackendRegistry.declared(config.core_type).engine_stages
         if path is None:
             able = [name for name in (*BUILT_IN, *NOT_BUILT) if BackendRegistry.declared(name).engine_stages]
             raise ConfigError(
-                f"--core_type {config.core_type}: nothing to build; generate-engines builds for {', '.join(able)}", about=["core_type"]
+                f"--core_type {config.core_type}: nothing to build; generate-engines builds for"
+                f" {', '.join(able)}",
+                about=["core_type"],
             )
         stages: Operation = function(path)(config)
     return stages
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make what is not up to date; print where it is."""
+    """Make what is not up to date, and print where it is."""
     parser = Parser(
         prog="mpillm generate-engines",
-        description="Quantise a model and build its engine: TensorRT-LLM's, with its tools, or mpillm's own. What is up to date is kept.",
+        description="Quantise a model and build its engine: TensorRT-LLM's, with its tools, or mpillm's own."
+        " What is up to date is kept.",
         epilog="examples:\n"
-        "  python -m mpillm generate-engines --model_path build/models/smollm2-135m --trtllm_checkpoint_flags=qformat:int8_wo\n"
-        "  python -m mpillm generate-engines --benchmarks=llama2-70b --harness_type=triton --model_path DIR --trtllm_lib_path build/TRTLLM"
+        "  python -m mpillm generate-engines --model_path build/models/smollm2-135m"
+        " --trtllm_checkpoint_flags=qformat:int8_wo\n"
+        "  python -m mpillm generate-engines --benchmarks=llama2-70b --harness_type=triton --model_path DIR"
+        " --trtllm_lib_path build/TRTLLM"
         " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
     )
     configs = parse_each(argv, parser, _SHOWN)

@@ -13,18 +13,28 @@ from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
 from mpillm.fields.general import GeneralFields
 from mpillm.fields.topology import TopologyFields
 
-_ALSO = ("core_type", *SIZES, *MODEL_AND_LIMITS, "trtllm_runtime_flags", "llm_gen_config_path", "enable_kv_cache_reuse")
+_ALSO = (
+    "core_type",
+    *SIZES,
+    *MODEL_AND_LIMITS,
+    "trtllm_runtime_flags",
+    "llm_gen_config_path",
+    "enable_kv_cache_reuse",
+)
 _SHOWN = shown("workload", "stages", "checkpoint", "build", "triton", also=_ALSO)
 
 
 def main(argv: Sequence[str]) -> int:
-    """With or without --harness_type=triton."""
+    """Write the repositories, with or without --harness_type=triton."""
     parser = Parser(
         prog="mpillm generate-triton-config",
         description="Write a Triton model repository for each server, for an engine that exists.",
-        epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2 --engine_dir=build/engines/llama2",
+        epilog="example:\n  python -m mpillm generate-triton-config --benchmarks=llama2"
+        " --engine_dir=build/engines/llama2",
     )
-    config = parse(argv, parser, _SHOWN, {GeneralFields.harness_type: "triton", TopologyFields.core_type: "triton_grpc"})
+    config = parse(
+        argv, parser, _SHOWN, {GeneralFields.harness_type: "triton", TopologyFields.core_type: "triton_grpc"}
+    )
     stages = triton_stages(config)
     execute(stages, force=config.force, dry_run=config.dry_run)
     if not config.dry_run:

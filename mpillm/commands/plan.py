@@ -20,7 +20,9 @@ _SHOWN = shown("workload", "topology", "plan", also=(*PORTS, *MODEL_AND_LIMITS))
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan."""
-    format_field = Field("format", "how to print it", default="table", choices=("table", "json"), group="output")
+    format_field = Field(
+        "format", "how to print it", default="table", choices=("table", "json"), group="output"
+    )
     parser = Parser(
         prog="mpillm plan",
         description="Show which rank would do what, without MPI.",
@@ -30,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     )
     config = parse(argv, parser, [*_SHOWN, format_field]).with_yaml()
     nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
-    world_size = config.world_size or (len(nodes) if nodes else disagg.ranks_for(config.yaml.n_workers) if config.yaml else None)
+    world_size = config.world_size or (
+        len(nodes) if nodes else disagg.ranks_for(config.yaml.n_workers) if config.yaml else None
+    )
     if world_size is None:
         raise ConfigError("mpillm plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE")
     if nodes is not None and len(nodes) != world_size:

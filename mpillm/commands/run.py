@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(argv: Sequence[str]) -> tuple[int, str]:
-    """A test on one rank: the exit code and the run directory. Does not return after a failure: the process ends here."""
+    """Run on one rank; return the exit code and the run directory. After a failure the process ends here."""
     return start_rank("run", argv, parse_run, _test, serves=False)
 
 
@@ -40,7 +40,12 @@ def _test() -> Purpose:
 
 
 def start_rank(
-    command: str, argv: Sequence[str], parse: Callable[[Sequence[str]], RunConfig], purpose: Callable[[], Purpose], *, serves: bool
+    command: str,
+    argv: Sequence[str],
+    parse: Callable[[Sequence[str]], RunConfig],
+    purpose: Callable[[], Purpose],
+    *,
+    serves: bool,
 ) -> tuple[int, str]:
     """As `start`, for a command with options that `parse` reads; see `Rank`."""
     gc.disable()  # a tenth of the time that importing PyTorch takes; `Rank` enables it when the test begins
@@ -56,9 +61,11 @@ def start_rank(
     except OSError as error:
         usage_error = f"{error.filename}: {error.strerror}"
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)  # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
+        # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
+        signal.signal(number, signal.SIG_DFL)
     control = start_mpi([command, *argv], config.join_deadline if config else DEADLINES["join"])
-    from mpillm.run.rank import Rank  # imports mpi4py.MPI, which starts MPI: not before start_mpi has prepared it
+    # imports mpi4py.MPI, which starts MPI: not before start_mpi has prepared it
+    from mpillm.run.rank import Rank
 
     try:
         rank = Rank(control, config, usage_error, purpose, serves=serves)
@@ -70,7 +77,7 @@ def start_rank(
 
 
 def _interrupt(rank: Rank, number: int, frame: object) -> None:
-    """Report the signal that a person sent: mpirun, ours as well as Open MPI's, passes on another one in its place."""
+    """Report the signal that the user sent: mpirun, ours and Open MPI's, passes on another one instead."""
     killed_soon = number == signal.SIGTERM and mpirun_ends_ranks()
     if not killed_soon and rank.drain():
         return

@@ -1,4 +1,4 @@
-"""``python -m mpillm run-harness``: one test after another, an mpirun for each workload and scenario named."""
+"""``python -m mpillm run-harness``: an mpirun for each workload and scenario named, one after another."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from mpillm.run.in_turn import run_in_turn, test_of
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command: the worst exit code of its tests."""
+    """Run the tests; return their highest exit code."""
     parser = Parser(
         prog="mpillm run-harness",
-        description="Run a test for each workload and scenario named, each in an mpirun of its own. Takes all options of run.",
+        description="Run a test for each workload and scenario named, each in an mpirun of its own. Takes all"
+        " options of run.",
         epilog="examples:\n"
-        "  python -m mpillm run-harness --benchmarks=llama2,moe --scenarios=Offline,Server --model_scale=tiny\n"
-        "  python -m mpillm run-harness --core_type dummy --scenarios=Offline,Server --server_target_qps 100 --world_size 4",
+        "  python -m mpillm run-harness --benchmarks=llama2,moe --scenarios=Offline,Server"
+        " --model_scale=tiny\n"
+        "  python -m mpillm run-harness --core_type dummy --scenarios=Offline,Server --server_target_qps 100"
+        " --world_size 4",
     )
     configs = parse_each(argv, parser, [*RUN_FIELDS, fields.world_size, fields.dry_run])
     for config in configs:

@@ -1,7 +1,8 @@
-"""``python -m mpillm run-llm-server``: start the servers that a core talks to, and stay until they end or the user ends them.
+"""``python -m mpillm run-llm-server``: start the servers that a core needs, and wait until they end.
 
-`triton_grpc` and `--harness_type=triton`: a `tritonserver` for each model repository. `trtllm_endpoint`: a `trtllm-serve` for each URL.
-`trtllm_disagg`: the workers and the leader of a disaggregation YAML, or one of the two: MLPERF_DISAGG_LAUNCH_TYPE says which.
+`triton_grpc` and `--harness_type=triton`: a `tritonserver` for each model repository. `trtllm_endpoint`: a
+`trtllm-serve` for each URL. `trtllm_disagg`: the workers and the leader of a disaggregation YAML, or one of
+the two: MLPERF_DISAGG_LAUNCH_TYPE says which.
 """
 
 from __future__ import annotations
@@ -25,18 +26,30 @@ from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
 from mpillm.files import as_writable
 
-_ALSO = ("dry_run", "trtllm_server_urls", "llm_gen_config_path", "enable_kv_cache_reuse", "log_dir", "load_deadline", "stall_timeout")
-_SHOWN = shown("workload", "topology", "checkpoint", "build", "triton", "server", also=(*_ALSO, *MODEL_AND_LIMITS))
+_ALSO = (
+    "dry_run",
+    "trtllm_server_urls",
+    "llm_gen_config_path",
+    "enable_kv_cache_reuse",
+    "log_dir",
+    "load_deadline",
+    "stall_timeout",
+)
+_SHOWN = shown(
+    "workload", "topology", "checkpoint", "build", "triton", "server", also=(*_ALSO, *MODEL_AND_LIMITS)
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; its exit code: NOT_READY or INSTANCE_LOST when a server ends by itself before or after it was ready."""
+    """Run the servers. Exit code NOT_READY or INSTANCE_LOST: one ended, before or after all were ready."""
     parser = Parser(
         prog="mpillm run-llm-server",
-        description="Start the servers that a core needs, and stay until they end. Ctrl-C ends them.",
+        description="Start the servers that a core needs, and wait until they end. Ctrl-C ends them.",
         epilog="examples:\n"
-        "  python -m mpillm run-llm-server --harness_type=triton --triton_model_repo build/triton_model_repo\n"
-        "  python -m mpillm run-llm-server --core_type=trtllm_endpoint --model_path DIR --tensor_parallelism 2\n"
+        "  python -m mpillm run-llm-server --harness_type=triton --triton_model_repo"
+        " build/triton_model_repo\n"
+        "  python -m mpillm run-llm-server --core_type=trtllm_endpoint --model_path DIR"
+        " --tensor_parallelism 2\n"
         "  python -m mpillm run-llm-server --core_type=trtllm_disagg --trtllm_disagg_config_path=disagg.yaml",
     )
     config = parse(argv, parser, _SHOWN)
@@ -48,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
     kind = BackendRegistry.declared(config.core_type).servers
     if kind is None:
         able = [name for name in (*BUILT_IN, *NOT_BUILT) if BackendRegistry.declared(name).servers]
-        raise ConfigError(f"--core_type {config.core_type} needs no server; these cores do: {', '.join(able)}")
+        raise ConfigError(
+            f"--core_type {config.core_type} needs no server; these cores do: {', '.join(able)}"
+        )
     with config.autoapply():
         servers: list[Server] = function(kind)(config)
     if config.dry_run:
@@ -58,7 +73,9 @@ def main(argv: Sequence[str]) -> int:
             print(server.command)
         return ExitCode.DONE
     check_ports(servers)
-    folder = Path(config.log_dir) if config.log_dir else Path("build/servers") / time.strftime("%Y%m%d-%H%M%S")
+    folder = (
+        Path(config.log_dir) if config.log_dir else Path("build/servers") / time.strftime("%Y%m%d-%H%M%S")
+    )
     with as_writable(folder):
         write_files(folder, servers)
     try:

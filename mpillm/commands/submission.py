@@ -18,38 +18,66 @@ from mpillm.submission.checker import rejected
 from mpillm.submission.package import Submission, check_accuracy_file
 from mpillm.submission.rules import MEASUREMENTS, Problem
 from mpillm.submission.runs import Result, Run, group, read_run
-from mpillm.submission.system import SYSTEM_FIELDS, measurements, overlay, same_system, system_description, unknown
+from mpillm.submission.system import (
+    SYSTEM_FIELDS,
+    measurements,
+    overlay,
+    same_system,
+    system_description,
+    unknown,
+)
 
 _GROUP = "submission"
 
 
 class _Options(Values):
-    """Of ``submission``."""
+    """Options of ``submission``."""
 
     output = Field("output", "the folder that the submission is made in", group=_GROUP)
     submitter = OutputFields.submitter
     division = OutputFields.division
-    system_name = Field("system_name", "the system's name, and its folder's [default: the runs' --system_name]", group=_GROUP)
-    system_description = Field(
-        "system_description", "a JSON file with an object that is laid over the description of the system", group=_GROUP
+    system_name = Field(
+        "system_name", "the system's name, and its folder's [default: the runs' --system_name]", group=_GROUP
     )
-    measurements = Field("measurements", "a JSON file with an object that is laid over the measurements.json of each result", group=_GROUP)
-    force = Field("force", "replace what this submitter has in this division there", boolean, default=False, group=_GROUP)
+    system_description = Field(
+        "system_description",
+        "a JSON file with an object that is laid over the description of the system",
+        group=_GROUP,
+    )
+    measurements = Field(
+        "measurements",
+        "a JSON file with an object that is laid over the measurements.json of each result",
+        group=_GROUP,
+    )
+    force = Field(
+        "force",
+        "replace what this submitter has in this division there",
+        boolean,
+        default=False,
+        group=_GROUP,
+    )
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="mpillm submission",
-        usage="python -m mpillm submission RUN_DIR… --output DIR --submitter NAME --system_name NAME [options]",
+        usage="python -m mpillm submission RUN_DIR… --output DIR --submitter NAME --system_name"
+        " NAME [options]",
         description="Lay runs out as a submission to MLPerf Inference (v6.0, v6.1), and say what is missing.",
-        epilog="example:\n  python -m mpillm submission build/runs/* --output build/submission --submitter Us --system_name 8xH200",
+        epilog="example:\n  python -m mpillm submission build/runs/* --output build/submission --submitter Us"
+        " --system_name 8xH200",
     )
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="run directories: performance, accuracy and TEST06 runs")
+    parser.add_argument(
+        "run_dirs",
+        metavar="RUN_DIR",
+        nargs="+",
+        help="run directories: performance, accuracy and TEST06 runs",
+    )
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the submission; exit code TEST_FAILED if something that it needs is missing."""
+    """Write the submission. Exit code TEST_FAILED: it lacks something."""
     parser = _parser()
     options = collect(argv, _Options, parser)
     if not options.output:
@@ -75,13 +103,15 @@ def main(argv: Sequence[str]) -> int:
         result.measurements = overlay(found, options.measurements, MEASUREMENTS, "--measurements")
     problems = rejected(results, system, options.division)
     problems += [problem for result in results for problem in result.forbidden(options.division)]
-    written = Submission(options.division, submitter, system_name, system, results).write(Path(options.output), options.force)
+    written = Submission(options.division, submitter, system_name, system, results).write(
+        Path(options.output), options.force
+    )
     _report(written, results, runs[0], unknown(system), problems, Path(options.output), submitter)
     return ExitCode.TEST_FAILED if problems else ExitCode.DONE
 
 
 def _name(option: str, value: str | None) -> str:
-    """A name that becomes a folder's."""
+    """An option's value that becomes a folder's name."""
     if not value:
         raise ConfigError(f"mpillm submission: --{option} is missing")
     if not re.fullmatch(r"[\w][\w.+-]*", value):
@@ -90,20 +120,34 @@ def _name(option: str, value: str | None) -> str:
 
 
 def _report(
-    written: Path, results: Sequence[Result], run: Run, blank: list[str], problems: list[Problem], output: Path, submitter: str
+    written: Path,
+    results: Sequence[Result],
+    run: Run,
+    blank: list[str],
+    problems: list[Problem],
+    output: Path,
+    submitter: str,
 ) -> None:
     print(written)
     for result in results:
         print(f"  {result.benchmark} {result.scenario}: {', '.join(result.runs)}")
     if blank:
-        print(f'  the system description has "N/A" for: {", ".join(blank)} (give them with --system_description)')
+        print(
+            f'  the system description has "N/A" for: {", ".join(blank)} (give them with'
+            " --system_description)"
+        )
     for problem in problems:
-        why = f"rejected by the checker ({', '.join(problem.checks)})" if problem.checks else "against the rules"
+        why = (
+            f"rejected by the checker ({', '.join(problem.checks)})"
+            if problem.checks
+            else "against the rules"
+        )
         print(f"  {why}: {problem.text}")
     version = run.round.name if run.round else "VERSION"
     print(
         "  the checker, from a clone of mlcommons/inference in the current directory:\n"
-        f"    python3 -m inference.tools.submission.submission_checker.main --input {shlex.quote(str(output))} --version {version}"
+        "    python3 -m inference.tools.submission.submission_checker.main --input"
+        f" {shlex.quote(str(output))} --version {version}"
         f" --submitter {submitter}\n"
         "  keep the run directories: MLCommons may ask for the whole accuracy logs"
     )

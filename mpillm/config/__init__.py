@@ -1,1 +1,1 @@
-"""How a command finds its values: layers in order, files of the user's own, flags, and the configurations of backends."""
+"""How a command finds its values: layers, the user's files, flags, and the configurations of backends."""

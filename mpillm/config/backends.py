@@ -1,7 +1,7 @@
-"""What a backend is configured with: classes that the configurator fills, from the fields to TensorRT-LLM's own files.
+"""The configurations of backends: classes that the configurator fills from fields and TensorRT-LLM's files.
 
-`RunConfig.build(cls)` makes one of a command's values; within `Configuration.autoapply()`, `cls()` does. Each checks what must agree
-before anything is started, and raises ConfigError.
+`RunConfig.build(cls)` makes one from a command's values; within `Configuration.autoapply()`, `cls()` does.
+Each checks what must agree before anything is started, and raises ConfigError.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class HarnessConfig:
     log_dir: str | None = None
     random_seed: int = 0
     stall_timeout: float = fields.stall_timeout.default  # seconds
-    gen_config: GenerationConfig | None = None  # None: no file says it; the fields of group generation hold, and the model's own end tokens
+    # None: no file says it; the fields of group generation hold, and the model's own end tokens
+    gen_config: GenerationConfig | None = None
 
     def __post_init__(self) -> None:
         if self.gen_config is None and self.gen_config_path:
@@ -57,7 +58,7 @@ class HarnessConfig:
 
     @property
     def streaming(self) -> bool:
-        """Whether a first token is told before the answer is complete: LoadGen asks for it but in Offline."""
+        """Whether first tokens are reported before answers are complete, as LoadGen wants except Offline."""
         return self.scenarios != ("Offline",) and (self.gen_config is None or self.gen_config.streaming)
 
 
@@ -67,21 +68,28 @@ class HarnessConfig:
 @bind(fields.trtllm_runtime_flags, "runtime_flags")
 @dataclass
 class TrtllmHarnessConfig(HarnessConfig):
-    """The flags in force: the harness's defaults, over them what was given, over that TRTLLM_RUNTIME_FLAGS. Our own cores use it, too."""
+    """The flags in force, for our own cores, too: TRTLLM_RUNTIME_FLAGS over given ones over the defaults."""
 
     checkpoint_flags: dict[str, Any] = field(default_factory=dict)
     build_flags: dict[str, Any] = field(default_factory=dict)
     runtime_flags: dict[str, Any] = field(default_factory=dict)
 
-    DEFAULT_RUNTIME_FLAGS: ClassVar[dict[str, Any]] = {n: f.default for n, f in RUNTIME_FLAGS.items() if f.default is not None}
+    DEFAULT_RUNTIME_FLAGS: ClassVar[dict[str, Any]] = {
+        n: f.default for n, f in RUNTIME_FLAGS.items() if f.default is not None
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.runtime_flags = self.DEFAULT_RUNTIME_FLAGS | overlaid(fields.trtllm_runtime_flags, self.runtime_flags)
+        self.runtime_flags = self.DEFAULT_RUNTIME_FLAGS | overlaid(
+            fields.trtllm_runtime_flags, self.runtime_flags
+        )
         for name in BUILD_OPTIONS:
             mine, flag = getattr(self, name), self.build_flags.get(name)
             if flag is not None and flag != mine:
-                raise ConfigError(f"trtllm_build_flags {name} is {flag}, but {name} is {mine}", about=["trtllm_build_flags", name])
+                raise ConfigError(
+                    f"trtllm_build_flags {name} is {flag}, but {name} is {mine}",
+                    about=["trtllm_build_flags", name],
+                )
         with about("trtllm_build_flags"):
             self._fit(self.build_flags, "trtllm_build_flags")
 
@@ -112,8 +120,16 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
             ("tensor_parallelism", self.tensor_parallelism, mapping.tp_size),
             ("pipeline_parallelism", self.pipeline_parallelism, mapping.pp_size),
             ("moe_expert_parallelism", self.moe_expert_parallelism, mapping.moe_ep_size),
-            ("trtllm_build_flags max_batch_size", self.build_flags.get("max_batch_size"), build.max_batch_size),
-            ("trtllm_build_flags max_num_tokens", self.build_flags.get("max_num_tokens"), build.max_num_tokens),
+            (
+                "trtllm_build_flags max_batch_size",
+                self.build_flags.get("max_batch_size"),
+                build.max_batch_size,
+            ),
+            (
+                "trtllm_build_flags max_num_tokens",
+                self.build_flags.get("max_num_tokens"),
+                build.max_num_tokens,
+            ),
         ):
             if wanted is not None and wanted != built:
                 raise ConfigError(f"{where} was built for {name} {built}, not {wanted}")
@@ -122,13 +138,16 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
             gen = self.gen_config
             if gen.runtime_beam_width > build.max_beam_width:
                 raise ConfigError(
-                    f"{where} was built for {build.max_beam_width} beams: {self.gen_config_path} wants {gen.runtime_beam_width}"
+                    f"{where} was built for {build.max_beam_width} beams: {self.gen_config_path} wants"
+                    f" {gen.runtime_beam_width}"
                 )
             room = build.max_seq_len - build.max_input_len
-            wanted = gen.values(str(self.gen_config_path)).get(fields.max_output_len, 0)  # Hugging Face's need not say it
+            # Hugging Face's need not say it
+            wanted = gen.values(str(self.gen_config_path)).get(fields.max_output_len, 0)
             if wanted > room:
                 raise ConfigError(
-                    f"{where} was built for answers of {room} tokens (max_seq_len {build.max_seq_len} less max_input_len"
+                    f"{where} was built for answers of {room} tokens (max_seq_len {build.max_seq_len} less"
+                    " max_input_len"
                     f" {build.max_input_len}): {self.gen_config_path} wants {wanted}"
                 )
 
@@ -148,7 +167,8 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
 class TritonHarnessConfig(TrtllmHarnessConfig):
     """Triton servers: how many, where, and the clients of each."""
 
-    server_urls: tuple[str, ...] = ()  # of all hosts, also when given by triton_grpc_ports; none: those that we start on this host
+    # of all hosts, also when given by triton_grpc_ports; none: those that we start on this host
+    server_urls: tuple[str, ...] = ()
     clients_per_server: int = 1
     models_per_server: int | None = None  # None, here and below: by the GPUs
     frontends_per_model: int = 1
@@ -166,11 +186,15 @@ class TritonHarnessConfig(TrtllmHarnessConfig):
             listed = tuple(f"{host}:{port}" for host, ports in self.grpc_ports.items() for port in ports)
             if self.server_urls and self.server_urls != listed:
                 raise ConfigError(
-                    f"--triton_server_urls {','.join(self.server_urls)} and --triton_grpc_ports ({','.join(listed)}) name different servers"
+                    f"--triton_server_urls {','.join(self.server_urls)} and --triton_grpc_ports"
+                    f" ({','.join(listed)}) name different servers"
                 )
             self.server_urls = listed
         if self.skip_server_spawn and not self.server_urls:
-            raise ConfigError("--triton_skip_server_spawn needs --triton_grpc_ports or --triton_server_urls: the addresses of the servers")
+            raise ConfigError(
+                "--triton_skip_server_spawn needs --triton_grpc_ports or --triton_server_urls: the addresses"
+                " of the servers"
+            )
 
 
 @autoconfigure
@@ -181,13 +205,18 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 
     model_path: str | None = None
 
-    DEFAULT_RUNTIME_FLAGS: ClassVar[dict[str, Any]] = {**TrtllmHarnessConfig.DEFAULT_RUNTIME_FLAGS, "trtllm_backend": "pytorch"}
+    DEFAULT_RUNTIME_FLAGS: ClassVar[dict[str, Any]] = {
+        **TrtllmHarnessConfig.DEFAULT_RUNTIME_FLAGS,
+        "trtllm_backend": "pytorch",
+    }
 
     @about("trtllm_runtime_flags")
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backend_type not in ("pytorch", "cpp"):
-            raise ConfigError(f"trtllm_runtime_flags trtllm_backend {self.backend_type}: not one of pytorch, cpp")
+            raise ConfigError(
+                f"trtllm_runtime_flags trtllm_backend {self.backend_type}: not one of pytorch, cpp"
+            )
 
     @property
     def backend_type(self) -> str:
@@ -219,10 +248,13 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
         for name in ("num_postprocess_workers", "workers_per_core", "max_concurrency"):
             value = self.runtime_flags.get(name)
             if value is not None and not (type(value) is int and value >= 1):
-                raise ConfigError(f"trtllm_runtime_flags {name} {value}: expected a whole number of at least 1")
+                raise ConfigError(
+                    f"trtllm_runtime_flags {name} {value}: expected a whole number of at least 1"
+                )
         if self.runtime_flags["http_backend"] not in ("custom_http", "openai_async"):
             raise ConfigError(
-                f"trtllm_runtime_flags http_backend {self.runtime_flags['http_backend']}: not one of custom_http, openai_async"
+                f"trtllm_runtime_flags http_backend {self.runtime_flags['http_backend']}: not one of"
+                " custom_http, openai_async"
             )
 
     @property
@@ -236,7 +268,9 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
             return int(flags["max_concurrency"])
         if flags.get("max_batch_size") is None:
             return None
-        return int(flags["max_batch_size"]) * (self.tensor_parallelism if self.build_flags.get("enable_attention_dp") else 1)
+        return int(flags["max_batch_size"]) * (
+            self.tensor_parallelism if self.build_flags.get("enable_attention_dp") else 1
+        )
 
 
 @autoconfigure
@@ -254,7 +288,13 @@ class TrtllmDisaggEndpointConfig(TrtllmEndpointConfig):
             loaded = disagg.load(self.disagg_config_path)
             url = f"{loaded.hostname}:{loaded.port}"
             if self.endpoint_urls not in (TrtllmEndpointConfig.endpoint_urls, (url,)):
-                raise ConfigError(f"--trtllm_server_urls {','.join(self.endpoint_urls)}, but {self.disagg_config_path} has {url}")
+                raise ConfigError(
+                    f"--trtllm_server_urls {','.join(self.endpoint_urls)}, but {self.disagg_config_path}"
+                    f" has {url}"
+                )
             self.endpoint_urls = (url,)
         if len(self.endpoint_urls) != 1 or not re.fullmatch(r".+:\d+", self.endpoint_urls[0]):
-            raise ConfigError(f"--trtllm_server_urls {','.join(self.endpoint_urls)}: a disaggregated server has one endpoint, host:port")
+            raise ConfigError(
+                f"--trtllm_server_urls {','.join(self.endpoint_urls)}: a disaggregated server has one"
+                " endpoint, host:port"
+            )

@@ -33,8 +33,13 @@ KEYS = (
     fields.power_setting,
     fields.system_name,
 )
-_SHORT = {"benchmark": "benchmarks", "scenario": "scenarios", "system": "system_name"}  # as the reference's classes have them
-_SETTINGS = {HarnessType: fields.harness_type, AccuracyTarget: fields.accuracy_target, PowerSetting: fields.power_setting}
+# as the reference's classes have them
+_SHORT = {"benchmark": "benchmarks", "scenario": "scenarios", "system": "system_name"}
+_SETTINGS = {
+    HarnessType: fields.harness_type,
+    AccuracyTarget: fields.accuracy_target,
+    PowerSetting: fields.power_setting,
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Entry:
     origins: dict[Field, Origin]
 
     def fits(self, wanted: Mapping[Field, Any]) -> bool:
-        """Whether it is for all that is `wanted`, as far as it says."""
+        """Whether it agrees with all that is `wanted`, as far as it states that."""
         others = wanted.keys() - {fields.benchmarks, fields.scenarios}
         return all(self.values.get(key) in (None, wanted[key]) for key in others) and any(
             _same(name, other) and _same(scenario, other_scenario)
@@ -56,7 +61,7 @@ class Entry:
         )
 
     def says(self, wanted: Mapping[Field, Any]) -> int:
-        """How much of what is `wanted` it says in so many words."""
+        """How much of what is `wanted` it states explicitly."""
         return len(wanted.keys() & self.values.keys())
 
     def __str__(self) -> str:
@@ -78,11 +83,15 @@ def _tests(values: Mapping[Field, Any]) -> Iterator[tuple[str | None, str | None
 def _apart(name: str, scenario: str | None) -> tuple[str, str | None]:
     """A workload's interactive form is the scenario Interactive of the workload."""
     plain = plain_form(name)
-    return (plain, INTERACTIVE) if name != plain and scenario in (None, "Server", INTERACTIVE) else (name, scenario)
+    return (
+        (plain, INTERACTIVE)
+        if name != plain and scenario in (None, "Server", INTERACTIVE)
+        else (name, scenario)
+    )
 
 
 def _spelled_out(values: Mapping[Field, Any]) -> dict[Field, Any]:
-    """`values`, and under their own keys what a benchmark's name says besides: llama2-70b-interactive-99.9 has scenario and target."""
+    """`values`, with the scenario and target that a benchmark's name implies: llama2-70b-interactive-99.9."""
     names = [accuracy_of(name) for name in values.get(fields.benchmarks) or ()]
     spelled = dict(values)
     if len({target for _, target in names} - {None}) == 1:
@@ -96,9 +105,10 @@ def _spelled_out(values: Mapping[Field, Any]) -> dict[Field, Any]:
 
 
 def load(path: str, given: Mapping[Field, Any]) -> Configuration:
-    """The one configuration of the file that agrees with what is `given`, by key field; ConfigError if none or several do.
+    """The one configuration of the file that agrees with what is `given`, by key field.
 
-    Of several, those that say most of it in so many words are meant, and of these the one for what the fields' defaults say.
+    Of several, those win that state most of it explicitly, and among these the one for the fields' defaults.
+    ConfigError: none or several are left.
     """
     entries = _entries(path)
     if not entries:
@@ -108,14 +118,19 @@ def load(path: str, given: Mapping[Field, Any]) -> Configuration:
     found = [entry for entry in entries if entry.fits(given)]
     if not found:
         wanted = ", ".join(f"{field.name} {_shown(value)}" for field, value in given.items())
-        raise ConfigError(f"--config_file {path}: no configuration for {wanted}; there are: {'; '.join(map(str, entries))}")
+        raise ConfigError(
+            f"--config_file {path}: no configuration for {wanted}; there are: {'; '.join(map(str, entries))}"
+        )
     most = max(entry.says(given) for entry in found)
     found = [entry for entry in found if entry.says(given) == most]
     for field in KEYS:
         if field not in given and field.default is not None:
             found = [entry for entry in found if entry.fits({field: field.default})] or found
     if len(found) > 1:
-        raise ConfigError(f"--config_file {path}: several configurations fit: {'; '.join(map(str, found))}; {_differing(found)}")
+        raise ConfigError(
+            f"--config_file {path}: several configurations fit: {'; '.join(map(str, found))};"
+            f" {_differing(found)}"
+        )
     entry = found[0]
     return Configuration(entry.values, origins=entry.origins)
 
@@ -126,7 +141,9 @@ def _shown(value: Any) -> str:
 
 def _differing(found: Sequence[Entry]) -> str:
     names = [f"--{key.name}" for key in KEYS if len({_shown(entry.values.get(key)) for entry in found}) > 1]
-    return f"choose by {', '.join(names)}" if names else "they have the same keys: keep one of them in the file"
+    return (
+        f"choose by {', '.join(names)}" if names else "they have the same keys: keep one of them in the file"
+    )
 
 
 def _entries(path: str) -> tuple[Entry, ...]:
@@ -134,7 +151,9 @@ def _entries(path: str) -> tuple[Entry, ...]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config_file {path}: {getattr(error, 'strerror', None) or 'not a text in UTF-8'}") from None
+        raise ConfigError(
+            f"--config_file {path}: {getattr(error, 'strerror', None) or 'not a text in UTF-8'}"
+        ) from None
     if file.suffix == ".py":
         return _python_entries(path, text)
     if file.suffix in (".yaml", ".yml"):
@@ -143,7 +162,7 @@ def _entries(path: str) -> tuple[Entry, ...]:
 
 
 def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]) -> Entry:
-    """`items`: values by name, each with its file:line; ConfigError for a name that is no field's, or a value that is none of it."""
+    """`items`: values by name, each with its file:line. ConfigError: an unknown name, or a wrong value."""
     values: dict[Field, Any] = {}
     origins: dict[Field, Origin] = {}
     for written, (value, where) in items.items():
@@ -156,17 +175,25 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
         if field is fields.config_file:
             raise ConfigError(f"{where}: {written} can be given only on the command line")
         if field is None:
-            raise ConfigError(f"{where}: there is no option {written}{nearest(key, [*fields.BY_NAME, *_SHORT])}")
+            raise ConfigError(
+                f"{where}: there is no option {written}{nearest(key, [*fields.BY_NAME, *_SHORT])}"
+            )
         checked = field.check(value, f"{where}: {written}")
         if field in values and values[field] != checked:
-            raise ConfigError(f"{where}: {written} is {_shown(checked)}, but {origins[field].where} says {_shown(values[field])}")
+            raise ConfigError(
+                f"{where}: {written} is {_shown(checked)}, but {origins[field].where} says"
+                f" {_shown(values[field])}"
+            )
         values[field] = checked
         origins[field] = Origin(Level.CONTEXT, where)
     spelled = _spelled_out(values)
     target = fields.accuracy_target
     if values.get(target, spelled.get(target)) != spelled.get(target):
         name_said = f"{origins[fields.benchmarks].where}: benchmark {_shown(values[fields.benchmarks])}"
-        raise ConfigError(f"{name_said} means {target.name} {spelled[target]}, but {origins[target].where} says {values[target]}")
+        raise ConfigError(
+            f"{name_said} means {target.name} {spelled[target]}, but {origins[target].where} says"
+            f" {values[target]}"
+        )
     for implied in spelled.keys() - values.keys():
         origins[implied] = origins[fields.benchmarks]
     return Entry(name, f"{path}:{line}", spelled, origins)
@@ -194,19 +221,26 @@ def _classes(path: str) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]
                 if name.startswith("_"):
                     continue
                 where = f"{file}:{lines(file).get((base.__name__, name), 1)}"
-                if (callable(value) and not isinstance(value, type)) or isinstance(value, (property, classmethod, staticmethod)):
+                if (callable(value) and not isinstance(value, type)) or isinstance(
+                    value, (property, classmethod, staticmethod)
+                ):
                     raise ConfigError(f"{where}: {name}: a configuration has values, no methods")
                 items[name] = (nvidia_config.in_our_unit(name, value, where), where)
         for setting in settings:
             name = _SETTINGS[type(setting)].name
             if name in items:
-                raise ConfigError(f"{items[name][1]}: {name} is set here, and by ConfigRegistry.register in line {line}")
+                raise ConfigError(
+                    f"{items[name][1]}: {name} is set here, and by ConfigRegistry.register in line {line}"
+                )
             items[name] = (setting, f"{path}:{line}")
         yield cls.__name__, line, items
 
 
 def _run(path: str, text: str) -> types.ModuleType:
-    """The file as a module, its classes in `ConfigRegistry.registered`; ConfigError naming file and line for whatever it raises."""
+    """Load the file as a module; its classes are in `ConfigRegistry.registered`.
+
+    ConfigError: it raised an error; the message names the line.
+    """
     name = "mpillm_user_configuration"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -214,7 +248,8 @@ def _run(path: str, text: str) -> types.ModuleType:
     ConfigRegistry.registered = []
     sys.modules[name] = module
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's: `plan --format json` may go to a file
+        # stdout is the command's: `plan --format json` may go to a file
+        with contextlib.redirect_stdout(sys.stderr):
             exec(compile(text, path, "exec"), vars(module))
         return module
     except SyntaxError as error:
@@ -224,11 +259,13 @@ def _run(path: str, text: str) -> types.ModuleType:
         hint = ""
         if isinstance(error, NameError) and error.name in vars(user_config):
             hint = f"; {error.name} comes with `from {user_config.__name__} import *`, which {path} lacks"
-        raise ConfigError(f"{path}:{frames[-1].lineno if frames else 1}: {type(error).__name__}: {error}{hint}") from None
+        raise ConfigError(
+            f"{path}:{frames[-1].lineno if frames else 1}: {type(error).__name__}: {error}{hint}"
+        ) from None
 
 
 def _lines(file: str) -> dict[tuple[str, str], int]:
-    """The line of every class, as (name, ""), and of every attribute that a class sets, as (class, attribute)."""
+    """The lines of all classes, by (name, ""), and of all attributes that they set, by (class, attribute)."""
     lines: dict[tuple[str, str], int] = {}
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8-sig"))):
         if isinstance(node, ast.ClassDef):
@@ -253,16 +290,23 @@ def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
         data = yaml.load(text, strict_loader())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}") from None
+        raise ConfigError(
+            f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}"
+        ) from None
     except (yaml.YAMLError, RecursionError, *CONSTRUCTOR_ERRORS) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     nodes = root.value if isinstance(root, yaml.SequenceNode) else [root]
-    for number, (node, values) in enumerate(zip(nodes, data if isinstance(data, list) else [data], strict=True), 1):
+    for number, (node, values) in enumerate(
+        zip(nodes, data if isinstance(data, list) else [data], strict=True), 1
+    ):
         if not isinstance(values, dict):
             line = node.start_mark.line + 1 if node is not None else 1
             raise ConfigError(f"{path}:{line}: must be a mapping of options, or a list of such mappings")
         lines = _key_lines(node, path)
-        items = {str(key): (value, f"{path}:{lines.get(str(key), node.start_mark.line + 1)}") for key, value in values.items()}
+        items = {
+            str(key): (value, f"{path}:{lines.get(str(key), node.start_mark.line + 1)}")
+            for key, value in values.items()
+        }
         name, _ = items.pop("name", (f"configuration {number}", ""))
         yield _entry(path, str(name), node.start_mark.line + 1, items)
 

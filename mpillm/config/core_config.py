@@ -1,4 +1,4 @@
-"""What a core is built from. The engine reads it too, so it stands below both."""
+"""What a core is built from. The engine reads it, too, so it is below both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpillm import fields
 
 @dataclass(frozen=True)
 class CoreConfig:
-    """All that a core is built from: plain data, the same on every rank of the instance but for the coordinates."""
+    """All that a core is built from: plain data, equal on the ranks of an instance except for coordinates."""
 
     core_type: str
     role: str = "executor"  # executor, context or generation
@@ -24,19 +24,24 @@ class CoreConfig:
     ep_rank: int = 0
     rank: int = 0  # in the world, for messages
     device: int | None = None  # the GPU's index, as this process counts; None: runs on the CPU
-    gpu_bytes: int | None = None  # free on that GPU, and on those of the instance's other ranks; None: runs on the CPU
+    # free on that GPU, and on those of the instance's other ranks; None: runs on the CPU
+    gpu_bytes: int | None = None
     n_threads: int = 1  # CPU threads that this rank may use
     model_path: str | None = None  # a folder, or the name of a preset
     load_format: str = fields.load_format.default  # auto: safetensors; dummy: seeded random weights
     dtype: str = fields.dtype.default  # auto: the checkpoint's; float32 or bfloat16
-    quantization: str = fields.quantization.default  # of linear layers. auto: the checkpoint's; none, int8 or fp8
-    kv_cache_dtype: str = fields.kv_cache_dtype.default  # auto: what the checkpoint has scales for, or dtype; bfloat16 or fp8
-    engine_dir: str | None = None  # weights as each rank holds them (see `engine.shards`), instead of the checkpoint's
+    # of linear layers. auto: the checkpoint's; none, int8 or fp8
+    quantization: str = fields.quantization.default
+    # auto: what the checkpoint has scales for, or dtype; bfloat16 or fp8
+    kv_cache_dtype: str = fields.kv_cache_dtype.default
+    # weights as each rank holds them (see `engine.shards`), instead of the checkpoint's
+    engine_dir: str | None = None
     max_batch_size: int = 64
     max_num_tokens: int = 1024  # most tokens of one engine step
     max_seq_len: int | None = None  # prompt and answer; None: the model's
     kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
-    kv_cache_fraction: float = fields.kv_cache_free_gpu_mem_fraction.default  # of what the model leaves of a GPU
+    # of what the model leaves of a GPU
+    kv_cache_fraction: float = fields.kv_cache_free_gpu_mem_fraction.default
     tokens_per_block: int = fields.tokens_per_block.default
     enable_chunked_context: bool = fields.enable_chunked_context.default
     context_chunking_policy: str = fields.context_chunking_policy.default  # or equal_progress

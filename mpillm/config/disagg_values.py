@@ -1,6 +1,7 @@
-"""The disaggregation YAML as a source of options: which option each of its values is, read from it and written into it.
+"""The disaggregation YAML as a source of options: the option of each of its values, to read and to write.
 
-A YAML goes before the generation config, the workload and the defaults. What the user set in a higher source must be the same there.
+A YAML overrides the generation config, the workload and the defaults. What the user set in a higher source
+must be the same there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 
 _CTX, _GEN, _EXECUTORS = SECTIONS
 _NOTHING = (None, "auto")  # values that state nothing
-_THEIR_WAY = ("disable_overlap_scheduler",)  # how TensorRT-LLM does what our cores do in their own way; in every file that we write
+# how TensorRT-LLM does what our cores do in their own way; in every file that we write
+_THEIR_WAY = ("disable_overlap_scheduler",)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,7 +29,8 @@ class Place:
 
     field: Field
     key: tuple[str, ...]  # from the outside in
-    words: Mapping[str, str] = dataclasses.field(default_factory=dict)  # the YAML's for the option's, where they differ
+    # the YAML's for the option's, where they differ
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict)
     in_core: str = ""  # the name in `CoreConfig`, if that is another one
     also: str = ""  # an LLM argument that states it where the key does not
 
@@ -82,7 +85,9 @@ CORE = (
     Place(fields.enable_kv_cache_reuse, ("kv_cache_config", "enable_block_reuse")),
     Place(fields.enable_chunked_context, ("enable_chunked_prefill",)),
     Place(fields.context_chunking_policy, ("scheduler_config", "context_chunking_policy"), CHUNKING_POLICIES),
-    Place(fields.batch_scheduler_policy, ("scheduler_config", "capacity_scheduler_policy"), SCHEDULER_POLICIES),
+    Place(
+        fields.batch_scheduler_policy, ("scheduler_config", "capacity_scheduler_policy"), SCHEDULER_POLICIES
+    ),
     Place(fields.beam_width, ("max_beam_width",)),
     Place(fields.dtype, ("dtype",)),
     KV_CACHE_DTYPE,
@@ -98,20 +103,24 @@ class Stated(NamedTuple):
 
 
 def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool) -> dict[str, Stated]:
-    """What the YAML in `path` states of the whole run, by option. `serves_model`: a server reads `model` from the YAML itself."""
+    """What the YAML in `path` states about the whole run, by option; `serves_model`: servers read `model`."""
     origin = Origin(Level.YAML, path)
     stated = {fields.mode.name: Stated(Found(yaml.mode, origin), yaml.mode)}
     if yaml.model is not None and not serves_model:
-        stated[fields.model_path.name] = Stated(Found(yaml.model, Origin(Level.YAML, f"{path}: model")), yaml.model)
+        stated[fields.model_path.name] = Stated(
+            Found(yaml.model, Origin(Level.YAML, f"{path}: model")), yaml.model
+        )
     for section, server in yaml.sections:
         stated |= _stated(SIZES[section], section, server, path)
     return stated
 
 
 def of_a_section(section: str, server: ServerConfig, path: str) -> dict[str, Stated]:
-    """What it states of the instances of a section, by option. A router or a KV cache that only TensorRT-LLM has states nothing."""
+    """What it states about a section's instances, by option; TensorRT-LLM's own routers: nothing."""
     theirs = [place for place in (ROUTER, KV_CACHE_DTYPE) if place.of(server) not in place.field.choices]
-    return _stated(tuple(place for place in (EXPERTS, *CORE, ROUTER) if place not in theirs), section, server, path)
+    return _stated(
+        tuple(place for place in (EXPERTS, *CORE, ROUTER) if place not in theirs), section, server, path
+    )
 
 
 def _stated(places: tuple[Place, ...], section: str, server: ServerConfig, path: str) -> dict[str, Stated]:
@@ -122,17 +131,27 @@ def _stated(places: tuple[Place, ...], section: str, server: ServerConfig, path:
             continue
         where = f"{path}: {section}.{place.name}"
         ours = next((our for our, theirs in place.words.items() if theirs == value), value)
-        stated[place.field.name] = Stated(Found(place.field.check(ours, where), Origin(Level.YAML, where)), str(value))
+        stated[place.field.name] = Stated(
+            Found(place.field.check(ours, where), Origin(Level.YAML, where)), str(value)
+        )
     return stated
 
 
 def same(name: str, one: Any, other: Any) -> bool:
     """Whether two values of an option are the same: a path may be written in several ways."""
-    return bool(one == other or (name == fields.model_path.name and one and other and os.path.realpath(one) == os.path.realpath(other)))
+    return bool(
+        one == other
+        or (
+            name == fields.model_path.name
+            and one
+            and other
+            and os.path.realpath(one) == os.path.realpath(other)
+        )
+    )
 
 
 def written(server: ServerConfig, values: Mapping[Place, Any]) -> ServerConfig:
-    """`server` with values in their places, in the YAML's words; None and auto, which state nothing, are left out."""
+    """`server` with values in their places, in the YAML's words, without None and auto."""
     known: dict[str, Any] = {}
     extra = dict(server.extra)
     for place, value in values.items():
@@ -155,13 +174,17 @@ def with_sections(yaml: DisaggConfig, change: Callable[[str, ServerConfig], Serv
 
 
 def without_effect(server: ServerConfig) -> Iterator[str]:
-    """The names of what a section states and none of our cores reads."""
+    """The names of a section's settings that none of our cores reads."""
     read = {place.key for place in (EXPERTS, ROUTER, *CORE)} | {(place.also,) for place in CORE}
     for outer in ("kv_cache_config", "router", *server.extra):
         value = getattr(server, outer) if outer in SERVER else server.extra[outer]
         if value in _NOTHING or (outer,) in read or outer in _THEIR_WAY:
             continue
         if any(key[0] == outer for key in read):
-            yield from (f"{outer}.{inner}" for inner, there in value.items() if there not in _NOTHING and (outer, inner) not in read)
+            yield from (
+                f"{outer}.{inner}"
+                for inner, there in value.items()
+                if there not in _NOTHING and (outer, inner) not in read
+            )
         else:
             yield outer

@@ -15,9 +15,10 @@ PORTS = ("server_port", "worker_start_port")
 
 
 def disagg_config(config: RunConfig, world_size: int | None, clients: bool = False) -> DisaggConfig:
-    """The given YAML, or one generated from the options for `world_size` ranks. ConfigError names the file or the option.
+    """The given YAML, or one generated from the options for `world_size` ranks.
 
-    `clients`: the ranks are clients of servers. What is stated is the servers' layout, and each worker rank is an executor.
+    `clients`: the ranks are clients of servers. What is stated is the servers' layout, and each worker rank
+    is an executor. ConfigError: names the file or the option.
     """
     if clients:
         return disagg.generate("aggregated", world_size, model=config.model_path)
@@ -26,9 +27,9 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
 
 
 def generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
-    """The instances that the options make, whatever YAML they name: for `world_size` ranks, or (None) as needed.
+    """The instances that the options make, ignoring a YAML: for `world_size` ranks, or (None) as needed.
 
-    How instances run is not stated there: the command's values say it (see `stating`).
+    Without how instances run: the command's values have that (see `stating`).
     """
     try:
         return disagg.generate(
@@ -49,13 +50,21 @@ def generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
         )
     except ConfigError as error:
         mine = SECTIONS[:2] if config.mode == "disaggregated" else SECTIONS[2:]
-        sizes = [place.field.name for places in (*(SIZES[section] for section in mine), (EXPERTS,)) for place in places]
+        sizes = [
+            place.field.name
+            for places in (*(SIZES[section] for section in mine), (EXPERTS,))
+            for place in places
+        ]
         said = [name for name in sizes if config.origin(name).level > Level.DEFAULT]
         said += PORTS if any(map(config.given, PORTS)) else ()
         raise ConfigError("\n".join([str(error), *map(config.named, said)])) from None
 
 
 def stating(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
-    """`made` with what the options say of how its instances run, for readers that have only the file."""
-    values = {place: config[place.field] for place in CORE if config.origin(place.field.name).level > Level.DEFAULT}
-    return with_sections(made, lambda _, server: written(server, {**values, ROUTER: config.traffic_distribution_policy}))
+    """`made` with the options' values on how its instances run, for readers that have only the file."""
+    values = {
+        place: config[place.field] for place in CORE if config.origin(place.field.name).level > Level.DEFAULT
+    }
+    return with_sections(
+        made, lambda _, server: written(server, {**values, ROUTER: config.traffic_distribution_policy})
+    )

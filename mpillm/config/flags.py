@@ -1,4 +1,4 @@
-"""Flags: the environment that is laid over them, their other names, and what our cores make of them."""
+"""Flags: the environment that overrides them, their other names, and what our cores make of them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ OVERLAYS: dict[Field, str] = {
     fields.trtllm_build_flags: "TRTLLM_BUILD_FLAGS",
     fields.trtllm_runtime_flags: "TRTLLM_RUNTIME_FLAGS",
 }
-"""Environment variables that are laid over flags, key by key: by a command over its options, and by the class that owns the flags."""
+"""Environment variables that override flags, key by key, of a command and of the class that owns them."""
 
 
 def lay_over(found: dict[str, Found]) -> None:
-    """Lay the environment's flags over a command's. `found` holds every field, by name."""
+    """Let the environment's flags override a command's. `found`: every field, by name."""
     for field, variable in OVERLAYS.items():
         if (said := from_environment(field, variable, os.environ)) is not None:
             found[field.name] = said.over(found[field.name], AutoConfStrategy.DictUpdate)
 
 
 def overlaid(field: Field, flags: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`flags`, and over them those of the environment: for the class that owns them, whatever way they came to it.
+    """`flags`, overridden by the environment's: for the class that owns them, wherever they came from.
 
-    The values of a command, which has done so already, carry an empty environment.
+    A command's values, which include that already, come with an empty environment.
     """
     said = from_environment(field, OVERLAYS[field], environment())
     return {**(flags or {}), **(said.value if said else {})}
 
 
 def renamed(flags: Found, flags_name: str) -> Found:
-    """Flags by their first names. ConfigError for a text that means no value, and for two names with two values from like sources."""
+    """Flags by their first names. ConfigError: a wrong text, or two names that differ in like sources."""
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     written: dict[str, str] = {}
@@ -45,11 +45,14 @@ def renamed(flags: Found, flags_name: str) -> Found:
         first, meanings = OTHER_NAMES.get(name, (name, {}))
         if meanings and str(value) not in meanings:
             raise ConfigError(
-                f"{origin.where}: {flags_name} {name} {value}: not one of {', '.join(meanings)}{nearest(str(value), meanings)}"
+                f"{origin.where}: {flags_name} {name} {value}: not one of"
+                f" {', '.join(meanings)}{nearest(str(value), meanings)}"
             )
         meant = meanings[str(value)] if meanings else value
         if first in values and origins[first].level is origin.level and values[first] != meant:
-            raise ConfigError(f"{origin.where}: {flags_name} {name} {value}, but {written[first]} ({origins[first].where})")
+            raise ConfigError(
+                f"{origin.where}: {flags_name} {name} {value}, but {written[first]} ({origins[first].where})"
+            )
         if first not in values or _rank(origins[first]) < _rank(origin):
             values[first], origins[first], written[first] = meant, origin, f"{name} {value}"
     return Found(values, flags.origin, origins)
@@ -75,22 +78,30 @@ def check_limits(run: Mapping[str, Any], built: Mapping[str, Any], of: str) -> N
         limit, wanted = built.get(name), run.get(name)
         if limit is not None and wanted is not None and wanted > limit:
             raise ConfigError(
-                f"trtllm_runtime_flags {name} is {wanted}, more than the {limit} of {of}", about=["trtllm_runtime_flags", name]
+                f"trtllm_runtime_flags {name} is {wanted}, more than the {limit} of {of}",
+                about=["trtllm_runtime_flags", name],
             )
 
 
 def check_honoured(core_type: str, flags: Found) -> None:
-    """ConfigError for a runtime flag that our core of this type does not have, or can't honour."""
+    """ConfigError: our core of this type does not have a runtime flag, or can't honour it."""
     for name, value in flags.value.items():
         where = f"{flags.key_origins()[name].where}: trtllm_runtime_flags {name}"
         if name in RUNTIME_OPTIONS:
             continue
         if name not in RUNTIME_FLAGS:
             there_are = ", ".join(RUNTIME_FLAGS)
-            raise ConfigError(f"{where}: the {core_type} core has no such flag{nearest(name, RUNTIME_FLAGS)}; it has {there_are}")
+            raise ConfigError(
+                f"{where}: the {core_type} core has no such flag{nearest(name, RUNTIME_FLAGS)}; it has"
+                f" {there_are}"
+            )
         if value is None or RUNTIME_FLAGS[name].check(value, where) == RUNTIME_FLAGS[name].default:
             continue
         if name in TENSORRT_ONLY:
-            raise ConfigError(f"{where} {value}: has no effect on the {core_type} core: only TensorRT-LLM has it")
+            raise ConfigError(
+                f"{where} {value}: has no effect on the {core_type} core: only TensorRT-LLM has it"
+            )
         if name == "exclude_input_from_output":
-            raise ConfigError(f"{where} {value}: the {core_type} core answers without the prompt, as LoadGen wants it")
+            raise ConfigError(
+                f"{where} {value}: the {core_type} core answers without the prompt, as LoadGen wants it"
+            )

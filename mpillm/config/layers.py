@@ -1,7 +1,7 @@
-"""The layers in which an option's value is looked for. `Level` has their order, this file puts them over each other.
+"""The layers of an option's value, stacked in the order of `Level`.
 
-The command line, over the environment, the user's file, the disaggregation YAML, the model's generation config, the workload, and the
-command's defaults over those of the fields.
+The command line, over the environment, the user's file, the disaggregation YAML, the model's generation
+config, the workload, and the command's defaults over those of the fields.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from mpillm.models.model_files import GenerationConfig
 
 
 def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None) -> Configuration:
-    """The layers of the user and the command: the command line over the file that it names, over the command's defaults."""
+    """The layers of user and command: the command line, the file that it names, the command's defaults."""
     commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
     own = Configuration(below=commands, options=options)
     if (path := said(own, fields.config_file).value) is not None:
         given = {key: said(own, key) for key in config_file.KEYS}
         if said(own, fields.use_triton).value and given[fields.harness_type].origin.level <= Level.CONTEXT:
             given[fields.harness_type] = Found("triton", COMMAND_LINE)
-        file = config_file.load(path, {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT})
+        file = config_file.load(
+            path, {key: found.value for key, found in given.items() if found.origin.level > Level.CONTEXT}
+        )
         own.update(file)
         own.origins = file.origins
     return own
@@ -37,12 +39,16 @@ def said(own: Configuration, field: Field) -> Found:
     return own.resolve([field]).get(field, Found(None, DEFAULT))
 
 
-def stated(options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None) -> dict[str, Found]:
-    """What each field is given, and by which layer: all of them but the YAML, which is named by an option itself (`lay_yaml`)."""
+def stated(
+    options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None
+) -> dict[str, Found]:
+    """Each field's value and layer, from all layers but the YAML, which an option names (`lay_yaml`)."""
     own = of_the_user(options, defaults)
     workload = Configuration(below=own.below)
     generation = own.below = Configuration(below=workload)
-    test = named_test(said(own, fields.benchmarks), said(own, fields.scenarios), said(own, fields.accuracy_target))
+    test = named_test(
+        said(own, fields.benchmarks), said(own, fields.scenarios), said(own, fields.accuracy_target)
+    )
     benchmarks, scenarios = test["benchmarks"].value, test["scenarios"].value
     if benchmarks is not None and len(benchmarks) == 1:
         known_workload = workloads.get(benchmarks[0], said(own, fields.model_scale).value)
@@ -70,11 +76,14 @@ def lay_yaml(
 ) -> dict[str, Found]:
     """What is `stated`, with a YAML's values under those of higher layers, which must be the same.
 
-    `in_force`: the values that were resolved from `stated`. `named`: an option, its value and source, for messages.
+    `in_force`: the values that were resolved from `stated`. `named`: an option, its value and source, for
+    messages.
     """
     laid = dict(stated)
     for name, (theirs, text) in yaml.items():
-        if in_force[name].origin.level > Level.YAML and not disagg_values.same(name, in_force[name].value, theirs.value):
+        if in_force[name].origin.level > Level.YAML and not disagg_values.same(
+            name, in_force[name].value, theirs.value
+        ):
             raise ConfigError(f"{named(name)}, but {theirs.origin.where} is {text}: leave one of them out")
         if laid[name].origin.level < Level.YAML:
             laid[name] = theirs

@@ -1,8 +1,9 @@
-"""NVIDIA's configuration files: what they import while one is loaded, and what their values mean here.
+"""NVIDIA's configuration files: the modules that they import, and the meaning of their values here.
 
-The newer form is a file ``configs/<system>/<scenario>/<benchmark>.py`` in a tree (`closed/NVIDIA` of a submission). Its dictionary EXPORTS
-has values by field for each `WorkloadSetting`. It imports the fields from the tree's package `code`: while the file is loaded, modules with
-those names give it our fields, and nothing of that package runs. The older form, registered classes, is in `mpillm.user_config`.
+The newer form is a file ``configs/<system>/<scenario>/<benchmark>.py`` in a tree (`closed/NVIDIA` of a
+submission). Its dictionary EXPORTS has values by field for each `WorkloadSetting`. It imports the fields from
+the tree's package `code`: while the file is loaded, modules with those names give it our fields, and nothing
+of that package runs. The older form, registered classes, is in `mpillm.user_config`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ _FIELD_MODULES = ("gen_engines", "general", "harness", "loadgen", "meta", "model
 _PATHS = (fields.llm_gen_config_path, fields.dataset_path)  # relative to the top of the tree
 _ANY_SYSTEM = "minimal"
 _SETTING = ("harness_type", "accuracy_target", "power_setting")
-_BY_NAME: Mapping[str, Field] = {**fields.BY_NAME, **PASSED_OVER, "quantizer_outdir": fields.llm_quantizer_outdir}
+_BY_NAME: Mapping[str, Field] = {
+    **fields.BY_NAME,
+    **PASSED_OVER,
+    "quantizer_outdir": fields.llm_quantizer_outdir,
+}
 
 
 class _Fields(types.ModuleType):
@@ -64,7 +69,7 @@ def _tree(path: str) -> Path | None:
 
 @contextlib.contextmanager
 def importable(path: str) -> Iterator[None]:
-    """While the file is loaded, its neighbours, NVIDIA's names and the other configurations of its tree can be imported; not afterwards."""
+    """In the block the file's neighbours, NVIDIA's modules and its tree's other files are importable."""
     neighbours, tree = Path(path).absolute().parent, _tree(path)
     folders = [str(folder) for folder in (neighbours, tree) if folder]
     given = _modules()
@@ -92,8 +97,10 @@ def importable(path: str) -> Iterator[None]:
         sys.modules.update({name: before[name] for name in before.keys() - sys.modules.keys()})
 
 
-def exports(module: types.ModuleType, path: str, text: str) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
-    """The configurations of EXPORTS, if the file has it: name, line, and values by name with the file:line of each.
+def exports(
+    module: types.ModuleType, path: str, text: str
+) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
+    """The configurations in EXPORTS, if any: name, line, and values by name with the file:line of each.
 
     Workload, scenario and system are those of the file's path, if it is in a tree.
     """
@@ -107,24 +114,36 @@ def exports(module: types.ModuleType, path: str, text: str) -> Iterator[tuple[st
     written = [_lines(assigned, node) for node in literal.values] if isinstance(literal, ast.Dict) else []
     for number, (setting, values) in enumerate(every.items()):
         if not isinstance(setting, user_config.WorkloadSetting) or not isinstance(values, Mapping):
-            raise ConfigError(f"{where}: {setting!r}: expected a WorkloadSetting, and a dictionary of fields and values")
-        lines = {_BY_NAME.get(name): at for name, at in written[number].items()} if number < len(written) else {}
+            raise ConfigError(
+                f"{where}: {setting!r}: expected a WorkloadSetting, and a dictionary of fields and values"
+            )
+        lines = (
+            {_BY_NAME.get(name): at for name, at in written[number].items()} if number < len(written) else {}
+        )
         items: dict[str, tuple[Any, str]] = {name: (value, path) for name, value in _of_path(path).items()}
         items |= {name: (getattr(setting, name), f"{path}:{line}") for name in _SETTING}
         for field, value in values.items():
             if not isinstance(field, Field):
                 raise ConfigError(f"{where}: the key {field!r}: expected a field")
-            here = f"{path}:{lines[field]}" if field in lines else path  # made of another file's, or changed by a statement
+            # made of another file's, or changed by a statement
+            here = f"{path}:{lines[field]}" if field in lines else path
             items[field.name] = (_in_tree(field, in_our_unit(field.name, value, here), path), here)
         yield f"EXPORTS[{', '.join(str(getattr(setting, name).value) for name in _SETTING)}]", line, items
 
 
 def in_our_unit(name: str, value: Any, where: str) -> Any:
-    """A value of a file in NVIDIA's form: a bare number of min_duration counts milliseconds, as theirs does."""
-    if name != fields.min_duration.name or isinstance(value, bool) or not re.fullmatch(r"[0-9.]+", str(value).strip()):
+    """A value of a file in NVIDIA's form, where a bare number for min_duration is in milliseconds."""
+    if (
+        name != fields.min_duration.name
+        or isinstance(value, bool)
+        or not re.fullmatch(r"[0-9.]+", str(value).strip())
+    ):
         return value
     if 0 < float(value) < 1000:
-        raise ConfigError(f"{where}: {name} {value}: a bare number in such a file is milliseconds; write '{value}s' or '{value}ms'")
+        raise ConfigError(
+            f"{where}: {name} {value}: a bare number in such a file is milliseconds; write '{value}s' or"
+            f" '{value}ms'"
+        )
     return f"{value}ms"
 
 
@@ -136,26 +155,38 @@ def _of_path(path: str) -> dict[str, str]:
     try:
         fields.benchmarks.parse(file.stem, "")
     except ConfigError:
-        raise ConfigError(f"{path}: mpillm has no workload {file.stem}; it has {', '.join(WORKLOADS)}") from None
-    return {"benchmark": file.stem, "scenario": scenario, **({"system": system} if system != _ANY_SYSTEM else {})}
+        raise ConfigError(
+            f"{path}: mpillm has no workload {file.stem}; it has {', '.join(WORKLOADS)}"
+        ) from None
+    return {
+        "benchmark": file.stem,
+        "scenario": scenario,
+        **({"system": system} if system != _ANY_SYSTEM else {}),
+    }
 
 
 def _in_tree(field: Field, value: Any, path: str) -> Any:
     """A path that is not here, but in the file's tree."""
     tree = _tree(path)
-    if field in _PATHS and isinstance(value, str) and tree and not Path(value).exists() and (tree / value).exists():
+    if (
+        field in _PATHS
+        and isinstance(value, str)
+        and tree
+        and not Path(value).exists()
+        and (tree / value).exists()
+    ):
         return str(tree / value)
     return value
 
 
 def _assigned(text: str) -> dict[str, ast.expr]:
-    """What a file's own lines, not those of its classes and functions, give to each name."""
+    """The assignments of a file to names, outside its classes and functions."""
     body = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
     return {target.id: node.value for node in body for target in node.targets if isinstance(target, ast.Name)}
 
 
 def _lines(assigned: Mapping[str, ast.expr], node: ast.expr | None) -> dict[str, int]:
-    """The line of each field's name in a dictionary, and in the dictionaries of this file that it is made of."""
+    """The lines of fields' names in a dictionary, and in the dictionaries of this file that it is made of."""
     if isinstance(node, ast.Name):
         return _lines(assigned, assigned.get(node.id))
     found: dict[str, int] = {}

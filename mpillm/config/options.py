@@ -1,4 +1,4 @@
-"""The options of a command: the value of each, where it came from, and what must agree. They are identical on every rank."""
+"""The options of a command: values, their sources, and what must agree. They are identical on every rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,27 @@ T = TypeVar("T")
 
 # What `run` shows in --help.
 RUN_FIELDS = fields.shown(
-    *("workload", "topology", "model", "build", "harness", "triton", "data", "generation", "test", "output", "deadlines"),
+    *(
+        "workload",
+        "topology",
+        "model",
+        "build",
+        "harness",
+        "triton",
+        "data",
+        "generation",
+        "test",
+        "output",
+        "deadlines",
+    ),
     also=("server_port", "worker_start_port"),  # of the YAML that it leaves
 )
 
 
 # What `serve` shows.
 SERVE_FIELDS = fields.shown(
-    *("serve", "workload", "topology", "model", "build", "harness", "generation", "deadlines"), also=("apply_chat_template", "log_dir")
+    *("serve", "workload", "topology", "model", "build", "harness", "generation", "deadlines"),
+    also=("apply_chat_template", "log_dir"),
 )
 
 
@@ -62,7 +75,7 @@ class RunConfig(Values, AllFields):
 
     @property
     def benchmark_name(self) -> str | None:
-        """The workload's name, with the accuracy target if the user set one, as MLCommons writes it: llama2-70b-99.9."""
+        """The workload's name, with the accuracy target if the user set one: llama2-70b-99.9."""
         target = f"-{100 * self.accuracy_target:g}" if self.given("accuracy_target") else ""
         return self.benchmark and self.benchmark + target
 
@@ -72,9 +85,11 @@ class RunConfig(Values, AllFields):
         return workloads.get(self.benchmark, self.model_scale) if self.benchmark else None
 
     def with_yaml(self) -> RunConfig:
-        """With the values of the disaggregation YAML that it names, if it names one. `yaml` is then what it holds, and `of` has the values
-        of each section, which may differ. ConfigError names the file, or a value of it that the user set otherwise in a higher source.
-        A dry run does without a file that is not there yet.
+        """The configuration with the values of the disaggregation YAML that it names, if any.
+
+        `yaml` is then its content, and `of` has the values of each section, which may differ. ConfigError:
+        names the file, or a value that the user set otherwise in a higher source. A dry run ignores a missing
+        file.
         """
         path = self.disagg_config
         if not path or (self.dry_run and not Path(path).exists()):
@@ -82,7 +97,10 @@ class RunConfig(Values, AllFields):
         try:
             yaml = disagg.load(path)
             whole = self._over(disagg_values.of_the_run(yaml, path, self.core_type == "trtllm_disagg"))
-            sections = {name: whole._over(disagg_values.of_a_section(name, server, path)) for name, server in yaml.sections}
+            sections = {
+                name: whole._over(disagg_values.of_a_section(name, server, path))
+                for name, server in yaml.sections
+            }
         except ConfigError as error:
             raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
         made = RunConfig(whole.found)
@@ -94,7 +112,7 @@ class RunConfig(Values, AllFields):
         return made
 
     def _over(self, yaml: Mapping[str, disagg_values.Stated]) -> RunConfig:
-        """With the values that a YAML states, under those of higher sources, which must be the same."""
+        """The configuration with a YAML's values, under those of higher sources, which must be the same."""
         return _resolved(layers.lay_yaml(self.stated, self.found, yaml, self.named))
 
     def of(self, section: str) -> RunConfig:
@@ -102,24 +120,25 @@ class RunConfig(Values, AllFields):
         return self.sections.get(section, self)
 
     def passed_over(self) -> str:
-        """A line for the user: what the file, in NVIDIA's form, sets without effect here; empty if there is nothing."""
+        """A line for the user: settings of a file in NVIDIA's form without effect here; empty without any."""
         said = [f"{name} {self.found[name].value}" for name in PASSED_OVER if name in self.found]
         return f"{self.config_file}: without effect here: {', '.join(said)}" if said else ""
 
     def named(self, name: str) -> str:
-        """The option with its value and, where that is not the option on the command line, its source: for messages."""
+        """For messages: the option with its value and, unless that is from the command line, its source."""
         field = BY_NAME[name]
         value = field.text(getattr(self, name))
         origin = self.origin(name)
         return f"--{name} {value}" if origin == COMMAND_LINE else f"{name} {value} ({origin.where})"
 
     def set_by(self, *names: str) -> str:
-        """For messages: a line for each of these options that was set in another place than the command line, with the place."""
+        """For messages: a line for each of these options not set on the command line, with its source."""
         places = {
             (name, found.origin.where): None
             for name in names
             for config in (self, *self.sections.values())
-            if (found := config.found[name]).value and found.origin.level not in (Level.DEFAULT, Level.COMMAND_LINE)
+            if (found := config.found[name]).value
+            and found.origin.level not in (Level.DEFAULT, Level.COMMAND_LINE)
         }
         return "".join(f"\n{name} is set by {where}" for name, where in places)
 
@@ -128,13 +147,17 @@ class RunConfig(Values, AllFields):
         return str(error) + self.set_by(*error.about)
 
     def configuration(self) -> Configuration:
-        """The values for `@autoconfigure`d classes, as they are: nothing is laid over them again."""
-        values = {BY_NAME[name]: found.value for name, found in self.found.items() if found.value is not None and name in BY_NAME}
+        """The values for `@autoconfigure`d classes, as they are: nothing overrides them again."""
+        values = {
+            BY_NAME[name]: found.value
+            for name, found in self.found.items()
+            if found.value is not None and name in BY_NAME
+        }
         return Configuration(values, options={}, environ={})
 
     @contextlib.contextmanager
     def autoapply(self) -> Iterator[None]:
-        """`configuration` is in force until the block ends, and a ConfigError there says where what it names was set."""
+        """In the block, `configuration` is in force; a ConfigError there says where its options were set."""
         try:
             with self.configuration().autoapply():
                 yield
@@ -142,7 +165,7 @@ class RunConfig(Values, AllFields):
             raise type(error)(self.explain(error)) from error
 
     def build(self, cls: type[T]) -> T:
-        """The instance of an `@autoconfigure`d class that these values make; the same one each time."""
+        """The instance of an `@autoconfigure`d class from these values; the same one each time."""
         if cls in self._built:
             return cast(T, self._built[cls])
         with self.autoapply():
@@ -150,23 +173,26 @@ class RunConfig(Values, AllFields):
         return built
 
     def digest(self) -> str:
-        """A hash of all values and of the YAML that they name: the same on ranks that were started alike. Only rank 0 reads others."""
+        """A hash of all values and of their YAML, equal on ranks that were started alike."""
         state = hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode())
         if self.yaml is not None:
             state.update(disagg.dump(self.yaml).encode())
         return state.hexdigest()
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """The first option whose value differs here from `other`'s, with both values; empty if none does."""
+        """The first option whose value differs from `other`'s, with both values; empty if none does."""
         for name, value in self.values.items():
             if value != other.get(name):
                 level, where = self.origin(name)
-                return f"--{name} is {other.get(name)!r} there and {value!r} here" + (f" ({where})" if level is Level.YAML else "")
+                return f"--{name} is {other.get(name)!r} there and {value!r} here" + (
+                    f" ({where})" if level is Level.YAML else ""
+                )
         return ""
 
     def to_json(self) -> dict[str, Any]:
-        """``{name: {"value", "source"}}``; for a dictionary made of several, "source" is each key's, and where a YAML's sections differ,
-        both are by section.
+        """``{name: {"value", "source"}}``.
+
+        For a merged dictionary, "source" is by key; if a YAML's sections differ, both are by section.
         """
         values = {}
         for name, found in self.found.items():
@@ -174,7 +200,10 @@ class RunConfig(Values, AllFields):
             differ = len({repr(one.value) for one in each.values()}) > 1
             value, source = found.value, _source(found)
             if differ:
-                value, source = {section: one.value for section, one in each.items()}, {s: _source(one) for s, one in each.items()}
+                value, source = (
+                    {section: one.value for section, one in each.items()},
+                    {s: _source(one) for s, one in each.items()},
+                )
             values[name] = {"value": str(value) if isinstance(value, Secret) else value, "source": source}
         return values
 
@@ -188,8 +217,10 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        "Made by `make docs` from `mpillm/fields/`. Underscores and hyphens mean the same: `--log_dir`, `--log-dir`; upper and lower case",
-        "are alike in words to choose from. The commands of one test take the same options: each uses those of its stages.",
+        "Made by `make docs` from `mpillm/fields/`. Underscores and hyphens mean the same: `--log_dir`,"
+        " `--log-dir`; upper and lower case",
+        "are alike in words to choose from. The commands of one test take the same options: each uses those"
+        " of its stages.",
         "A duration takes a unit: 90s, 10min, 1.5h, 600000ms; a bare number is seconds.",
     ]
     group = ""
@@ -198,25 +229,32 @@ def options_page() -> str:
             group = field.group
             lines += ["", f"## {group.capitalize()}", "", "| option | meaning | default |", "|---|---|---|"]
         also = "".join(f", `--{alias}`" for alias in field.aliases)
-        meaning = (field.description + (f" ({', '.join(field.choices)})" if field.choices else "")).replace("|", "&#124;")
+        meaning = (field.description + (f" ({', '.join(field.choices)})" if field.choices else "")).replace(
+            "|", "&#124;"
+        )
         default = f"`{field.shown_default}`" if field.shown_default else ""
         lines.append(f"| `--{field.name}`{also} | {meaning} | {default} |")
     return "\n".join(lines) + "\n"
 
 
-def parse(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> RunConfig:
-    """Values of all fields: from the command line, the environment, a user's file and the workload; ConfigError names the source.
+def parse(
+    argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None
+) -> RunConfig:
+    """The values of all fields, from the command line, the environment, a user's file and the workload.
 
-    `shown` are in --help, and may be a command's own. The other fields are taken as well: the commands of one test share their options.
-    `defaults` of this command go before those of the fields.
+    `shown` are in --help, and may be the command's own; other fields are accepted, too, because the commands
+    of a test share their options. The command's `defaults` override the fields'. ConfigError: names the
+    source.
     """
     known = _with_all(shown)
     add_fields(parser, known, shown, defaults)
     return _resolved(layers.stated(parser.texts(argv), known, defaults))
 
 
-def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None) -> list[RunConfig]:
-    """As `parse`, for every pair of a workload and a scenario: comma lists of them are several tests."""
+def parse_each(
+    argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None
+) -> list[RunConfig]:
+    """As `parse`, for every pair of a workload and a scenario: lists of them mean several tests."""
     known = _with_all(shown)
     add_fields(parser, known, shown, defaults)
     options = parser.texts(argv)
@@ -227,7 +265,10 @@ def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field], defa
         if scenarios.origin.level < Level.WORKLOAD:  # the workload's, if it has none but Server
             made.append(_resolved(layers.stated(named, known, defaults)))
         else:
-            made += [_resolved(layers.stated({**named, "scenarios": scenario}, known, defaults)) for scenario in scenarios.value]
+            made += [
+                _resolved(layers.stated({**named, "scenarios": scenario}, known, defaults))
+                for scenario in scenarios.value
+            ]
     return made
 
 
@@ -240,13 +281,14 @@ def _with_all(shown: Sequence[Field]) -> list[Field]:
 
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
-    """The configuration that a command line of `run` gives."""
+    """The configuration from a command line of `run`."""
     parser = Parser(
         prog="mpillm run",
         description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
         epilog="examples:\n"
         "  mpirun -n 5 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
-        "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100 --min_duration 10",
+        "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100"
+        " --min_duration 10",
     )
     config = parse(argv, parser, RUN_FIELDS).with_yaml()
     _check_together(config)
@@ -271,12 +313,17 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
 def _check_together(config: RunConfig) -> None:
     for name in ("scenarios", "benchmarks"):
         if len(getattr(config, name) or ()) > 1:
-            raise ConfigError(f"{config.named(name)}: a run is one test of one workload; start it once for each")
+            raise ConfigError(
+                f"{config.named(name)}: a run is one test of one workload; start it once for each"
+            )
     if config.dry_run:
-        raise ConfigError(f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI")
+        raise ConfigError(
+            f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI"
+        )
     if config.min_duration is not None and config.min_duration >= config.test_deadline:
         raise ConfigError(
-            f"{config.named('min_duration')} must be less than {config.named('test_deadline')}, which would end the test first"
+            f"{config.named('min_duration')} must be less than {config.named('test_deadline')}, which would"
+            " end the test first"
         )
     if config.min_output_len > config.max_output_len:
         raise ConfigError(f"{config.named('min_output_len')} is more than {config.named('max_output_len')}")
@@ -284,8 +331,16 @@ def _check_together(config: RunConfig) -> None:
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
     each = config.sections.values() or [config]
     without_effect: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-        ("--enable_chunked_context true", any(c.enable_chunked_context for c in each), ("context_chunking_policy",)),
-        ("--dataset synthetic", config.dataset == "synthetic", ("num_samples", "input_mean", "input_stdev", "output_mean", "output_stdev")),
+        (
+            "--enable_chunked_context true",
+            any(c.enable_chunked_context for c in each),
+            ("context_chunking_policy",),
+        ),
+        (
+            "--dataset synthetic",
+            config.dataset == "synthetic",
+            ("num_samples", "input_mean", "input_stdev", "output_mean", "output_stdev"),
+        ),
         ("--benchmarks", config.benchmarks, ("model_scale",)),
     )
     for needed, is_there, needing in without_effect:
@@ -293,7 +348,17 @@ def _check_together(config: RunConfig) -> None:
             if not is_there and config.given(name) and getattr(config, name) != BY_NAME[name].default:
                 raise ConfigError(f"{config.named(name)} has no effect without {needed}")
     conflicting = (
-        ("aggregated", ("num_ctx_servers", "ctx_tp_size", "ctx_pp_size", "num_gen_servers", "gen_tp_size", "gen_pp_size")),
+        (
+            "aggregated",
+            (
+                "num_ctx_servers",
+                "ctx_tp_size",
+                "ctx_pp_size",
+                "num_gen_servers",
+                "gen_tp_size",
+                "gen_pp_size",
+            ),
+        ),
         ("disaggregated", ("tensor_parallelism", "pipeline_parallelism")),
     )
     for mode, names in conflicting:
@@ -309,7 +374,9 @@ def _check_compliance(config: RunConfig) -> None:
             " the compliance test has its own audit.config"
         )
     if config.compliance_test and config.test_mode != "PerformanceOnly":
-        raise ConfigError(f"{config.named('compliance_test')} is a performance run, not {config.named('test_mode')}")
+        raise ConfigError(
+            f"{config.named('compliance_test')} is a performance run, not {config.named('test_mode')}"
+        )
     if config.audit_conf and not Path(config.audit_conf).is_file():
         raise ConfigError(f"{config.named('audit_conf')}: no such file")
 

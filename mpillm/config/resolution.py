@@ -27,7 +27,7 @@ _CHECKPOINT = CheckpointFields.trtllm_checkpoint_flags.name
 
 
 class _Meaning(NamedTuple):
-    """A value of an option that says another option's."""
+    """A value of an option that implies another option's."""
 
     field: Field
     value: Any
@@ -53,9 +53,10 @@ _PRECISIONS = {
 def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
     """The values in force, by name, from what is `stated` of every field.
 
-    An option and its other names get one value: that of the highest source, and within a source the option's own.
-    Runtime flags get their defaults; flags that are only options are taken out. ConfigError names the source: of a
-    flag that the core lacks or cannot honour, of a wrong value, and of two values that exclude each other.
+    An option and its other names get one value: that of the highest source, and within a source the option's
+    own. Runtime flags get their defaults; flags that are only options are taken out. ConfigError names the
+    source: of a flag that the core lacks or cannot honour, of a wrong value, and of two values that exclude
+    each other.
     """
     found = dict(stated)
     lay_over(found)
@@ -69,7 +70,12 @@ def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
     if is_own:
         check_honoured(core_type, found[_RUNTIME])
     size = _batch_size(found)
-    _share(found, _RUNTIME, RUNTIME_FLAGS, {} if size is None else {ModelFields.max_batch_size: _called("gpu_batch_size", size)})
+    _share(
+        found,
+        _RUNTIME,
+        RUNTIME_FLAGS,
+        {} if size is None else {ModelFields.max_batch_size: _called("gpu_batch_size", size)},
+    )
     _engine_batch(found, size)
     _share(found, _RUNTIME, RUNTIME_OPTIONS, only_options=True)
     _share(found, _BUILD, BUILD_OPTIONS, only_options=True)
@@ -80,7 +86,7 @@ def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
 
 
 def _imply(found: dict[str, Found], field: Field, value: Any, other: Field, its_value: Any) -> None:
-    """ConfigError if the user set the other option otherwise, wherever that was."""
+    """ConfigError: the user set the other option otherwise, in whatever source."""
     cause, effect = found[field.name], found[other.name]
     if cause.value != value or effect.value == its_value:
         return
@@ -93,7 +99,7 @@ def _imply(found: dict[str, Found], field: Field, value: Any, other: Field, its_
 
 
 def _quantise(found: dict[str, Found]) -> None:
-    """What --precision means: for checkpoints and, if no higher source states its quantization, a core that runs here."""
+    """Apply --precision: to checkpoints and, unless a higher source states quantization, our cores."""
     precision, flags = found["precision"], found[_CHECKPOINT]
     qformat, algorithm = _PRECISIONS[precision.value]
     said = flags.key("qformat")
@@ -112,7 +118,8 @@ def _means(precision: Found, meaning: str, value: str, other: Found) -> bool:
     """
     if other.value not in (None, value) and other.origin.level is precision.origin.level:
         raise ConfigError(
-            f"precision {precision.value} ({precision.origin.where}) means {meaning}, but that is {other.value} ({other.origin.where})"
+            f"precision {precision.value} ({precision.origin.where}) means {meaning}, but that is"
+            f" {other.value} ({other.origin.where})"
         )
     return other.origin.level < precision.origin.level
 
@@ -126,8 +133,8 @@ def _share(
 ) -> None:
     """Give each key of flags, which is another name of an option, and that option one value.
 
-    `others`: what else states an option's value. With `only_options` the keys are taken out; a key and an option that
-    differ, both from one source, are an error.
+    `others`: what else states an option's value. With `only_options` the keys are taken out; a key and an
+    option that differ, both from one source, are an error.
     """
     flags = found[flags_name]
     for key, field in keys.items():
@@ -137,9 +144,12 @@ def _share(
             flag = Found(field.check(flag.value, where), flag.origin)
             alias = _called(flags_name, flag)
             if only_options and flag.origin.level is option.origin.level and flag.value != option.value:
-                raise ConfigError(f"{where} is {flag.value}, but {field.name} is {option.value} ({option.origin.where})")
+                raise ConfigError(
+                    f"{where} is {flag.value}, but {field.name} is {option.value} ({option.origin.where})"
+                )
         candidates = (option, alias, (others or {}).get(field))
-        best = max(filter(None, candidates), key=lambda candidate: candidate.origin.level)  # the first of those that are alike
+        # the first of those that are alike
+        best = max(filter(None, candidates), key=lambda candidate: candidate.origin.level)
         if field.name in found:
             found[field.name] = best
         if only_options:
@@ -155,7 +165,7 @@ def _called(name: str, found: Found) -> Found:
 
 
 def _batch_size(found: Mapping[str, Found]) -> Found | None:
-    """gpu_batch_size for this workload, if it says one."""
+    """Apply gpu_batch_size for this workload, if it has one."""
     sizes = found["gpu_batch_size"]
     if not isinstance(sizes.value, dict):
         return None if sizes.value is None else sizes
@@ -167,7 +177,7 @@ def _batch_size(found: Mapping[str, Found]) -> Found | None:
 
 
 def _engine_batch(found: dict[str, Found], size: Found | None) -> None:
-    """An engine is built for gpu_batch_size, also where the flags of the run beside it say less."""
+    """Build an engine for gpu_batch_size, even if the run's flags beside it state less."""
     run, flags = found["max_batch_size"], found[_BUILD]
     if size is None or run.value is None or "max_batch_size" in flags.value:
         return
@@ -176,11 +186,13 @@ def _engine_batch(found: dict[str, Found], size: Found | None) -> None:
 
 
 def _limits_of_the_engine(found: dict[str, Found]) -> None:
-    """A limit of the run that nothing states is the one that the engine is built for."""
+    """Set a limit of the run that nothing states to the one that the engine is built for."""
     stated = {name: found[name].value for name in LIMITS}
     for name, built in limits_of_engine(stated, found[_BUILD].value).items():
         where = f"{found[_BUILD].key(name).origin.where}: {_BUILD}"
-        found[name] = limit = Found(BY_NAME[name].check(built, f"{where} {name}"), Origin(Level.DEFAULT, where))
+        found[name] = limit = Found(
+            BY_NAME[name].check(built, f"{where} {name}"), Origin(Level.DEFAULT, where)
+        )
         found[_RUNTIME] = found[_RUNTIME].with_key(name, limit)
 
 
@@ -191,7 +203,8 @@ def _batch_to_the_end(found: dict[str, Found]) -> None:
         return
     if policy.origin.level >= Level.CONTEXT:
         raise ConfigError(
-            f"{origin.where}: {_RUNTIME} use_inflight_batching false excludes batch_scheduler_policy {policy.value} ({policy.origin.where})"
+            f"{origin.where}: {_RUNTIME} use_inflight_batching false excludes batch_scheduler_policy"
+            f" {policy.value} ({policy.origin.where})"
         )
     found["batch_scheduler_policy"] = _called("use_inflight_batching", Found("static", origin))
     found[_RUNTIME] = found[_RUNTIME].with_key("batch_scheduler_policy", Found("static", origin))

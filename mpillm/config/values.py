@@ -44,14 +44,14 @@ class Values(Options):
 
 
 def collect(argv: Sequence[str], options: type[V], parser: Parser) -> V:
-    """Values of a command's own `options`, from the command line only; ConfigError names option and value."""
+    """Values of a command's own `options`, from the command line. ConfigError: one is wrong."""
     own = options.declared()
     add_fields(parser, own)
     return options(complete(Configuration(options=parser.texts(argv), environ={}), own))
 
 
 def complete(configuration: Configuration, fields: Iterable[Field]) -> dict[str, Found]:
-    """What is found of each of `fields`, by name; None, with the default's origin, where there is nothing."""
+    """The found value of each of `fields`, by name; None, with the default's origin, without one."""
     fields = list(fields)
     found = configuration.resolve(fields)
     return {field.name: found.get(field, Found(None, DEFAULT)) for field in fields}

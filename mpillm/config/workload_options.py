@@ -1,4 +1,4 @@
-"""What a workload means for options: defaults, and which test NVIDIA's and MLCommons' names of it stand for."""
+"""What a workload means for options: defaults, and the tests that NVIDIA's and MLCommons' names mean."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def defaults_of(workload: Workload, scenario: str) -> dict[Field, Any]:
         fields.min_output_len: workload.min_output_len,
         fields.end_ids: workload.end_ids,
         fields.stop_words: [list(word) for word in workload.stop_words] or None,
-        **dict.fromkeys((fields.tensor_parallelism, fields.ctx_tp_size, fields.gen_tp_size), workload.tensor_parallelism),
+        **dict.fromkeys(
+            (fields.tensor_parallelism, fields.ctx_tp_size, fields.gen_tp_size), workload.tensor_parallelism
+        ),
         **{fields.BY_NAME[name]: value for name, value in workload.loadgen.get(scenario, {}).items()},
     }
 
