@@ -92,7 +92,7 @@ class TrtllmExecutorCore(LLMCore):
 
     def load(self) -> None:
         self._tle = importlib.import_module("tensorrt_llm.bindings.executor")
-        self._end_id, *_ = self._ends = library.end_ids(self.config) or (library.NO_END,)
+        self._ends = library.end_ids(self.config) or (library.NO_END,)
         devices = (
             [self.config.device] if self.comms is None else self.comms.instance.allgather(self.config.device)
         )
@@ -218,7 +218,7 @@ class TrtllmExecutorCore(LLMCore):
             streaming=self._harness.streaming,
             sampling_config=self._tle.SamplingConfig(self.config.beam_width, **library.sampling(row)),
             output_config=self._tle.OutputConfig(exclude_input_from_output=True),
-            end_id=self._end_id,
+            end_id=library.end_id(row, self._ends),
             stop_words=library.stops(self.config, row, self._ends) or None,
         )
 

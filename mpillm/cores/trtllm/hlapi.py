@@ -95,7 +95,7 @@ class TrtllmHlApiCore(LLMCore):
             comm=comm, n_workers=comm.size
         )
         self._sampling = importlib.import_module("tensorrt_llm").SamplingParams
-        self._end_id, *_ = self._ends = library.end_ids(self.config) or (library.NO_END,)
+        self._ends = library.end_ids(self.config) or (library.NO_END,)
         module = importlib.import_module(_LLM[self._harness.backend_type])
         self._llm = module.LLM(**self._arguments(), _mpi_session=session)
         ready = threading.Event()
@@ -210,8 +210,8 @@ class TrtllmHlApiCore(LLMCore):
         id_, n = int(row["id"]), 0
         params = self._sampling(
             max_tokens=int(row["max_output"]),
-            end_id=self._end_id,
-            pad_id=max(self._end_id, 0),
+            end_id=library.end_id(row, self._ends),
+            pad_id=max(self._ends[0], 0),
             stop_token_ids=[token for (token,) in library.stops(self.config, row, self._ends)] or None,
             include_stop_str_in_output=True,
             detokenize=False,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disagg.errors import ConfigError, about
-from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, ResponseFlag
+from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.fields.runtime_flags import RUNTIME_FLAGS, RUNTIME_OPTIONS
@@ -128,8 +128,14 @@ def sampling(row: np.void) -> dict[str, Any]:
 
 def stops(config: CoreConfig, row: np.void, ends: tuple[int, ...]) -> list[list[int]]:
     """What ends an answer beside its first end token: further ones and stop words, as lists of tokens."""
-    words = () if row["ignore_stop"] else config.stop_words
+    words = () if row["flags"] & RequestFlag.IGNORE_STOP else config.stop_words
+    ends = () if row["flags"] & RequestFlag.IGNORE_END else ends
     return [*([end] for end in ends[1:]), *(list(word) for word in words if not isinstance(word, str))]
+
+
+def end_id(row: np.void, ends: tuple[int, ...]) -> int:
+    """The first of the tokens that end an answer, or NO_END."""
+    return NO_END if row["flags"] & RequestFlag.IGNORE_END else ends[0]
 
 
 def others(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.options import parse_run
 from mpillm.cores.base import LLMCore
@@ -130,8 +130,11 @@ def test_what_ends_an_answer(make: Make, name: str) -> None:
     assert [tokens for *_, tokens in sorted(rows_of(core, 3))] == [[3, 7], [3, 8], [3, 6]]
     core.enqueue(batch([1, 2, 7, 3], min_output=3))
     assert rows_of(core, 1) == [(0, FIRST | FINAL, [3, 7, 2, 1])], "no end before min_output"
-    core.enqueue(batch([1, 2, 6, 3], ignore_stop=1))
+    core.enqueue(batch([1, 2, 6, 3], flags=RequestFlag.IGNORE_STOP))
     assert rows_of(core, 1) == [(0, FIRST | FINAL, [3, 6, 2, 1])]
+    core.enqueue(batch([1, 2, 7, 3], flags=RequestFlag.IGNORE_END))
+    core.enqueue(batch([1, 2, 8, 3], flags=RequestFlag.IGNORE_END, id=1))
+    assert [tokens for *_, tokens in sorted(rows_of(core, 2))] == [[3, 7, 2, 1], [3, 8, 2, 1]]
 
 
 @pytest.mark.parametrize("name", CORES)
