@@ -92,7 +92,7 @@ class TrtllmExecutorCore(LLMCore):
 
     def load(self) -> None:
         self._tle = importlib.import_module("tensorrt_llm.bindings.executor")
-        self._ends = library.end_ids(self.config) or (library.NO_END,)
+        self._ends = library.end_ids(self.config)
         devices = (
             [self.config.device] if self.comms is None else self.comms.instance.allgather(self.config.device)
         )
@@ -205,20 +205,20 @@ class TrtllmExecutorCore(LLMCore):
 
     def enqueue(self, requests: Batch) -> None:
         made = [self._request(request) for request in requests.split()]
-        ours = requests.rows["id"].tolist()
-        self._answers.begin(ours)
-        self._ids.update(zip(self._executor.enqueue_requests(made), ours, strict=True))
+        self._answers.begin(requests)
+        self._ids.update(
+            zip(self._executor.enqueue_requests(made), requests.rows["id"].tolist(), strict=True)
+        )
 
     def _request(self, request: Batch) -> Any:
         (row,) = request.rows
-        library.check_request(row)
         return self._tle.Request(
             request.tokens.tolist(),
             int(row["max_output"]),
-            streaming=self._harness.streaming,
+            streaming=library.streams(row, self._harness.streaming),
             sampling_config=self._tle.SamplingConfig(self.config.beam_width, **library.sampling(row)),
             output_config=self._tle.OutputConfig(exclude_input_from_output=True),
-            end_id=library.end_id(row, self._ends),
+            end_id=library.ends_of(row, self._ends)[0],
             stop_words=library.stops(self.config, row, self._ends) or None,
         )
 

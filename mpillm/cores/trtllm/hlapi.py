@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable
@@ -44,6 +45,10 @@ class TrtllmHlApiCore(LLMCore):
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         self._harness = TrtllmHlApiConfig()
+        # Of an engine: what it is built for, or less if flags say so.
+        flags = {} if self._harness.backend_type == "pytorch" else TrtllmExecutorConfig().runtime_flags
+        self._max_batch_size = flags.get("max_batch_size", config.max_batch_size)
+        self._max_num_tokens = flags.get("max_num_tokens", config.max_num_tokens)
         self._llm: Any = None
         self._thread: threading.Thread | None = (
             None  # of an event loop on the leader, of a worker on the others
@@ -87,6 +92,9 @@ class TrtllmHlApiCore(LLMCore):
         from mpi4py import MPI
 
         comm = MPI.COMM_SELF if self.comms is None else self.comms.instance
+        if MPI.COMM_WORLD.size == 1:
+            # tensorrt_llm/executor/executor.py: it would start a process with MPI, and not use our session.
+            os.environ.setdefault("TLLM_WORKER_USE_SINGLE_PROCESS", "1")
         importlib.import_module("tensorrt_llm._utils").set_mpi_comm(comm)
         if not self._leads:
             self._start(self._serve)
@@ -95,7 +103,7 @@ class TrtllmHlApiCore(LLMCore):
             comm=comm, n_workers=comm.size
         )
         self._sampling = importlib.import_module("tensorrt_llm").SamplingParams
-        self._ends = library.end_ids(self.config) or (library.NO_END,)
+        self._ends = library.end_ids(self.config)
         module = importlib.import_module(_LLM[self._harness.backend_type])
         self._llm = module.LLM(**self._arguments(), _mpi_session=session)
         ready = threading.Event()
@@ -124,8 +132,8 @@ class TrtllmHlApiCore(LLMCore):
             "tensor_parallel_size": config.tp_size,
             "pipeline_parallel_size": config.pp_size,
             "moe_expert_parallel_size": config.ep_size if config.ep_size > 1 else None,
-            "max_batch_size": config.max_batch_size,
-            "max_num_tokens": config.max_num_tokens,
+            "max_batch_size": self._max_batch_size,
+            "max_num_tokens": self._max_num_tokens,
             "max_seq_len": config.max_seq_len,
             "max_beam_width": config.beam_width,
             "enable_chunked_prefill": config.enable_chunked_context,
@@ -207,11 +215,11 @@ class TrtllmHlApiCore(LLMCore):
     async def _ask(self, request: Batch) -> None:
         """Follow a request to its end: in this thread, because a result is awaited where it was asked for."""
         (row,) = request.rows
-        id_, n = int(row["id"]), 0
+        id_, n, end_id = int(row["id"]), 0, library.ends_of(row, self._ends)[0]
         params = self._sampling(
             max_tokens=int(row["max_output"]),
-            end_id=library.end_id(row, self._ends),
-            pad_id=max(self._ends[0], 0),
+            end_id=end_id,
+            pad_id=max(end_id, 0),
             stop_token_ids=[token for (token,) in library.stops(self.config, row, self._ends)] or None,
             include_stop_str_in_output=True,
             detokenize=False,
@@ -219,7 +227,7 @@ class TrtllmHlApiCore(LLMCore):
         )
         try:
             result = self._results[id_] = self._llm.generate_async(
-                request.tokens.tolist(), params, streaming=self._harness.streaming
+                request.tokens.tolist(), params, streaming=library.streams(row, self._harness.streaming)
             )
             async for part in result:
                 tokens = part.outputs[0].token_ids  # all so far
@@ -253,17 +261,14 @@ class TrtllmHlApiCore(LLMCore):
     # --- work ---
 
     def credits(self) -> Credits:
-        return Credits(
-            2 * self.config.max_batch_size, self.config.kv_cache_tokens or library.UNLIMITED_TOKENS
-        )
+        return Credits(2 * self._max_batch_size, self.config.kv_cache_tokens or library.UNLIMITED_TOKENS)
 
     def enqueue(self, requests: Batch) -> None:
-        self._answers.begin(requests.rows["id"].tolist())
+        self._answers.begin(requests)
         self._prompts.update(
             zip(requests.rows["id"].tolist(), requests.rows["n_tokens"].tolist(), strict=True)
         )
         for request in requests.split():
-            library.check_request(request.rows[0])
             self._soon(self._ask(Batch(request.rows.copy(), request.tokens.copy())))
 
     def has_work(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,16 +127,18 @@ def sampling(row: np.void) -> dict[str, Any]:
     return chosen
 
 
+def ends_of(row: np.void, ends: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end this answer, of the model's: at least one, NO_END if none does."""
+    return (NO_END,) if row["flags"] & RequestFlag.IGNORE_END or not ends else ends
+
+
 def stops(config: CoreConfig, row: np.void, ends: tuple[int, ...]) -> list[list[int]]:
     """What ends an answer beside its first end token: further ones and stop words, as lists of tokens."""
     words = () if row["flags"] & RequestFlag.IGNORE_STOP else config.stop_words
-    ends = () if row["flags"] & RequestFlag.IGNORE_END else ends
-    return [*([end] for end in ends[1:]), *(list(word) for word in words if not isinstance(word, str))]
-
-
-def end_id(row: np.void, ends: tuple[int, ...]) -> int:
-    """The first of the tokens that end an answer, or NO_END."""
-    return NO_END if row["flags"] & RequestFlag.IGNORE_END else ends[0]
+    return [
+        *([end] for end in ends_of(row, ends)[1:]),
+        *(list(word) for word in words if not isinstance(word, str)),
+    ]
 
 
 def others(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,9 +146,21 @@ def others(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name not in _OURS and value is not None}
 
 
-def check_request(row: np.void) -> None:
+def streams(row: np.void, first_token_times: bool) -> bool:
+    """Whether tokens are asked for as they come. RuntimeError for a request that is to be handed over."""
     if row["generation"] != NO_INSTANCE:
         raise RuntimeError("TensorRT-LLM's cores hand over no KV cache")
+    return first_token_times or bool(row["flags"] & RequestFlag.STREAM)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that the library works on."""
+
+    stream: bool  # whoever asks wants the tokens as they come
+    cancelled: bool = False
+    passed_on: int = 0  # tokens
+    answer: list[int] = field(default_factory=list)
 
 
 class Answers:
@@ -154,9 +169,7 @@ class Answers:
     def __init__(self, rank: int) -> None:
         """`rank`: in the world, for messages."""
         self._rank = rank
-        self._open: dict[int, list[int]] = {}  # by request: its tokens so far
-        self._told: set[int] = set()  # requests whose first token was told
-        self._cancelled: set[int] = set()
+        self._open: dict[int, _Open] = {}
         self._rows: list[tuple[int, int, int]] = []
         self._tokens: list[int] = []
         self.ended = 0  # requests
@@ -165,29 +178,37 @@ class Answers:
         """How many requests are open."""
         return len(self._open)
 
-    def begin(self, ids: Iterable[int]) -> None:
-        self._open.update((id_, []) for id_ in ids)
+    def begin(self, requests: Batch) -> None:
+        for id_, flags in zip(requests.rows["id"].tolist(), requests.rows["flags"].tolist(), strict=True):
+            self._open[id_] = _Open(bool(flags & RequestFlag.STREAM))
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
         """Those of `ids` that are open. The last answer to each becomes its CANCELLED row."""
         mine = [id_ for id_ in ids if id_ in self._open]
-        self._cancelled.update(mine)
+        for id_ in mine:
+            self._open[id_].cancelled = True
         return mine
 
     def add(self, id_: int, new: list[int], is_final: bool) -> None:
         """Take tokens that follow those before; RunError for an answer without any."""
-        answer = self._open[id_]
-        answer += new
-        if id_ in self._cancelled:
-            if is_final:
-                self._end(id_, ResponseFlag.CANCELLED, [])
-        elif is_final:
-            if not answer:
+        request = self._open[id_]
+        request.answer += new
+        answer, passed_on = request.answer, request.passed_on
+        if is_final:
+            del self._open[id_]
+            self.ended += 1
+            if request.cancelled:
+                self._row(id_, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
+            elif answer:
+                self._row(id_, ResponseFlag.FINAL | (0 if passed_on else ResponseFlag.FIRST), answer)
+            else:
                 raise self.failed(id_, "an answer without tokens")
-            self._end(id_, ResponseFlag(0) if id_ in self._told else ResponseFlag.FIRST, answer)
-        elif answer and id_ not in self._told:
-            self._told.add(id_)
+        elif not request.cancelled and answer and not passed_on:
+            request.passed_on = 1
             self._row(id_, ResponseFlag.FIRST, answer[:1])
+        elif not request.cancelled and request.stream and len(answer) > passed_on:
+            request.passed_on = len(answer)
+            self._row(id_, ResponseFlag.PARTIAL, answer[passed_on:])
 
     def failed(self, id_: int, cause: object) -> RunError:
         """The end of the run: TensorRT-LLM could not answer a request."""
@@ -203,13 +224,6 @@ class Answers:
         self._rows, self._tokens = [], []
         return batch
 
-    def _end(self, id_: int, flags: ResponseFlag, answer: list[int]) -> None:
-        self._row(id_, flags | ResponseFlag.FINAL, answer)
-        del self._open[id_]
-        self._told.discard(id_)
-        self._cancelled.discard(id_)
-        self.ended += 1
-
-    def _row(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
+    def _row(self, id_: int, flags: int, tokens: list[int]) -> None:
         self._rows.append((id_, len(tokens), int(flags)))
         self._tokens += tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.helpers.support import wait_until
 CORES = ("trtllm_executor", "trtllm_hlapi")
 FIRST, FINAL, CANCELLED = ResponseFlag.FIRST, ResponseFlag.FINAL, ResponseFlag.CANCELLED
 REFUSED = 666
+SINGLE = "TLLM_WORKER_USE_SINGLE_PROCESS"
 STAND_INS = Path(__file__).parents[2] / "stand_ins"
 
 
@@ -30,6 +32,8 @@ STAND_INS = Path(__file__).parents[2] / "stand_ins"
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Only in these tests' sight, and made anew for each."""
     monkeypatch.syspath_prepend(str(STAND_INS))
+    monkeypatch.setenv(SINGLE, "0")
+    monkeypatch.delenv(SINGLE)  # which a core may set, until the test ends
     forget()
     yield
     forget()
@@ -64,9 +68,8 @@ def make(folder: Path) -> Iterator[Make]:
             name,
             engine_dir=str(folder),
             model_path=str(folder),
-            max_batch_size=4,
             options=config.core_options,
-            **{"end_ids": (7,), "enable_chunked_context": config.enable_chunked_context, **more},
+            **{"end_ids": (7,), "max_batch_size": 4, "enable_chunked_context": config.enable_chunked_context, **more},
         )
         with config.autoapply():
             if check:
@@ -135,6 +138,17 @@ def test_what_ends_an_answer(make: Make, name: str) -> None:
     core.enqueue(batch([1, 2, 7, 3], flags=RequestFlag.IGNORE_END))
     core.enqueue(batch([1, 2, 8, 3], flags=RequestFlag.IGNORE_END, id=1))
     assert [tokens for *_, tokens in sorted(rows_of(core, 2))] == [[3, 7, 2, 1], [3, 8, 2, 1]]
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_tokens_as_they_come(make: Make, name: str) -> None:
+    """For a request that wants them, whatever the scenario."""
+    core = make(name, "--scenarios=Offline")
+    core.enqueue(batch([1, 2, 3, 4], flags=RequestFlag.STREAM))
+    first, *partial, last = rows_of(core, 1)
+    assert (first, last) == ((0, FIRST, [4]), (0, FINAL, [4, 3, 2, 1]))
+    assert all(flags == ResponseFlag.PARTIAL for _, flags, _ in partial)
+    assert [token for *_, tokens in partial for token in tokens] == [3, 2]
 
 
 @pytest.mark.parametrize("name", CORES)
@@ -298,10 +312,16 @@ def test_a_flag_that_the_library_lacks(make: Make) -> None:
 
 
 def test_the_tensorrt_backend_of_the_llm_api(make: Make) -> None:
-    core = make("trtllm_hlapi", "--scenarios=Offline", "--trtllm_runtime_flags=trtllm_backend:cpp")
+    core = make("trtllm_hlapi", "--scenarios=Offline", "--trtllm_runtime_flags=trtllm_backend:cpp", max_batch_size=64)
     assert type(core._llm).__name__ == "TrtLLM"
+    assert (core._arguments()["max_batch_size"], core._arguments()["max_num_tokens"]) == (4, 32), "the engine's"
     core.enqueue(batch([1, 2]))
     assert rows_of(core, 1) == [(0, FIRST | FINAL, [2, 1])]
+
+
+def test_a_world_of_one_rank_starts_no_process(make: Make) -> None:
+    make("trtllm_hlapi", "--scenarios=Offline")
+    assert os.environ[SINGLE] == "1"
 
 
 def test_orchestrator_mode(make: Make) -> None:

@@ -53,7 +53,7 @@ def test_the_record_is_its_interface(bindings: ModuleType) -> None:
 
 def test_it_takes_what_the_executors_core_makes(bindings: ModuleType, folder: Path) -> None:
     core = made(TrtllmExecutorCore, folder, "--core_type=trtllm_executor", "--trtllm_runtime_flags=cuda_graph_mode:true")
-    core._tle, core._end_id, core._ends = bindings, 7, (7, 8)
+    core._tle, core._ends = bindings, (7, 8)
     config = core._executor_config([0])
     assert config.extended_runtime_perf_knob_config.cuda_graph_mode is True
     row = np.zeros(1, REQUEST)
