@@ -233,9 +233,8 @@ def _check_apart(operations: Sequence[Operation]) -> None:
             a, b = op.output.resolve(), other.output.resolve()
             if a.is_relative_to(b) or b.is_relative_to(a):
                 raise ConfigError(
-                    f"{op.name} would write to {op.output}, {other.name} to {other.output}: give each its own"
-                    " folder, and run one"
-                    " command for each workload and scenario"
+                    f"{op.name} would write to {op.output}, {other.name} to {other.output}: give each its"
+                    " own folder, and run one command for each workload and scenario"
                 )
 
 

@@ -36,23 +36,18 @@ _RENAMED = {
 # the kind: so it is refused here.
 _KINDS: Mapping[type, str] = {
     bool: "cuda_graph_mode decoupled_mode enable_chunked_context enable_context_fmha_fp32_acc"
-    " enable_kv_cache_reuse enable_trt_overlap"
-    " exclude_input_from_output kv_cache_onboard_blocks multi_block_mode normalize_log_probs"
-    " speculative_decoding_fast_logits",
+    " enable_kv_cache_reuse enable_trt_overlap exclude_input_from_output kv_cache_onboard_blocks"
+    " multi_block_mode normalize_log_probs speculative_decoding_fast_logits",
     int: "cancellation_check_period_ms cuda_graph_cache_size iter_stats_max_iterations"
-    " kv_cache_host_memory_bytes lookahead_ngram_size"
-    " lookahead_verification_set_size lookahead_window_size lora_cache_host_memory_bytes"
-    " lora_cache_max_adapter_size"
-    " lora_cache_optimal_adapter_size max_batch_size max_beam_width max_queue_delay_microseconds"
-    " max_queue_size"
-    " max_tokens_in_paged_kv_cache num_nodes recv_poll_period_ms request_stats_max_iterations"
-    " sink_token_length stats_check_period_ms",
+    " kv_cache_host_memory_bytes lookahead_ngram_size lookahead_verification_set_size lookahead_window_size"
+    " lora_cache_host_memory_bytes lora_cache_max_adapter_size lora_cache_optimal_adapter_size"
+    " max_batch_size max_beam_width max_queue_delay_microseconds max_queue_size max_tokens_in_paged_kv_cache"
+    " num_nodes recv_poll_period_ms request_stats_max_iterations sink_token_length stats_check_period_ms",
     float: "cross_kv_cache_fraction gpu_weights_percent kvcache_free_gpu_mem_frac"
     " lora_cache_gpu_memory_fraction",
     str: "batch_scheduler_policy decoding_mode eagle_choices encoder_engine_dir executor_worker_path"
-    " guided_decoding_backend"
-    " lora_prefetch_dir max_attention_window_size medusa_choices participant_ids tokenizer_dir triton_backend"
-    " xgrammar_tokenizer_info_path",
+    " guided_decoding_backend lora_prefetch_dir max_attention_window_size medusa_choices participant_ids"
+    " tokenizer_dir triton_backend xgrammar_tokenizer_info_path",
 }
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 _EXPECTED = {bool: "true or false", int: "a whole number of at least 0", float: "a number"}

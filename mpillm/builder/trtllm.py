@@ -194,8 +194,7 @@ class TRTLLMQuantizerOp(Operation):
         if self._quantizes and self.layout.ep_size > 1 and not export_hf:
             raise ConfigError(
                 f"--moe_expert_parallelism {self.layout.ep_size}: quantize.py has no expert parallelism;"
-                " leave out qformat, so that"
-                " convert_checkpoint.py makes the checkpoint",
+                " leave out qformat, so that convert_checkpoint.py makes the checkpoint",
                 about=["moe_expert_parallelism"],
             )
 

@@ -88,8 +88,7 @@ QUANTIZE = Tool(
     _options(
         {
             _INT: "seed tokenizer_max_seq_length batch_size calib_size calib_max_seq_length calib_tp_size"
-            " calib_pp_size cp_size"
-            " awq_block_size num_medusa_heads num_medusa_layers max_draft_len",
+            " calib_pp_size cp_size awq_block_size num_medusa_heads num_medusa_layers max_draft_len",
             _FLOAT: "auto_quantize_bits",
             _TEXT: "calib_dataset nemo_ckpt_path medusa_hidden_act medusa_model_dir autoq_format",
             _FLAG: "quantize_lm_head quant_medusa_head",
@@ -110,16 +109,14 @@ CONVERT = Tool(
     _options(
         {
             _INT: "cp_size moe_tp_size vocab_size n_positions n_layer n_head n_kv_head n_embd inter_size"
-            " multiple_of calib_size"
-            " calib_max_seq_length group_size workers moe_num_experts moe_top_k moe_renorm_mode"
-            " embedding_sharding_dim",
+            " multiple_of calib_size calib_max_seq_length group_size workers moe_num_experts moe_top_k"
+            " moe_renorm_mode embedding_sharding_dim",
             _FLOAT: "ffn_dim_multiplier rms_norm_eps smoothquant rotary_base",
             _TEXT: "meta_ckpt_dir calib_dataset quant_ckpt_path hidden_act log_level",
             _FLAG: "use_weight_only disable_weight_only_quant_plugin use_qserve per_channel per_token"
-            " int8_kv_cache fp8_kv_cache use_fp8"
-            " use_nvfp4 use_fp8_rowwise use_meta_fp8_rowwise_recipe per_group load_by_shard load_model_on_cpu"
-            " use_parallel_embedding"
-            " save_config_only remove_duplicated_kv_heads",
+            " int8_kv_cache fp8_kv_cache use_fp8 use_nvfp4 use_fp8_rowwise use_meta_fp8_rowwise_recipe"
+            " per_group load_by_shard load_model_on_cpu use_parallel_embedding save_config_only"
+            " remove_duplicated_kv_heads",
         },
         dtype=_DTYPES,
         weight_only_precision=("int8", "int4", "int8_gptq", "int4_gptq", "int4_awq"),
@@ -132,23 +129,19 @@ BUILD = Tool(
     _options(
         {
             _INT: "max_batch_size max_input_len max_seq_len max_beam_width max_num_tokens opt_num_tokens"
-            " max_encoder_input_len"
-            " max_prompt_embedding_table_size workers max_lora_rank max_draft_len tokens_per_block",
+            " max_encoder_input_len max_prompt_embedding_table_size workers max_lora_rank max_draft_len"
+            " tokens_per_block",
             _TEXT: "model_config build_config model_cls_file model_cls_name input_timing_cache"
-            " output_timing_cache visualize_network"
-            " log_level",
+            " output_timing_cache visualize_network log_level",
             _WORDS: "lora_dir lora_target_modules",
-            _FLAG: "strip_plan weight_sparsity weight_streaming fast_build enable_debug_output monitor_memory"
-            " gather_context_logits"
-            " gather_generation_logits gather_all_token_logits",
-            _SWITCH: "paged_kv_cache dora_plugin context_fmha bert_context_fmha_fp32_acc remove_input_padding"
-            " use_paged_context_fmha"
-            " use_fp8_context_fmha fuse_fp4_quant multiple_profiles paged_state streamingllm"
-            " norm_quant_fusion reduce_fusion user_buffer"
+            _FLAG: "strip_plan weight_sparsity weight_streaming fast_build enable_debug_output"
+            " monitor_memory gather_context_logits gather_generation_logits gather_all_token_logits",
+            _SWITCH: "paged_kv_cache dora_plugin context_fmha bert_context_fmha_fp32_acc"
+            " remove_input_padding use_paged_context_fmha use_fp8_context_fmha fuse_fp4_quant"
+            " multiple_profiles paged_state streamingllm norm_quant_fusion reduce_fusion user_buffer"
             " use_fused_mlp pp_reduce_scatter",
             _PLUGIN: "bert_attention_plugin gpt_attention_plugin fp8_rowwise_gemm_plugin lora_plugin"
-            " moe_plugin mamba_conv1d_plugin"
-            " nccl_plugin",
+            " moe_plugin mamba_conv1d_plugin nccl_plugin",
             _FP8_PLUGIN: "gemm_swiglu_plugin low_latency_gemm_plugin low_latency_gemm_swiglu_plugin",
         },
         kv_cache_type=("continuous", "paged", "disabled"),

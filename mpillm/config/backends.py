@@ -147,8 +147,7 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
             if wanted > room:
                 raise ConfigError(
                     f"{where} was built for answers of {room} tokens (max_seq_len {build.max_seq_len} less"
-                    " max_input_len"
-                    f" {build.max_input_len}): {self.gen_config_path} wants {wanted}"
+                    f" max_input_len {build.max_input_len}): {self.gen_config_path} wants {wanted}"
                 )
 
 

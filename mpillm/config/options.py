@@ -27,19 +27,8 @@ T = TypeVar("T")
 
 # What `run` shows in --help.
 RUN_FIELDS = fields.shown(
-    *(
-        "workload",
-        "topology",
-        "model",
-        "build",
-        "harness",
-        "triton",
-        "data",
-        "generation",
-        "test",
-        "output",
-        "deadlines",
-    ),
+    *("workload", "topology", "model", "build", "harness", "triton"),
+    *("data", "generation", "test", "output", "deadlines"),
     also=("server_port", "worker_start_port"),  # of the YAML that it leaves
 )
 
