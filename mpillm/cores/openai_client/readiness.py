@@ -25,11 +25,11 @@ _PROBE_IDS = [3] * 8  # as every model has them
 async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
     """Wait until the server is healthy (`/health`, else `/v1/models`). EndpointError: after `deadline_s`."""
     start = logged = time.monotonic()
-    last = "it was not asked"
+    last = ""
     while True:
         left = start + deadline_s - time.monotonic()
         if left <= 0:
-            raise EndpointError(f"{endpoint.url} was not ready within {deadline_s:g} s: {last}")
+            raise EndpointError(f"{endpoint.url} was not ready within {deadline_s:g} s: {last or 'it was not asked'}")
         try:
             status = 0
             for path in ("/health", "/v1/models"):
@@ -40,7 +40,9 @@ async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
                 if status not in (404, 405):
                     break
         except HttpError as error:
-            last = str(error)
+            # What the deadline cuts short says less than the answer before it.
+            if not last or time.monotonic() < start + deadline_s - _PAUSE_S:
+                last = str(error)
         if status in (401, 403):
             raise EndpointError(
                 f"{endpoint.url}: {last}; the key is what the environment variable {API_KEY} says"
