@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,15 +15,15 @@ from mpillm.errors import ExitCode
 from mpillm.fields.results import OutputFields
 from mpillm.submission.checker import rejected
 from mpillm.submission.package import Submission, check_accuracy_file
-from mpillm.submission.rules import MEASUREMENTS, Problem
-from mpillm.submission.runs import Result, Run, group, read_run
+from mpillm.submission.rules import MEASUREMENTS
+from mpillm.submission.runs import group, read_run
+from mpillm.submission.summary import summary
 from mpillm.submission.system import (
     SYSTEM_FIELDS,
     measurements,
     overlay,
     same_system,
     system_description,
-    unknown,
 )
 
 _GROUP = "submission"
@@ -103,10 +102,9 @@ def main(argv: Sequence[str]) -> int:
         result.measurements = overlay(found, options.measurements, MEASUREMENTS, "--measurements")
     problems = rejected(results, system, options.division)
     problems += [problem for result in results for problem in result.forbidden(options.division)]
-    written = Submission(options.division, submitter, system_name, system, results).write(
-        Path(options.output), options.force
-    )
-    _report(written, results, runs[0], unknown(system), problems, Path(options.output), submitter)
+    submission = Submission(options.division, submitter, system_name, system, results)
+    print(submission.write(Path(options.output), options.force))
+    print(summary(submission, runs[0].round, problems, Path(options.output)))
     return ExitCode.TEST_FAILED if problems else ExitCode.DONE
 
 
@@ -117,37 +115,3 @@ def _name(option: str, value: str | None) -> str:
     if not re.fullmatch(r"[\w][\w.+-]*", value):
         raise ConfigError(f"--{option} {value}: must be a folder name of letters, digits and . _ + -")
     return value
-
-
-def _report(
-    written: Path,
-    results: Sequence[Result],
-    run: Run,
-    blank: list[str],
-    problems: list[Problem],
-    output: Path,
-    submitter: str,
-) -> None:
-    print(written)
-    for result in results:
-        print(f"  {result.benchmark} {result.scenario}: {', '.join(result.runs)}")
-    if blank:
-        print(
-            f'  the system description has "N/A" for: {", ".join(blank)} (give them with'
-            " --system_description)"
-        )
-    for problem in problems:
-        why = (
-            f"rejected by the checker ({', '.join(problem.checks)})"
-            if problem.checks
-            else "against the rules"
-        )
-        print(f"  {why}: {problem.text}")
-    version = run.round.name if run.round else "VERSION"
-    print(
-        "  the checker, from a clone of mlcommons/inference in the current directory:\n"
-        "    python3 -m inference.tools.submission.submission_checker.main --input"
-        f" {shlex.quote(str(output))} --version {version}"
-        f" --submitter {submitter}\n"
-        "  keep the run directories: MLCommons may ask for the whole accuracy logs"
-    )
