@@ -29,7 +29,9 @@ async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
     while True:
         left = start + deadline_s - time.monotonic()
         if left <= 0:
-            raise EndpointError(f"{endpoint.url} was not ready within {deadline_s:g} s: {last or 'it was not asked'}")
+            raise EndpointError(
+                f"{endpoint.url} was not ready within {deadline_s:g} s: {last or 'it was not asked'}"
+            )
         try:
             status = 0
             for path in ("/health", "/v1/models"):
