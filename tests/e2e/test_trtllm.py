@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.support import DONE, PYTHONS, ROOT, TEST_FAILED, Samples, Starter, make_samples
 
-STAND_INS = {"PYTHONPATH": f"{ROOT / 'tests/stand_ins'}:{ROOT}"}
+STAND_INS = {"PYTHONPATH": f"{ROOT / 'tests/helpers/stand_ins'}:{ROOT}"}
 
 
 @pytest.fixture

@@ -92,6 +92,8 @@ class TrtllmExecutorCore(LLMCore):
 
     def load(self) -> None:
         self._tle = importlib.import_module("tensorrt_llm.bindings.executor")
+        if not hasattr(self._tle, "Executor"):
+            raise library.no_engines(self.config)
         self._ends = library.end_ids(self.config)
         devices = (
             [self.config.device] if self.comms is None else self.comms.instance.allgather(self.config.device)

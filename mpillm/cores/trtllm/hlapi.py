@@ -99,12 +99,14 @@ class TrtllmHlApiCore(LLMCore):
         if not self._leads:
             self._start(self._serve)
             return
-        session = importlib.import_module("tensorrt_llm.llmapi.mpi_session").MpiCommSession(
-            comm=comm, n_workers=comm.size
-        )
         self._sampling = importlib.import_module("tensorrt_llm").SamplingParams
         self._ends = library.end_ids(self.config)
-        module = importlib.import_module(_LLM[self._harness.backend_type])
+        try:
+            module = importlib.import_module(_LLM[self._harness.backend_type])
+        except ModuleNotFoundError as error:
+            raise library.no_engines(self.config) from error
+        sessions = importlib.import_module("tensorrt_llm.llmapi.mpi_session")
+        session = sessions.MpiCommSession(comm=comm, n_workers=comm.size)
         self._llm = module.LLM(**self._arguments(), _mpi_session=session)
         ready = threading.Event()
         self._start(lambda: asyncio.run(self._live(ready)))

@@ -9,6 +9,7 @@ those without an instance: see `LLMCore.world_import`.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,16 @@ def check_library(config: CoreConfig) -> None:
             " an array of token ids",
             about=["stop_words"],
         )
+
+
+def no_engines(config: CoreConfig) -> ConfigError:
+    """This release of the library has only its PyTorch backend."""
+    version = getattr(sys.modules.get(PACKAGE), "__version__", "of this release")
+    return ConfigError(
+        f"--core_type {config.core_type}: TensorRT-LLM {version} runs no engines, of which 1.3.0rc20 was the"
+        " last release; use --core_type trtllm_hlapi with a Hugging Face folder",
+        about=["core_type", "trtllm_runtime_flags"],
+    )
 
 
 def engine_limits(config: CoreConfig, engine: EngineConfig) -> Limits:

@@ -18,7 +18,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-RECORD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data/trtllm/record.json").read_text(encoding="utf-8"))
+RECORD: dict[str, Any] = json.loads((Path(__file__).parents[3] / "data/trtllm/record.json").read_text(encoding="utf-8"))
 REFUSED = 666
 _BLOCK = 32  # tokens
 
