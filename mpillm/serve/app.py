@@ -8,7 +8,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,6 +27,7 @@ _LONG_TEXT = (
     20_000  # characters; longer ones become tokens in another thread, so that streams go on meanwhile
 )
 _RETRY_AFTER_S = "1"
+_GONE = 499  # the client has closed the connection, as nginx counts it
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
@@ -100,8 +102,8 @@ class Service:
             )
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
-        except (ConnectionError, asyncio.CancelledError):  # the client has gone
-            raise
+        except ConnectionError:
+            response = web.Response(status=_GONE)  # which nobody reads
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
             _log.exception("request %s", request_id)
             response = _error_response(
@@ -204,7 +206,8 @@ class Service:
                 return await self._stream(request, asked, shapes, choices)
             pieces: list[list[Piece]] = []
             for choice in choices:
-                pieces.append([piece async for piece in self._pieces(choice)])
+                async with aclosing(self._pieces(choice)) as parts:
+                    pieces.append([piece async for piece in parts])
             return web.json_response(shapes.whole(choices, pieces))
         finally:
             for choice in choices:
@@ -214,7 +217,7 @@ class Service:
         row = asked.row | {"max_output": wanted, "min_output": min(asked.min_tokens, wanted)}
         return Choice(index, self._requests.open(row, prompt), prompt, wanted, asked, self._served)
 
-    async def _pieces(self, choice: Choice) -> AsyncIterator[Piece]:
+    async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         """Of one choice, as they come; counted. ApiError: there will be no answer."""
         answer, reason, seen_at = choice.answer, "abort", 0.0
         try:
@@ -260,8 +263,9 @@ class Service:
         async def write(choice: Choice) -> None:
             if asked.chat:
                 await response.write(shapes.role_chunk(choice))
-            async for piece in self._pieces(choice):
-                await response.write(shapes.chunk(choice, piece))
+            async with aclosing(self._pieces(choice)) as pieces:
+                async for piece in pieces:
+                    await response.write(shapes.chunk(choice, piece))
 
         try:
             if len(choices) == 1:
