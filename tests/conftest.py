@@ -7,10 +7,22 @@ import signal
 import pytest
 
 # They keep all cores busy: two at a time would take no less time, and the other tests wait most of theirs.
-BUSY = {f"test_{name}" for name in ("handoff_layouts", "oracle", "parallel", "pipeline", "quantized", "scheduling", "workload_runs")}
+BUSY = {
+    f"test_{name}"
+    for name in (
+        "handoff_layouts",
+        "oracle",
+        "parallel",
+        "pipeline",
+        "quantized",
+        "scheduling",
+        "workload_runs",
+    )
+}
 BUSY |= {"test_engine_torch", "test_engine_gpu"}
 
-# Under nohup, what tests start would inherit that SIGHUP is ignored, and rightly go on when one comes. Handlers are not inherited.
+# Under nohup, what tests start would inherit that SIGHUP is ignored, and rightly go on when one comes.
+# Handlers are not inherited.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 

@@ -1,6 +1,8 @@
-"""``python tests/under_mpirun.py -n N [pytest options]``: pytest on every rank, with the mpirun of this Python's MPI.
+"""``python tests/under_mpirun.py -n N [pytest options]``: pytest on every rank, with the mpirun of this
+Python's MPI.
 
-Rank 0 reports; another rank's report is shown only when it fails. The exit code is mpirun's: not 0 if any rank failed.
+Rank 0 reports; another rank's report is shown only when it fails. The exit code is mpirun's: not 0 if any
+rank failed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ def own_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     A plain mpirun of Open MPI that is killed leaves its session folder there, and a later one that gets the
     same process id does not start beside it.
     """
-    tmp_path_factory.getbasetemp()  # pytest's own folder, which outlives this one: it is made where TMPDIR says
+    # pytest's own folder, which outlives this one: it is made where TMPDIR says
+    tmp_path_factory.getbasetemp()
     with tempfile.TemporaryDirectory(prefix="mpillm-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)

@@ -1,7 +1,9 @@
-"""What a person is told to type works: the commands of README.md, docs/, --help and messages, and the cures that messages name.
+"""What a person is told to type works: the commands of README.md, docs/, --help and messages, and the cures
+that messages name.
 
-`tests/helpers/advice.py` collects the commands. Each has its place in `WAYS`: typed here, or why it can't be. A command without one fails
-`test_every_command_has_a_place`, so that no advice is printed that nobody has tried.
+`tests/helpers/advice.py` collects the commands. Each has its place in `WAYS`: typed here, or why it can't be.
+A command without one fails `test_every_command_has_a_place`, so that no advice is printed that nobody has
+tried.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from tests.helpers.support import DONE, TEST_FAILED, USAGE, Ended, Starter
 
 MODEL = "build/models/smollm2-135m"
 SHORT = "--max_output_len 2 --min_query_count 8"  # appended, as a test's time is dear
-DUMMY_RUN = "python -m mpillm mpirun -n 2 run --core_type dummy --benchmarks llama2-70b --model_scale tiny --accuracy_target 0.999"
+DUMMY_RUN = (
+    "python -m mpillm mpirun -n 2 run --core_type dummy --benchmarks llama2-70b --model_scale tiny"
+    " --accuracy_target 0.999"
+)
 RUNS = tuple(
     f"{DUMMY_RUN} --scenarios Server --server_target_qps 500 --log_dir {folder} {kind}"
     for folder, kind in (
@@ -31,17 +36,32 @@ RUNS = tuple(
         ("runs/server-test06", "--compliance_test TEST06"),
     )
 )
-JUDGED = (*RUNS, "python -m mpillm accuracy runs/server-accuracy", "python -m mpillm compliance runs/server-test06")
-QUANTISED = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8"), re.DOTALL)[0]
-TRITON_REPOSITORY = "mkdir -p build/triton_model_repo_0/m; echo 'name: \"m\"' > build/triton_model_repo_0/m/config.pbtxt"
+JUDGED = (
+    *RUNS,
+    "python -m mpillm accuracy runs/server-accuracy",
+    "python -m mpillm compliance runs/server-test06",
+)
+QUANTISED = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8"), re.DOTALL
+)[0]
+TRITON_REPOSITORY = (
+    "mkdir -p build/triton_model_repo_0/m; echo 'name: \"m\"' > build/triton_model_repo_0/m/config.pbtxt"
+)
 OPEN_ORCA = """import pandas
-pandas.DataFrame({"tok_input": [[1]] * 48, "tok_input_length": [1] * 48, "output": ["A pear."] * 48}).to_pickle("open_orca.pkl")"""
-DISAGG_YAML = "python -m mpillm generate-disagg-config --mode disaggregated --world_size 8 --ctx_tp_size 2 --output disagg.yaml"
+rows = {"tok_input": [[1]] * 48, "tok_input_length": [1] * 48, "output": ["A pear."] * 48}
+pandas.DataFrame(rows).to_pickle("open_orca.pkl")"""
+DISAGG_YAML = (
+    "python -m mpillm generate-disagg-config --mode disaggregated --world_size 8 --ctx_tp_size 2"
+    " --output disagg.yaml"
+)
 
 
 @dataclass(frozen=True)
 class Typed:
-    """Typed as it stands, with `more` behind it, after the commands `before`; it ends with `code` and says `says`."""
+    """Typed as it stands, with `more` behind it, after the commands `before`.
+
+    It ends with `code` and says `says`.
+    """
 
     more: str = ""
     code: int = DONE
@@ -68,23 +88,36 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"make (run|install|docs)": Elsewhere("installs, or writes the pages: whoever builds this types it"),
     r"(\S+ )?make test(-slow|-cross)?": Elsewhere("these are the tests"),
     r"make prebuild": Elsewhere("not ours: the page says that it is not needed"),
-    r"(.* )?make (generate|run)_.*": Elsewhere("tests/e2e/test_pipeline.py and tests/unit/commands/test_pipeline_page.py"),
+    r"(.* )?make (generate|run)_.*": Elsewhere(
+        "tests/e2e/test_pipeline.py and tests/unit/commands/test_pipeline_page.py"
+    ),
     r".* fill_template.py .*": Elsewhere("tests/unit/commands/test_reference_commands.py"),
     r".* fetch-model .*": Elsewhere("a download: tests/unit/models/test_models.py"),
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
     r"srun .*": Parsed("there is no Slurm here"),
-    r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere("a server must be there: tests/e2e/test_endpoint.py"),
-    r"mpirun .* run --core_type trtllm_(executor|hlapi) .*": Elsewhere("TensorRT-LLM must be there: tests/e2e/test_trtllm.py"),
+    r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere(
+        "a server must be there: tests/e2e/test_endpoint.py"
+    ),
+    r"mpirun .* run --core_type trtllm_(executor|hlapi) .*": Elsewhere(
+        "TensorRT-LLM must be there: tests/e2e/test_trtllm.py"
+    ),
     r"mpirun -n (9|17) .*": Parsed("more ranks than fit here, and a model of 140 GB or more"),
-    r".* bench endpoint --url .*": Elsewhere("a server must be there: tests/unit/bench/test_bench_endpoint.py"),
-    r".* bench endpoint --null": Elsewhere("20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"),
+    r".* bench endpoint --url .*": Elsewhere(
+        "a server must be there: tests/unit/bench/test_bench_endpoint.py"
+    ),
+    r".* bench endpoint --null": Elsewhere(
+        "20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"
+    ),
     r".* bench table.*": Elsewhere("whole runs of a model of 16 GB, on a GPU"),
-    r".* --config_file closed/NVIDIA/.*": Elsewhere("NVIDIA's repository is not here; tests/unit has files of its form"),
+    r".* --config_file closed/NVIDIA/.*": Elsewhere(
+        "NVIDIA's repository is not here; tests/unit has files of its form"
+    ),
     r".* --input_mean IN .*": Elsewhere("IN and OUT stand for lengths, and it takes a GPU"),
     r"mpirun -n N .*--model_path llama3.1-8b.*": Parsed("a model of 16 GB"),
     r"\$R .*": Parsed("a model of 140 GB"),
     r".* --device cuda.*|.* bench (agreement|handoff).*": NO_GPU,
-    r"python -m mpillm [a-z-]+( RUN_DIR( --mbxp evaluated_test.json)?)?|mpirun -n N python -m mpillm run": Elsewhere(
+    r"python -m mpillm [a-z-]+( RUN_DIR( --mbxp evaluated_test.json)?)?|"
+    r"mpirun -n N python -m mpillm run": Elsewhere(
         "names of commands, in sentences: test_the_names_of_commands"
     ),
     r".* serve .*": Elsewhere("until a signal ends it: tests/e2e/test_serve.py"),
@@ -94,35 +127,55 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* plan .*": Typed(says="ranks on 1 node"),
     r".* generate-disagg-config --mode .*": Typed("&& cat disagg.yaml", says="context_servers"),
     r"mpirun .* generate-disagg-config .*": Typed("&& cat disagg.yaml", says="context_servers"),
-    r".* run --benchmarks llama2-70b .*--model_scale tiny.*": Typed(f"{SHORT} --server_target_qps 200", says="LoadGen"),
+    r".* run --benchmarks llama2-70b .*--model_scale tiny.*": Typed(
+        f"{SHORT} --server_target_qps 200", says="LoadGen"
+    ),
     r".* run --core_type dummy .*": Typed(says=r"LoadGen +VALID"),
     r".* run-harness --core_type dummy .*": Typed(says="Server"),
-    r".* run-harness --benchmarks=llama2,moe .*": Typed(f"{SHORT} --server_target_qps 200", says="mixtral-8x7b"),
-    r".* run .*build/(checkpoints|engines)/smollm2.*": Typed(SHORT, says="LoadGen", before=(f"python - <<'END'\n{QUANTISED}END",)),
+    r".* run-harness --benchmarks=llama2,moe .*": Typed(
+        f"{SHORT} --server_target_qps 200", says="mixtral-8x7b"
+    ),
+    r".* run .*build/(checkpoints|engines)/smollm2.*": Typed(
+        SHORT, says="LoadGen", before=(f"python - <<'END'\n{QUANTISED}END",)
+    ),
     r".* run .*(smollm2|--model_path DIR).*": Typed(SHORT, says=r"sample 1: "),
-    r".* bench routing .*": Typed("--offline_samples 2000 --server_s 1 --idle_s 1 --repeats 1", says="samples/s"),
+    r".* bench routing .*": Typed(
+        "--offline_samples 2000 --server_s 1 --idle_s 1 --repeats 1", says="samples/s"
+    ),
     r".* bench engine --model_path .*": Typed("--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"),
     r".* bench load .*": Typed("--repeats 1", says="engine"),
     r".* bench precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", says="tokens alike"),
     r".* bench dataset.*": Typed("--repeats 1", says="samples"),
     r".* generate-engines --model_path build/models.*": Typed(says="engine"),
     r".* generate-(engines|triton-config) .*": Typed("--dry_run", says="build"),
-    r".* run-llm-server .*": Typed("--dry_run", says="tritonserver --|trtllm-serve ", before=(TRITON_REPOSITORY,)),
-    r".* accuracy .*--mbxp .*": Elsewhere("tests/unit/submission/test_accuracy.py: it takes a file that another program writes"),
+    r".* run-llm-server .*": Typed(
+        "--dry_run", says="tritonserver --|trtllm-serve ", before=(TRITON_REPOSITORY,)
+    ),
+    r".* accuracy .*--mbxp .*": Elsewhere(
+        "tests/unit/submission/test_accuracy.py: it takes a file that another program writes"
+    ),
     r".* accuracy build/runs/accuracy --dataset_path .*": Typed(
-        before=(*RUNS[1:2], "mkdir -p build && mv runs build/runs && mv build/runs/server-accuracy build/runs/accuracy",
-                f"python -c '{OPEN_ORCA}' && mkdir MODEL_DIR && cp tokenizer.json MODEL_DIR"),
+        before=(
+            *RUNS[1:2],
+            "mkdir -p build && mv runs build/runs && mv build/runs/server-accuracy build/runs/accuracy",
+            f"python -c '{OPEN_ORCA}' && mkdir MODEL_DIR && cp tokenizer.json MODEL_DIR",
+        ),
         says="rouge1",
     ),
-    r".* (accuracy|compliance) {}": Elsewhere("tests/e2e/test_submission_run.py types it, and test_typed with a folder"),
+    r".* (accuracy|compliance) {}": Elsewhere(
+        "tests/e2e/test_submission_run.py types it, and test_typed with a folder"
+    ),
     r".* accuracy runs/server-accuracy": Typed(before=RUNS[1:2], says="rouge1"),
     r".* compliance runs/server-test06": Typed(before=RUNS[2:], says="TEST06 verification complete"),
     r".* compliance build/runs/test06": Typed(
-        before=(RUNS[2], "mkdir build/runs; mv runs/server-test06 build/runs/test06"), says="TEST06 verification complete"
+        before=(RUNS[2], "mkdir build/runs; mv runs/server-test06 build/runs/test06"),
+        says="TEST06 verification complete",
     ),
     r".* submission runs/\* .*": Typed(before=JUDGED, code=TEST_FAILED, says="the model is a tiny one"),
-    r".* submission build/runs/\* .*": Typed(before=(*JUDGED, "mv runs build/runs"), code=TEST_FAILED, says="the model is a tiny one"),
-}  # fmt: skip
+    r".* submission build/runs/\* .*": Typed(
+        before=(*JUDGED, "mv runs build/runs"), code=TEST_FAILED, says="the model is a tiny one"
+    ),
+}
 ADVICE = commands()
 
 
@@ -146,7 +199,9 @@ def test_every_command_has_a_place() -> None:
     assert len(TO_TYPE) > 20
 
 
-@pytest.mark.parametrize("advice", [pytest.param(a, id=a.text) for a in ADVICE if isinstance(WAYS.get(way(a.text)), Parsed)])
+@pytest.mark.parametrize(
+    "advice", [pytest.param(a, id=a.text) for a in ADVICE if isinstance(WAYS.get(way(a.text)), Parsed)]
+)
 def test_options_of_what_is_not_run(advice: Advice) -> None:
     settings = dict(re.fullmatch(r'(?:export )?(\w+)="(.*)"', setting).groups() for setting in advice.setting)  # type: ignore[union-attr, misc]
     command = re.sub(r"\$(\w+)", lambda match: settings[match[1]], advice.text)
@@ -154,7 +209,11 @@ def test_options_of_what_is_not_run(advice: Advice) -> None:
 
 
 def test_the_names_of_commands() -> None:
-    named = {match[1] for advice in ADVICE if (match := re.match(r".*-m mpillm (bench [a-z]+|[a-z-]+)", advice.text))}
+    named = {
+        match[1]
+        for advice in ADVICE
+        if (match := re.match(r".*-m mpillm (bench [a-z]+|[a-z-]+)", advice.text))
+    }
     assert named <= {*command_names(), "fill"}, named - {*command_names()}
 
 
@@ -164,7 +223,8 @@ def test_commands_in_messages_stand_between_backticks() -> None:
         f"{where}: {text}"
         for where, text in strings()
         for line in re.sub(r"`[^`]*`", "", text).splitlines()
-        if re.search(r"-m mpillm [a-z]", line) and not re.match(r"\s*(usage: )?(mpirun -n \S+ )?python -m mpillm ", line)
+        if re.search(r"-m mpillm [a-z]", line)
+        and not re.match(r"\s*(usage: )?(mpirun -n \S+ )?python -m mpillm ", line)
     ]
     assert bare == []
 
@@ -172,11 +232,21 @@ def test_commands_in_messages_stand_between_backticks() -> None:
 def test_options_in_messages_exist() -> None:
     """Every --option that a sentence in the sources names is one of ours, or of a program that we start."""
     known = {*BY_NAME, *(alias for field in BY_NAME.values() for alias in field.aliases)}
-    for path in (path for package in ("launch", "mpillm") for path in (ROOT / package).rglob("*.py")):  # those of single commands
-        known.update(re.findall(r'(?:Field\(|add_argument\()\s*"-*([a-z_]+)"', path.read_text(encoding="utf-8")))
+    # those of single commands
+    for path in (path for package in ("launch", "mpillm") for path in (ROOT / package).rglob("*.py")):
+        known.update(
+            re.findall(r'(?:Field\(|add_argument\()\s*"-*([a-z_]+)"', path.read_text(encoding="utf-8"))
+        )
     sentences = [(where, text) for where, text in strings() if " " in text]
-    named = {(where, option) for where, text in sentences for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
-    assert sorted((where, option) for where, option in named if option.replace("-", "_") not in known | OTHERS) == []
+    named = {
+        (where, option)
+        for where, text in sentences
+        for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)
+    }
+    assert (
+        sorted((where, option) for where, option in named if option.replace("-", "_") not in known | OTHERS)
+        == []
+    )
 
 
 OTHERS = {
@@ -197,8 +267,29 @@ OTHERS = {
         "hostfile",
         "host",
     ),
-    *("map_by", "mpi", "no_deps", "no_input", "only_binary", "dest", "checkpoint_dir", "output_dir", "model_dir", "tp_size", "pp_size"),
-    *("moe_tp_size", "moe_ep_size", "model_repository", "grpc_port", "http_port", "metrics_port", "backend_config", "load_model"),
+    *(
+        "map_by",
+        "mpi",
+        "no_deps",
+        "no_input",
+        "only_binary",
+        "dest",
+        "checkpoint_dir",
+        "output_dir",
+        "model_dir",
+        "tp_size",
+        "pp_size",
+    ),
+    *(
+        "moe_tp_size",
+        "moe_ep_size",
+        "model_repository",
+        "grpc_port",
+        "http_port",
+        "metrics_port",
+        "backend_config",
+        "load_model",
+    ),
     *("model_control_mode", "disable_auto_complete_config", "port", "backend", "extra_llm_api_options"),
 }
 
@@ -212,13 +303,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("model") / "smollm2"
     config = transformers.LlamaConfig(
-        vocab_size=320, hidden_size=72, intermediate_size=96, num_hidden_layers=3, num_attention_heads=9, num_key_value_heads=3,
-        max_position_embeddings=4096, bos_token_id=256, eos_token_id=257,
-    )  # fmt: skip
+        vocab_size=320,
+        hidden_size=72,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=4096,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -240,7 +340,8 @@ class Shell:
         mpirun = Path(sys.executable).with_name("mpirun")
         for name, line in {
             **dict.fromkeys(("python", "python3"), f'exec {sys.executable} "$@"'),
-            "mpirun": f'exec {mpirun} --allow-run-as-root --oversubscribe --bind-to none "$@"',  # root, and more ranks than cores
+            # root, and more ranks than cores
+            "mpirun": f'exec {mpirun} --allow-run-as-root --oversubscribe --bind-to none "$@"',
         }.items():
             (programs / name).write_text(f"#!/bin/sh\n{line}\n")
             (programs / name).chmod(0o755)
@@ -275,7 +376,8 @@ def test_typed(shell: Shell, advice: Advice) -> None:
 
 RUN = "python -m mpillm mpirun -n 2 run"
 CURES = {  # what fails, what it says, and how the words of the advice are added
-    "no model": (RUN, "or a preset with random weights (`--model_path tiny-llama`)", f"{RUN} --model_path tiny-llama {SHORT}"),
+    "no model": (RUN, "or a preset with random weights (`--model_path tiny-llama`)", f"{RUN} --model_path"
+                                                                                     f" tiny-llama {SHORT}"),
     "no rate": (
         f"{RUN} --core_type dummy --scenarios Server",
         "--scenarios Server needs --server_target_qps",
@@ -284,7 +386,8 @@ CURES = {  # what fails, what it says, and how the words of the advice are added
     "a long prompt": (
         f"{RUN} --model_path {MODEL} --dataset_path long.jsonl --max_num_tokens 100",
         "does not fit --max_num_tokens 100 without `--enable_chunked_context true`",
-        f"{RUN} --model_path {MODEL} --dataset_path long.jsonl --max_num_tokens 100 --enable_chunked_context true {SHORT}",
+        f"{RUN} --model_path {MODEL} --dataset_path long.jsonl --max_num_tokens 100 --enable_chunked_context"
+        f" true {SHORT}",
     ),
     "no engine": (
         f"{RUN} --model_path {MODEL} --engine_dir build/engines/mine",

@@ -19,7 +19,9 @@ def test_a_handoff_is_measured(one: Starter) -> None:
 def test_a_table_of_whole_runs(one: Starter) -> None:
     """A line for each pair; a run that cannot be is one of them, and the exit code says so."""
     small = ("--models", "tiny-llama", "--num_samples", 3, "--max_batch_size", 2, "--max_num_tokens", 64)
-    ended = one.mpillm("bench", "table", *small, "--pairs", "9/4,90000/4", "--extra", "device:cpu,min_duration:0")
+    ended = one.mpillm(
+        "bench", "table", *small, "--pairs", "9/4,90000/4", "--extra", "device:cpu,min_duration:0"
+    )
     assert ended.code == 1
     assert re.search(r"tiny-llama +9/4 +3 +[\d.]+ +[\d,]+ +VALID", ended.out), ended.out
     assert re.search(r"tiny-llama +90000/4 +3 failed: .*max_seq_len", ended.out), ended.out
@@ -38,5 +40,7 @@ def test_a_bench_that_takes_too_long(one: Starter) -> None:
         (2, ("handoff", "--device", "gpu"), "did you mean 'cpu'"),
     ],
 )
-def test_what_cannot_run_is_said_once(one: Starter, ranks: int, options: tuple[str, ...], message: str) -> None:
+def test_what_cannot_run_is_said_once(
+    one: Starter, ranks: int, options: tuple[str, ...], message: str
+) -> None:
     assert message in one.mpillm("mpirun", "-n", ranks, "bench", *options).must(2).message

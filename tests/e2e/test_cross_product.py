@@ -1,4 +1,5 @@
-"""Every pair of layouts with every scheduler policy, chunking and reuse: an hour and a half on two cores (`make test-cross`)."""
+"""Every pair of layouts with every scheduler policy, chunking and reuse: an hour and a half on two cores
+(`make test-cross`)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 @pytest.mark.cross
 @pytest.mark.parametrize(("context", "generation"), list(itertools.product(LAYOUTS, LAYOUTS)))
 def test_a_pair(one: Starter, alike: Answers, context: str, generation: str) -> None:
-    """64 prompts of 64 new tokens, some of which begin alike, with little cache; and with much of it for each policy."""
+    """64 prompts of 64 new tokens, some of which begin alike, with little cache.
+
+    And with much of it for each policy.
+    """
     ranks = sum(tp * pp for tp, pp, _ in (LAYOUTS[context], LAYOUTS[generation]))
     n_evicted = n_reused = 0
 
@@ -42,7 +46,13 @@ def test_a_pair(one: Starter, alike: Answers, context: str, generation: str) -> 
 
     for policy in POLICIES:
         for chunking, reuse in itertools.product(CHUNKINGS, (False, True)):
-            options = ["--batch_scheduler_policy", policy, "--enable_kv_cache_reuse", str(reuse).lower(), *CHUNKINGS[chunking]]
+            options = [
+                "--batch_scheduler_policy",
+                policy,
+                "--enable_kv_cache_reuse",
+                str(reuse).lower(),
+                *CHUNKINGS[chunking],
+            ]
             run(f"{policy}-{chunking}{'-reuse' * reuse}".replace(" ", "-"), *options, *SCARCE)
         run(f"{policy}-roomy", "--batch_scheduler_policy", policy)
     assert n_evicted > 0

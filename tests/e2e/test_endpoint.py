@@ -29,9 +29,19 @@ def test_a_leader_that_its_yaml_names(one: Starter, tmp_path: Path) -> None:
     with ScriptedServer() as server:
         host, _, port = server.address.partition(":")
         yaml = tmp_path / "disagg.yaml"
-        sections = "context_servers: {num_instances: 3}\ngeneration_servers: {num_instances: 2, tensor_parallel_size: 4}\n"
+        sections = (
+            "context_servers: {num_instances: 3}\ngeneration_servers: {num_instances: 2,"
+            " tensor_parallel_size: 4}\n"
+        )
         yaml.write_text(f"hostname: {host}\nport: {port}\nmodel: llama\nbackend: pytorch\n{sections}")
-        options = ["--trtllm_disagg_config_path", yaml, "--core_options", "model:scripted", "--dataset_path", samples.path]
+        options = [
+            "--trtllm_disagg_config_path",
+            yaml,
+            "--core_options",
+            "model:scripted",
+            "--dataset_path",
+            samples.path,
+        ]
         ended = one.run(3, *options, "--max_output_len", 6, "--save_outputs", core="trtllm_disagg")
     check_answers(ended, samples.prompts)
 
@@ -40,7 +50,9 @@ def test_two_servers(one: Starter, tmp_path: Path) -> None:
     """Server, streamed, a client for each."""
     samples = make_samples(tmp_path / "samples.jsonl", range(1, N + 1))
     conf = tmp_path / "user.conf"
-    conf.write_text("".join(f"*.Server.{name} = 60000\n" for name in ("target_latency", "ttft_latency", "tpot_latency")))
+    conf.write_text(
+        "".join(f"*.Server.{name} = 60000\n" for name in ("target_latency", "ttft_latency", "tpot_latency"))
+    )
     with ScriptedServer() as first, ScriptedServer() as second:
         urls = f"{first.address},{second.address}"
         options = [
@@ -54,7 +66,16 @@ def test_two_servers(one: Starter, tmp_path: Path) -> None:
             "--user_conf",
             conf,
         ]
-        test = ["--scenarios", "Server", "--server_target_qps", 400, "--min_query_count", 800, "--min_duration", 0]
+        test = [
+            "--scenarios",
+            "Server",
+            "--server_target_qps",
+            400,
+            "--min_query_count",
+            800,
+            "--min_duration",
+            0,
+        ]
         ended = one.run(3, *options, *test, core="trtllm_endpoint")
         for server in (first, second):
             assert sum(asked.get("stream", False) for asked in server.asked()) > 1
@@ -69,6 +90,17 @@ def test_a_server_that_dies_in_the_test(one: Starter, tmp_path: Path) -> None:
         return Reply([], "stop") if len(request.json["prompt"]) == N else good(request)
 
     with ScriptedServer(dies) as server:
-        options = ["--trtllm_server_urls", server.address, "--dataset_path", samples.path, "--core_options", "retry_s:1", "--grace", 1.5]
+        options = [
+            "--trtllm_server_urls",
+            server.address,
+            "--dataset_path",
+            samples.path,
+            "--core_options",
+            "retry_s:1",
+            "--grace",
+            1.5,
+        ]
         ended = one.run(3, *options, core="trtllm_endpoint")
-    check_failure(ended, TEST_FAILED, f"{server.url}/v1/completions: Connection refused; retried", phase="test")
+    check_failure(
+        ended, TEST_FAILED, f"{server.url}/v1/completions: Connection refused; retried", phase="test"
+    )

@@ -1,6 +1,8 @@
-"""Bad input and faults: an exit code, one message that names the cause and the rank, an end in time, and nothing left behind.
+"""Bad input and faults: an exit code, one message that names the cause and the rank, an end in time, and
+nothing left behind.
 
-(`Command.end` asserts the last two for every test: no process is left, and it fails when its own limit passes.)
+(`Command.end` asserts the last two for every test: no process is left, and it fails when its own limit
+passes.)
 """
 
 from __future__ import annotations
@@ -40,14 +42,21 @@ GRACE: list[object] = ["--grace", GRACE_S]
 ENDLESS: list[object] = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 100, *GRACE]
 
 
-def check_failure(ended: Ended, code: int, *causes: str, rank: int | None = None, phase: str = "", within: float = START_S) -> None:
-    """Exit code, one message with the causes and the rank, in time; and the same in result.json, if the run directory was made."""
+def check_failure(
+    ended: Ended, code: int, *causes: str, rank: int | None = None, phase: str = "", within: float = START_S
+) -> None:
+    """Exit code, one message with the causes and the rank, in time.
+
+    And the same in result.json, if the run directory was made.
+    """
     ended.must(code)
     message = ended.message
     for cause in causes:
         assert cause in message, f"no {cause!r} in the message\n{ended!r}"
     if rank is not None:
-        assert re.search(rf"\brank {rank} \(\w+.*\), .*, pid \d+: ", message), f"no rank {rank} in the message\n{ended!r}"
+        assert re.search(rf"\brank {rank} \(\w+.*\), .*, pid \d+: ", message), (
+            f"no rank {rank} in the message\n{ended!r}"
+        )
     if phase:
         assert f"in phase '{phase}'" in message.splitlines()[0], repr(ended)
     assert ended.seconds < within, repr(ended)
@@ -68,7 +77,8 @@ FILES = {
     "unknown_section.yaml": "prefill_servers: {num_instances: 1}\ngeneration_servers: {num_instances: 1}\n",
     "misspelt_section.yaml": "context_server: {num_instances: 1}\ngeneration_servers: {num_instances: 1}\n",
     "wrong_type.yaml": "executors: {num_instances: two}\n",
-    "urls.yaml": "context_servers: {num_instances: 2, urls: ['a:1']}\ngeneration_servers: {num_instances: 1, urls: ['b:1']}\n",
+    "urls.yaml": "context_servers: {num_instances: 2, urls: ['a:1']}\ngeneration_servers: {num_instances: 1,"
+    " urls: ['b:1']}\n",
     "five.yaml": "executors: {num_instances: 5}\n",
     "truncated.jsonl": '{"prompt": "a"}\n{"prompt": "b',
     "empty_prompt.jsonl": '{"prompt": "a"}\n{"prompt": ""}\n',
@@ -81,17 +91,45 @@ FILES = {
 USAGE_ERRORS: dict[str, tuple[int, list[object], list[str]]] = {
     "world size": (3, ["--tensor_parallelism", 3], ["world size: 3", "must be 4"]),
     "world size, disaggregated": (2, ["--mode", "disaggregated"], ["world size: 2", "3"]),
-    "world size, counts": (3, ["--mode", "disaggregated", "--num_ctx_servers", 2, "--num_gen_servers", 2], ["world size: 3", "5 or 6"]),
-    "world size, YAML": (3, ["--disagg_config", "five.yaml"], ["world size: 3", "5 x 1 in executors", "6", "7"]),
-    "unknown section": (3, ["--disagg_config", "unknown_section.yaml"], ["unknown_section.yaml", "prefill_servers", "context_servers"]),
-    "misspelt section": (3, ["--disagg_config", "misspelt_section.yaml"], ["'context_server'", "did you mean", "context_servers"]),
-    "wrong type": (3, ["--disagg_config", "wrong_type.yaml"], ["wrong_type.yaml", "num_instances", "two", "an integer"]),
+    "world size, counts": (
+        3,
+        ["--mode", "disaggregated", "--num_ctx_servers", 2, "--num_gen_servers", 2],
+        ["world size: 3", "5 or 6"],
+    ),
+    "world size, YAML": (
+        3,
+        ["--disagg_config", "five.yaml"],
+        ["world size: 3", "5 x 1 in executors", "6", "7"],
+    ),
+    "unknown section": (
+        3,
+        ["--disagg_config", "unknown_section.yaml"],
+        ["unknown_section.yaml", "prefill_servers", "context_servers"],
+    ),
+    "misspelt section": (
+        3,
+        ["--disagg_config", "misspelt_section.yaml"],
+        ["'context_server'", "did you mean", "context_servers"],
+    ),
+    "wrong type": (
+        3,
+        ["--disagg_config", "wrong_type.yaml"],
+        ["wrong_type.yaml", "num_instances", "two", "an integer"],
+    ),
     "urls": (4, ["--disagg_config", "urls.yaml"], ["context_servers.urls", "1 given", "2"]),
     "missing data": (2, ["--dataset_path", "no.jsonl"], ["no.jsonl", "does not exist"]),
     "truncated data": (2, ["--dataset_path", "truncated.jsonl"], ["truncated.jsonl:2", "truncated?"]),
     "empty data": (2, ["--dataset_path", "empty.jsonl"], ["empty.jsonl", "is empty"]),
-    "empty prompt": (3, ["--dataset_path", "empty_prompt.jsonl"], ["empty_prompt.jsonl:2", "prompt is empty"]),
-    "long prompt": (3, ["--dataset_path", "long.jsonl", "--max_seq_len", 50], ["long.jsonl:2", "100 tokens", "max_seq_len 50"]),
+    "empty prompt": (
+        3,
+        ["--dataset_path", "empty_prompt.jsonl"],
+        ["empty_prompt.jsonl:2", "prompt is empty"],
+    ),
+    "long prompt": (
+        3,
+        ["--dataset_path", "long.jsonl", "--max_seq_len", 50],
+        ["long.jsonl:2", "100 tokens", "max_seq_len 50"],
+    ),
     "misspelt option": (3, ["--max_ouput_len", 5], ["--max_ouput_len", "did you mean", "--max_output_len"]),
     "misspelt core option": (2, ["--core_options", "falt:raise"], ["falt", "did you mean", "fault"]),
     "no user.conf": (2, ["--user_conf", "no.conf"], ["--user_conf no.conf", "no such file"]),
@@ -99,15 +137,30 @@ USAGE_ERRORS: dict[str, tuple[int, list[object], list[str]]] = {
     "log_dir in a file": (2, ["--log_dir", "file/run"], ["file/run", "can't be written", "Not a directory"]),
     "log_dir is a model's": (2, ["--log_dir", "."], ["--log_dir .", "config.json of a model or an engine"]),
     "no such core": (2, ["--core_type", "dumy"], ["dumy", "did you mean", "dummy"]),
-    "a core that is not built": (2, ["--core_type", "triton_grpc"], ["--core_type triton_grpc: not built", "run-llm-server", "dummy"]),
-}  # fmt: skip
+    "a core that is not built": (
+        2,
+        ["--core_type", "triton_grpc"],
+        ["--core_type triton_grpc: not built", "run-llm-server", "dummy"],
+    ),
+}
 
 
-# What is wrong in a file or a plan is told in the same way as the others; which of it is found, tests/unit says.
-ALIKE = ("world size, disaggregated", "world size, counts", "unknown section", "misspelt section", "urls", "truncated data", "empty data")
+# What is wrong in a file or a plan is told in the same way as the others; which of it is found, tests/unit
+# says.
+ALIKE = (
+    "world size, disaggregated",
+    "world size, counts",
+    "unknown section",
+    "misspelt section",
+    "urls",
+    "truncated data",
+    "empty data",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in USAGE_ERRORS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in USAGE_ERRORS]
+)
 def test_bad_input(one: Starter, name: str) -> None:
     for file, text in FILES.items():
         (one.folder / file).write_text(text)
@@ -123,7 +176,8 @@ def test_bad_input_with_mpich(both: Starter, name: str) -> None:
 
 
 def llama_folder(folder: Path, kept: float) -> Path:
-    """A Hugging Face folder of a tiny Llama whose safetensors file has all its tensors (zeros), or only the first part of its bytes."""
+    """A Hugging Face folder of a tiny Llama whose safetensors file has all its tensors (zeros), or only the
+    first part of its bytes."""
     d, layers, vocab, intermediate, heads, kv_heads = 64, 2, 256, 128, 4, 2
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -144,11 +198,18 @@ def llama_folder(folder: Path, kept: float) -> Path:
         "eos_token_id": 2,
     }
     kv = d // heads * kv_heads
-    shapes: dict[str, list[int]] = {"model.embed_tokens.weight": [vocab, d], "model.norm.weight": [d], "lm_head.weight": [vocab, d]}
+    shapes: dict[str, list[int]] = {
+        "model.embed_tokens.weight": [vocab, d],
+        "model.norm.weight": [d],
+        "lm_head.weight": [vocab, d],
+    }
     for i in range(layers):
         layer = f"model.layers.{i}."
         shapes |= {f"{layer}{name}_layernorm.weight": [d] for name in ("input", "post_attention")}
-        shapes |= {f"{layer}self_attn.{name}_proj.weight": [n, d] for name, n in (("q", d), ("k", kv), ("v", kv), ("o", d))}
+        shapes |= {
+            f"{layer}self_attn.{name}_proj.weight": [n, d]
+            for name, n in (("q", d), ("k", kv), ("v", kv), ("o", d))
+        }
         shapes |= {f"{layer}mlp.{name}_proj.weight": [intermediate, d] for name in ("gate", "up")}
         shapes[f"{layer}mlp.down_proj.weight"] = [d, intermediate]
     header: dict[str, Any] = {}
@@ -165,14 +226,17 @@ def llama_folder(folder: Path, kept: float) -> Path:
 
 
 # Where it is cut, test_engine_model_config varies.
-@pytest.mark.parametrize("kept", [0.7, *(pytest.param(kept, marks=pytest.mark.slow) for kept in (0.001, 0.0))])
+@pytest.mark.parametrize(
+    "kept", [0.7, *(pytest.param(kept, marks=pytest.mark.slow) for kept in (0.001, 0.0))]
+)
 def test_a_truncated_model(one: Starter, tmp_path: Path, kept: float) -> None:
     folder = llama_folder(tmp_path / "model", kept)
     ended = one.run(3, "--model_path", folder, core="torch")
     check_failure(ended, USAGE, "model.safetensors", within=START_S + 10)
 
 
-@pytest.mark.slow  # and the next one: test_engine_model_config has them, and test_a_truncated_model how they are told
+# and the next one: test_engine_model_config has them, and test_a_truncated_model how they are told
+@pytest.mark.slow
 def test_a_model_without_weights(one: Starter, tmp_path: Path) -> None:
     folder = llama_folder(tmp_path / "model", 1.0)
     (folder / "model.safetensors").unlink()
@@ -222,13 +286,21 @@ def test_a_core_that_raises_on_every_rank(one: Starter) -> None:
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_a_context_or_generation_core_that_raises_in_the_test(one: Starter, rank: int) -> None:
-    ended = one.run(4, "--mode", "disaggregated", *GRACE, "--core_options", f"fault:raise,fault_rank:{rank},fault_at:20")
+    ended = one.run(
+        4, "--mode", "disaggregated", *GRACE, "--core_options", f"fault:raise,fault_rank:{rank},fault_at:20"
+    )
     check_failure(ended, TEST_FAILED, "injected fault in the test, at request 20", rank=rank, phase="test")
 
 
 @pytest.mark.parametrize(
     ("where", "code"),
-    [("ready", NOT_READY), ("answer", TEST_FAILED), ("handoff", TEST_FAILED), ("drain", TEST_FAILED), ("stop", TEST_FAILED)],
+    [
+        ("ready", NOT_READY),
+        ("answer", TEST_FAILED),
+        ("handoff", TEST_FAILED),
+        ("drain", TEST_FAILED),
+        ("stop", TEST_FAILED),
+    ],
 )
 def test_a_core_that_raises_elsewhere(one: Starter, where: str, code: int) -> None:
     env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": f"{where}:raise:2"}
@@ -253,15 +325,34 @@ def test_a_core_that_answers_twice(one: Starter) -> None:
     indirect=["mpi"],
 )
 def test_a_core_that_never_answers(both: Starter, mode: str, rank: int) -> None:
-    options = ["--mode", mode, "--stall_timeout", 1.5, *GRACE, "--core_options", f"fault:silent,fault_rank:{rank},fault_at:9"]
+    options = [
+        "--mode",
+        mode,
+        "--stall_timeout",
+        1.5,
+        *GRACE,
+        "--core_options",
+        f"fault:silent,fault_rank:{rank},fault_at:9",
+    ]
     ended = both.run(4, *options)
     check_failure(
-        ended, TEST_FAILED, "sent nothing for 1.5 s (--stall_timeout); open requests: 1", rank=rank, phase="test", within=START_S + 1.5
+        ended,
+        TEST_FAILED,
+        "sent nothing for 1.5 s (--stall_timeout); open requests: 1",
+        rank=rank,
+        phase="test",
+        within=START_S + 1.5,
     )
 
 
 def test_a_slow_core_is_no_failure(one: Starter) -> None:
-    options = ["--core_options", "fault:slow,fault_rank:2,fault_at:3,fault_s:1.5", "--stall_timeout", 10, *GRACE]
+    options = [
+        "--core_options",
+        "fault:slow,fault_rank:2,fault_at:3,fault_s:1.5",
+        "--stall_timeout",
+        10,
+        *GRACE,
+    ]
     assert one.run(3, *options).must(DONE).result["status"] == "VALID"
 
 
@@ -283,17 +374,27 @@ def test_a_slow_core_is_no_failure(one: Starter) -> None:
 )
 def test_a_core_that_hangs(both: Starter, phase: str, code: int) -> None:
     shown = {"join": "load"}.get(phase, phase)
-    options = [f"--{shown}_deadline", 2, *GRACE, "--core_options", f"fault:hang,fault_phase:{phase},fault_rank:3"]
+    options = [
+        f"--{shown}_deadline",
+        2,
+        *GRACE,
+        "--core_options",
+        f"fault:hang,fault_phase:{phase},fault_rank:3",
+    ]
     ended = both.run(4, *options)
     # Who, for how long, and where: the stack of the rank's main thread.
     causes = [f"phase '{shown}' missed its deadline of 2 s", "stuck for", "in _fault", "time.sleep"]
     check_failure(ended, code, *causes, rank=3, phase=shown, within=START_S + 2 + GRACE_S)
     if phase != "test":  # in the test the harness waits for the answers, and is late too
         assert [failure["rank"] for failure in ended.result["failures"]] == [3]
-    assert "stopped while the main thread was stuck" in (ended.log_dir / "ranks" / "rank_0003.log").read_text()
+    assert (
+        "stopped while the main thread was stuck" in (ended.log_dir / "ranks" / "rank_0003.log").read_text()
+    )
 
 
-@pytest.mark.parametrize(("phase", "code"), [("ready", NOT_READY), ("drain", TEST_FAILED), ("stop", TEST_FAILED)])
+@pytest.mark.parametrize(
+    ("phase", "code"), [("ready", NOT_READY), ("drain", TEST_FAILED), ("stop", TEST_FAILED)]
+)
 def test_a_core_that_hangs_late(one: Starter, phase: str, code: int) -> None:
     env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": f"{phase}:hang:2"}
     ended = one.run(4, f"--{phase}_deadline", 2, *GRACE, core="tests.helpers.plugin_cores:Faulty", env=env)
@@ -309,7 +410,15 @@ def start_endless(starter: Starter, phase: str, *options: object) -> Command:
             command.wait_phase(phase)
         return command
     env = {"PYTHONPATH": str(ROOT)}
-    command = starter.start(4, *ENDLESS, "--core_options", "load_s:100", *options, core="tests.helpers.plugin_cores:Loading", env=env)
+    command = starter.start(
+        4,
+        *ENDLESS,
+        "--core_options",
+        "load_s:100",
+        *options,
+        core="tests.helpers.plugin_cores:Loading",
+        env=env,
+    )
     for rank in (2, 3):
         wait_until((starter.folder / f"loading_{rank}").exists, f"rank {rank} to load")
     return command
@@ -321,14 +430,22 @@ def start_and_signal(starter: Starter, rank: int, phase: str, number: int, *opti
     if phase == "start":
         pid = command.wait_rank(rank)
     else:
-        pid = next(entry["pid"] for entry in json.loads((command.log_dir / "ranks.json").read_text()) if entry["rank"] == rank)
+        pid = next(
+            entry["pid"]
+            for entry in json.loads((command.log_dir / "ranks.json").read_text())
+            if entry["rank"] == rank
+        )
     os.kill(pid, number)
     return command
 
 
 @pytest.mark.parametrize(
     ("mpi", "rank", "phase"),
-    [pytest.param("openmpi", 3, "test", marks=pytest.mark.slow), ("openmpi", 1, "test"), ("mpich", 3, "test")],
+    [
+        pytest.param("openmpi", 3, "test", marks=pytest.mark.slow),
+        ("openmpi", 1, "test"),
+        ("mpich", 3, "test"),
+    ],
     indirect=["mpi"],
 )
 def test_a_stopped_rank(both: Starter, rank: int, phase: str) -> None:
@@ -338,11 +455,15 @@ def test_a_stopped_rank(both: Starter, rank: int, phase: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "rank"), [pytest.param("openmpi", 2, marks=pytest.mark.slow), ("openmpi", 0), ("mpich", 2)], indirect=["mpi"]
+    ("mpi", "rank"),
+    [pytest.param("openmpi", 2, marks=pytest.mark.slow), ("openmpi", 0), ("mpich", 2)],
+    indirect=["mpi"],
 )
 def test_a_rank_that_stops_at_its_start(both: Starter, rank: int) -> None:
     """Before or in MPI_Init, where nobody can say anything but the launcher's environment."""
-    command = start_and_signal(both, rank, "start", signal.SIGSTOP, "--join_deadline", 4, "--heartbeat_timeout", 3)
+    command = start_and_signal(
+        both, rank, "start", signal.SIGSTOP, "--join_deadline", 4, "--heartbeat_timeout", 3
+    )
     ended = command.end()
     assert ended.code in (NOT_READY, INSTANCE_LOST), repr(ended)
     assert "MPI_Init" in ended.err or re.search(rf"\brank {rank}\b", ended.err), repr(ended)
@@ -369,12 +490,16 @@ def test_a_stopped_rank_0(both: Starter) -> None:
 def test_a_killed_rank(both: Starter, rank: int, phase: str) -> None:
     command = start_and_signal(both, rank, phase, signal.SIGKILL)
     ended = command.end()
-    check_failure(ended, INSTANCE_LOST, "the process has ended", rank=rank, phase=phase, within=START_S + GRACE_S)
+    check_failure(
+        ended, INSTANCE_LOST, "the process has ended", rank=rank, phase=phase, within=START_S + GRACE_S
+    )
     assert not ended.left, "shared memory"
 
 
 @pytest.mark.parametrize(
-    ("mpi", "phase"), [("openmpi", "load"), ("openmpi", "test"), ("mpich", "load"), ("mpich", "test")], indirect=["mpi"]
+    ("mpi", "phase"),
+    [("openmpi", "load"), ("openmpi", "test"), ("mpich", "load"), ("mpich", "test")],
+    indirect=["mpi"],
 )
 def test_a_killed_rank_0(both: Starter, phase: str) -> None:
     """There is nobody left to write result.json; the launcher says it."""
@@ -402,7 +527,8 @@ def test_a_core_that_exits(one: Starter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "number", "whole_group"), [("load", signal.SIGINT, True), ("test", signal.SIGINT, False), ("test", signal.SIGTERM, True)]
+    ("phase", "number", "whole_group"),
+    [("load", signal.SIGINT, True), ("test", signal.SIGINT, False), ("test", signal.SIGTERM, True)],
 )
 def test_an_interrupt(both: Starter, phase: str, number: signal.Signals, whole_group: bool) -> None:
     command = start_endless(both, phase)
@@ -439,7 +565,9 @@ def small_disk(tmp_path: Path) -> Iterator[Any]:
     def make(kilobytes: int) -> Path:
         path = tmp_path / "disk"
         path.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", path], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", path], capture_output=True
+        ).returncode:
             pytest.skip("mounting a small tmpfs takes root, and here even root may not")
         mounted.append(path)
         return path
@@ -484,12 +612,15 @@ def test_a_disk_that_loadgen_fills(one: Starter, small_disk: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("first", "others", "causes"),
     [
-        (["--max_output_len", 8], ["--max_output_len", 9], ["ranks 1-2 were started", "--max_output_len is 9 there and 8 here"]),
+        (["--max_output_len", 8], ["--max_output_len", 9], ["ranks 1-2 were started", "--max_output_len is 9"
+                                                                                      " there and 8 here"]),
         (["--seed", 1], ["--seed", "one"], ["ranks 1-2", "--seed one"]),
         (["--sede", 1], [], ["rank 0: ", "--sede", "did you mean", "--seed"]),
     ],
 )  # fmt: skip
-def test_different_configurations(both: Starter, first: list[object], others: list[object], causes: list[str]) -> None:
+def test_different_configurations(
+    both: Starter, first: list[object], others: list[object], causes: list[str]
+) -> None:
     ended = run_two_programs(both, 1, first, 2, others)
     check_failure(ended, USAGE, *causes)
 
@@ -502,16 +633,44 @@ def test_different_data(both: Starter, samples: Samples, tmp_path: Path) -> None
     check_failure(ended, USAGE, "rank 2 was started with another configuration than rank 0", "--dataset_path")
 
 
-def run_two_programs(starter: Starter, n_first: int, first: list[object], n_others: int, others: list[object]) -> Ended:
+def run_two_programs(
+    starter: Starter, n_first: int, first: list[object], n_others: int, others: list[object]
+) -> Ended:
     """A plain `mpirun -n … run FIRST : -n … run OTHERS`; the exit code is the one that rank 0 told.
 
-    Hydra kills the other ranks as soon as one has ended with an error, and then returns 9: only `mpillm mpirun` prevents that.
+    Hydra kills the other ranks as soon as one has ended with an error, and then returns 9: only `mpillm
+    mpirun` prevents that.
     """
-    program = [starter.python, "-m", "mpillm", "run", "--core_type", "dummy", "--log_dir", starter.folder / "run"]
+    program = [
+        starter.python,
+        "-m",
+        "mpillm",
+        "run",
+        "--core_type",
+        "dummy",
+        "--log_dir",
+        starter.folder / "run",
+    ]
     own = ["--oversubscribe", "--bind-to", "none"] if starter.mpi == "openmpi" else []
-    line = [Path(starter.python).parent / "mpirun", *own, "-n", n_first, *program, *first, ":", "-n", n_others, *program, *others]
+    line = [
+        Path(starter.python).parent / "mpirun",
+        *own,
+        "-n",
+        n_first,
+        *program,
+        *first,
+        ":",
+        "-n",
+        n_others,
+        *program,
+        *others,
+    ]
     told = starter.folder / "exit_code"
-    env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MPILLM_EXIT_FILE": str(told)}
+    env = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "MPILLM_EXIT_FILE": str(told),
+    }
     ended = starter.command(line, env=env).end(tidy=starter.mpi == "openmpi")
     assert ended.code != DONE, repr(ended)
     assert starter.mpi == "mpich" or ended.code == int(told.read_text())

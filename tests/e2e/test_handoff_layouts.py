@@ -1,4 +1,7 @@
-"""Greedy tokens equal those of transformers when context and generation instances have different layouts; and a lost rank is named."""
+"""Greedy tokens equal those of transformers when context and generation instances have different layouts.
+
+And a lost rank is named.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,26 @@ from tests.e2e.test_parallel import Answers, preset_answers, smollm2_answers  # 
 
 Shape = tuple[int, int, int]  # TP, PP, EP
 
-LAYOUTS: dict[str, Shape] = {"tp1": (1, 1, 1), "tp2": (2, 1, 1), "tp4": (4, 1, 1), "pp2": (1, 2, 1), "tp2pp2": (2, 2, 1)}
+LAYOUTS: dict[str, Shape] = {
+    "tp1": (1, 1, 1),
+    "tp2": (2, 1, 1),
+    "tp4": (4, 1, 1),
+    "pp2": (1, 2, 1),
+    "tp2pp2": (2, 2, 1),
+}
 PLUGINS = {"PYTHONPATH": str(ROOT)}
-SMALL_CHUNKS: list[object] = [*CHUNKED, "--max_num_tokens", 16]  # a context takes several steps: it is accepted before the last of them
+# a context takes several steps: it is accepted before the last of them
+SMALL_CHUNKS: list[object] = [*CHUNKED, "--max_num_tokens", 16]
 
 
-def sections(path: Path, context: Shape, generation: Shape, n_contexts: int = 1, n_generations: int = 1, **of_generation: Any) -> Path:
+def sections(
+    path: Path,
+    context: Shape,
+    generation: Shape,
+    n_contexts: int = 1,
+    n_generations: int = 1,
+    **of_generation: Any,
+) -> Path:
     """A disaggregation file; `of_generation` are further values of the generation section."""
     text = ""
     for name, n, (tp, pp, ep), more in (
@@ -52,11 +69,24 @@ def check(
     timeout: float = 60,
     **more: Any,
 ) -> list[dict[str, Any]]:
-    """One run over `ranks` ranks of instances; its answers are the expected ones. What the instances reported, context first."""
+    """One run over `ranks` ranks of instances; its answers are the expected ones.
+
+    What the instances reported, context first.
+    """
     dataset, expected = answers
     ended = starter.run(
         ranks + 1,
-        *("--disagg_config", file, "--model_path", model, "--dataset_path", dataset, "--dtype", "float32", "--save_outputs"),
+        *(
+            "--disagg_config",
+            file,
+            "--model_path",
+            model,
+            "--dataset_path",
+            dataset,
+            "--dtype",
+            "float32",
+            "--save_outputs",
+        ),
         *("--num_threads", 1, "--max_output_len", n_new, "--min_query_count", len(expected), *options),
         log_dir=file.with_suffix(""),
         timeout=timeout,
@@ -65,9 +95,14 @@ def check(
     found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     assert sorted(found) == list(range(len(expected)))
     wrong = [index for index, tokens in enumerate(expected) if found[index] != tokens]
-    assert not wrong, f"prompt {wrong[0]}: {found[wrong[0]]}, transformers: {expected[wrong[0]]} ({len(wrong)} prompts differ)"
+    assert not wrong, (
+        f"prompt {wrong[0]}: {found[wrong[0]]}, transformers: {expected[wrong[0]]} ({len(wrong)}"
+        " prompts differ)"
+    )
     instances: list[dict[str, Any]] = ended.result["per_instance"]
-    assert sum(instance["tokens"] for instance in instances) == sum(map(len, expected)) == ended.result["tokens"]
+    assert (
+        sum(instance["tokens"] for instance in instances) == sum(map(len, expected)) == ended.result["tokens"]
+    )
     return instances
 
 
@@ -80,23 +115,37 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return preset_answers("tiny-llama", tmp_path_factory.mktemp("tiny-llama"), 12, 12)
 
 
-@pytest.mark.parametrize(("context", "generation"), [("tp2", "pp2"), ("pp2", "tp2pp2"), pytest.param("tp1", "tp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("context", "generation"),
+    [("tp2", "pp2"), ("pp2", "tp2pp2"), pytest.param("tp1", "tp4", marks=pytest.mark.slow)],
+)
 def test_layouts(one: Starter, tiny: Answers, context: str, generation: str) -> None:
     """In small steps, and with blocks of different sizes at the two ends."""
-    file = sections(one.folder / "run.yaml", LAYOUTS[context], LAYOUTS[generation], kv_cache_config={"tokens_per_block": 16})
+    file = sections(
+        one.folder / "run.yaml",
+        LAYOUTS[context],
+        LAYOUTS[generation],
+        kv_cache_config={"tokens_per_block": 16},
+    )
     ranks = sum(tp * pp for tp, pp, _ in (LAYOUTS[context], LAYOUTS[generation]))
     instances = check(one, "tiny-llama", tiny, file, ranks, *SMALL_CHUNKS, n_new=12)
     assert [instance["samples"] for instance in instances] == [len(tiny[1])] * 2
-    assert instances[0]["kv_bytes"] == prompt_tokens(tiny[0]) * 2 * 6 * 4 * 16 * 4  # keys and values, layers, heads, values of 4 bytes
+    # keys and values, layers, heads, values of 4 bytes
+    assert instances[0]["kv_bytes"] == prompt_tokens(tiny[0]) * 2 * 6 * 4 * 16 * 4
 
 
 def test_answers_that_end_with_their_first_token(one: Starter, tiny: Answers, tmp_path: Path) -> None:
-    """They were offered, and may have moved already. There is room for two requests at a time, so their ids and places are used again."""
+    """They were offered, and may have moved already.
+
+    There is room for two requests at a time, so their ids and places are used again.
+    """
     dataset, answers = tiny
     save_preset("tiny-llama", tmp_path / "model")
     ends = {257, answers[0][0], answers[5][0], answers[2][2]}  # 257: that of the model
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(ends)}))
-    expected = [tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), None)] for tokens in answers]
+    expected = [
+        tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), None)] for tokens in answers
+    ]
     alone = sum(len(tokens) == 1 for tokens in expected)
     assert 2 <= alone < len(expected) - 4
     file = sections(one.folder / "run.yaml", LAYOUTS["pp2"], LAYOUTS["tp1"], n_generations=2)
@@ -122,24 +171,64 @@ def test_answers_that_end_with_their_first_token(one: Starter, tiny: Answers, tm
 def test_a_killed_follower(one: Starter, rank: int) -> None:
     """Of a context or of a generation instance, while KV caches move."""
     file = sections(one.folder / "run.yaml", LAYOUTS["tp2"], LAYOUTS["pp2"])
-    options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 100, "--grace", 3, "--num_threads", 1, *CHUNKED]
-    command = one.start(5, "--disagg_config", file, "--model_path", "tiny-llama", "--max_output_len", 8, *options, core="torch")
+    options = [
+        "--scenarios",
+        "Server",
+        "--server_target_qps",
+        100,
+        "--min_duration",
+        100,
+        "--grace",
+        3,
+        "--num_threads",
+        1,
+        *CHUNKED,
+    ]
+    command = one.start(
+        5,
+        "--disagg_config",
+        file,
+        "--model_path",
+        "tiny-llama",
+        "--max_output_len",
+        8,
+        *options,
+        core="torch",
+    )
     pid = command.wait_rank(rank)
     command.wait_phase("test")
     os.kill(pid, signal.SIGKILL)
     ended = command.end().must(INSTANCE_LOST)
     role = "ctx, instance 0" if rank == 2 else "gen, instance 1"
-    assert re.search(rf"\brank {rank} \({role}\), .*, pid {pid}: the process has ended", ended.message), repr(ended)
+    assert re.search(rf"\brank {rank} \({role}\), .*, pid {pid}: the process has ended", ended.message), repr(
+        ended
+    )
 
 
 @pytest.mark.parametrize("rank", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_follower_that_raises_in_a_handoff(one: Starter, rank: int) -> None:
     file = sections(one.folder / "run.yaml", LAYOUTS["tp2"], LAYOUTS["pp2"])
     env = PLUGINS | {"MPILLM_TEST_RANK": str(rank)}
-    options = ["--disagg_config", file, "--model_path", "tiny-llama", "--max_output_len", 8, "--grace", 3, "--num_threads", 1, *CHUNKED]
-    ended = one.run(5, *options, core="tests.helpers.plugin_torch_cores:FailingHandoff", env=env).must(TEST_FAILED)
+    options = [
+        "--disagg_config",
+        file,
+        "--model_path",
+        "tiny-llama",
+        "--max_output_len",
+        8,
+        "--grace",
+        3,
+        "--num_threads",
+        1,
+        *CHUNKED,
+    ]
+    ended = one.run(5, *options, core="tests.helpers.plugin_torch_cores:FailingHandoff", env=env).must(
+        TEST_FAILED
+    )
     role = "ctx, instance 0" if rank == 2 else "gen, instance 1"
-    assert re.search(rf"\brank {rank} \({role}\), .*: ValueError: broken in the handoff", ended.message), repr(ended)
+    assert re.search(rf"\brank {rank} \({role}\), .*: ValueError: broken in the handoff", ended.message), (
+        repr(ended)
+    )
     assert [failure["rank"] for failure in ended.result["failures"]] == [rank]
 
 
@@ -148,8 +237,12 @@ def test_a_follower_that_raises_in_a_handoff(one: Starter, rank: int) -> None:
 VARIANTS: dict[str, tuple[list[object], dict[str, Any]]] = {
     "default": ([], {}),
     "small chunks": ([*CHUNKED, "--max_num_tokens", 24], {}),
-    # A cache of the generation instance that is too small for its batch, so that requests are evicted and computed again.
-    "evictions": (["--max_seq_len", 320], {"max_batch_size": 16, "kv_cache_config": {"max_tokens": 640, "tokens_per_block": 16}}),
+    # A cache of the generation instance that is too small for its batch, so that requests are evicted and
+    # computed again.
+    "evictions": (
+        ["--max_seq_len", 320],
+        {"max_batch_size": 16, "kv_cache_config": {"max_tokens": 640, "tokens_per_block": 16}},
+    ),
 }
 
 
@@ -161,7 +254,12 @@ def test_every_pair_of_layouts(one: Starter, tmp_path: Path, variant: str) -> No
     options, of_generation = VARIANTS[variant]
     n_evicted = 0
     for context, generation in itertools.product(LAYOUTS, LAYOUTS):
-        file = sections(one.folder / f"{context}-to-{generation}.yaml", LAYOUTS[context], LAYOUTS[generation], **of_generation)
+        file = sections(
+            one.folder / f"{context}-to-{generation}.yaml",
+            LAYOUTS[context],
+            LAYOUTS[generation],
+            **of_generation,
+        )
         ranks = sum(tp * pp for tp, pp, _ in (LAYOUTS[context], LAYOUTS[generation]))
         instances = check(one, "tiny-llama", answers, file, ranks, *options, n_new=64, timeout=600)
         print(variant, file.stem, instances, flush=True)
@@ -174,15 +272,32 @@ def test_experts(one: Starter, tmp_path: Path) -> None:
     answers = preset_answers("tiny-mixtral", tmp_path / "model", 64, 64)
     for context, generation in (((2, 1, 2), (1, 1, 1)), ((1, 2, 1), (4, 1, 2))):
         file = sections(one.folder / f"tp{context[0]}-to-tp{generation[0]}.yaml", context, generation)
-        print(check(one, "tiny-mixtral", answers, file, context[0] * context[1] + generation[0], n_new=64, timeout=600), flush=True)
+        print(
+            check(
+                one,
+                "tiny-mixtral",
+                answers,
+                file,
+                context[0] * context[1] + generation[0],
+                n_new=64,
+                timeout=600,
+            ),
+            flush=True,
+        )
 
 
 @pytest.mark.slow
 def test_a_real_model(one: Starter, tmp_path: Path) -> None:
-    """Three KV heads on three ranks, then 30 layers on two; and one context instance for two generation instances."""
+    """Three KV heads on three ranks, then 30 layers on two.
+
+    And one context instance for two generation instances.
+    """
     model = fetch_model("smollm2-135m", ROOT / "build" / "models")
     answers = smollm2_answers(model, tmp_path)
-    for name, context, generation, n_generations in (("tp3-to-pp2", (3, 1, 1), (1, 2, 1), 1), ("pp2-to-tp1", (1, 2, 1), (1, 1, 1), 2)):
+    for name, context, generation, n_generations in (
+        ("tp3-to-pp2", (3, 1, 1), (1, 2, 1), 1),
+        ("pp2-to-tp1", (1, 2, 1), (1, 1, 1), 2),
+    ):
         file = sections(one.folder / f"{name}.yaml", context, generation, n_generations=n_generations)
         ranks = context[0] * context[1] + n_generations * generation[0] * generation[1]
         print(name, check(one, model, answers, file, ranks, n_new=64, timeout=600), flush=True)

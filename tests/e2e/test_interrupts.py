@@ -9,7 +9,16 @@ import pytest
 
 from tests.helpers.support import Starter
 
-ENDLESS: list[object] = ["--core_type", "dummy", "--scenarios", "Server", "--server_target_qps", 50, "--min_duration", 100]
+ENDLESS: list[object] = [
+    "--core_type",
+    "dummy",
+    "--scenarios",
+    "Server",
+    "--server_target_qps",
+    50,
+    "--min_duration",
+    100,
+]
 
 
 def test_in_the_test(both: Starter) -> None:
@@ -33,25 +42,42 @@ def test_before_mpi_is_there(both: Starter) -> None:
 
 @pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)
 def test_under_a_plain_mpirun_of_open_mpi(both: Starter, tmp_path: Path) -> None:
-    """It drops what its ranks print from then on: they write to its terminal. And it returns 1, whatever they do.
+    """It drops what its ranks print from then on: they write to its terminal.
 
-    It kills them half a second later, whatever they are doing: a machine that stalls for so long gets another chance.
+    And it returns 1, whatever they do.
+
+    It kills them half a second later, whatever they are doing: a machine that stalls for so long gets another
+    chance.
     """
     for attempt in range(3):
         log_dir = tmp_path / f"run_{attempt}"
-        command = both.plain(3, both.python, "-m", "mpillm", "run", *ENDLESS, "--log_dir", log_dir, controlling=True, log_dir=log_dir)
+        command = both.plain(
+            3,
+            both.python,
+            "-m",
+            "mpillm",
+            "run",
+            *ENDLESS,
+            "--log_dir",
+            log_dir,
+            controlling=True,
+            log_dir=log_dir,
+        )
         command.wait_phase("test")
         command.press_ctrl_c()
         ended = command.end(tidy=False).must(1)
         if "interrupted" in ended.out:
             break
-    assert ended.out.count("mpillm: interrupted (Ctrl-C, or a signal to mpirun) in phase 'test'\n  see ") == 1, repr(ended)
+    assert (
+        ended.out.count("mpillm: interrupted (Ctrl-C, or a signal to mpirun) in phase 'test'\n  see ") == 1
+    ), repr(ended)
     assert "interrupted" not in ended.err
 
 
 @pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
 def test_under_a_plain_mpirun_of_mpich(both: Starter, tmp_path: Path) -> None:
-    """It kills the ranks that are left when the first has ended: it returns the code of that one, or the signal."""
+    """It kills the ranks that are left when the first has ended: it returns the code of that one, or the
+    signal."""
     program = [both.python, "-m", "mpillm", "run", *ENDLESS, "--log_dir", tmp_path / "run"]
     command = both.plain(3, *program, controlling=True)
     command.wait_phase("test")
@@ -64,9 +90,19 @@ def test_under_a_plain_mpirun_of_mpich(both: Starter, tmp_path: Path) -> None:
 
 def test_of_a_harness(one: Starter, tmp_path: Path) -> None:
     """It passes the signal on as it is, and starts no further test."""
-    options = ["--scenarios=Server,Offline", *ENDLESS[:2], *ENDLESS[4:], "--world_size", 3, "--log_dir", tmp_path / "tests"]
+    options = [
+        "--scenarios=Server,Offline",
+        *ENDLESS[:2],
+        *ENDLESS[4:],
+        "--world_size",
+        3,
+        "--log_dir",
+        tmp_path / "tests",
+    ]
     command = one.command(
-        [one.python, "-m", "mpillm", "run-harness", *options], log_dir=tmp_path / "tests" / "dummy-Server", controlling=True
+        [one.python, "-m", "mpillm", "run-harness", *options],
+        log_dir=tmp_path / "tests" / "dummy-Server",
+        controlling=True,
     )
     command.wait_phase("test")
     command.press_ctrl_c()

@@ -1,4 +1,5 @@
-"""Every launcher crossed with every MPI library: N ranks of one world, or exit code 2 and the line that works, never N runs of one rank."""
+"""Every launcher crossed with every MPI library: N ranks of one world, or exit code 2 and the line that
+works, never N runs of one rank."""
 
 from __future__ import annotations
 
@@ -40,11 +41,15 @@ def through_a_shell(*words: object) -> list[object]:
     return ["sh", "-c", '"$@"; echo "ended with $?"', "sh", *words]
 
 
-def check_refusal(ended: Ended, launcher: str, library: str, command: list[object], variables: str = "") -> list[str]:
+def check_refusal(
+    ended: Ended, launcher: str, library: str, command: list[object], variables: str = ""
+) -> list[str]:
     """One message, which names both and shows the line; returned is the line in words."""
     problem, _, line = ended.message.splitlines()
     assert problem.startswith(f"mpillm: {launcher} started 3 ranks, but the MPI of "), repr(ended)
-    assert f", {library}" in problem and problem.endswith("sees a world of 1: they would be 3 separate runs"), repr(ended)
+    assert f", {library}" in problem and problem.endswith(
+        "sees a world of 1: they would be 3 separate runs"
+    ), repr(ended)
     words = shlex.split(line)
     assert words[-len(command) :] == [str(word) for word in command]
     assert not variables or words[0] == variables
@@ -58,7 +63,8 @@ def test_the_mpirun_of_another_mpi(both: Starter, other: str, name: str, tmp_pat
     command = [*OF_RANKS[name], *(["--log_dir", tmp_path / "run"] if name == "run" else [])]
     env = WORKER if name == "worker" else {}
     program = [both.python, "-m", "mpillm", *command]
-    # Each rank tells its code, and no launcher ends others: they wait for rank 0 at most as long as this file is not there.
+    # Each rank tells its code, and no launcher ends others: they wait for rank 0 at most as long as this file
+    # is not there.
     told = {"MPILLM_EXIT_FILE": str(tmp_path / "exit_code")}
     ended = both.plain(3, *through_a_shell(*program), python=PYTHONS[other], env=env | told).end()
     assert ended.out.count("ended with 2") == 3, repr(ended)
@@ -73,12 +79,16 @@ def test_a_launcher_that_does_not_tell_how_many(both: Starter, tmp_path: Path) -
     if not own.exists():
         pytest.skip("this Open MPI has no prterun of its own")
     root = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ended = both.command([*prterun, both.python, "-m", "mpillm", *RUN, "--log_dir", tmp_path / "run"], env=root).end()
+    ended = both.command(
+        [*prterun, both.python, "-m", "mpillm", *RUN, "--log_dir", tmp_path / "run"], env=root
+    ).end()
     if both.mpi == "openmpi":
         assert ended.must(DONE).result["world_size"] == 2
     else:
         problem, head, line = ended.must(USAGE).message.splitlines()
-        assert problem.startswith("mpillm: PRRTE's prun started this process as rank 0, but the MPI of "), repr(ended)
+        assert problem.startswith("mpillm: PRRTE's prun started this process as rank 0, but the MPI of "), (
+            repr(ended)
+        )
         assert head.endswith("with the number of ranks for N:") and " mpirun -n N run " in line
 
 
@@ -98,7 +108,13 @@ def test_commands_that_run_as_one_process(one: Starter, name: str) -> None:
 
 
 # srun, as it was seen to set the environment of a task; nothing of Slurm is here.
-SRUN = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_PROCID": "0",
+}
 PMI2 = {"SLURM_MPI_TYPE": "pmi2", "PMI_JOBID": "7.0", "PMI_RANK": "0", "PMI_SIZE": "3"}
 PMIX = {"SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.7.0"}
 
@@ -106,19 +122,27 @@ PMIX = {"SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmi
 @pytest.mark.parametrize("name", [*OF_RANKS, *ALONE])
 def test_srun_without_a_type(both: Starter, name: str) -> None:
     words = (OF_RANKS | ALONE)[name]
-    # MPICH may have been built with Slurm's own library, which needs no type: whether a worker's was, only trtllm-serve finds out.
+    # MPICH may have been built with Slurm's own library, which needs no type: whether a worker's was, only
+    # trtllm-serve finds out.
     if (both.mpi, name) == ("mpich", "worker"):
         return
     ended = both.mpillm(*words, env=SRUN | (WORKER if name == "worker" else {})).must(USAGE)
     if name in ALONE:
-        assert ended.message == f"mpillm: srun started 3 processes of '{name}', which runs as one: start it once\n"
+        assert (
+            ended.message
+            == f"mpillm: srun started 3 processes of '{name}', which runs as one: start it once\n"
+        )
     else:
         line = check_refusal(ended, "srun", TITLES[both.mpi], words)
         kind = {"openmpi": "pmix", "mpich": "pmi2"}[both.mpi]
-        assert ["srun", "-n", "3", f"--mpi={kind}", both.python, "-m", "mpillm"] == line[name == "worker" :][:7]
+        assert ["srun", "-n", "3", f"--mpi={kind}", both.python, "-m", "mpillm"] == line[name == "worker" :][
+            :7
+        ]
 
 
-@pytest.mark.parametrize(("mpi", "step"), [("openmpi", PMI2), ("mpich", PMIX)], ids=["pmi2", "pmix"], indirect=["mpi"])
+@pytest.mark.parametrize(
+    ("mpi", "step"), [("openmpi", PMI2), ("mpich", PMIX)], ids=["pmi2", "pmix"], indirect=["mpi"]
+)
 def test_srun_with_the_type_of_another_mpi(both: Starter, step: dict[str, str]) -> None:
     check_refusal(both.mpillm(*RUN, env=SRUN | step).must(USAGE), "srun", TITLES[both.mpi], RUN)
 
@@ -130,7 +154,8 @@ def test_another_rank_of_srun_is_silent(one: Starter) -> None:
 
 # --- what is right ---
 
-# In a step of one task, of any type, a person starts mpirun; on several nodes mpirun's daemons are a step of their own.
+# In a step of one task, of any type, a person starts mpirun; on several nodes mpirun's daemons are a step of
+# their own.
 TASK = {"SLURM_NTASKS": "3", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 STEPS = {
     "none": TASK,
@@ -147,7 +172,12 @@ def test_mpirun_in_a_step_of_srun(both: Starter, step: str, tmp_path: Path) -> N
 
 
 def test_an_mpirun_that_another_mpirun_started(both: Starter, other: str, tmp_path: Path) -> None:
-    inner = [Path(both.python).parent / "mpirun", *(["--oversubscribe"] if both.mpi == "openmpi" else []), "-n", 3]
+    inner = [
+        Path(both.python).parent / "mpirun",
+        *(["--oversubscribe"] if both.mpi == "openmpi" else []),
+        "-n",
+        3,
+    ]
     program = [both.python, "-m", "mpillm", *RUN, "--log_dir", tmp_path / "run"]
     ended = both.plain(1, *inner, *program, python=PYTHONS[other]).end().must(DONE)
     assert ended.result["world_size"] == 3
@@ -161,7 +191,13 @@ def test_one_rank_of_any_launcher(both: Starter, other: str, tmp_path: Path) -> 
 
 
 def test_mpillm_mpirun_generates_for_its_ranks(both: Starter, tmp_path: Path) -> None:
-    options = ["--core_type=trtllm_disagg", "--num_ctx_servers=1", "--num_gen_servers=3", "--output=made.yaml", "--model_path=llama2-70b"]
+    options = [
+        "--core_type=trtllm_disagg",
+        "--num_ctx_servers=1",
+        "--num_gen_servers=3",
+        "--output=made.yaml",
+        "--model_path=llama2-70b",
+    ]
     ended = both.mpillm("mpirun", "-n", 4, "generate-disagg-config", *options).must(DONE)
     assert "wrote made.yaml: 4 workers" in ended.out
     assert (tmp_path / "made.yaml").read_text().count("- localhost:") == 4

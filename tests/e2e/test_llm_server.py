@@ -1,4 +1,5 @@
-"""run-llm-server, with stand-ins for tritonserver and trtllm-serve: they listen where they are told and answer health checks."""
+"""run-llm-server, with stand-ins for tritonserver and trtllm-serve: they listen where they are told and
+answer health checks."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for server in (0, 1):
         model = tmp_path / f"repo_{server}" / f"model-{server}"
         model.mkdir(parents=True)
-        (model / "config.pbtxt").write_text('parameters { key: "gpu_device_ids" value { string_value: "0" } }')
+        (model / "config.pbtxt").write_text(
+            'parameters { key: "gpu_device_ids" value { string_value: "0" } }'
+        )
     (tmp_path / "llama").mkdir()
     return tmp_path
 
@@ -97,7 +100,12 @@ def ports_in_a_row(n: int) -> int:
 
 
 def triton_options(ports: list[int]) -> list[str]:
-    return ["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", f"--triton_grpc_ports=localhost:{ports[0]},{ports[1]}"]
+    return [
+        "run-llm-server",
+        "--harness_type=triton",
+        "--triton_model_repo=repo",
+        f"--triton_grpc_ports=localhost:{ports[0]},{ports[1]}",
+    ]
 
 
 def test_servers_are_started_watched_and_ended(place: Path, one: Starter) -> None:
@@ -116,13 +124,18 @@ def test_a_server_that_dies(place: Path, one: Starter) -> None:
     (victim,) = [pid for pid in command.pids() if b"repo_1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(victim, signal.SIGKILL)
     ended = command.end(20).must(INSTANCE_LOST)
-    assert "tritonserver 1 was ended by signal 9 after it was ready; the end of logs/tritonserver_1.log:\n  | $" in ended.message
+    assert (
+        "tritonserver 1 was ended by signal 9 after it was ready; the end of logs/tritonserver_1.log:\n  | $"
+        in ended.message
+    )
 
 
 def test_a_server_that_never_starts_and_one_that_is_never_ready(place: Path, one: Starter) -> None:
     options = [one.python, "-m", "mpillm", *triton_options(free_ports(2))]
     ended = one.command(options, env={"STAND_IN": "fails"}).end(30).must(NOT_READY)
-    assert "ended with exit code 1 before it was ready" in ended.message and "  | no GPU here" in ended.message
+    assert (
+        "ended with exit code 1 before it was ready" in ended.message and "  | no GPU here" in ended.message
+    )
     ended = one.command([*options, "--load_deadline=2"], env={"STAND_IN": "never"}).end(30).must(NOT_READY)
     assert "not ready within 2 s (--load_deadline): tritonserver 0, tritonserver 1" in ended.message
 
@@ -132,7 +145,11 @@ def test_a_taken_port(place: Path, one: Starter) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ended = one.command([one.python, "-m", "mpillm", *triton_options([free_ports(1)[0], port])]).end(30).must(USAGE)
+        ended = (
+            one.command([one.python, "-m", "mpillm", *triton_options([free_ports(1)[0], port])])
+            .end(30)
+            .must(USAGE)
+        )
     assert f"can't listen on port {port} for gRPC of tritonserver 1: process {os.getpid()}" in ended.message
     assert not (place / "build").exists()
 
@@ -145,7 +162,8 @@ def test_endpoints(place: Path, one: Starter) -> None:
         "--model_path=llama",
         f"--trtllm_server_urls=localhost:{port},elsewhere:{port}",
     )
-    flags = "--trtllm_runtime_flags=max_batch_size:8,batch_scheduler_policy:max_util,kvcache_free_gpu_mem_frac:0.7"
+    flags = "--trtllm_runtime_flags=max_batch_size:8,batch_scheduler_policy:max_util"
+    flags += ",kvcache_free_gpu_mem_frac:0.7"
     shown = one.mpillm(*options, flags, "--dry_run").must(DONE).out
     assert not (place / "build").exists()
     command = one.command([one.python, "-m", "mpillm", *options, flags, "--tensor_parallelism=2"])
@@ -155,7 +173,9 @@ def test_endpoints(place: Path, one: Starter) -> None:
     command.process.terminate()
     command.end(20)
     (log,) = (place / "build/servers").glob("*/trtllm-serve_0.log")
-    words = "serve llama --host 0.0.0.0 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8"
+    words = (
+        "serve llama --host 0.0.0.0 --port {} --backend pytorch --tp_size 2 --pp_size 1 --max_batch_size 8"
+    )
     assert f"{words.format(port)} --num_postprocess_workers 2 --extra_llm_api_options" in log.read_text()
     yaml = (place / "build/servers/extra_llm_api_options.yaml").read_text()
     assert yaml in shown
@@ -167,29 +187,54 @@ def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> 
     make_folder(place)
     port = ports_in_a_row(3)
     worker_port = port + 1
-    args = "--benchmarks=llama2-70b --scenarios=offline --core_type=trtllm_disagg --trtllm_disagg_config_path=disagg.yaml"
+    args = (
+        "--benchmarks=llama2-70b --scenarios=offline --core_type=trtllm_disagg"
+        " --trtllm_disagg_config_path=disagg.yaml"
+    )
     mpirun = [one.python, "-m", "launch_with_mpirun"]
     (place / "launch_with_mpirun.py").write_text(
         "import os, sys\nfrom launch.mpirun import command_line, detect\n"
-        "line = command_line(detect(), int(sys.argv[1]), sys.argv[2:], root=True, survive=False)\nos.execv(line[0], line)\n"
+        "line = command_line(detect(), int(sys.argv[1]), sys.argv[2:], root=True,"
+        " survive=False)\nos.execv(line[0], line)\n"
     )
     paths = {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{place}"}
     sizes = f"--ctx_tp_size=2 --gen_tp_size=1 --server_port={port} --worker_start_port={worker_port}"
-    one.command([*mpirun, 3, "make", "generate_disagg_config", f"RUN_ARGS={args} {sizes}"], env=paths).end(60).must(DONE)
+    one.command([*mpirun, 3, "make", "generate_disagg_config", f"RUN_ARGS={args} {sizes}"], env=paths).end(
+        60
+    ).must(DONE)
     text = (place / "disagg.yaml").read_text()
-    assert f"- localhost:{worker_port}\n" in text and f"- localhost:{worker_port + 1}\n" in text and "tensor_parallel_size: 2" in text
+    assert (
+        f"- localhost:{worker_port}\n" in text
+        and f"- localhost:{worker_port + 1}\n" in text
+        and "tensor_parallel_size: 2" in text
+    )
 
     run_llm_server = ["make", "run_llm_server", f"RUN_ARGS={args} --log_dir=logs"]
-    wrong = one.command([*mpirun, 2, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"}).end(60)
-    assert wrong.code != DONE and wrong.err.count("disagg.yaml has 3 workers, but Open MPI's mpirun started 2 ranks") == 1
+    wrong = one.command(
+        [*mpirun, 2, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"}
+    ).end(60)
+    assert (
+        wrong.code != DONE
+        and wrong.err.count("disagg.yaml has 3 workers, but Open MPI's mpirun started 2 ranks") == 1
+    )
 
     workers = one.command([*mpirun, 3, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "worker"})
     leader = one.command([*mpirun, 1, *run_llm_server], env={**paths, "MLPERF_DISAGG_LAUNCH_TYPE": "leader"})
-    wait_until(lambda: f"localhost:{port}" in leader.out or leader.process.poll() is not None, "the leader", 30)
+    wait_until(
+        lambda: f"localhost:{port}" in leader.out or leader.process.poll() is not None, "the leader", 30
+    )
     logs = [place / f"logs/worker_{rank}.log" for rank in range(3)]
-    wait_until(lambda: all(log.exists() and "mpirun: True" in log.read_text() for log in logs), "the workers", 30)
-    wait_until(lambda: workers.out.count(": localhost:") == 2 or workers.process.poll() is not None, "an answer of both instances", 30)
-    assert "disaggregated -c disagg.yaml -t 1800 -r 300" in (place / "logs/disaggregated_leader.log").read_text()
+    wait_until(
+        lambda: all(log.exists() and "mpirun: True" in log.read_text() for log in logs), "the workers", 30
+    )
+    wait_until(
+        lambda: workers.out.count(": localhost:") == 2 or workers.process.poll() is not None,
+        "an answer of both instances",
+        30,
+    )
+    assert (
+        "disaggregated -c disagg.yaml -t 1800 -r 300" in (place / "logs/disaggregated_leader.log").read_text()
+    )
     assert "mpirun: False" in (place / "logs/disaggregated_leader.log").read_text()
     for command in (leader, workers):
         command.signal_group(signal.SIGINT)
@@ -205,8 +250,12 @@ def test_workers_under_mpillm_mpirun(place: Path, both: Starter) -> None:
     ports = [f"--server_port={port}", f"--worker_start_port={worker_port}"]
     mpirun = [both.python, "-m", "mpillm", "mpirun", "-n", 2]
     both.command([*mpirun, "generate-disagg-config", *options, *ports]).end().must(DONE)
-    workers = both.command([*mpirun, "run-llm-server", *options, "--log_dir=logs"], env={"MLPERF_DISAGG_LAUNCH_TYPE": "worker"})
-    wait_until(lambda: workers.out.count("ready after") == 2 or workers.process.poll() is not None, "both workers")
+    workers = both.command(
+        [*mpirun, "run-llm-server", *options, "--log_dir=logs"], env={"MLPERF_DISAGG_LAUNCH_TYPE": "worker"}
+    )
+    wait_until(
+        lambda: workers.out.count("ready after") == 2 or workers.process.poll() is not None, "both workers"
+    )
     assert f": localhost:{worker_port}\n" in workers.out, workers.out
     workers.signal_group(signal.SIGINT)
     ended = workers.end(30, tidy=False).must(128 + signal.SIGINT)
@@ -215,27 +264,38 @@ def test_workers_under_mpillm_mpirun(place: Path, both: Starter) -> None:
 
 DRY = {
     "triton": (
-        ["--harness_type=triton", "--model_path=llama", "--trtllm_build_flags=max_batch_size:8", "--scenarios=Server"],
         [
-            "# can't run here: --triton_model_repo build/triton_model_repo: there is no build/triton_model_repo_0;"
-            " generate-triton-config makes it",
+            "--harness_type=triton",
+            "--model_path=llama",
+            "--trtllm_build_flags=max_batch_size:8",
+            "--scenarios=Server",
+        ],
+        [
+            "# can't run here: --triton_model_repo build/triton_model_repo: there is no"
+            " build/triton_model_repo_0; generate-triton-config makes it",
             "# assumed: build/engines/llama-full_prec-tp1-pp1, an engine of tp1-pp1, as the options say",
             "# assumed: build/triton_model_repo_0, as generate-triton-config writes them",
-            "# can't run here: --tritonserver (not given): no such program, in PATH or as /opt/tritonserver/bin/tritonserver",
-            "tritonserver --model-repository=build/triton_model_repo_0 --grpc-port=8001 --http-port=8000 --metrics-port=8002"
-            " --disable-auto-complete-config --backend-config=python,shm-region-prefix-name=prefix0_0_",
+            "# can't run here: --tritonserver (not given): no such program, in PATH or as"
+            " /opt/tritonserver/bin/tritonserver",
+            "tritonserver --model-repository=build/triton_model_repo_0 --grpc-port=8001 --http-port=8000"
+            " --metrics-port=8002 --disable-auto-complete-config"
+            " --backend-config=python,shm-region-prefix-name=prefix0_0_",
         ],
     ),
     "trtllm_disagg": (
         ["--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2", "--model_path=llama"],
         [
-            "# can't run here: --trtllm_disagg_config_path d.yaml: no such file; generate-disagg-config writes it",
+            "# can't run here: --trtllm_disagg_config_path d.yaml: no such file;"
+            " generate-disagg-config writes it",
             "# assumed: d.yaml, as generate-disagg-config writes it for 3 workers on this host",
             "trtllm-serve disaggregated -c d.yaml -t 1800 -r 300",
         ],
     ),
-    "trtllm_endpoint": (["--core_type=trtllm_endpoint", "--model_path=llama"], ["trtllm-serve serve llama --host 0.0.0.0 --port 30000"]),
-}  # fmt: skip
+    "trtllm_endpoint": (
+        ["--core_type=trtllm_endpoint", "--model_path=llama"],
+        ["trtllm-serve serve llama --host 0.0.0.0 --port 30000"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DRY)
@@ -259,7 +319,9 @@ def test_a_dry_run_needs_nothing_of_the_stages_before(
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
         monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", "leader")
         assert main(["run-llm-server", *options, "--dry_run"]) == DONE
-        assert capsys.readouterr().out.splitlines()[-1] == "trtllm-serve disaggregated -c d.yaml -t 1800 -r 300"
+        assert (
+            capsys.readouterr().out.splitlines()[-1] == "trtllm-serve disaggregated -c d.yaml -t 1800 -r 300"
+        )
 
 
 @pytest.mark.parametrize("given", ["WORKER", "Worker", "leader", "LEADER"])
@@ -270,22 +332,38 @@ def test_a_launch_type_in_any_case(given: str, monkeypatch: pytest.MonkeyPatch) 
     assert launch_type() == given.lower()
 
 
-@pytest.mark.parametrize(("given", "message"), [("WORKERS", "WORKERS: not worker or leader (did you mean 'worker'?)"), ("", "")])
+@pytest.mark.parametrize(
+    ("given", "message"), [("WORKERS", "WORKERS: not worker or leader (did you mean 'worker'?)"), ("", "")]
+)
 def test_a_launch_type_that_is_none(
-    given: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from mpillm.cli import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", given)
-    options = ["run-llm-server", "--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2", "--dry_run"]
+    options = [
+        "run-llm-server",
+        "--core_type=trtllm_disagg",
+        "--disagg_config=d.yaml",
+        "--num_gen_servers=2",
+        "--dry_run",
+    ]
     assert main(options) == (USAGE if message else DONE)
     captured = capsys.readouterr()
     assert message in captured.err and ("trtllm-serve" in captured.out) == (not message)
 
 
 @pytest.mark.parametrize(
-    "words", [["plan", "--world_size", "4"], ["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", "--dry_run"]]
+    "words",
+    [
+        ["plan", "--world_size", "4"],
+        ["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", "--dry_run"],
+    ],
 )
 def test_a_launch_type_without_effect(
     words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -303,7 +381,8 @@ def test_a_launch_type_without_effect(
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("leader", "one leader is started alone, or by mpirun -n 1"), ("", "=worker makes each a worker")]
+    ("kind", "message"),
+    [("leader", "one leader is started alone, or by mpirun -n 1"), ("", "=worker makes each a worker")],
 )
 def test_several_ranks_that_are_no_workers(
     kind: str, message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -314,8 +393,22 @@ def test_several_ranks_that_are_no_workers(
     monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", kind)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    assert main(["run-llm-server", "--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2", "--dry_run"]) == USAGE
-    assert "Open MPI's mpirun started 3 ranks of run-llm-server: " in (err := capsys.readouterr().err) and message in err
+    assert (
+        main(
+            [
+                "run-llm-server",
+                "--core_type=trtllm_disagg",
+                "--disagg_config=d.yaml",
+                "--num_gen_servers=2",
+                "--dry_run",
+            ]
+        )
+        == USAGE
+    )
+    assert (
+        "Open MPI's mpirun started 3 ranks of run-llm-server: " in (err := capsys.readouterr().err)
+        and message in err
+    )
 
 
 def find_nothing(program: str) -> str:
@@ -326,24 +419,38 @@ def find_nothing(program: str) -> str:
 
 WRONG = {
     "a core without a server": (["--core_type=torch"], "--core_type torch needs no server"),
-    "no repository": (["--harness_type=triton", "--triton_model_repo=nowhere"], "there is no nowhere_0; generate-triton-config makes it"),
-    "one port for two": (["--use_triton", "--triton_model_repo=repo", "--triton_server_urls=localhost:1"], "names 1 servers on this"),
+    "no repository": (
+        ["--harness_type=triton", "--triton_model_repo=nowhere"],
+        "there is no nowhere_0; generate-triton-config makes it",
+    ),
+    "one port for two": (
+        ["--use_triton", "--triton_model_repo=repo", "--triton_server_urls=localhost:1"],
+        "names 1 servers on this",
+    ),
     "running already": (["--harness_type=triton", "--triton_skip_server_spawn"], "nothing to start"),
     "no YAML": (["--core_type=trtllm_disagg"], "needs --trtllm_disagg_config_path"),
     "no model": (["--core_type=trtllm_endpoint"], "needs --model_path"),
     "no checkpoint": (
         ["--core_type=trtllm_endpoint", "--model_path=llama", "--trtllm_checkpoint_flags=qformat:fp8"],
-        "--model_path llama, from which generate-engines makes build/checkpoints/llama-fp8-hf: there is no folder",
+        "--model_path llama, from which generate-engines makes build/checkpoints/llama-fp8-hf: there is"
+        " no folder",
     ),
     "no engine": (
-        ["--core_type=trtllm_endpoint", "--model_path=llama", "--trtllm_runtime_flags=trtllm_backend:cpp", "--engine_dir=nowhere"],
+        [
+            "--core_type=trtllm_endpoint",
+            "--model_path=llama",
+            "--trtllm_runtime_flags=trtllm_backend:cpp",
+            "--engine_dir=nowhere",
+        ],
         "--engine_dir nowhere: there is no folder nowhere; generate-engines makes it",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_bad_input(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bad_input(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     from mpillm.cli import main
 
     monkeypatch.chdir(place)
@@ -354,23 +461,33 @@ def test_bad_input(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 # What a YAML has beside its sections, what each section has, the options, and what must be said.
 YAMLS: dict[str, tuple[dict[str, object], dict[str, object], list[str], str]] = {
-    "no model in the YAML": ({}, {}, ["--model_path=llama"], "d.yaml: there is no model in it, which trtllm-serve's workers need"),
-    "another model": ({"model": "llama"}, {}, ["--model_path=o"], "--model_path o, but d.yaml: model is llama, which would be served"),
+    "no model in the YAML": ({}, {}, ["--model_path=llama"], "d.yaml: there is no model in it, which"
+                                                             " trtllm-serve's workers need"),
+    "another model": ({"model": "llama"}, {}, ["--model_path=o"], "--model_path o, but d.yaml: model is"
+                                                                  " llama, which would be served"),
     "the model before it was quantised": (
-        {"model": "llama"}, {}, ["--model_path=llama", "--llm_quantizer_outdir=q"], "--llm_quantizer_outdir q, but d.yaml: model is llama",
+        {"model": "llama"}, {}, ["--model_path=llama", "--llm_quantizer_outdir=q"], "--llm_quantizer_outdir"
+                                                                                    " q, but d.yaml: model"
+                                                                                    " is llama",
     ),
     "another backend": (
-        {"model": "llama"}, {}, ["--trtllm_runtime_flags=trtllm_backend:cpp"], "trtllm_backend cpp, but d.yaml: backend is pytorch",
+        {"model": "llama"}, {}, ["--trtllm_runtime_flags=trtllm_backend:cpp"], "trtllm_backend cpp, but"
+                                                                               " d.yaml: backend is pytorch",
     ),
-    "another port": ({"model": "llama"}, {}, ["--server_port=9000"], "--server_port 9000, but d.yaml: port is 8000"),
+    "another port": ({"model": "llama"}, {}, ["--server_port=9000"], "--server_port 9000, but d.yaml: port"
+                                                                     " is 8000"),
     "other workers' ports": (
-        {"model": "llama"}, {}, ["--worker_start_port=9000"], "--worker_start_port 9000, but d.yaml: the first port of urls is 8101",
+        {"model": "llama"}, {}, ["--worker_start_port=9000"], "--worker_start_port 9000, but d.yaml: the"
+                                                              " first port of urls is 8101",
     ),
     "another limit": (
-        {"model": "llama"}, {"max_batch_size": 4}, ["--max_batch_size=8"], "but d.yaml: context_servers.max_batch_size is 4: leave one",
+        {"model": "llama"}, {"max_batch_size": 4}, ["--max_batch_size=8"], "but d.yaml:"
+                                                                           " context_servers.max_batch_size"
+                                                                           " is 4: leave one",
     ),
     "a limit that the servers are not told": (
-        {"model": "llama"}, {}, ["--max_batch_size=8"], "--max_batch_size 8, but there is no context_servers.max_batch_size in d.yaml",
+        {"model": "llama"}, {}, ["--max_batch_size=8"], "--max_batch_size 8, but there is no"
+                                                        " context_servers.max_batch_size in d.yaml",
     ),
 }  # fmt: skip
 
@@ -383,21 +500,40 @@ def test_a_yaml_that_would_serve_something_else(
 
     monkeypatch.chdir(place)
     whole, section, options, message = YAMLS[name]
-    sections = {f"{kind}_servers": {"urls": [f"localhost:{port}"], **section} for kind, port in (("context", 8101), ("generation", 8102))}
+    sections = {
+        f"{kind}_servers": {"urls": [f"localhost:{port}"], **section}
+        for kind, port in (("context", 8101), ("generation", 8102))
+    }
     (place / "d.yaml").write_text(json.dumps({**whole, **sections}))
     command = ["run-llm-server", "--core_type=trtllm_disagg", "--disagg_config=d.yaml", *options]
     assert main([*command, "--dry_run"]) == main(command) == USAGE
     assert message in capsys.readouterr().err
 
 
-def test_a_yaml_that_says_what_the_options_say(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_yaml_that_says_what_the_options_say(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What generate-disagg-config writes is served with the same options."""
     from mpillm.cli import main
 
     monkeypatch.chdir(place)
-    options = ["--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--model_path=llama", "--trtllm_checkpoint_flags=qformat:fp8"]
-    options += ["--max_batch_size=8", "--kv_cache_tokens=640", "--traffic_distribution_policy=round_robin", "--server_port=8001"]
-    options += ["--worker_start_port=9000", "--trtllm_runtime_flags=batch_scheduler_policy:no_evict", "--benchmarks=llama2-70b"]
+    options = [
+        "--core_type=trtllm_disagg",
+        "--disagg_config=d.yaml",
+        "--model_path=llama",
+        "--trtllm_checkpoint_flags=qformat:fp8",
+    ]
+    options += [
+        "--max_batch_size=8",
+        "--kv_cache_tokens=640",
+        "--traffic_distribution_policy=round_robin",
+        "--server_port=8001",
+    ]
+    options += [
+        "--worker_start_port=9000",
+        "--trtllm_runtime_flags=batch_scheduler_policy:no_evict",
+        "--benchmarks=llama2-70b",
+    ]
     options += ["--ctx_tp_size=1", "--enable_kv_cache_reuse"]
     assert main(["generate-disagg-config", *options]) == DONE
     assert main(["run-llm-server", *options, "--dry_run"]) == DONE
@@ -416,8 +552,14 @@ def test_an_engine_of_several_ranks_is_started_by_mpirun(
     assert main(["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", "--dry_run"]) == DONE
     several, single = capsys.readouterr().out.splitlines()
     first, second = several.split(" : ")
-    assert " -n 1 " in first and "--grpc-port=8001 --http-port=8000 --metrics-port=8002 --disable-auto-complete-config" in first
-    assert "--model-control-mode=explicit --load-model=model-0" in second and "shm-region-prefix-name=prefix0_1_" in second
+    assert (
+        " -n 1 " in first
+        and "--grpc-port=8001 --http-port=8000 --metrics-port=8002 --disable-auto-complete-config" in first
+    )
+    assert (
+        "--model-control-mode=explicit --load-model=model-0" in second
+        and "shm-region-prefix-name=prefix0_1_" in second
+    )
     assert "--grpc-port=8004 --http-port=8003 --metrics-port=8005" in single and "mpirun" not in single
     (place / "repo_0/model-9").mkdir()
     (place / "repo_0/model-9/config.pbtxt").write_text(text)
@@ -427,7 +569,11 @@ def test_an_engine_of_several_ranks_is_started_by_mpirun(
 
 @pytest.mark.parametrize(("visible", "shares"), [(None, ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"])])
 def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], visible: str | None, shares: list[str]
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    visible: str | None,
+    shares: list[str],
 ) -> None:
     from mpillm.builder import preconditions, trtllm_servers
     from mpillm.cli import main
@@ -441,19 +587,42 @@ def test_each_endpoint_has_its_share_of_the_gpus_that_are_ours(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert main(["run-llm-server", "--core_type=trtllm_endpoint", "--model_path=llama", "--tensor_parallelism=2", "--dry_run"]) == DONE
+    assert (
+        main(
+            [
+                "run-llm-server",
+                "--core_type=trtllm_endpoint",
+                "--model_path=llama",
+                "--tensor_parallelism=2",
+                "--dry_run",
+            ]
+        )
+        == DONE
+    )
     lines = [line for line in capsys.readouterr().out.splitlines() if "trtllm-serve" in line]
     assert [line.partition(" ")[0] for line in lines] == [f"CUDA_VISIBLE_DEVICES={share}" for share in shares]
 
 
-def test_what_trtllm_serve_reads(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_trtllm_serve_reads(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from mpillm.cli import main
 
     monkeypatch.chdir(place)
-    options = ["run-llm-server", "--core_type=trtllm_endpoint", "--model_path=llama", "--engine_dir=engine", "--dry_run"]
+    options = [
+        "run-llm-server",
+        "--core_type=trtllm_endpoint",
+        "--model_path=llama",
+        "--engine_dir=engine",
+        "--dry_run",
+    ]
     assert main([*options, "--enable_kv_cache_reuse"]) == DONE
     out = capsys.readouterr().out
-    assert "trtllm-serve serve llama --host" in out and "--backend pytorch" in out and "enable_block_reuse: true" in out
+    assert (
+        "trtllm-serve serve llama --host" in out
+        and "--backend pytorch" in out
+        and "enable_block_reuse: true" in out
+    )
     assert main([*options, "--trtllm_runtime_flags=trtllm_backend:cpp"]) == DONE
     out = capsys.readouterr().out
     assert "trtllm-serve serve engine --tokenizer llama --host" in out

@@ -14,7 +14,13 @@ SERVER = ("--scenarios=Server", "--server_target_qps=50", "--min_duration=0", "-
 
 
 def options(place: Path, samples: Samples, *more: object) -> list[object]:
-    return [f"--dataset_path={samples.path}", "--max_output_len=4", "--save_outputs", f"--log_dir={place / 'run'}", *more]
+    return [
+        f"--dataset_path={samples.path}",
+        "--max_output_len=4",
+        "--save_outputs",
+        f"--log_dir={place / 'run'}",
+        *more,
+    ]
 
 
 def check(ended: Ended, samples: Samples, scenario: str) -> None:
@@ -45,9 +51,16 @@ def test_the_core_in_a_run(one: Starter, samples: Samples) -> None:
     """By its class, as any core; its arguments are --core_options."""
     env = {"PYTHONPATH": f"{EXAMPLE.parent}:{ROOT}"}
     words = [f"--dataset_path={samples.path}", "--max_output_len=4", "--save_outputs"]
-    check(one.run(3, *words, "--core_options=n_cores:2", core="llmlib_harness:EchoCore", env=env), samples, "Offline")
+    check(
+        one.run(3, *words, "--core_options=n_cores:2", core="llmlib_harness:EchoCore", env=env),
+        samples,
+        "Offline",
+    )
     ended = one.run(4, *words, core="llmlib_harness:EchoCore", env=env)
-    assert "EchoCore.get_num_cores_for_workload() gave 1, but this run has 2 instances" in ended.must(USAGE).message
+    assert (
+        "EchoCore.get_num_cores_for_workload() gave 1, but this run has 2 instances"
+        in ended.must(USAGE).message
+    )
 
 
 FAILING = """
@@ -56,7 +69,8 @@ from llmlib_harness import EchoCore
 
 class Failing(EchoCore):
     def _poll_responses_impl(self, timeout):
-        if not self.in_warmup_mode and threading.current_thread() is not threading.main_thread() and self.processed_count > 5:
+        in_thread = threading.current_thread() is not threading.main_thread()
+        if not self.in_warmup_mode and in_thread and self.processed_count > 5:
             raise ValueError("the backend is gone")
         yield from super()._poll_responses_impl(timeout)
 """
@@ -65,7 +79,9 @@ class Failing(EchoCore):
 def test_a_core_that_fails_ends_the_run(one: Starter, samples: Samples) -> None:
     (one.folder / "failing.py").write_text(FAILING)
     env = {"PYTHONPATH": f"{one.folder}:{EXAMPLE.parent}:{ROOT}"}
-    ended = one.run(2, f"--dataset_path={samples.path}", "--max_output_len=4", core="failing:Failing", env=env)
+    ended = one.run(
+        2, f"--dataset_path={samples.path}", "--max_output_len=4", core="failing:Failing", env=env
+    )
     assert "core EchoCore#0 failed: ValueError: the backend is gone" in ended.must(TEST_FAILED).message
 
 
@@ -104,4 +120,7 @@ def test_a_harness_with_a_loader_of_its_own(one: Starter, ranks: int) -> None:
     words = [one.python, "harness.py", f"--log_dir={one.folder / 'run'}", one.folder]
     ended = (one.plain(ranks, *words, env=env) if ranks else one.command(words, env=env)).end().must(DONE)
     assert {line["index"]: line["output_tokens"] for line in ended.outputs()}[1] == [9, 8, 7]
-    assert json.loads(ended.out.splitlines()[-1]) == {"log_dir": str(one.folder / "run"), "samples": ended.result["samples"]}
+    assert json.loads(ended.out.splitlines()[-1]) == {
+        "log_dir": str(one.folder / "run"),
+        "samples": ended.result["samples"],
+    }

@@ -16,15 +16,24 @@ def test_server_needs_a_rate(one: Starter, tmp_path: Path) -> None:
     ended = one.run(2, *SERVER).must(USAGE)
     assert ended.message == (
         "mpillm: failed before anything was loaded\n"
-        "  --scenarios Server needs --server_target_qps: how many queries per second to send. At LoadGen's own rate:"
+        "  --scenarios Server needs --server_target_qps: how many queries per second to send. At"
+        " LoadGen's own rate:"
         " Server: 459 queries at 1 per second take 472 s; early stopping needs 459 at p99: enough\n"
     )
     conf = tmp_path / "user.conf"
     conf.write_text("*.Offline.target_qps = 100\n*.Server.min_query_count = 10\n")
-    assert "needs --server_target_qps" in one.run(2, *SERVER, "--user_conf", conf, "--min_query_count", 5).must(USAGE).message
+    assert (
+        "needs --server_target_qps"
+        in one.run(2, *SERVER, "--user_conf", conf, "--min_query_count", 5).must(USAGE).message
+    )
     conf.write_text("mpillm.*.target_qps = 0\n")
-    assert "needs --server_target_qps" in one.run(2, *SERVER, "--user_conf", conf, "--min_query_count", 5).must(USAGE).message
-    assert "needs --server_target_qps" in one.run(2, *SERVER, "--test_mode", "AccuracyOnly").must(USAGE).message
+    assert (
+        "needs --server_target_qps"
+        in one.run(2, *SERVER, "--user_conf", conf, "--min_query_count", 5).must(USAGE).message
+    )
+    assert (
+        "needs --server_target_qps" in one.run(2, *SERVER, "--test_mode", "AccuracyOnly").must(USAGE).message
+    )
     conf.write_text("*.*.target_qps = 2000\n")
     ended = one.run(2, *SERVER, "--user_conf", conf, "--min_query_count", 5, "--min_duration", 0).must(DONE)
     assert "Server: 5 queries at 2000 per second take 0.0 s" in ended.out
@@ -35,11 +44,17 @@ def test_early_stopping(one: Starter, queries: int | None, result: str) -> None:
     """One query below what early stopping needs is too few. Without an option a test has enough."""
     least = ("--min_query_count", queries) if queries else ()
     ended = one.run(2, *SERVER, "--server_target_qps", 1000, *least).must(DONE)
-    assert f"  Server: {queries or 459} queries at 1000 per second take 0.5 s; early stopping needs 459 at p99:" in ended.out
+    assert (
+        f"  Server: {queries or 459} queries at 1000 per second take 0.5 s; early stopping needs 459 at p99:"
+        in ended.out
+    )
     assert ended.result["loadgen_result"] == result
     assert ended.result["loadgen"]["expected_queries"] == ended.result["samples"] == (queries or 459)
     assert ended.result["loadgen"]["early_stopping_queries"] == 459
-    told = "this test can't become VALID: early stopping needs 459 queries at p99, and the test has 458: give --min_query_count 459 or more"
+    told = (
+        "this test can't become VALID: early stopping needs 459 queries at p99, and the test has 458: give"
+        " --min_query_count 459 or more"
+    )
     assert (told in ended.out) == (result == "INVALID")
     assert ended.result["loadgen_unsatisfied"] == (["early stopping"] if result == "INVALID" else [])
     assert ("not satisfied: early stopping\n" in ended.out) == (result == "INVALID")
@@ -47,12 +62,26 @@ def test_early_stopping(one: Starter, queries: int | None, result: str) -> None:
 
 @pytest.mark.parametrize(("queries", "result"), [(63, "INVALID"), (64, "VALID")])
 def test_early_stopping_in_single_stream(one: Starter, queries: int, result: str) -> None:
-    ended = one.run(2, "--scenarios", "SingleStream", "--max_output_len", 2, "--min_query_count", queries).must(DONE)
-    assert f"  SingleStream: {queries} queries, one after the other; early stopping needs 64 at p90:" in ended.out
+    ended = one.run(
+        2, "--scenarios", "SingleStream", "--max_output_len", 2, "--min_query_count", queries
+    ).must(DONE)
+    assert (
+        f"  SingleStream: {queries} queries, one after the other; early stopping needs 64 at p90:"
+        in ended.out
+    )
     assert ended.result["loadgen_result"] == result and ended.result["loadgen"]["target_qps"] is None
 
 
 def test_a_compliance_run_is_not_told_of_early_stopping(one: Starter) -> None:
-    tiny = ("--benchmarks", "llama2-70b", "--model_scale", "tiny", "--scenarios", "Server", "--server_target_qps", 500)
+    tiny = (
+        "--benchmarks",
+        "llama2-70b",
+        "--model_scale",
+        "tiny",
+        "--scenarios",
+        "Server",
+        "--server_target_qps",
+        500,
+    )
     ended = one.run(2, *tiny, "--compliance_test", "TEST06").must(DONE)
     assert "workload llama2-70b (tiny)" in ended.out and "early stopping needs" not in ended.out

@@ -11,8 +11,9 @@ from tests.helpers.support import DONE, ROOT, Starter, make_samples
 
 N_SAMPLES = 200_000
 
-# LoadGen's list of latencies takes 8 bytes of the harness for each sample that is done (its other records exist from the moment the query
-# is issued): measured 8.2. Nothing else grows; a page here and there is the allocator's.
+# LoadGen's list of latencies takes 8 bytes of the harness for each sample that is done (its other records
+# exist from the moment the query is issued): measured 8.2. Nothing else grows; a page here and there is the
+# allocator's.
 LOADGEN_BYTES = {"harness": 8, "leader": 0, "instance": 0}
 NOISE_KB = 1024  # 8 bytes for each of the 130,000 requests between the two measurements
 
@@ -26,9 +27,12 @@ def rss_kb(pid: int) -> int:
 def test_memory_does_not_grow_with_completed_requests(one: Starter, tmp_path: Path) -> None:
     samples = make_samples(tmp_path / "samples.jsonl", [100] * 500)
     options = ["--dataset_path", samples.path, "--min_query_count", N_SAMPLES, "--max_output_len", 16]
-    # A core that keeps time answers each request by itself, which makes the test last long enough to be looked at.
+    # A core that keeps time answers each request by itself, which makes the test last long enough to be
+    # looked at.
     options += ["--core_options", "ttft_ms:0.1", "--max_batch_size", 256]
-    command = one.start(4, *options, core="tests.helpers.plugin_cores:Counting", env={"PYTHONPATH": str(ROOT)})
+    command = one.start(
+        4, *options, core="tests.helpers.plugin_cores:Counting", env={"PYTHONPATH": str(ROOT)}
+    )
     files = [tmp_path / "answered_2", tmp_path / "answered_3"]
     seen: list[tuple[int, list[int]]] = []
     end = time.monotonic() + 90
@@ -54,5 +58,6 @@ def test_memory_does_not_grow_with_completed_requests(one: Starter, tmp_path: Pa
         grown = after[rank] - before[rank]
         allowed = NOISE_KB + LOADGEN_BYTES[role] * (last - first) // 1024
         assert grown < allowed, (
-            f"rank {rank} ({role}): {grown} kB for {last - first} requests; done and RSS: {[(d, r[rank]) for d, r in seen]}"
+            f"rank {rank} ({role}): {grown} kB for {last - first} requests; done and RSS:"
+            f" {[(d, r[rank]) for d, r in seen]}"
         )

@@ -1,4 +1,5 @@
-"""The launcher with real mpiruns: Open MPI's, and MPICH's when MPILLM_MPICH_PYTHON names a Python that has it."""
+"""The launcher with real mpiruns: Open MPI's, and MPICH's when MPILLM_MPICH_PYTHON names a Python that has
+it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ LAUNCHER = """
 import os, sys
 from disagg.errors import ConfigError
 from launch.mpirun import main
+program, grace_s = [sys.executable, sys.argv[1]], float(os.environ.get("GRACE_S", 1.5))
 try:
-    sys.exit(main(sys.argv[2:], commands=["go"], program=[sys.executable, sys.argv[1]], stop_grace_s=float(os.environ.get("GRACE_S", 1.5))))
+    sys.exit(main(sys.argv[2:], commands=["go"], program=program, stop_grace_s=grace_s))
 except ConfigError as error:
     sys.exit(f"ConfigError: {error}")
 """
@@ -80,7 +82,8 @@ if mode == "hangs_at_the_end" and rank == 0:
 if mode == "nested":
     if rank == 0:
         env = clean_environment(os.environ)
-        inner = subprocess.run([sys.executable, "-c", os.environ["LAUNCHER"], sys.argv[0], "-n", "3", "go", folder, "tell4"], env=env)
+        words = [os.environ["LAUNCHER"], sys.argv[0], "-n", "3", "go", folder, "tell4"]
+        inner = subprocess.run([sys.executable, "-c", *words], env=env)
         tell_exit_code(inner.returncode)
     world.Barrier()
     os._exit(0)
@@ -92,7 +95,9 @@ while True:  # deaf
 class Job:
     """A launcher in a process group of its own, as a terminal starts it."""
 
-    def __init__(self, python: str, folder: Path, mode: str, ranks: int = 3, options: tuple[str, ...] = (), **env: str) -> None:
+    def __init__(
+        self, python: str, folder: Path, mode: str, ranks: int = 3, options: tuple[str, ...] = (), **env: str
+    ) -> None:
         program = folder / "rank.py"
         program.write_text(RANK, encoding="utf-8")
         self.folder = folder

@@ -1,4 +1,5 @@
-"""Greedy tokens equal those of transformers, prompt by prompt, whatever the topology, the batching, the chunks and the evictions."""
+"""Greedy tokens equal those of transformers, prompt by prompt, whatever the topology, the batching, the
+chunks and the evictions."""
 
 from __future__ import annotations
 
@@ -15,12 +16,22 @@ from tests.helpers.support import DONE, ROOT, Starter
 NEW_TOKENS = 64
 N_PROMPTS = 64
 
-# Batching, chunk size, and a cache that is too small for the batch, so that requests are evicted and computed again.
+# Batching, chunk size, and a cache that is too small for the batch, so that requests are evicted and computed
+# again.
 VARIANTS = {
     "default": [],
     "small batch": ["--max_batch_size", 3],
     "small chunks": ["--enable_chunked_context", "true", "--max_num_tokens", 24],
-    "evictions": ["--max_batch_size", 16, "--kv_cache_tokens", 640, "--tokens_per_block", 16, "--max_seq_len", 320],
+    "evictions": [
+        "--max_batch_size",
+        16,
+        "--kv_cache_tokens",
+        640,
+        "--tokens_per_block",
+        16,
+        "--max_seq_len",
+        320,
+    ],
 }
 
 
@@ -40,7 +51,17 @@ def check(
     """One run; its answers are the expected ones. The run's result."""
     ended = starter.run(
         ranks,
-        *("--mode", mode, "--model_path", model, "--dataset_path", dataset, "--dtype", "float32", "--save_outputs"),
+        *(
+            "--mode",
+            mode,
+            "--model_path",
+            model,
+            "--dataset_path",
+            dataset,
+            "--dtype",
+            "float32",
+            "--save_outputs",
+        ),
         *("--max_output_len", NEW_TOKENS, *options),
         core="torch",
         log_dir=log_dir,
@@ -49,20 +70,28 @@ def check(
     answers = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     assert sorted(answers) == list(range(len(expected)))
     wrong = [index for index, tokens in enumerate(expected) if answers[index] != tokens]
-    assert not wrong, f"prompt {wrong[0]}: {answers[wrong[0]]}, transformers: {expected[wrong[0]]} ({len(wrong)} prompts differ)"
+    assert not wrong, (
+        f"prompt {wrong[0]}: {answers[wrong[0]]}, transformers: {expected[wrong[0]]} ({len(wrong)}"
+        " prompts differ)"
+    )
     return ended.result
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """64 prompts for tiny-llama, and transformers' answers with the same weights."""
-    return preset_answers("tiny-llama", tmp_path_factory.mktemp("tiny-llama"), N_PROMPTS, NEW_TOKENS, longest=150)
+    return preset_answers(
+        "tiny-llama", tmp_path_factory.mktemp("tiny-llama"), N_PROMPTS, NEW_TOKENS, longest=150
+    )
 
 
 CASES = [
     # Batches and chunks of an engine on its own are tests/unit/engine/test_engine_torch.py's, too.
     pytest.param(
-        mode, ranks, variant, marks=pytest.mark.slow if variant == "small batch" or (ranks, variant) == (3, "small chunks") else ()
+        mode,
+        ranks,
+        variant,
+        marks=pytest.mark.slow if variant == "small batch" or (ranks, variant) == (3, "small chunks") else (),
     )
     for mode, ranks in (("aggregated", 3), ("disaggregated", 5))
     for variant in VARIANTS
@@ -72,16 +101,23 @@ CASES = [
 @pytest.mark.parametrize(("mode", "ranks", "variant"), CASES)
 def test_tiny_llama(one: Starter, tiny: Answers, mode: str, ranks: int, variant: str) -> None:
     dataset, expected = tiny
-    # A generation instance is sent no more tokens than its cache holds: it evicts when they take more blocks than that. And two context
-    # instances keep one busy on a slow machine, too.
-    pressed = ["--tokens_per_block", 64, "--num_ctx_servers", 2, "--num_gen_servers", 1] if (mode, variant) == SELDOM else []
+    # A generation instance is sent no more tokens than its cache holds: it evicts when they take more blocks
+    # than that. And two context instances keep one busy on a slow machine, too.
+    pressed = (
+        ["--tokens_per_block", 64, "--num_ctx_servers", 2, "--num_gen_servers", 1]
+        if (mode, variant) == SELDOM
+        else []
+    )
     result = check(one, ranks, mode, "tiny-llama", dataset, expected, *VARIANTS[variant], *pressed)
     if variant == "evictions":
-        assert sum(instance["preemptions"] for instance in result["per_instance"]) > 0, "the cache was not small enough to evict anything"
+        assert sum(instance["preemptions"] for instance in result["per_instance"]) > 0, (
+            "the cache was not small enough to evict anything"
+        )
 
 
 def test_the_answers_differ(tiny: Answers) -> None:
-    """The oracle would not notice swapped answers if they were alike, nor much else if they repeated one token."""
+    """The oracle would not notice swapped answers if they were alike, nor much else if they repeated one
+    token."""
     _, expected = tiny
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     assert np.median([len(set(tokens)) for tokens in expected]) > 8
@@ -99,7 +135,9 @@ def smollm2_few(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Answ
     return smollm2_answers(smollm2, tmp_path_factory.mktemp("three"), 3)
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [pytest.param("aggregated", 2, marks=pytest.mark.slow), ("disaggregated", 3)])
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [pytest.param("aggregated", 2, marks=pytest.mark.slow), ("disaggregated", 3)]
+)
 def test_smollm2(one: Starter, smollm2: Path, smollm2_few: Answers, mode: str, ranks: int) -> None:
     """A few prompts of the real model; all 64 in `make test-slow`."""
     check(one, ranks, mode, smollm2, *smollm2_few)
@@ -111,7 +149,26 @@ def test_smollm2_with_all_prompts(one: Starter, smollm2: Path, tmp_path: Path) -
     for number, (name, options) in enumerate(VARIANTS.items()):
         for mode, ranks in (("aggregated", 3), ("disaggregated", 5)):
             if name == "evictions":
-                options = ["--max_batch_size", 16, "--kv_cache_tokens", 1024, "--tokens_per_block", 16, "--max_seq_len", 512]
-            result = check(one, ranks, mode, smollm2, dataset, expected, *options, log_dir=tmp_path / f"run-{number}-{mode}")
-            if name == "evictions" and mode == "aggregated":  # these answers end early: a generation instance granted for long ones
+                options = [
+                    "--max_batch_size",
+                    16,
+                    "--kv_cache_tokens",
+                    1024,
+                    "--tokens_per_block",
+                    16,
+                    "--max_seq_len",
+                    512,
+                ]
+            result = check(
+                one,
+                ranks,
+                mode,
+                smollm2,
+                dataset,
+                expected,
+                *options,
+                log_dir=tmp_path / f"run-{number}-{mode}",
+            )
+            # these answers end early: a generation instance granted for long ones
+            if name == "evictions" and mode == "aggregated":
                 assert sum(instance["preemptions"] for instance in result["per_instance"]) > 0

@@ -1,4 +1,7 @@
-"""Greedy tokens equal those of transformers when an instance is several ranks, whatever the layout; and a lost follower is named."""
+"""Greedy tokens equal those of transformers when an instance is several ranks, whatever the layout.
+
+And a lost follower is named.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,19 @@ Answers = tuple[Path, list[list[int]]]  # data set, transformers' answers
 
 VARIANTS: dict[str, list[object]] = {
     "default": [],
-    # Small chunks, and a cache that is too small for the batch, so that requests are evicted and computed again.
-    "scarce": [*CHUNKED, "--max_num_tokens", 24, "--kv_cache_tokens", 320, "--tokens_per_block", 32, "--max_seq_len", 200],
+    # Small chunks, and a cache that is too small for the batch, so that requests are evicted and computed
+    # again.
+    "scarce": [
+        *CHUNKED,
+        "--max_num_tokens",
+        24,
+        "--kv_cache_tokens",
+        320,
+        "--tokens_per_block",
+        32,
+        "--max_seq_len",
+        200,
+    ],
 }
 
 
@@ -35,13 +49,29 @@ def layout(tp: int = 1, pp: int = 1, ep: int = 1) -> list[object]:
 
 
 def check(
-    starter: Starter, model: Path | str, ranks: int, answers: Answers, *options: object, n_new: int = NEW_TOKENS, name: str = "run"
+    starter: Starter,
+    model: Path | str,
+    ranks: int,
+    answers: Answers,
+    *options: object,
+    n_new: int = NEW_TOKENS,
+    name: str = "run",
 ) -> Any:
     """One instance of `ranks` ranks; its answers are the expected ones. The run's result."""
     dataset, expected = answers
     ended = starter.run(
         ranks + 1,
-        *("--model_path", model, "--dataset_path", dataset, "--dtype", "float32", "--save_outputs", "--num_threads", 1),
+        *(
+            "--model_path",
+            model,
+            "--dataset_path",
+            dataset,
+            "--dtype",
+            "float32",
+            "--save_outputs",
+            "--num_threads",
+            1,
+        ),
         *("--max_output_len", n_new, "--min_query_count", len(expected), *options),
         core="torch",
         log_dir=starter.folder / name,
@@ -50,7 +80,10 @@ def check(
     found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     assert sorted(found) == list(range(len(expected)))
     wrong = [index for index, tokens in enumerate(expected) if found[index] != tokens]
-    assert not wrong, f"prompt {wrong[0]}: {found[wrong[0]]}, transformers: {expected[wrong[0]]} ({len(wrong)} prompts differ)"
+    assert not wrong, (
+        f"prompt {wrong[0]}: {found[wrong[0]]}, transformers: {expected[wrong[0]]} ({len(wrong)}"
+        " prompts differ)"
+    )
     (instance,) = ended.result["per_instance"]
     assert instance["samples"] == len(expected)
     return instance
@@ -58,11 +91,14 @@ def check(
 
 def oracle(model: Any, prompts: list[list[int]], n_new: int) -> list[list[int]]:
     """transformers' answers, one prompt at a time: the end token included, nothing behind it."""
-    torch.set_num_threads(1)  # small products: a second thread costs more than it gives, above all on a busy machine
+    # small products: a second thread costs more than it gives, above all on a busy machine
+    torch.set_num_threads(1)
     answers = []
     with torch.inference_mode():
         for prompt in prompts:
-            answer = model.generate(torch.tensor([prompt]), max_new_tokens=n_new, do_sample=False, pad_token_id=0)
+            answer = model.generate(
+                torch.tensor([prompt]), max_new_tokens=n_new, do_sample=False, pad_token_id=0
+            )
             answers.append(answer[0, len(prompt) :].tolist())
     return answers
 
@@ -71,7 +107,9 @@ def preset_answers(preset: str, folder: Path, n_prompts: int, n_new: int, longes
     save_preset(preset, folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     random = np.random.default_rng(7)
-    prompts = [random.integers(3, model.config.vocab_size, 1 + 11 * i % longest).tolist() for i in range(n_prompts)]
+    prompts = [
+        random.integers(3, model.config.vocab_size, 1 + 11 * i % longest).tolist() for i in range(n_prompts)
+    ]
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in prompts))
     return dataset, oracle(model, prompts, n_new)
@@ -80,10 +118,14 @@ def preset_answers(preset: str, folder: Path, n_prompts: int, n_new: int, longes
 @pytest.fixture(scope="module")
 def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
     """Prompts for each of the tiny models, and transformers' answers with the same weights."""
-    return {name: preset_answers(name, tmp_path_factory.mktemp(name), N_PROMPTS, NEW_TOKENS) for name in ("tiny-llama", "tiny-mixtral")}
+    return {
+        name: preset_answers(name, tmp_path_factory.mktemp(name), N_PROMPTS, NEW_TOKENS)
+        for name in ("tiny-llama", "tiny-mixtral")
+    }
 
 
-# Small chunks and a scarce cache for most of them; the default for one of each model. `test_every_layout` has both for all.
+# Small chunks and a scarce cache for most of them; the default for one of each model. `test_every_layout` has
+# both for all.
 @pytest.mark.parametrize(
     ("model", "tp", "pp", "ep", "variant"),
     [
@@ -94,23 +136,49 @@ def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
         ("tiny-mixtral", 4, 1, 2, "scarce"),
     ],
 )
-def test_layouts(one: Starter, presets: dict[str, Answers], model: str, tp: int, pp: int, ep: int, variant: str) -> None:
+def test_layouts(
+    one: Starter, presets: dict[str, Answers], model: str, tp: int, pp: int, ep: int, variant: str
+) -> None:
     instance = check(one, model, tp * pp, presets[model], *layout(tp, pp, ep), *VARIANTS[variant])
-    assert variant == "default" or instance["preemptions"] > 0, "the cache was not small enough to evict anything"
+    assert variant == "default" or instance["preemptions"] > 0, (
+        "the cache was not small enough to evict anything"
+    )
 
 
 def test_the_answers_differ(presets: dict[str, Answers]) -> None:
-    """The oracle would not notice swapped answers if they were alike, nor much else if they repeated one token."""
+    """The oracle would not notice swapped answers if they were alike, nor much else if they repeated one
+    token."""
     for _, expected in presets.values():
         assert len({tuple(tokens) for tokens in expected}) == len(expected)
         assert np.median([len(set(tokens)) for tokens in expected]) > 8
 
 
 def test_sampled_tokens_do_not_depend_on_the_layout(one: Starter, presets: dict[str, Answers]) -> None:
-    """The sampler needs all columns of the logits, the parameters, the seed and the place, wherever it runs."""
+    """The sampler needs all columns of the logits, the parameters, the seed and the place, on any rank."""
     dataset, _ = presets["tiny-llama"]
-    options = ["--model_path", "tiny-llama", "--dataset_path", dataset, "--num_threads", 1, "--min_query_count", N_PROMPTS]
-    sampled = ["--max_output_len", 12, "--min_output_len", 12, "--temperature", 0.8, "--top_k", 20, "--top_p", 0.95, "--save_outputs"]
+    options = [
+        "--model_path",
+        "tiny-llama",
+        "--dataset_path",
+        dataset,
+        "--num_threads",
+        1,
+        "--min_query_count",
+        N_PROMPTS,
+    ]
+    sampled = [
+        "--max_output_len",
+        12,
+        "--min_output_len",
+        12,
+        "--temperature",
+        0.8,
+        "--top_k",
+        20,
+        "--top_p",
+        0.95,
+        "--save_outputs",
+    ]
     found = []
     for name, ranks, extra in (("alone", 2, []), ("split", 5, layout(2, 2))):
         ended = one.run(ranks, *options, *sampled, *extra, core="torch", log_dir=one.folder / name).must(DONE)
@@ -119,10 +187,19 @@ def test_sampled_tokens_do_not_depend_on_the_layout(one: Starter, presets: dict[
 
 
 def test_a_model_that_does_not_divide(one: Starter, tmp_path: Path) -> None:
-    """Vocabulary, intermediate size and layers are split unevenly; the last stage has its share of the tied embedding."""
+    """Vocabulary, intermediate size and layers are split unevenly.
+
+    The last stage has its share of the tied embedding.
+    """
     save_preset("tiny-llama", tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw |= {"vocab_size": 509, "intermediate_size": 251, "num_hidden_layers": 5, "tie_word_embeddings": True, "initializer_range": 0.1}
+    raw |= {
+        "vocab_size": 509,
+        "intermediate_size": 251,
+        "num_hidden_layers": 5,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+    }
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**raw)).eval()
     model.save_pretrained(tmp_path)
@@ -134,8 +211,20 @@ def test_a_model_that_does_not_divide(one: Starter, tmp_path: Path) -> None:
 
 def test_bfloat16_starts_like_float32(one: Starter, presets: dict[str, Answers]) -> None:
     dataset, expected = presets["tiny-mixtral"]
-    options = ["--model_path", "tiny-mixtral", "--dataset_path", dataset, "--dtype", "bfloat16", "--num_threads", 1, "--save_outputs"]
-    ended = one.run(5, *options, "--min_query_count", N_PROMPTS, "--max_output_len", 4, *layout(2, 2, 2), core="torch").must(DONE)
+    options = [
+        "--model_path",
+        "tiny-mixtral",
+        "--dataset_path",
+        dataset,
+        "--dtype",
+        "bfloat16",
+        "--num_threads",
+        1,
+        "--save_outputs",
+    ]
+    ended = one.run(
+        5, *options, "--min_query_count", N_PROMPTS, "--max_output_len", 4, *layout(2, 2, 2), core="torch"
+    ).must(DONE)
     first = {line["index"]: line["output_tokens"][0] for line in ended.outputs()}
     assert sum(first[i] == tokens[0] for i, tokens in enumerate(expected)) >= 0.8 * N_PROMPTS
 
@@ -146,34 +235,61 @@ def test_bfloat16_starts_like_float32(one: Starter, presets: dict[str, Answers])
 @pytest.mark.parametrize(
     ("model", "ranks", "options", "message"),
     [
-        ("tiny-llama", 3, ["--tensor_parallelism", 3], "tensor_parallel_size 3 does not divide the 8 attention heads of tiny-llama"),
+        (
+            "tiny-llama",
+            3,
+            ["--tensor_parallelism", 3],
+            "tensor_parallel_size 3 does not divide the 8 attention heads of tiny-llama",
+        ),
         ("tiny-llama", 2, layout(2, 1, 2), "moe_expert_parallel_size 2: tiny-llama has no experts"),
     ],
     ids=str,
 )
-def test_a_layout_that_does_not_divide_the_model(one: Starter, model: str, ranks: int, options: list[object], message: str) -> None:
+def test_a_layout_that_does_not_divide_the_model(
+    one: Starter, model: str, ranks: int, options: list[object], message: str
+) -> None:
     ended = one.run(ranks + 1, "--model_path", model, *options, core="torch").must(USAGE)
     assert message in ended.message
 
 
-@pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 2), (1, 2, 1), pytest.param(2, 2, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "rank"), [(2, 1, 2), (1, 2, 1), pytest.param(2, 2, 3, marks=pytest.mark.slow)]
+)
 def test_a_killed_rank_of_an_instance(one: Starter, tp: int, pp: int, rank: int) -> None:
     """Those that wait for it inside a collective are ended as well."""
-    options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 100, "--grace", 3, *layout(tp, pp)]
-    command = one.start(tp * pp + 1, "--model_path", "tiny-llama", "--max_output_len", 40, *options, *CHUNKED, core="torch")
+    options = [
+        "--scenarios",
+        "Server",
+        "--server_target_qps",
+        100,
+        "--min_duration",
+        100,
+        "--grace",
+        3,
+        *layout(tp, pp),
+    ]
+    command = one.start(
+        tp * pp + 1, "--model_path", "tiny-llama", "--max_output_len", 40, *options, *CHUNKED, core="torch"
+    )
     pid = command.wait_rank(rank)
     wait_until(lambda: "\n  ready " in command.out, "the test")
     os.kill(pid, signal.SIGKILL)
     ended = command.end().must(INSTANCE_LOST)
-    assert re.search(rf"\brank {rank} \(executor, instance 0\), .*, pid {pid}: the process has ended", ended.message)
+    assert re.search(
+        rf"\brank {rank} \(executor, instance 0\), .*, pid {pid}: the process has ended", ended.message
+    )
 
 
 @pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 2), (1, 2, 2)])
 def test_a_rank_of_an_instance_that_raises(one: Starter, tp: int, pp: int, rank: int) -> None:
     env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_RANK": str(rank)}
     options = ["--model_path", "tiny-llama", "--max_output_len", 40, "--grace", 3, *layout(tp, pp), *CHUNKED]
-    ended = one.run(tp * pp + 1, *options, core="tests.helpers.plugin_torch_cores:Failing", env=env).must(TEST_FAILED)
-    assert re.search(rf"\brank {rank} \(executor, instance 0\), .*: ValueError: broken in a step", ended.message)
+    ended = one.run(tp * pp + 1, *options, core="tests.helpers.plugin_torch_cores:Failing", env=env).must(
+        TEST_FAILED
+    )
+    assert re.search(
+        rf"\brank {rank} \(executor, instance 0\), .*: ValueError: broken in a step", ended.message
+    )
     assert [failure["rank"] for failure in ended.result["failures"]] == [rank]
 
 
@@ -205,10 +321,29 @@ def smollm2_answers(model: Path, folder: Path, n_prompts: int = 64) -> Answers:
 def test_every_layout(one: Starter, tmp_path: Path, name: str) -> None:
     """64 prompts of 64 new tokens, in every variant; tiny-llama TP 8 holds each KV head twice."""
     path: Path | str = name
-    small = [*CHUNKED, "--max_num_tokens", 24, "--kv_cache_tokens", 640, "--tokens_per_block", 32, "--max_seq_len", 320]
+    small = [
+        *CHUNKED,
+        "--max_num_tokens",
+        24,
+        "--kv_cache_tokens",
+        640,
+        "--tokens_per_block",
+        32,
+        "--max_seq_len",
+        320,
+    ]
     if name.startswith("smollm2"):
         path = fetch_model(name, ROOT / "build" / "models")
-        small = ["--max_batch_size", 16, "--kv_cache_tokens", 1600, "--tokens_per_block", 16, "--max_seq_len", 1024]
+        small = [
+            "--max_batch_size",
+            16,
+            "--kv_cache_tokens",
+            1600,
+            "--tokens_per_block",
+            16,
+            "--max_seq_len",
+            1024,
+        ]
         answers = smollm2_answers(path, tmp_path)
     else:
         answers = preset_answers(name, tmp_path / "model", 64, 64)
@@ -219,4 +354,5 @@ def test_every_layout(one: Starter, tmp_path: Path, name: str) -> None:
             instance = check(one, path, tp * pp, answers, *layout(tp, pp, ep), *options, n_new=64, name=run)
             print(name, run, instance, flush=True)
             n_evicted += instance["preemptions"]
-    assert n_evicted > 0 or name.startswith("smollm2")  # its prompts are long: credits alone keep them from crowding
+    # its prompts are long: credits alone keep them from crowding
+    assert n_evicted > 0 or name.startswith("smollm2")

@@ -39,7 +39,10 @@ def test_a_core_by_module_and_class(both: Starter, samples: Samples) -> None:
 
 def test_the_example_core(one: Starter, samples: Samples) -> None:
     options = ["--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs"]
-    check(one.run(3, *options, core="echo_core:EchoCore", env={"PYTHONPATH": f"{ROOT / 'examples'}:{ROOT}"}), samples)
+    check(
+        one.run(3, *options, core="echo_core:EchoCore", env={"PYTHONPATH": f"{ROOT / 'examples'}:{ROOT}"}),
+        samples,
+    )
     assert len((ROOT / "examples/echo_core.py").read_text().splitlines()) <= 60
 
 
@@ -57,7 +60,15 @@ def test_a_core_by_entry_point(one: Starter, samples: Samples, tmp_path: Path) -
 def test_a_core_by_registered_name(one: Starter, samples: Samples, tmp_path: Path) -> None:
     start = tmp_path / "start.py"
     start.write_text(START)
-    options = ["--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs", "--log_dir", tmp_path / "run"]
+    options = [
+        "--dataset_path",
+        samples.path,
+        "--max_output_len",
+        4,
+        "--save_outputs",
+        "--log_dir",
+        tmp_path / "run",
+    ]
     line = [one.python, "-c", LAUNCH, start, "-n", 3, "run", "--core_type", "echo", *options]
     check(one.command(line, env={"PYTHONPATH": str(ROOT)}).end(), samples)
 

@@ -1,4 +1,7 @@
-"""Runs with 8-bit weights: tokens are those of transformers with the weights multiplied out; from a checkpoint, and from an engine."""
+"""Runs with 8-bit weights: tokens are those of transformers with the weights multiplied out.
+
+From a checkpoint, and from an engine.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,13 @@ N_NEW = 16
 
 
 def int8(preset: str, folder: Path) -> Answers:
-    """A model of floats in `folder`/floats, in int8 in `folder`/int8, and what transformers answers with that."""
+    """A model of floats in `folder`/floats, in int8 in `folder`/int8, and what transformers answers with
+    that."""
     save_preset(preset, folder / "floats")
     quantize(folder / "floats", folder / "int8", "int8")
-    model = transformers.AutoModelForCausalLM.from_pretrained(dequantized(folder / "int8", folder / "widened"), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        dequantized(folder / "int8", folder / "widened"), dtype=torch.float32
+    )
     prompts = [np.random.default_rng(i).integers(3, 512, 1 + 11 * i % 50).tolist() for i in range(8)]
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in prompts))
@@ -38,10 +44,32 @@ def int8(preset: str, folder: Path) -> Answers:
 def test_int8_weights_on_two_ranks(one: Starter, tmp_path: Path) -> None:
     """Quantised at load; and an engine that was built from the quantised checkpoint, for two stages."""
     answers = int8("tiny-llama", tmp_path)
-    check(one, tmp_path / "floats", 2, answers, *layout(2), "--quantization", "int8", n_new=N_NEW, name="at-load")
+    check(
+        one,
+        tmp_path / "floats",
+        2,
+        answers,
+        *layout(2),
+        "--quantization",
+        "int8",
+        n_new=N_NEW,
+        name="at-load",
+    )
     build(tmp_path / "int8", tmp_path / "built", 1, 2)
-    check(one, tmp_path / "int8", 2, answers, *layout(1, 2), "--engine_dir", tmp_path / "built", n_new=N_NEW, name="engine")
-    ended = one.run(3, "--model_path", tmp_path / "int8", *layout(2), "--engine_dir", tmp_path / "built", core="torch").must(USAGE)
+    check(
+        one,
+        tmp_path / "int8",
+        2,
+        answers,
+        *layout(1, 2),
+        "--engine_dir",
+        tmp_path / "built",
+        n_new=N_NEW,
+        name="engine",
+    )
+    ended = one.run(
+        3, "--model_path", tmp_path / "int8", *layout(2), "--engine_dir", tmp_path / "built", core="torch"
+    ).must(USAGE)
     assert "built for TP 1, PP 2, EP 1; instance 0 has TP 2, PP 1, EP 1" in ended.message
 
 

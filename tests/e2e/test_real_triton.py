@@ -1,7 +1,8 @@
-"""run-llm-server with a real tritonserver, which loads the model configurations that our writer and generate-triton-config have written.
+"""run-llm-server with a real tritonserver, which loads the model configurations that our writer and
+generate-triton-config have written.
 
-Slow, and only where MPILLM_TRITONSERVER names one: the wheel nvidia-pytriton carries a tritonserver for CPUs (docs/pipeline.md says how to
-unpack it).
+Slow, and only where MPILLM_TRITONSERVER names one: the wheel nvidia-pytriton carries a tritonserver for CPUs
+(docs/pipeline.md says how to unpack it).
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ class TritonPythonModel:
         pass
 """
 
-# Reads parameters as TensorRT-LLM's backend does: it fails without those that the backend reads outside of any `try`.
+# Reads parameters as TensorRT-LLM's backend does: it fails without those that the backend reads outside of
+# any `try`.
 AS_THE_BACKEND_READS = """
 import json
 
 class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"])["parameters"]
-        needed = ("gpt_model_type", "tokenizer_dir", "xgrammar_tokenizer_info_path", "guided_decoding_backend")
+        needed = ("gpt_model_type", "tokenizer_dir", "xgrammar_tokenizer_info_path")
+        needed += ("guided_decoding_backend",)
         values = [parameters[name]["string_value"] for name in needed]
         if values != ["inflight_fused_batching", *("${%s}" % name for name in needed[1:])]:
             raise ValueError(values)
@@ -73,12 +76,23 @@ def test_a_real_tritonserver(tmp_path: Path, one: Starter) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not TRITONSERVER, reason="MPILLM_TRITONSERVER names no tritonserver")
 def test_a_generated_repository_has_what_the_backend_needs(tmp_path: Path, one: Starter) -> None:
-    """The real server reads the whole file. TensorRT-LLM's backend, which needs GPUs, has a stand-in with its way to read parameters."""
+    """The real server reads the whole file.
+
+    TensorRT-LLM's backend, which needs GPUs, has a stand-in with its way to read parameters.
+    """
     engine = tmp_path / "engine"
     engine.mkdir()
-    (engine / "config.json").write_text('{"pretrained_config": {"mapping": {}}, "build_config": {"max_batch_size": 64}}')
+    (engine / "config.json").write_text(
+        '{"pretrained_config": {"mapping": {}}, "build_config": {"max_batch_size": 64}}'
+    )
     (engine / "rank0.engine").write_bytes(b"engine")
-    options = ("--benchmarks=llama2-70b", "--scenarios=Server", "--engine_dir=engine", "--triton_num_servers=1", "--triton_model_repo=mine")
+    options = (
+        "--benchmarks=llama2-70b",
+        "--scenarios=Server",
+        "--engine_dir=engine",
+        "--triton_num_servers=1",
+        "--triton_model_repo=mine",
+    )
     one.command([one.python, "-m", "mpillm", "generate-triton-config", *options]).end(60).must(0)
     model = tmp_path / "mine_0" / "llama2-70b-server-0"
     text = (model / "config.pbtxt").read_text()
@@ -91,7 +105,10 @@ def test_a_generated_repository_has_what_the_backend_needs(tmp_path: Path, one: 
 
 @contextlib.contextmanager
 def serving(one: Starter, repo: str, model: str) -> Iterator[dict[str, Any]]:
-    """The model's configuration as a tritonserver has it that run-llm-server has started; it is stopped afterwards."""
+    """The model's configuration as a tritonserver has it that run-llm-server has started.
+
+    It is stopped afterwards.
+    """
     options = (
         "--harness_type=triton",
         f"--triton_model_repo={repo}",

@@ -1,4 +1,5 @@
-"""Runs that go well: every sample is answered once, with its own tokens, and the run directory holds what the design says."""
+"""Runs that go well: every sample is answered once, with its own tokens, and the run directory holds what the
+design says."""
 
 from __future__ import annotations
 
@@ -51,12 +52,27 @@ def check_each_index_once(ended: Ended, samples: Samples, n_output: int) -> None
 @pytest.mark.parametrize("ranks", [3, 4, 5, 8])
 def test_every_sample_once_with_its_tokens(both: Starter, samples: Samples, ranks: int, mode: str) -> None:
     """Offline, for LoadGen's accuracy log: with the harness and the leader on one rank (3) and on two."""
-    options = ["--mode", mode, "--test_mode", "AccuracyOnly", "--dataset_path", samples.path, "--max_output_len", 9, "--save_outputs"]
+    options = [
+        "--mode",
+        mode,
+        "--test_mode",
+        "AccuracyOnly",
+        "--dataset_path",
+        samples.path,
+        "--max_output_len",
+        9,
+        "--save_outputs",
+    ]
     ended = both.run(ranks, *options)
     check_outputs(ended, samples, 9)
     check_each_index_once(ended, samples, 9)
     result = ended.result
-    assert (result["status"], result["world_size"], result["mode"], result["errors"]) == ("VALID", ranks, mode, 0)
+    assert (result["status"], result["world_size"], result["mode"], result["errors"]) == (
+        "VALID",
+        ranks,
+        mode,
+        0,
+    )
     workers = ranks - (1 if ranks == 3 else 2)
     assert len(result["per_instance"]) == workers
     if mode == "aggregated":
@@ -74,8 +90,28 @@ def test_every_sample_once_with_its_tokens(both: Starter, samples: Samples, rank
     indirect=["mpi"],
 )
 def test_server(both: Starter, samples: Samples, ranks: int, mode: str, core_options: str) -> None:
-    options = ["--mode", mode, "--scenarios", "Server", "--server_target_qps", 300, "--min_query_count", 600, "--max_output_len", 6]
-    ended = both.run(ranks, *options, "--dataset_path", samples.path, "--core_options", core_options, "--save_outputs", "--require_valid")
+    options = [
+        "--mode",
+        mode,
+        "--scenarios",
+        "Server",
+        "--server_target_qps",
+        300,
+        "--min_query_count",
+        600,
+        "--max_output_len",
+        6,
+    ]
+    ended = both.run(
+        ranks,
+        *options,
+        "--dataset_path",
+        samples.path,
+        "--core_options",
+        core_options,
+        "--save_outputs",
+        "--require_valid",
+    )
     loadgen = ended.loadgen()
     check_outputs(ended, samples, 6, loadgen["generated_query_count"])
     assert loadgen["generated_query_count"] >= 600
@@ -85,7 +121,8 @@ def test_server(both: Starter, samples: Samples, ranks: int, mode: str, core_opt
     first, total = loadgen["result_first_token_mean_latency_ns"], loadgen["result_mean_latency_ns"]
     assert first < total
     if core_options:
-        # The first token takes 4 ms, and the five others 30 ms each; half of that, because a busy machine looks at the first token late.
+        # The first token takes 4 ms, and the five others 30 ms each; half of that, because a busy machine
+        # looks at the first token late.
         ttft, tpot = ended.result["ttft_ms"], ended.result["tpot_ms"]
         assert 3.99 < ttft["p50"] <= ttft["p90"] <= ttft["p99"]
         assert 15 < tpot["p50"] <= tpot["p90"] <= tpot["p99"]
@@ -96,29 +133,80 @@ def test_server(both: Starter, samples: Samples, ranks: int, mode: str, core_opt
 
 
 def test_answers_that_overtake_the_context_instance(both: Starter, tmp_path: Path) -> None:
-    """A generation instance has answered before the context instance notices that the KV cache has left: the id is not free yet."""
+    """A generation instance has answered before the context instance notices that the KV cache has left: the
+    id is not free yet."""
     samples = make_samples(tmp_path / "samples.jsonl", [50] * 50)
     # KV caches of a megabyte: no MPI sends that eagerly, so it is the sender's next look that ends it.
-    options = ["--mode", "disaggregated", "--scenarios", "Server", "--server_target_qps", 150, "--min_query_count", 150]
-    options += ["--core_options", "kv_bytes_per_token:20000", "--dataset_path", samples.path, "--max_output_len", 3, "--save_outputs"]
-    ended = both.run(3, *options, core="tests.helpers.plugin_cores:SlowContext", env={"PYTHONPATH": str(ROOT)})
+    options = [
+        "--mode",
+        "disaggregated",
+        "--scenarios",
+        "Server",
+        "--server_target_qps",
+        150,
+        "--min_query_count",
+        150,
+    ]
+    options += [
+        "--core_options",
+        "kv_bytes_per_token:20000",
+        "--dataset_path",
+        samples.path,
+        "--max_output_len",
+        3,
+        "--save_outputs",
+    ]
+    ended = both.run(
+        3, *options, core="tests.helpers.plugin_cores:SlowContext", env={"PYTHONPATH": str(ROOT)}
+    )
     ended.must(DONE)
     check_outputs(ended, samples, 3, ended.loadgen()["generated_query_count"])
 
 
 def test_a_handoff_between_instances_of_several_ranks(both: Starter, samples: Samples) -> None:
     """The dummy's KV cache moves from leader to leader; the other ranks have nothing to do."""
-    options = ["--mode", "disaggregated", "--ctx_tp_size", 2, "--gen_pp_size", 2, "--num_gen_servers", 2, "--max_output_len", 3]
-    ended = both.run(8, *options, "--core_options", "kv_bytes_per_token:1000", "--dataset_path", samples.path, "--save_outputs")
+    options = [
+        "--mode",
+        "disaggregated",
+        "--ctx_tp_size",
+        2,
+        "--gen_pp_size",
+        2,
+        "--num_gen_servers",
+        2,
+        "--max_output_len",
+        3,
+    ]
+    ended = both.run(
+        8,
+        *options,
+        "--core_options",
+        "kv_bytes_per_token:1000",
+        "--dataset_path",
+        samples.path,
+        "--save_outputs",
+    )
     check_outputs(ended, samples, 3)
     context, *generations = ended.result["per_instance"]
     assert context["kv_bytes"] == sum(1000 * len(prompt) for prompt in samples.prompts)
     assert context["samples"] == sum(instance["samples"] for instance in generations) == len(samples.prompts)
 
 
-@pytest.mark.parametrize(("mpi", "mode"), [("openmpi", "disaggregated"), ("mpich", "aggregated")], indirect=["mpi"])
+@pytest.mark.parametrize(
+    ("mpi", "mode"), [("openmpi", "disaggregated"), ("mpich", "aggregated")], indirect=["mpi"]
+)
 def test_single_stream(both: Starter, samples: Samples, mode: str) -> None:
-    options = ["--mode", mode, "--scenarios", "SingleStream", "--dataset_path", samples.path, "--max_output_len", 5, "--save_outputs"]
+    options = [
+        "--mode",
+        mode,
+        "--scenarios",
+        "SingleStream",
+        "--dataset_path",
+        samples.path,
+        "--max_output_len",
+        5,
+        "--save_outputs",
+    ]
     ended = both.run(4, *options, "--core_options", "ttft_ms:1,tpot_ms:0.1", "--min_query_count", 300)
     check_outputs(ended, samples, 5, ended.loadgen()["result_query_count"])
     assert ended.result["scenario"] == "SingleStream"
@@ -127,7 +215,15 @@ def test_single_stream(both: Starter, samples: Samples, mode: str) -> None:
 
 def test_offline_performance_repeats_the_data_set(one: Starter, samples: Samples) -> None:
     n = 3 * len(samples.prompts)
-    options = ["--dataset_path", samples.path, "--min_query_count", n, "--max_output_len", 3, "--save_outputs"]
+    options = [
+        "--dataset_path",
+        samples.path,
+        "--min_query_count",
+        n,
+        "--max_output_len",
+        3,
+        "--save_outputs",
+    ]
     ended = one.run(3, *options)
     check_outputs(ended, samples, 3, n)
     assert ended.loadgen()["effective_samples_per_query"] == n
@@ -137,18 +233,42 @@ def test_offline_performance_repeats_the_data_set(one: Starter, samples: Samples
 @pytest.mark.parametrize("policy", ["load_balancing", "round_robin"])
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 def test_small_credits(one: Starter, samples: Samples, mode: str, policy: str) -> None:
-    """Two requests at a time in each instance, and little KV cache: everything waits at the leader, and nothing is lost."""
-    options = ["--mode", mode, "--traffic_distribution_policy", policy, "--max_batch_size", 2, "--kv_cache_tokens", 40_000]
+    """Two requests at a time in each instance, and little KV cache: everything waits at the leader, and
+    nothing is lost."""
+    options = [
+        "--mode",
+        mode,
+        "--traffic_distribution_policy",
+        policy,
+        "--max_batch_size",
+        2,
+        "--kv_cache_tokens",
+        40_000,
+    ]
     timed = "ttft_ms:0.5,tpot_ms:0.1,kv_bytes_per_token:2000"
-    ended = one.run(6, *options, "--core_options", timed, "--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs")
+    ended = one.run(
+        6,
+        *options,
+        "--core_options",
+        timed,
+        "--dataset_path",
+        samples.path,
+        "--max_output_len",
+        4,
+        "--save_outputs",
+    )
     check_outputs(ended, samples, 4)
     shares = [instance["samples"] for instance in ended.result["per_instance"]]
-    # Not that shares are even: who has a credit when its turn comes depends on the machine (see tests/unit/roles/test_routing.py).
+    # Not that shares are even: who has a credit when its turn comes depends on the machine (see
+    # tests/unit/roles/test_routing.py).
     assert min(shares) > 0
 
 
 def test_answer_lengths_by_distribution(one: Starter, samples: Samples) -> None:
-    """The same request has the same length wherever it runs, so context and generation instances must agree; one token needs no handoff."""
+    """The same request has the same length wherever it runs, so context and generation instances must agree.
+
+    One token needs no handoff.
+    """
     core_options = "output_mean:3,output_stdev:3,ttft_ms:0.2,tpot_ms:0.1"
     options = [
         "--core_options",
@@ -178,34 +298,76 @@ def test_answer_lengths_by_distribution(one: Starter, samples: Samples) -> None:
 
 @pytest.mark.parametrize("core_options", ["", "ttft_ms:1,tpot_ms:0.2"])
 def test_one_rank_alone(both: Starter, samples: Samples, core_options: str) -> None:
-    options = ["--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs", "--core_options", core_options]
+    options = [
+        "--dataset_path",
+        samples.path,
+        "--max_output_len",
+        4,
+        "--save_outputs",
+        "--core_options",
+        core_options,
+    ]
     ended = both.run(1, *options, "--test_mode", "AccuracyOnly")
     check_outputs(ended, samples, 4)
     check_each_index_once(ended, samples, 4)
 
 
 def test_a_given_yaml_and_hyphens(both: Starter, samples: Samples, tmp_path: Path) -> None:
-    """Two context and three generation instances, one of two ranks; options with hyphens, and with an equals sign."""
+    """Two context and three generation instances, one of two ranks.
+
+    Options with hyphens, and with an equals sign.
+    """
     made = both.mpillm(
-        *("generate-disagg-config", "--mode", "disaggregated", "--num-ctx-servers", 2, "--ctx-tp-size=2", "--num-gen-servers", 3),
+        *(
+            "generate-disagg-config",
+            "--mode",
+            "disaggregated",
+            "--num-ctx-servers",
+            2,
+            "--ctx-tp-size=2",
+            "--num-gen-servers",
+            3,
+        ),
         *("--max-batch-size", 3, "--output", tmp_path / "disagg.yaml"),
     )
     made.must(DONE)
-    options = ["--disagg-config", tmp_path / "disagg.yaml", f"--dataset-path={samples.path}", "--max-output-len=5", "--save-outputs=true"]
+    options = [
+        "--disagg-config",
+        tmp_path / "disagg.yaml",
+        f"--dataset-path={samples.path}",
+        "--max-output-len=5",
+        "--save-outputs=true",
+    ]
     ended = both.run(8, *options, "--test-mode", "accuracyonly", "--core-options", "ttft_ms:0.3,tpot_ms:0.1")
     check_outputs(ended, samples, 5)
     check_each_index_once(ended, samples, 5)
-    assert [rank["roles"] for rank in ended.json("plan.json")["ranks"]] == [["harness", "leader"], *[["ctx"]] * 4, *[["gen"]] * 3]
+    assert [rank["roles"] for rank in ended.json("plan.json")["ranks"]] == [
+        ["harness", "leader"],
+        *[["ctx"]] * 4,
+        *[["gen"]] * 3,
+    ]
     assert len(ended.result["per_instance"]) == 5
 
 
 def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> None:
     log_dir = tmp_path / "deep" / "run"
-    options = ["--mode", "disaggregated", "--num_gen_servers", 2, "--dataset_path", samples.path, "--max_output_len", 6, "--save_outputs"]
+    options = [
+        "--mode",
+        "disaggregated",
+        "--num_gen_servers",
+        2,
+        "--dataset_path",
+        samples.path,
+        "--max_output_len",
+        6,
+        "--save_outputs",
+    ]
     ended = one.run(4, *options, "--core_options", "tpot_ms:0.1", log_dir=log_dir)
     ended.must(DONE)
     names = {str(path.relative_to(log_dir)) for path in log_dir.rglob("*") if path.is_file()}
-    assert names >= FILES | {"machines.json"} | {"outputs.jsonl"} | {f"ranks/rank_{rank:04d}.log" for rank in range(4)}
+    assert names >= FILES | {"machines.json"} | {"outputs.jsonl"} | {
+        f"ranks/rank_{rank:04d}.log" for rank in range(4)
+    }
     assert not [name for name in names if name.endswith(".part")]
 
     result = ended.result
@@ -232,7 +394,9 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
         assert type(result[key]) is expected, key
     assert (result["scenario"], result["core_type"], result["world_size"]) == ("Offline", "dummy", 4)
     for key in ("ttft_ms", "tpot_ms"):
-        assert {name: type(value) for name, value in result[key].items()} == dict.fromkeys(("p50", "p90", "p99", "mean"), float)
+        assert {name: type(value) for name, value in result[key].items()} == dict.fromkeys(
+            ("p50", "p90", "p99", "mean"), float
+        )
         assert 0 < result[key]["p50"] <= result[key]["p90"] <= result[key]["p99"]
     assert list(result["phases_s"]) == PHASES
     assert all(type(seconds) is float and 0 <= seconds < 45 for seconds in result["phases_s"].values())
@@ -259,7 +423,11 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
 
     # The plan is the one that `mpillm plan` shows beforehand (it knows no host), and the YAML gives the same.
     shown = json.loads(one.mpillm("plan", "--world_size", 4, *options[:4], "--format", "json").out)
-    again = json.loads(one.mpillm("plan", "--world_size", 4, "--disagg_config", log_dir / "disagg.yaml", "--format", "json").out)
+    again = json.loads(
+        one.mpillm(
+            "plan", "--world_size", 4, "--disagg_config", log_dir / "disagg.yaml", "--format", "json"
+        ).out
+    )
     plan = ended.json("plan.json")
     for rank in plan["ranks"]:
         rank["node"] = "localhost"
@@ -272,9 +440,20 @@ def test_the_console(one: Starter) -> None:
     ended.must(DONE)
     lines = ended.out.splitlines()
     assert any(line.split()[:4] == ["rank", "node", "device", "roles"] for line in lines)
-    shown = [line.split()[0] for line in lines if len(line.split()) > 2 and line.split()[2] == "s" and line.split()[0] in PHASES]
+    shown = [
+        line.split()[0]
+        for line in lines
+        if len(line.split()) > 2 and line.split()[2] == "s" and line.split()[0] in PHASES
+    ]
     assert shown == PHASES
-    for word in ("LoadGen", "samples per second", "tokens per second", "time to first token", "instance 1", "result.json"):
+    for word in (
+        "LoadGen",
+        "samples per second",
+        "tokens per second",
+        "time to first token",
+        "instance 1",
+        "result.json",
+    ):
         assert word in ended.out
     assert len(ended.err.splitlines()) == 1
     assert "mpirun" in ended.err
@@ -292,15 +471,31 @@ def test_the_progress_bar_on_a_terminal(both: Starter) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_what_is_computed_is_shown_before_it_is_answered(both: Starter, samples: Samples, ranks: int) -> None:
-    """Long answers: for seconds no sample is answered, and the instances generate all the time; on rank 0 or on others."""
-    options = ["--mode", "aggregated" if ranks == 1 else "disaggregated", "--dataset_path", samples.path, "--max_output_len", 41]
-    command = both.start(ranks, *options, "--max_batch_size", 512, "--core_options", "ttft_ms:1,tpot_ms:100", terminal=True)
+    """Long answers: for seconds no sample is answered, and the instances generate all the time.
+
+    On rank 0 or on others.
+    """
+    options = [
+        "--mode",
+        "aggregated" if ranks == 1 else "disaggregated",
+        "--dataset_path",
+        samples.path,
+        "--max_output_len",
+        41,
+    ]
+    command = both.start(
+        ranks, *options, "--max_batch_size", 512, "--core_options", "ttft_ms:1,tpot_ms:100", terminal=True
+    )
     command.wait_phase("test")
     number = r"([\d.]+k?)"
     pattern = (
-        rf" 0/256 samples  0\.0 samples/s  \d+ s\n    out {number} tok/s \(now {number}\)  in {number} \({number}\)  run 256  wait 0\x1b"
+        rf" 0/256 samples  0\.0 samples/s  \d+ s\n    out {number} tok/s \(now {number}\)  in {number}"
+        rf" \({number}\)  run 256  wait 0\x1b"
     )
-    wait_until(lambda: re.search(pattern, command.out) or "  drain" in command.out, "the progress of what is computed")
+    wait_until(
+        lambda: re.search(pattern, command.out) or "  drain" in command.out,
+        "the progress of what is computed",
+    )
     assert re.search(pattern, command.out), command.out
     ended = command.end().must(DONE)
     result = ended.result
@@ -319,7 +514,9 @@ def test_what_is_computed_is_shown_before_it_is_answered(both: Starter, samples:
 
 def test_a_core_that_does_not_say_what_it_computes(one: Starter) -> None:
     environment = {"PYTHONPATH": str(ROOT)}
-    ended = one.run(3, "--max_output_len", 4, core="tests.helpers.plugin_cores:Echo", env=environment).must(DONE)
+    ended = one.run(3, "--max_output_len", 4, core="tests.helpers.plugin_cores:Echo", env=environment).must(
+        DONE
+    )
     assert [instance["metrics"] for instance in ended.result["per_instance"]] == [None, None]
     assert not (ended.log_dir / "timeline.jsonl").exists()
 
@@ -333,7 +530,9 @@ def test_what_was_compiled_in_the_test_is_counted_on_all_ranks(one: Starter) -> 
     assert result["compiled_in_test"] == 8
     assert result["compiled"][2:4] == ["rank 3: kernel 0 of instance 0", "rank 3: kernel 1 of instance 0"]
     assert "compiled in the test   8 kernels or graphs" in ended.out
-    assert "compiled in the test: kernel 1 of instance 1" in (ended.log_dir / "ranks/rank_0005.log").read_text()
+    assert (
+        "compiled in the test: kernel 1 of instance 1" in (ended.log_dir / "ranks/rank_0005.log").read_text()
+    )
     assert all("compiled" not in instance for instance in result["per_instance"])
 
 
@@ -356,18 +555,45 @@ def test_an_invalid_result_is_an_error_on_demand(one: Starter, tmp_path: Path) -
     """A latency limit that can't be held: LoadGen says INVALID."""
     conf = tmp_path / "user.conf"
     conf.write_text("*.Server.target_latency = 1\n*.Server.ttft_latency = 1\n*.Server.tpot_latency = 1\n")
-    options = ["--scenarios", "Server", "--server_target_qps", 200, "--min_query_count", 100, "--user_conf", conf, "--min_duration", 0]
+    options = [
+        "--scenarios",
+        "Server",
+        "--server_target_qps",
+        200,
+        "--min_query_count",
+        100,
+        "--user_conf",
+        conf,
+        "--min_duration",
+        0,
+    ]
     options += ["--core_options", "ttft_ms:20,tpot_ms:20", "--max_output_len", 4]
     ended = one.run(3, *options)
     ended.must(DONE)
-    assert ended.result["status"] == ended.result["loadgen_result"] == ended.loadgen()["result_validity"] == "INVALID"
+    assert (
+        ended.result["status"]
+        == ended.result["loadgen_result"]
+        == ended.loadgen()["result_validity"]
+        == "INVALID"
+    )
     ended = one.run(3, *options, "--require_valid")
     ended.must(TEST_FAILED)
     assert ended.result["loadgen_result"] == "INVALID"
 
 
 def test_min_duration(one: Starter, samples: Samples) -> None:
-    options = ["--scenarios", "Server", "--server_target_qps", 100, "--min_duration", 1.5, "--min_query_count", 10, "--max_output_len", 2]
+    options = [
+        "--scenarios",
+        "Server",
+        "--server_target_qps",
+        100,
+        "--min_duration",
+        1.5,
+        "--min_query_count",
+        10,
+        "--max_output_len",
+        2,
+    ]
     ended = one.run(3, *options, "--dataset_path", samples.path)
     ended.must(DONE)
     assert 1.3 < ended.result["test_s"] < 30

@@ -1,4 +1,5 @@
-"""Greedy tokens equal those of transformers whatever the scheduler's policy, the chunking and the block reuse, also on several ranks."""
+"""Greedy tokens equal those of transformers whatever the scheduler's policy, the chunking and the block
+reuse, also on several ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +25,19 @@ SCARCE: list[object] = ["--tokens_per_block", 32, "--kv_cache_tokens", 320, "--m
 CHUNKINGS: dict[str, list[object]] = {
     "unchunked": ["--enable_chunked_context", "false", "--max_num_tokens", 160],
     "in order": ["--enable_chunked_context", "true", "--max_num_tokens", 24],
-    "evenly": ["--enable_chunked_context", "true", "--max_num_tokens", 24, "--context_chunking_policy", "equal_progress"],
+    "evenly": [
+        "--enable_chunked_context",
+        "true",
+        "--max_num_tokens",
+        24,
+        "--context_chunking_policy",
+        "equal_progress",
+    ],
 }
 
 
 def prompts_alike(folder: Path, n_prompts: int) -> Answers:
-    """Prompts of 34 to 40 tokens for tiny-llama, of which each third begins alike, and transformers' answers."""
+    """Prompts of 34 to 40 tokens for tiny-llama, every third beginning alike, and transformers' answers."""
     save_preset("tiny-llama", folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     random = np.random.default_rng(11)
@@ -45,10 +53,22 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return prompts_alike(tmp_path_factory.mktemp("alike"), 16)
 
 
-def check(starter: Starter, answers: Answers, tp: int, pp: int, *options: object, name: str = "run") -> dict[str, Any]:
+def check(
+    starter: Starter, answers: Answers, tp: int, pp: int, *options: object, name: str = "run"
+) -> dict[str, Any]:
     """The answers of one instance are the expected ones; what it counted."""
     dataset, expected = answers
-    given = ["--model_path", "tiny-llama", "--dataset_path", dataset, "--save_outputs", "--num_threads", 1, *layout(tp, pp), *options]
+    given = [
+        "--model_path",
+        "tiny-llama",
+        "--dataset_path",
+        dataset,
+        "--save_outputs",
+        "--num_threads",
+        1,
+        *layout(tp, pp),
+        *options,
+    ]
     ended = starter.run(
         tp * pp + 1,
         *(*given, "--max_output_len", N_NEW, "--min_query_count", len(expected)),
@@ -59,7 +79,10 @@ def check(starter: Starter, answers: Answers, tp: int, pp: int, *options: object
     ).must(DONE)
     found = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     wrong = [index for index, tokens in enumerate(expected) if found.get(index) != tokens]
-    assert not wrong, f"prompt {wrong[0]}: {found.get(wrong[0])}, transformers: {expected[wrong[0]]} ({len(wrong)} prompts differ)"
+    assert not wrong, (
+        f"prompt {wrong[0]}: {found.get(wrong[0])}, transformers: {expected[wrong[0]]} ({len(wrong)}"
+        " prompts differ)"
+    )
     (instance,) = ended.result["per_instance"]
     return dict(instance)
 
@@ -79,24 +102,45 @@ def see(instance: dict[str, Any], policy: str, reuse: bool) -> None:
         (1, 2, "static", "unchunked", True),
     ],
 )
-def test_policies_on_several_ranks(one: Starter, alike: Answers, tp: int, pp: int, policy: str, chunking: str, reuse: bool) -> None:
-    options = ["--batch_scheduler_policy", policy, "--enable_kv_cache_reuse", str(reuse).lower(), *CHUNKINGS[chunking], *SCARCE]
+def test_policies_on_several_ranks(
+    one: Starter, alike: Answers, tp: int, pp: int, policy: str, chunking: str, reuse: bool
+) -> None:
+    options = [
+        "--batch_scheduler_policy",
+        policy,
+        "--enable_kv_cache_reuse",
+        str(reuse).lower(),
+        *CHUNKINGS[chunking],
+        *SCARCE,
+    ]
     see(check(one, alike, tp, pp, *options), policy, reuse)
 
 
 def test_a_yaml_says_it(one: Starter, alike: Answers) -> None:
-    """In TensorRT-LLM's words, the model too; the run directory's YAML says what ran. Stop words end an answer, and reuse is not for
+    """In TensorRT-LLM's words, the model too; the run directory's YAML says what ran.
+
+    Stop words end an answer, and reuse is not for
     submissions.
     """
     dataset, expected = alike
     yaml = one.folder / "disagg.yaml"
     yaml.write_text(
-        "model: tiny-llama\nexecutors:\n  kv_cache_config: {enable_block_reuse: true, max_tokens: 320, tokens_per_block: 32}\n"
-        "  scheduler_config: {capacity_scheduler_policy: GUARANTEED_NO_EVICT, context_chunking_policy: EQUAL_PROGRESS}\n"
+        "model: tiny-llama\nexecutors:\n  kv_cache_config: {enable_block_reuse: true, max_tokens: 320,"
+        " tokens_per_block: 32}\n"
+        "  scheduler_config: {capacity_scheduler_policy: GUARANTEED_NO_EVICT, context_chunking_policy:"
+        " EQUAL_PROGRESS}\n"
         "  moe_config: {backend: CUTLASS}\n"
     )
     word = expected[0][6:8]
-    options = ["--disagg_config", yaml, "--stop_words", json.dumps([word]), "--save_outputs", "--num_threads", 1]
+    options = [
+        "--disagg_config",
+        yaml,
+        "--stop_words",
+        json.dumps([word]),
+        "--save_outputs",
+        "--num_threads",
+        1,
+    ]
     options += ["--dataset_path", dataset, "--max_output_len", N_NEW, "--max_seq_len", 200]
     ended = one.run(2, *options, "--min_query_count", 16, core="torch").must(DONE)
     assert "KV cache reuse is on: MLPerf forbids it" in ended.out
@@ -112,15 +156,27 @@ def test_a_yaml_says_it(one: Starter, alike: Answers) -> None:
     assert ended.result["model"] == "tiny-llama"
     ran = disagg.load(str(ended.log_dir / "disagg.yaml"))
     assert ran.model == "tiny-llama" and ran.executors is not None
-    assert (ran.executors.max_batch_size, ran.executors.max_seq_len, ran.executors.kv_cache_config["max_tokens"]) == (64, 200, 320)
-    contradiction = one.run(2, *options, "--model_path", "tiny-mixtral", core="torch", log_dir=one.folder / "other").must(USAGE)
-    assert f"--model_path tiny-mixtral, but {yaml}: model is tiny-llama: leave one of them out" in contradiction.message
+    assert (
+        ran.executors.max_batch_size,
+        ran.executors.max_seq_len,
+        ran.executors.kv_cache_config["max_tokens"],
+    ) == (64, 200, 320)
+    contradiction = one.run(
+        2, *options, "--model_path", "tiny-mixtral", core="torch", log_dir=one.folder / "other"
+    ).must(USAGE)
+    assert (
+        f"--model_path tiny-mixtral, but {yaml}: model is tiny-llama: leave one of them out"
+        in contradiction.message
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model_path", "tiny-llama", "--beam_width", 2], "--beam_width 2: must be 1; the torch core has no beam search"),
+        (
+            ["--model_path", "tiny-llama", "--beam_width", 2],
+            "--beam_width 2: must be 1; the torch core has no beam search",
+        ),
         (["--model_path", "llama3.1-405b", "--load_format", "dummy"], "llama3.1-405b does not fit: it needs"),
     ],
     ids=["beams", "too large"],
@@ -133,16 +189,23 @@ def test_bad_options(one: Starter, options: list[object], message: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_everything_with_everything(one: Starter, tmp_path: Path, tp: int, pp: int) -> None:
-    """64 prompts of 64 new tokens: every policy, chunking and reuse, with a small cache and with a large one."""
+    """64 prompts of 64 new tokens: every policy, chunking and reuse, with a small and a large cache."""
     answers = prompts_alike(tmp_path / "model", 64)
     for policy in ("max_util", "no_evict", "static"):
         for chunking, chunks in CHUNKINGS.items():
             for reuse in (False, True):
-                options = ["--batch_scheduler_policy", policy, "--enable_kv_cache_reuse", str(reuse).lower(), *chunks]
+                options = [
+                    "--batch_scheduler_policy",
+                    policy,
+                    "--enable_kv_cache_reuse",
+                    str(reuse).lower(),
+                    *chunks,
+                ]
                 name = f"tp{tp}-pp{pp}-{policy}-{chunking}{'-reuse' * reuse}".replace(" ", "-")
                 scarce = check(one, answers, tp, pp, *options, *SCARCE, name=name)
                 print(name, scarce, flush=True)
                 see(scarce, policy, reuse)
         options = ["--batch_scheduler_policy", policy, "--enable_kv_cache_reuse", *CHUNKINGS["in order"]]
         roomy = check(one, answers, tp, pp, *options, name=f"tp{tp}-pp{pp}-{policy}-roomy")
-        assert roomy["preemptions"] == 0 and roomy["reused_blocks"] > 50  # of 61, less those computed side by side
+        # of 61, less those computed side by side
+        assert roomy["preemptions"] == 0 and roomy["reused_blocks"] > 50

@@ -16,10 +16,25 @@ TIMEOUT_S = 120.0
 def serve(starter: Starter, ranks: int, *options: object) -> tuple[Command, str, int]:
     """A server that is ready; its host and port."""
     log_dir = starter.folder / "run"
-    line = [starter.python, "-m", "mpillm", "mpirun", "-n", ranks, "serve", "--port", 0, "--log_dir", log_dir, *options]
+    line = [
+        starter.python,
+        "-m",
+        "mpillm",
+        "mpirun",
+        "-n",
+        ranks,
+        "serve",
+        "--port",
+        0,
+        "--log_dir",
+        log_dir,
+        *options,
+    ]
     command = starter.command(line, log_dir)
     ready = r"serving .* at http://([^:]+):(\d+)/v1"
-    wait_until(lambda: re.search(ready, command.out) or command.process.poll() is not None, "the URL", TIMEOUT_S)
+    wait_until(
+        lambda: re.search(ready, command.out) or command.process.poll() is not None, "the URL", TIMEOUT_S
+    )
     found = re.search(ready, command.out)
     assert found, f"{command.end()!r}"
     return command, found[1], int(found[2])
@@ -45,7 +60,11 @@ def tokens_of(stream: bytes) -> list[int]:
     """Of a stream that is whole."""
     *chunks, done, end = stream.decode().split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
-    return [token for chunk in chunks for token in json.loads(chunk.removeprefix("data: "))["choices"][0]["token_ids"]]
+    return [
+        token
+        for chunk in chunks
+        for token in json.loads(chunk.removeprefix("data: "))["choices"][0]["token_ids"]
+    ]
 
 
 def metric(host: str, port: int, name: str) -> float:
@@ -53,25 +72,57 @@ def metric(host: str, port: int, name: str) -> float:
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
-    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"mpillm:{name}{{"))
+    return sum(
+        float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"mpillm:{name}{{")
+    )
 
 
 def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
-    """Streams and answers have the same tokens; clients that go leave no block of a KV cache; a signal lets what is open end."""
-    model = ("--model_path", "tiny-llama", "--mode", "disaggregated", "--max_seq_len", 512, "--max_batch_size", 4)
+    """Streams and answers have the same tokens; clients that go leave no block of a KV cache.
+
+    A signal lets what is open end.
+    """
+    model = (
+        "--model_path",
+        "tiny-llama",
+        "--mode",
+        "disaggregated",
+        "--max_seq_len",
+        512,
+        "--max_batch_size",
+        4,
+    )
     command, host, port = serve(one, 4, *model)
-    body = {"prompt": [5, 6, 7], "max_tokens": 40, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    body = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 40,
+        "temperature": 0,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
     whole = answer(host, port, "/v1/completions", **body)["choices"][0]["token_ids"]
     assert len(whole) == 40
     assert tokens_of(post(host, port, "/v1/completions", **body, stream=True).getresponse().read()) == whole
-    chat = answer(host, port, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=5, ignore_eos=True)
+    chat = answer(
+        host,
+        port,
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=5,
+        ignore_eos=True,
+    )
     assert chat["usage"]["completion_tokens"] == 5
 
-    leaving = [post(host, port, "/v1/completions", **{**body, "max_tokens": 500}, stream=True) for _ in range(12)]
+    leaving = [
+        post(host, port, "/v1/completions", **{**body, "max_tokens": 500}, stream=True) for _ in range(12)
+    ]
     for connection in leaving:
         connection.getresponse().read(20)
         connection.close()
-    wait_until(lambda: metric(host, port, "num_requests_running") + metric(host, port, "num_requests_waiting") == 0, "the rest to end")
+    wait_until(
+        lambda: metric(host, port, "num_requests_running") + metric(host, port, "num_requests_waiting") == 0,
+        "the rest to end",
+    )
     wait_until(lambda: metric(host, port, "kv_cache_usage_perc") == 0, "all blocks to be free")
 
     last = post(host, port, "/v1/completions", **{**body, "max_tokens": 400}, stream=True).getresponse()
@@ -84,9 +135,15 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
 
 
 def test_a_signal_ends_a_server_and_says_what_it_did(both: Starter) -> None:
-    command, host, port = serve(both, 3, "--core_type", "dummy", "--max_seq_len", 4096, "--served_model_name", "mine")
+    command, host, port = serve(
+        both, 3, "--core_type", "dummy", "--max_seq_len", 4096, "--served_model_name", "mine"
+    )
     made = answer(host, port, "/v1/completions", model="mine", prompt="hello", max_tokens=3)
-    assert made["model"] == "mine" and made["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    assert made["model"] == "mine" and made["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+    }
     command.process.send_signal(signal.SIGINT)
     ended = command.end(TIMEOUT_S).must(DONE)
     assert "1 requests answered, 0 given up by their clients, 0 errors" in ended.out

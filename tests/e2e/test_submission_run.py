@@ -1,6 +1,9 @@
-"""From runs to a submission, by the commands that a person types; and MLCommons' own programs on what they left, where there are any.
+"""From runs to a submission, by the commands that a person types.
 
-MPILLM_INFERENCE_REPO names a clone of mlcommons/inference; without it the tests with its programs are skipped.
+And MLCommons' own programs on what they left, where there are any.
+
+MPILLM_INFERENCE_REPO names a clone of mlcommons/inference; without it the tests with its programs are
+skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ import pytest
 from tests.helpers.official_checker import INFERENCE, check_submission, listed, needs_checker
 from tests.helpers.support import DONE, TEST_FAILED, Starter
 
-KINDS = {"performance": (), "accuracy": ("--test_mode", "AccuracyOnly", "--save_outputs"), "TEST06": ("--compliance_test", "TEST06")}
+KINDS = {
+    "performance": (),
+    "accuracy": ("--test_mode", "AccuracyOnly", "--save_outputs"),
+    "TEST06": ("--compliance_test", "TEST06"),
+}
 SIZES = ("performance_sample_count_check", "min_duration_check", "dataset_check")
 
 
@@ -31,7 +38,16 @@ class Runs:
     def get(self, scenario: str, kind: str) -> Path:
         folder = self.starter.folder / f"{scenario}-{kind}"
         if not folder.exists():
-            options = ["--benchmarks", "llama2-70b", "--model_scale", "tiny", "--accuracy_target", "0.999", "--scenarios", scenario]
+            options = [
+                "--benchmarks",
+                "llama2-70b",
+                "--model_scale",
+                "tiny",
+                "--accuracy_target",
+                "0.999",
+                "--scenarios",
+                scenario,
+            ]
             if scenario == "Server":
                 options += ["--mode", "disaggregated", "--server_target_qps", "400"]
             self.starter.run(5, *options, *KINDS[kind], log_dir=folder).must(DONE)
@@ -58,9 +74,12 @@ def tokens(text: str) -> list[int]:
 
 
 def test_accuracy_log_is_what_was_answered(runs: Runs) -> None:
-    """Server, disaggregated: the first token is the context instance's, the others the generation instance's."""
+    """Server, disaggregated: the context instance makes the first token, the generation instance the rest."""
     run = runs.get("Server", "accuracy")
-    answers = {line["index"]: line["output_tokens"] for line in map(json.loads, (run / "outputs.jsonl").read_text().splitlines())}
+    answers = {
+        line["index"]: line["output_tokens"]
+        for line in map(json.loads, (run / "outputs.jsonl").read_text().splitlines())
+    }
     logged = entries(run)
     assert {int(entry["qsl_idx"]): tokens(entry["data"]) for entry in logged} == answers
     assert len(logged) == len(answers) == 48
@@ -77,7 +96,9 @@ def test_compliance_run(runs: Runs) -> None:
     assert "Found Audit Config file" in detail
     assert (run / "audit.config").is_file()
     runs.starter.mpillm("compliance", run).must(DONE)
-    assert (run / "TEST06" / "verify_accuracy.txt").read_text().splitlines()[-1] == "TEST06 verification complete"
+    assert (run / "TEST06" / "verify_accuracy.txt").read_text().splitlines()[
+        -1
+    ] == "TEST06 verification complete"
 
 
 def submit(runs: Runs, scenarios: list[str], division: str) -> tuple[Path, str, int]:
@@ -92,7 +113,18 @@ def submit(runs: Runs, scenarios: list[str], division: str) -> tuple[Path, str, 
     measured = runs.starter.folder / "measurements.json"
     measured.write_text(json.dumps({"weight_data_types": "none: the dummy core has no weights"}))
     ended = runs.starter.mpillm(
-        *("submission", "--output", output, "--submitter", "Us", "--division", division, "--system_name", "box", "--force"),
+        *(
+            "submission",
+            "--output",
+            output,
+            "--submitter",
+            "Us",
+            "--division",
+            division,
+            "--system_name",
+            "box",
+            "--force",
+        ),
         *("--measurements", measured, *paths),
     )
     assert ended.code in (DONE, TEST_FAILED), ended
@@ -119,8 +151,14 @@ def test_submission(runs: Runs) -> None:
         "--compliance_test TEST06",
     ):
         assert option in readme
-    assert "rejected by the checker (scenarios_check): llama2-70b-99.9: the closed division needs Offline too" in said
-    assert said.count("against the rules: llama2-70b-99.9 Server: the model is a tiny one (--model_scale tiny)") == 1
+    assert (
+        "rejected by the checker (scenarios_check): llama2-70b-99.9: the closed division needs Offline too"
+        in said
+    )
+    assert (
+        said.count("against the rules: llama2-70b-99.9 Server: the model is a tiny one (--model_scale tiny)")
+        == 1
+    )
 
 
 @pytest.mark.parametrize("division", ["closed", "open"])
@@ -146,7 +184,10 @@ def test_what_is_too_small_is_listed(runs: Runs, division: str) -> None:
 @needs_checker
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_checker(runs: Runs, division: str) -> None:
-    """Scaled-down runs are rejected, for their size above all; every check that fails is listed, and no other."""
+    """Scaled-down runs are rejected, for their size above all.
+
+    Every check that fails is listed, and no other.
+    """
     pytest.importorskip("rouge_score")
     output, said, _ = submit(runs, ["Offline", "Server"], division)
     verdict = check_submission(output)
@@ -163,7 +204,12 @@ def test_official_verification_agrees(runs: Runs, scenario: str, tmp_path: Path)
     run = runs.get(scenario, "TEST06")
     runs.starter.mpillm("compliance", run).must(DONE)
     script = Path(INFERENCE) / "compliance" / "TEST06" / "run_verification.py"
-    subprocess.run([sys.executable, script, "-c", run, "-o", tmp_path, "-s", scenario], check=True, timeout=60, capture_output=True)
+    subprocess.run(
+        [sys.executable, script, "-c", run, "-o", tmp_path, "-s", scenario],
+        check=True,
+        timeout=60,
+        capture_output=True,
+    )
     for name in ("verify_accuracy.txt", "accuracy/mlperf_log_accuracy.json"):
         assert (tmp_path / "TEST06" / name).read_bytes() == (run / "TEST06" / name).read_bytes()
 
@@ -176,13 +222,19 @@ def test_official_truncation_agrees(runs: Runs, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     shutil.copytree(ours, whole)
     where = Path("closed/Us/results/box/llama2-70b-99.9/Server/accuracy")
-    shutil.copyfile(runs.get("Server", "accuracy") / "mlperf_log_accuracy.json", whole / where / "mlperf_log_accuracy.json")
+    shutil.copyfile(
+        runs.get("Server", "accuracy") / "mlperf_log_accuracy.json",
+        whole / where / "mlperf_log_accuracy.json",
+    )
     text = (whole / where / "accuracy.txt").read_text().partition("\nhash=")[0]
     (whole / where / "accuracy.txt").write_text(text)
     script = Path(INFERENCE) / "tools" / "submission" / "truncate_accuracy_log.py"
     theirs = tmp_path / "theirs"
     subprocess.run(
-        [sys.executable, script, "--input", whole, "--output", theirs, "--submitter", "Us"], check=True, timeout=60, capture_output=True
+        [sys.executable, script, "--input", whole, "--output", theirs, "--submitter", "Us"],
+        check=True,
+        timeout=60,
+        capture_output=True,
     )
     for name in ("mlperf_log_accuracy.json", "accuracy.txt"):
         assert (theirs / where / name).read_bytes() == (ours / where / name).read_bytes()

@@ -1,4 +1,5 @@
-"""Each workload and scenario, scaled down, as a person types it: LoadGen ends the test by its own rules for that workload."""
+"""Each workload and scenario, scaled down, as a person types it: LoadGen ends the test by its own rules for
+that workload."""
 
 from __future__ import annotations
 
@@ -22,22 +23,35 @@ LIMITS = {
     "llama3.1-405b-interactive": (4500, 80),
 }
 CASES = [
-    (name, scenario, mode) for name in LIMITS for scenario in workloads.get(name).scenarios for mode in ("aggregated", "disaggregated")
+    (name, scenario, mode)
+    for name in LIMITS
+    for scenario in workloads.get(name).scenarios
+    for mode in ("aggregated", "disaggregated")
 ]
 FAST = (("mixtral-8x7b", "Offline", "disaggregated"), ("llama2-70b", "Server", "aggregated"))
-FEW = ("--min_query_count", 60, "--server_target_qps", 20)  # of 459 at 10 per second, fewer than which can't be VALID
+# of 459 at 10 per second, fewer than which can't be VALID
+FEW = ("--min_query_count", 60, "--server_target_qps", 20)
 # Why a test is INVALID when the machine is slow or the test short.
 REASONS = {"latency limits", "early stopping", "minimum duration", "minimum query count"}
 
 
 def run(one: Starter, name: str, scenario: str, mode: str, *more: object) -> Ended:
     ranks = 3 if mode == "aggregated" else 4
-    ended = one.start(ranks, *("--benchmarks", name, "--scenarios", scenario, "--mode", mode, "--model_scale", "tiny"), *more, core="torch")
+    ended = one.start(
+        ranks,
+        *("--benchmarks", name, "--scenarios", scenario, "--mode", mode, "--model_scale", "tiny"),
+        *more,
+        core="torch",
+    )
     return ended.end(240)
 
 
 @pytest.mark.parametrize(
-    ("name", "scenario", "mode"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id="-".join(case)) for case in CASES]
+    ("name", "scenario", "mode"),
+    [
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id="-".join(case))
+        for case in CASES
+    ],
 )
 def test_tiny(one: Starter, name: str, scenario: str, mode: str) -> None:
     ended = run(one, name, scenario, mode, *(FEW if scenario == "Server" else ())).must(DONE)
@@ -51,7 +65,11 @@ def test_tiny(one: Starter, name: str, scenario: str, mode: str) -> None:
         result["samples_per_second"],
         f"{ended.seconds:.0f} s",
     )
-    assert result["workload"] == f"{name} (tiny)" and result["errors"] == 0 and result["samples"] >= tiny.n_samples
+    assert (
+        result["workload"] == f"{name} (tiny)"
+        and result["errors"] == 0
+        and result["samples"] >= tiny.n_samples
+    )
     assert result["loadgen_result"] == ("INVALID" if result["loadgen_unsatisfied"] else "VALID")
     assert set(result["loadgen_unsatisfied"]) <= REASONS
     if scenario == "Offline":
@@ -64,7 +82,10 @@ def test_tiny(one: Starter, name: str, scenario: str, mode: str) -> None:
     assert detail["requested_use_token_latencies"] is True
     if scenario == "Server":
         assert (result["loadgen"]["ttft_latency_ms"], result["loadgen"]["tpot_latency_ms"]) == (ttft, tpot)
-        assert (detail["requested_server_ttft_latency"], detail["requested_server_tpot_latency"]) == (ttft * 10**6, tpot * 10**6)
+        assert (detail["requested_server_ttft_latency"], detail["requested_server_tpot_latency"]) == (
+            ttft * 10**6,
+            tpot * 10**6,
+        )
         assert f"TTFT {ttft} ms, TPOT {tpot} ms" in ended.out
     assert detail["qsl_reported_performance_count"] == tiny.n_samples
     assert detail["effective_min_duration_ms"] == 0
@@ -73,7 +94,14 @@ def test_tiny(one: Starter, name: str, scenario: str, mode: str) -> None:
     # What is scaled is said, and where every value came from.
     assert f"scaled down: {tiny.scaled}" in ended.out
     config = ended.json("config.json")
-    for option in ("model_path", "max_output_len", "max_seq_len", "end_ids", "min_query_count", "dataset_path"):
+    for option in (
+        "model_path",
+        "max_output_len",
+        "max_seq_len",
+        "end_ids",
+        "min_query_count",
+        "dataset_path",
+    ):
         assert config[option]["source"] in (f"workload {name} (tiny)", "command line")
     made = ended.log_dir / "dataset"
     assert config["dataset_path"]["value"] == str(made)
@@ -86,9 +114,16 @@ def test_a_data_frame_is_converted_by_the_first_run(one: Starter) -> None:
     frame = one.folder / "set.pkl"
     pd.DataFrame({"tok_input": samples.prompts}).to_pickle(frame)
     for name, notes in (("first", 1), ("second", 0)):
-        ended = one.run(3, "--dataset_path", frame, "--test_mode", "AccuracyOnly", "--max_output_len", 2, log_dir=one.folder / name).must(
-            DONE
-        )
+        ended = one.run(
+            3,
+            "--dataset_path",
+            frame,
+            "--test_mode",
+            "AccuracyOnly",
+            "--max_output_len",
+            2,
+            log_dir=one.folder / name,
+        ).must(DONE)
         assert ended.out.count(f"data set converted for later runs: {frame}.arrays\n") == notes
         assert sorted(ended.accuracy_log()) == [(i, samples.answer(i, 2)) for i in range(1500)]
 
@@ -101,7 +136,16 @@ def test_arrays_and_accuracy(one: Starter) -> None:
     folder.mkdir()
     arrays(folder, tiny.n_samples, tiny.max_input_len, tiny.stop_words[0])
     ended = run(
-        one, "mixtral-8x7b", "Offline", "aggregated", "--dataset_path", folder, "--test_mode", "AccuracyOnly", "--max_output_len", 4
+        one,
+        "mixtral-8x7b",
+        "Offline",
+        "aggregated",
+        "--dataset_path",
+        folder,
+        "--test_mode",
+        "AccuracyOnly",
+        "--max_output_len",
+        4,
     ).must(DONE)
     assert sorted(index for index, _ in ended.accuracy_log()) == list(range(tiny.n_samples))
     assert all(2 <= len(answer) <= 4 for _, answer in ended.accuracy_log())

@@ -1,4 +1,5 @@
-"""The engine on one GPU: float32 tokens are those of transformers on the CPU, through graphs, contexts and preemptions."""
+"""The engine on one GPU: float32 tokens are those of transformers on the CPU, through graphs, contexts and
+preemptions."""
 
 from __future__ import annotations
 
@@ -60,28 +61,42 @@ def test_tokens(preset: str, tmp_path: Path) -> None:
     save_preset(preset, tmp_path)
     prompts = random_prompts([1, 2, 3, 31, 32, 33, *np.random.default_rng(7).integers(4, 90, 14).tolist()])
     expected = oracle(tmp_path, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
-    for options in ({}, {"max_batch_size": 5, "max_num_tokens": 7}, SCARCE, {"tokens_per_block": 64, "max_batch_size": 100}):
+    for options in (
+        {},
+        {"max_batch_size": 5, "max_num_tokens": 7},
+        SCARCE,
+        {"tokens_per_block": 64, "max_batch_size": 100},
+    ):
         core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, **options)
         assert core.engine.cache.keys.is_cuda
         found = answer(core, make_batch(prompts))
         # A router's choice is a near tie now and then, and sums on a GPU end differently in their last bits.
-        assert sum(a == b for a, b in zip(found, expected, strict=True)) >= (18 if preset == "tiny-mixtral" else 20), options
+        assert sum(a == b for a, b in zip(found, expected, strict=True)) >= (
+            18 if preset == "tiny-mixtral" else 20
+        ), options
         assert (options is SCARCE) <= (core.statistics()["preemptions"] > 0)
     ends = (expected[3][5], expected[6][2])
     core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, end_ids=ends)
     found = answer(core, make_batch(prompts))
     wanted = oracle(tmp_path, prompts, N_OUTPUT, eos_token_id=list(ends))
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= (18 if preset == "tiny-mixtral" else 20)
-    sampled: dict[str, Any] = {"temperature": 0.7, "seed": np.arange(20), "top_k": [0, 20] * 10, "top_p": [1, 1, 0.7, 0.9] * 5}
+    sampled: dict[str, Any] = {
+        "temperature": 0.7,
+        "seed": np.arange(20),
+        "top_k": [0, 20] * 10,
+        "top_p": [1, 1, 0.7, 0.9] * 5,
+    }
     on_cpu = make_core(tmp_path)
     on_cpu.enqueue(make_batch(prompts, **sampled))
     wanted = Answers().run(on_cpu).tokens()
     found = answer(make_core(tmp_path, gpu_bytes=8 << 30, device=0), make_batch(prompts, **sampled))
-    assert sum(a == b for a, b in zip(wanted, found, strict=True)) >= 17  # a sum may end on the other side of a uniform number
+    # a sum may end on the other side of a uniform number
+    assert sum(a == b for a, b in zip(wanted, found, strict=True)) >= 17
 
 
 def test_a_mixture_is_a_graph_like_any_model() -> None:
-    """64 answers, alone in a step and together, are those of the CPU, and nothing of a step waits for the device."""
+    """64 answers, alone in a step and together, are those of the CPU, and nothing of a step waits for the
+    device."""
     prompts = random_prompts(np.random.default_rng(8).integers(1, 90, 64).tolist())
     on_cpu = make_core("tiny-mixtral", dtype="float32")
     on_cpu.enqueue(make_batch(prompts))
@@ -116,7 +131,9 @@ def forget_kernels() -> None:
 @pytest.mark.parametrize("limits", [(64, 1024), (3, 50), (70, 300)])
 @pytest.mark.parametrize(("quantization", "kv_cache_dtype"), [("none", "auto"), ("fp8", "fp8")])
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mixtral"])
-def test_nothing_is_compiled_after_the_load(preset: str, quantization: str, kv_cache_dtype: str, limits: tuple[int, int]) -> None:
+def test_nothing_is_compiled_after_the_load(
+    preset: str, quantization: str, kv_cache_dtype: str, limits: tuple[int, int]
+) -> None:
     """Whatever number of sequences and tokens comes together, and however a token is chosen."""
     forget_kernels()
     before = compilations.count()
@@ -131,7 +148,10 @@ def test_nothing_is_compiled_after_the_load(preset: str, quantization: str, kv_c
         max_batch_size=limits[0],
         max_num_tokens=limits[1],
     )
-    print(f"{preset} {quantization} {limits}: {compilations.count() - before} compiled in {time.perf_counter() - started:.1f} s")
+    print(
+        f"{preset} {quantization} {limits}: {compilations.count() - before} compiled in"
+        f" {time.perf_counter() - started:.1f} s"
+    )
     assert compilations.count() > before + 10
     core.start_test()
     rng = np.random.default_rng(9)
@@ -139,7 +159,14 @@ def test_nothing_is_compiled_after_the_load(preset: str, quantization: str, kv_c
         prompts = random_prompts(rng.integers(1, 200, n).tolist())
         answer(core, make_batch(prompts, max_output=rng.integers(1, N_OUTPUT, n)))
     for fields in ({"top_k": 5}, {"top_p": 0.7}, {}, {"min_output": 4}):
-        answer(core, make_batch(random_prompts(rng.integers(1, 60, 33).tolist()), temperature=rng.integers(0, 2, 33) * 0.8, **fields))
+        answer(
+            core,
+            make_batch(
+                random_prompts(rng.integers(1, 60, 33).tolist()),
+                temperature=rng.integers(0, 2, 33) * 0.8,
+                **fields,
+            ),
+        )
     assert core.compiled_in_test() == []
 
 
@@ -160,14 +187,23 @@ def test_pieces_of_a_handoff_are_one_kernel_each_way() -> None:
     forget_kernels()
     compilations.watch_triton()
     cache, before = KVCache(4, 50, 4, 32, 64, torch.bfloat16, "cuda"), compilations.count()
-    for n_tokens, layer, head in ((8, 0, 0), (1, 1, 0), (16, 0, 1), (17, 3, 2), (320, 2, 1), (321, 0, 2), (1500, 0, 0)):
+    for n_tokens, layer, head in (
+        (8, 0, 0),
+        (1, 1, 0),
+        (16, 0, 1),
+        (17, 3, 2),
+        (320, 2, 1),
+        (321, 0, 2),
+        (1500, 0, 0),
+    ):
         where = [Held(list(range(1, 48)), n_tokens)], slice(layer, 4), slice(head, head + 2)
         cache.write(*where, cache.read(*where))
     assert compilations.count() == before + 2, compilations.since(before)
 
 
 class Watched(GpuWorker):
-    """Notes the positions that lie in the buffers whenever kernels are launched, but for a capture: nothing runs then."""
+    """Notes the positions that lie in the buffers whenever kernels are launched, but for a capture: nothing
+    runs then."""
 
     highest: dict[int, int]
 
@@ -178,10 +214,13 @@ class Watched(GpuWorker):
 
 
 def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more slots than positions: what the larger size left in the buffers was taken for positions, past the tables' end."""
+    """With more slots than positions: what the larger size left in the buffers was taken for positions, past
+    the tables' end."""
     monkeypatch.setattr(Watched, "highest", {}, raising=False)
     monkeypatch.setattr("mpillm.engine.gpu_worker.GpuWorker", Watched)
-    core = make_core("tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=200, max_seq_len=48)
+    core = make_core(
+        "tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=200, max_seq_len=48
+    )
     assert list(Watched.highest) == ladder(200)[::-1]
     assert max(Watched.highest.values()) < core.info.max_seq_len
     prompts = random_prompts([1 + i % 23 for i in range(200)])
@@ -192,23 +231,32 @@ def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class PlainFp8Linear(Linear):
-    """What `Fp8Linear` computes, in float32: rows of x rounded where it rounds them, weights multiplied out."""
+    """What `Fp8Linear` computes, in float32: rows of x rounded where it rounds, weights multiplied out."""
 
     def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
         self.out_features, self.in_features = numbers.shape
         self._floats = dequantize_rows(numbers, scales, torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        seen = x.bfloat16().float() if len(x) <= WIDENED_ROWS else dequantize_rows(*quantize_rows(x, "fp8"), torch.float32)
+        seen = (
+            x.bfloat16().float()
+            if len(x) <= WIDENED_ROWS
+            else dequantize_rows(*quantize_rows(x, "fp8"), torch.float32)
+        )
         return (seen @ self._floats.T).to(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_products(dtype: torch.dtype) -> None:
-    """Through a graph as well, the same bits each time; all widths of Llama 8B, and some that no tile fits."""
+    """Through a graph as well, the same bits each time.
+
+    All widths of Llama 8B, and some that no tile fits.
+    """
     torch.manual_seed(0)
     for n_out, n_in in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (48, 16), (80, 4112)):
-        numbers, scales = quantize_rows(torch.randn(n_out, n_in, device="cuda") * torch.rand(n_out, 1, device="cuda"), "fp8")
+        numbers, scales = quantize_rows(
+            torch.randn(n_out, n_in, device="cuda") * torch.rand(n_out, 1, device="cuda"), "fp8"
+        )
         plain, product = PlainFp8Linear(numbers, scales), Fp8Linear(numbers, scales)
         for n in (1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 200):
             x = (torch.randn(n, n_in) * torch.logspace(-3, 3, n)[:, None]).to("cuda", dtype)
@@ -216,7 +264,12 @@ def test_fp8_products(dtype: torch.dtype) -> None:
             errors = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
             # Tensor cores sum products of fp8 numbers with fewer bits than float32 has.
             limit = 1e-2 if n > WIDENED_ROWS else 5e-3 if dtype == torch.bfloat16 else 1e-4
-            assert found.dtype == dtype and found.shape == (n, n_out) and float(errors.max()) < limit, (n_out, n_in, n, errors)
+            assert found.dtype == dtype and found.shape == (n, n_out) and float(errors.max()) < limit, (
+                n_out,
+                n_in,
+                n,
+                errors,
+            )
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 captured = product(x)
@@ -228,12 +281,19 @@ def test_fp8_products(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("source", ["at load", "checkpoint", "engine"])
 def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    """First tokens are those of the CPU with the same arithmetic. Later ones part: a last bit may round to another fp8 number."""
+    """First tokens are those of the CPU with the same arithmetic.
+
+    Later ones part: a last bit may round to another fp8 number.
+    """
     folder, options = tmp_path / "model", {"quantization": "fp8"}
     save_preset("tiny-llama", folder)
     prompts = [np.random.default_rng(i).integers(0, 512, 1 + 7 * i).tolist() for i in range(20)]
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "make_linear", lambda w, scales, dtype: Linear(w) if scales is None else PlainFp8Linear(w, scales))
+        patch.setattr(
+            weights,
+            "make_linear",
+            lambda w, scales, dtype: Linear(w) if scales is None else PlainFp8Linear(w, scales),
+        )
         on_cpu = make_core(folder, quantization="fp8")
         on_cpu.enqueue(make_batch(prompts))
         wanted = Answers().run(on_cpu).tokens()
@@ -248,14 +308,21 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> No
     assert core.worker is not None and type(core.worker.model.layers[0].qkv) is Fp8Linear
     found = answer(core, make_batch(prompts))
     same = sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True))
-    parted = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), N_OUTPUT) for a, b in zip(found, wanted, strict=True)]
-    print(f"fp8 {source}: {same} of 20 first tokens as on the CPU, parted after {np.mean(parted):.1f} of {N_OUTPUT} tokens on average")
+    parted = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), N_OUTPUT)
+        for a, b in zip(found, wanted, strict=True)
+    ]
+    print(
+        f"fp8 {source}: {same} of 20 first tokens as on the CPU, parted after {np.mean(parted):.1f} of"
+        f" {N_OUTPUT} tokens on average"
+    )
     assert same >= 18
 
 
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 5, "max_num_tokens": 7}, SCARCE], ids=str)
 def test_a_cache_in_fp8(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Answers in float32 are those of the CPU, but where a last bit rounds a key or a value to another number."""
+    """Answers in float32 are those of the CPU, but where a last bit rounds a key or a value to another
+    number."""
     save_preset("tiny-llama", tmp_path)
     prompts = random_prompts(np.random.default_rng(3).integers(1, 90, 20).tolist())
     on_cpu = make_core(tmp_path, kv_cache_dtype="fp8")

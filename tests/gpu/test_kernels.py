@@ -1,4 +1,7 @@
-"""The Triton kernels against plain PyTorch, on a GPU; with TRITON_INTERPRET=1 and Triton installed, slowly, on none."""
+"""The Triton kernels against plain PyTorch, on a GPU.
+
+With TRITON_INTERPRET=1 and Triton installed, slowly, on none.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,12 @@ def test_between_the_products(dtype: torch.dtype) -> None:
         x, delta = torch.randn(2, n, width, device=DEVICE).to(dtype)
         weight = torch.randn(width, device=DEVICE).to(dtype)
         x2 = x.clone()
-        assert error(kernels.add_norm(x, None, weight, 1e-5), plain.add_norm(x2, None, weight, 1e-5)) < limit(dtype)
-        assert error(kernels.add_norm(x, delta, weight, 1e-5), plain.add_norm(x2, delta, weight, 1e-5)) < limit(dtype)
+        assert error(kernels.add_norm(x, None, weight, 1e-5), plain.add_norm(x2, None, weight, 1e-5)) < limit(
+            dtype
+        )
+        assert error(
+            kernels.add_norm(x, delta, weight, 1e-5), plain.add_norm(x2, delta, weight, 1e-5)
+        ) < limit(dtype)
         assert torch.equal(x, x2)
         gate_up = torch.randn(n, 2 * width, device=DEVICE).to(dtype)
         assert error(kernels.silu_mul(gate_up), plain.silu_mul(gate_up.clone())) < limit(dtype)
@@ -52,20 +59,27 @@ def test_between_the_products(dtype: torch.dtype) -> None:
             wanted = fp8_kernels.quantize_rows(floats)
             assert in_fp8.dtype == dtype
             torch.testing.assert_close(in_fp8.scales, wanted.scales, atol=0, rtol=1e-6)
-            assert (in_fp8.numbers.float() != wanted.numbers.float()).float().mean() < (0 if dtype == torch.bfloat16 else 2e-3) + 1e-9
+            assert (in_fp8.numbers.float() != wanted.numbers.float()).float().mean() < (
+                0 if dtype == torch.bfloat16 else 2e-3
+            ) + 1e-9
         assert torch.equal(x, x2)
     table = torch.randn(50, 576, device=DEVICE).to(dtype)
     tokens = torch.tensor([-1, 10, 59, 60, 9, -1], device=DEVICE)
     slots = torch.tensor([2, 0, 0, 0, 0, 1], device=DEVICE)
     last = torch.tensor([0, 5, 33], device=DEVICE)
-    assert torch.equal(kernels.embed(table, tokens, slots, last, 10), plain.embed(table, tokens, slots, last, 10))
+    assert torch.equal(
+        kernels.embed(table, tokens, slots, last, 10), plain.embed(table, tokens, slots, last, 10)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_in_fp8(dtype: torch.dtype) -> None:
-    """The same bits as in PyTorch, but where a quotient lies within a rounding error of the middle between two numbers."""
+    """The same bits as in PyTorch, but where a quotient lies within a rounding error of the middle between
+    two numbers."""
     for n, width in ((1, 64), (3, 576), (70, 4096), (5, 14336)):
-        x = (torch.randn(n, width, device=DEVICE) * torch.logspace(-4, 4, n, device=DEVICE)[:, None]).to(dtype)
+        x = (torch.randn(n, width, device=DEVICE) * torch.logspace(-4, 4, n, device=DEVICE)[:, None]).to(
+            dtype
+        )
         x[n // 2] = 0
         (rows, scales, _), (rows_too, scales_too) = fp8_kernels.quantize_rows(x), quantize_rows(x, "fp8")
         assert rows.dtype == torch.float8_e4m3fn and scales.shape == (n, 1)
@@ -95,14 +109,23 @@ def test_every_fp8_number() -> None:
 @pytest.mark.parametrize("held", ["as computed", "bfloat16", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "d", "size"), [(32, 8, 128, 32), (9, 3, 64, 16), (8, 4, 16, 8), (4, 4, 80, 64), (8, 1, 128, 32)]
+    ("heads", "kv_heads", "d", "size"),
+    [(32, 8, 128, 32), (9, 3, 64, 16), (8, 4, 16, 8), (4, 4, 80, 64), (8, 1, 128, 32)],
 )
 def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dtype, held: str) -> None:
-    """Contexts of many lengths, blocks anywhere, what no row may see is not a number; in caches of every type."""
+    """Contexts of many lengths, blocks anywhere, what no row may see is not a number.
+
+    In caches of every type.
+    """
     torch.manual_seed(heads)
     held_dtype = KV_DTYPES.get(held, dtype)
-    scales = torch.rand(2, kv_heads, device=DEVICE) / 50 + 0.002 if held == "fp8" else None  # the largest are cut off
-    lengths = [0, 1, 5, size - 1, size, 3 * size + 2, 200] if INTERPRETED else [0, 1, 5, size - 1, size, 3 * size + 2, 200, 1000, 3333]
+    # the largest are cut off
+    scales = torch.rand(2, kv_heads, device=DEVICE) / 50 + 0.002 if held == "fp8" else None
+    lengths = (
+        [0, 1, 5, size - 1, size, 3 * size + 2, 200]
+        if INTERPRETED
+        else [0, 1, 5, size - 1, size, 3 * size + 2, 200, 1000, 3333]
+    )
     n, per_slot = len(lengths), (max(lengths) + 70) // size + 1
     blocks = torch.randperm(n * per_slot, device=DEVICE) + 1
     table = blocks.view(n, per_slot).to(torch.int32)
@@ -111,7 +134,9 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
     for i, length in enumerate(lengths):
         for j in range(length):
             for pool, some in zip(ours, [None, None] if scales is None else scales, strict=True):
-                pool[table[slots[i], j // size], :, j % size] = rounded(torch.randn(kv_heads, d, device=DEVICE).to(dtype), held_dtype, some)
+                pool[table[slots[i], j // size], :, j % size] = rounded(
+                    torch.randn(kv_heads, d, device=DEVICE).to(dtype), held_dtype, some
+                )
     theirs = ours.clone()
     angles = torch.randn(5000, d // 2, device=DEVICE)
     rotations = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1)
@@ -142,7 +167,9 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
 
     news = [2, 3, 17, 40, 64, 5, 33][:n] + [2] * max(0, n - 7)
     starts = [sum(news[:i]) for i in range(n)]
-    positions = torch.cat([torch.arange(length + 1, length + 1 + new) for length, new in zip(lengths, news, strict=True)]).to(DEVICE)
+    positions = torch.cat(
+        [torch.arange(length + 1, length + 1 + new) for length, new in zip(lengths, news, strict=True)]
+    ).to(DEVICE)
     row_slots = torch.repeat_interleave(slots, torch.tensor(news, device=DEVICE))
     qkv = torch.randn(sum(news), heads + 2 * kv_heads, d, device=DEVICE).to(dtype)
     if not all((length + new) // size < per_slot for length, new in zip(lengths, news, strict=True)):
@@ -193,9 +220,13 @@ SIZES += [] if INTERPRETED else [(48, 512, 256), (150, 512, 256), (300, 512, 256
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n_experts", "n_chosen", "experts"), [(8, 2, range(8)), (8, 2, range(4, 6)), (5, 3, range(2)), (2, 2, range(1))])
+@pytest.mark.parametrize(
+    ("n_experts", "n_chosen", "experts"),
+    [(8, 2, range(8)), (8, 2, range(4, 6)), (5, 3, range(2)), (2, 2, range(1))],
+)
 def test_experts(n_experts: int, n_chosen: int, experts: range, dtype: torch.dtype) -> None:
-    """Any number of rows, with one expert that nobody of many chooses, and with all rows on one rank's or on none of them."""
+    """Any number of rows, with one expert that nobody of many chooses, and with all rows on one rank's or on
+    none of them."""
     torch.manual_seed(n_experts)
     for n, width, inner in SIZES:
         scores = torch.rand(n, n_experts, device=DEVICE).argsort(1).to(dtype) / 2  # no two alike in a row
@@ -207,7 +238,10 @@ def test_experts(n_experts: int, n_chosen: int, experts: range, dtype: torch.dty
             by_size = (choice.weights.float().sort(1).values for choice in (found, wanted))
             torch.testing.assert_close(*by_size, atol=limit(dtype), rtol=0)
             x = torch.randn(n, width, device=DEVICE).to(dtype)
-            up, down = (torch.randn(len(experts), *shape, device=DEVICE).to(dtype) / 8 for shape in ((inner, width), (width, inner)))
+            up, down = (
+                torch.randn(len(experts), *shape, device=DEVICE).to(dtype) / 8
+                for shape in ((inner, width), (width, inner))
+            )
             out = kernels.combine(grouped_product(grouped_product(x, up, found), down, found), found.weights)
             expected = plain.combine(by_expert(by_expert(x, up, wanted), down, wanted), wanted.weights)
             assert out.shape == x.shape

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("disagg", "launch", "mpillm")
 
 _COMMAND = re.compile(
-    r"(time |[A-Z_]+=\S+ )?(\.venv/bin/)?(python3? -m mpillm [a-z]|mpirun -n \S+ (python3? -m mpillm|make) |srun |make [a-z]|\$R )"
+    r"(time |[A-Z_]+=\S+ )?(\.venv/bin/)?(python3? -m mpillm [a-z]|mpirun -n \S+ (python3? -m mpillm|make)"
+    r" |srun |make [a-z]|\$R )"
 )
 _ASSIGNMENT = re.compile(r"(export )?[A-Z_]+=\"")
 
@@ -43,7 +44,9 @@ def of_pages() -> Iterator[Advice]:
                     setting.append(command)
                 elif _COMMAND.match(command):
                     yield Advice(where, command, tuple(setting))
-        for span in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)):
+        for span in re.findall(
+            r"`([^`]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+        ):
             if _COMMAND.match(command := " ".join(span.split())) and "…" not in command:
                 yield Advice(where, command)
 
@@ -71,7 +74,13 @@ def strings() -> Iterator[tuple[str, str]]:
             for node in ast.walk(tree):
                 if isinstance(node, ast.JoinedStr):
                     apart.update(id(part) for part in node.values)
-                    yield where, "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+                    yield (
+                        where,
+                        "".join(
+                            str(part.value) if isinstance(part, ast.Constant) else "{}"
+                            for part in node.values
+                        ),
+                    )
             for node in ast.walk(tree):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart:
                     yield where, node.value

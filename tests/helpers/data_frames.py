@@ -15,5 +15,8 @@ def write_frame(file: Path, columns: Mapping[str, Sequence[Any] | NDArray[Any]])
     """A pickled data frame: columns of objects (texts, lists of integers), and of numbers where they are
     numpy arrays.
     """
-    series = {name: pd.Series(values, dtype=values.dtype if isinstance(values, np.ndarray) else object) for name, values in columns.items()}
+    series = {
+        name: pd.Series(values, dtype=values.dtype if isinstance(values, np.ndarray) else object)
+        for name, values in columns.items()
+    }
     pd.DataFrame(series).to_pickle(file)

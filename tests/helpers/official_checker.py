@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 INFERENCE = os.environ.get("MPILLM_INFERENCE_REPO", "")
-needs_checker = pytest.mark.skipif(not INFERENCE, reason="MPILLM_INFERENCE_REPO is not set: no clone of mlcommons/inference")
+needs_checker = pytest.mark.skipif(
+    not INFERENCE, reason="MPILLM_INFERENCE_REPO is not set: no clone of mlcommons/inference"
+)
 
 STOPS = "it stops there"  # what our list says where the checker ends with a traceback
 
@@ -61,7 +63,9 @@ def check_submission(output: Path, version: str = "v6.1") -> Verdict:
         text=True,
         timeout=120,
     )
-    checks = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("CHECK")]
+    checks = [
+        json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("CHECK")
+    ]
     failed = {(benchmark, scenario, check) for benchmark, scenario, _, check, passed in checks if not passed}
     if "Traceback" in done.stderr:
         failed = {("", "", STOPS)}
@@ -77,7 +81,9 @@ def listed(said: str) -> set[tuple[str, str, str]]:
     found = set()
     for checks, text in re.findall(r"^  rejected by the checker \(([^)]*)\): (.*)$", said, re.MULTILINE):
         concerned = [result for result in results if text.startswith(f"{' '.join(result)}: ")]
-        concerned = concerned or [result for result in results if text.startswith((f"{result[0]}: ", "the system description: "))]
+        concerned = concerned or [
+            result for result in results if text.startswith((f"{result[0]}: ", "the system description: "))
+        ]
         assert concerned, text
         found |= {(*result, check) for result in concerned for check in checks.split(", ")}
     return {("", "", STOPS)} if any(check == STOPS for *_, check in found) else found

@@ -8,7 +8,17 @@ from torch import Tensor
 from mpillm.engine.cache.kv_cache import rounded, widened
 from mpillm.engine.model.ops import add_norm, combine, route, silu_mul
 
-__all__ = ["add_norm", "combine", "context_attention", "context_tile", "decode_attention", "embed", "rotate_store", "route", "silu_mul"]
+__all__ = [
+    "add_norm",
+    "combine",
+    "context_attention",
+    "context_tile",
+    "decode_attention",
+    "embed",
+    "rotate_store",
+    "route",
+    "silu_mul",
+]
 
 
 def embed(weight: Tensor, tokens: Tensor, slots: Tensor, last: Tensor, first: int) -> Tensor:
@@ -39,17 +49,23 @@ def rotate_store(
     values[block, :, positions % size] = rounded(qkv[:, n_heads + k :], values.dtype, value_scales)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, blocks: Tensor, positions: Tensor) -> Tensor:
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, blocks: Tensor, positions: Tensor
+) -> Tensor:
     """q [rows, heads, head_dim] of one sequence, in float32."""
     k, size, d = keys.shape[1:]
     n = int(positions.max()) + 1
     blocks = blocks[: -(-n // size)].long()
     pools = zip((keys, values), (None, None) if scales is None else scales, strict=True)
     wide = (widened(pool[blocks], torch.float32, some) for pool, some in pools)
-    keys, values = (x.transpose(0, 1).reshape(k, -1, d)[:, :n].repeat_interleave(q.shape[1] // k, 0) for x in wide)
+    keys, values = (
+        x.transpose(0, 1).reshape(k, -1, d)[:, :n].repeat_interleave(q.shape[1] // k, 0) for x in wide
+    )
     scores = torch.einsum("rhd,htd->rht", q.float(), keys) / d**0.5
     hidden = torch.arange(n, device=q.device) > positions[:, None]
-    return torch.einsum("rht,htd->rhd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values).flatten(1)
+    return torch.einsum(
+        "rht,htd->rhd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values
+    ).flatten(1)
 
 
 def decode_attention(
@@ -64,7 +80,9 @@ def decode_attention(
     n_heads: int,
 ) -> None:
     for i, (slot, position) in enumerate(zip(slots.tolist(), positions, strict=True)):
-        out[i] = _attend(qkv[i : i + 1, :n_heads], keys, values, scales, table[slot], position[None])[0].to(out.dtype)
+        out[i] = _attend(qkv[i : i + 1, :n_heads], keys, values, scales, table[slot], position[None])[0].to(
+            out.dtype
+        )
 
 
 def context_tile(n_heads: int, n_kv_heads: int, dtype: torch.dtype) -> int:
@@ -72,8 +90,17 @@ def context_tile(n_heads: int, n_kv_heads: int, dtype: torch.dtype) -> int:
 
 
 def context_attention(
-    qkv: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, table: Tensor, tiles: Tensor, out: Tensor, n_heads: int
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
+    table: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    n_heads: int,
 ) -> None:
     for row, n, position, slot in tiles.tolist():
         positions = torch.arange(position, position + n, device=qkv.device)
-        out[row : row + n] = _attend(qkv[row : row + n, :n_heads], keys, values, scales, table[slot], positions).to(out.dtype)
+        out[row : row + n] = _attend(
+            qkv[row : row + n, :n_heads], keys, values, scales, table[slot], positions
+        ).to(out.dtype)

@@ -36,7 +36,10 @@ class Echo(LLMCore):
 
     def enqueue(self, requests: Batch) -> None:
         offsets = requests.offsets()
-        self._waiting += [Batch(requests.rows[i : i + 1], requests.tokens[offsets[i] : offsets[i + 1]]) for i in range(len(requests))]
+        self._waiting += [
+            Batch(requests.rows[i : i + 1], requests.tokens[offsets[i] : offsets[i + 1]])
+            for i in range(len(requests))
+        ]
         assert len(self._waiting) <= 5, "more than it granted"
 
     def has_work(self) -> bool:
@@ -45,7 +48,9 @@ class Echo(LLMCore):
     def poll_responses(self) -> Batch | None:
         request = self._waiting.pop(0)
         tokens = request.tokens[::-1][: request.rows["max_output"][0]].astype(np.int32)
-        rows = np.array([(request.rows["id"][0], len(tokens), ResponseFlag.FIRST | ResponseFlag.FINAL)], RESPONSE)
+        rows = np.array(
+            [(request.rows["id"][0], len(tokens), ResponseFlag.FIRST | ResponseFlag.FINAL)], RESPONSE
+        )
         return Batch(rows, tokens)
 
 
@@ -65,7 +70,10 @@ class Counting(DummyCore):
     def poll_responses(self) -> Batch | None:
         responses = super().poll_responses()
         if responses is not None:
-            before, self._answered = self._answered, self._answered + int(((responses.rows["flags"] & ResponseFlag.FINAL) != 0).sum())
+            before, self._answered = (
+                self._answered,
+                self._answered + int(((responses.rows["flags"] & ResponseFlag.FINAL) != 0).sum()),
+            )
             if before // 2000 != self._answered // 2000:
                 draft = Path(f"answered_{self.config.rank}.part")
                 draft.write_text(str(self._answered))

@@ -63,7 +63,7 @@ class FailingHandoff(TorchCore):
 
 
 class Greedy(TorchCore):
-    """Takes all requests at once, whatever its KV cache holds: only the scheduler decides which of them run."""
+    """Takes all requests at once, whatever its KV cache holds: only the scheduler decides which run."""
 
     def credits(self) -> Credits:
         return Credits(1 << 20, 1 << 40)

@@ -15,8 +15,13 @@ def dequantized(folder: Path, target: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (target / "config.json").write_text(json.dumps(config))
-    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    scales = {name.removesuffix("_scale"): tensors.pop(name) for name in [name for name in tensors if name.endswith("_scale")]}
+    tensors = {
+        name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    scales = {
+        name.removesuffix("_scale"): tensors.pop(name)
+        for name in [name for name in tensors if name.endswith("_scale")]
+    }
     assert scales
     floats = {name: tensor.to(torch.float32) * scales.get(name, 1) for name, tensor in tensors.items()}
     save_file(floats, target / "model.safetensors", metadata={"format": "pt"})

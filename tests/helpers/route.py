@@ -1,4 +1,7 @@
-"""A route communicator of ranks that are objects of one process; messages of one pair of ranks keep their order, and no others do."""
+"""A route communicator of ranks that are objects of one process.
+
+Messages of one pair of ranks keep their order, and no others do.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ class Route:
         self.handlers: dict[Tag, Callable[[Received], None]] = {}
 
     def send(self, dest: int, tag: Tag, buffer: Buffer) -> None:
-        self._network.under_way.setdefault((self.rank, dest), deque()).append(Received(self.rank, tag, buffer))
+        self._network.under_way.setdefault((self.rank, dest), deque()).append(
+            Received(self.rank, tag, buffer)
+        )
 
 
 class Network:

@@ -15,7 +15,14 @@ SEEDS = {  # of round v6.1
     "effective_schedule_rng_seed": 16159082839903944936,
 }
 MACHINE = {
-    "cpu": {"model": "CPU 9000", "sockets": 2, "cores": 64, "threads": 128, "max_mhz": 3000, "caches": ["L1d 32K", "L2 1024K"]},
+    "cpu": {
+        "model": "CPU 9000",
+        "sockets": 2,
+        "cores": 64,
+        "threads": 128,
+        "max_mhz": 3000,
+        "caches": ["L1d 32K", "L2 1024K"],
+    },
     "memory_bytes": 512 << 30,
     "storage": {"bytes": 900 << 30, "disks": [{"name": "nvme0n1", "bytes": 960 << 30, "type": "NVMe SSD"}]},
     "network": [{"name": f"ib{i}", "type": "InfiniBand", "mbit_per_s": 400_000} for i in range(2)],
@@ -50,7 +57,9 @@ FULL_SIZE = {
 }
 
 
-def log_entry(index: int, tokens: Sequence[int], first: Sequence[int] | None = None, count: int | None = None) -> dict[str, Any]:
+def log_entry(
+    index: int, tokens: Sequence[int], first: Sequence[int] | None = None, count: int | None = None
+) -> dict[str, Any]:
     """An entry of LoadGen's accuracy log."""
     entry = {"seq_id": index, "qsl_idx": index, "data": np.array(tokens, "<i4").tobytes().hex().upper()}
     if first is not None:
@@ -90,7 +99,10 @@ def make_run(
         "system_name": None,
         **config,
     }
-    write(path / "config.json", {name: {"value": value, "source": "command line"} for name, value in fields.items()})
+    write(
+        path / "config.json",
+        {name: {"value": value, "source": "command line"} for name, value in fields.items()},
+    )
     write(
         path / "result.json",
         {
@@ -105,7 +117,10 @@ def make_run(
     ranks = [{"rank": 0, "roles": ["harness"], "node": "n0", "device": None}]
     ranks += [{"rank": 1 + i, "roles": ["executor"], "node": "n0", "device": i} for i in range(workers)]
     write(path / "plan.json", {"world_size": workers + 1, "ranks": ranks})
-    write(path / "ranks.json", [{"rank": 0, "host": "n0", "versions": {"mpillm": "0.1.0", "Python": "3.11", "MPI": "Open MPI v5"}}])
+    write(
+        path / "ranks.json",
+        [{"rank": 0, "host": "n0", "versions": {"mpillm": "0.1.0", "Python": "3.11", "MPI": "Open MPI v5"}}],
+    )
     write(path / "machines.json", {"n0": machine})
     (path / "user.conf").write_text("llama2-70b.Offline.target_qps = 10\n")
     total = len(answers) if n_samples is None else n_samples
@@ -120,7 +135,10 @@ def make_run(
         **SEEDS,
         **(detail or {}),
     }
-    lines = [":::MLLOG " + json.dumps({"key": key, "value": value, "metadata": {"is_error": False}}) for key, value in entries.items()]
+    lines = [
+        ":::MLLOG " + json.dumps({"key": key, "value": value, "metadata": {"is_error": False}})
+        for key, value in entries.items()
+    ]
     (path / "mlperf_log_detail.txt").write_text("\n".join(lines) + "\n")
     (path / "mlperf_log_summary.txt").write_text("MLPerf Results Summary\n")
     write(path / "mlperf_log_accuracy.json", list(answers))

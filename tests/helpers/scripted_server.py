@@ -92,7 +92,10 @@ def good(request: Request) -> Reply:
 
 @dataclass
 class ScriptedServer:
-    """Listens on a port of the kernel's choice. `completions` answers requests for completions, `others` every other path that it names."""
+    """Listens on a port of the kernel's choice.
+
+    `completions` answers requests for completions, `others` every other path that it names.
+    """
 
     completions: Callable[[Request], Reply] = good
     others: dict[str, Callable[[Request], Reply]] = field(default_factory=dict)
@@ -112,7 +115,9 @@ class ScriptedServer:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
         for thread in (self._thread, *self._threads):
             if thread is not threading.current_thread():
@@ -142,7 +147,9 @@ class ScriptedServer:
                     _shut(connection)
                     return
                 self._connections.append(connection)
-                thread = threading.Thread(target=self._talk, args=(connection, len(self._threads)), daemon=True)
+                thread = threading.Thread(
+                    target=self._talk, args=(connection, len(self._threads)), daemon=True
+                )
                 self._threads.append(thread)
             thread.start()
 
@@ -188,7 +195,9 @@ def _read(file: Any, number: int) -> Request | None:
     while (line := file.readline().strip()) != b"":
         name, _, value = line.decode().partition(":")
         headers[name.lower()] = value.strip()
-    return Request(first.split()[1].decode(), headers, file.read(int(headers.get("content-length", 0))), number)
+    return Request(
+        first.split()[1].decode(), headers, file.read(int(headers.get("content-length", 0))), number
+    )
 
 
 def _shut(connection: socket.socket) -> None:

@@ -47,7 +47,11 @@ class World:
         generations = [i for i, role in enumerate(roles) if role == "gen"]
         for i, role in enumerate(roles):
             name = {"ctx": "context", "gen": "generation", "executor": "executor"}[role]
-            core = DummyCore(CoreConfig("dummy", role=name, instance=i, rank=2 + i, max_batch_size=MAX_BATCH, options=options))
+            core = DummyCore(
+                CoreConfig(
+                    "dummy", role=name, instance=i, rank=2 + i, max_batch_size=MAX_BATCH, options=options
+                )
+            )
             core.connect(wire.mover(2 + i), {j: Peer(2 + j, 1, 1) for j in range(n)})
             core.load()
             self.cores.append(core)
@@ -90,7 +94,14 @@ class World:
             assert isinstance(role, InstanceRole)
             assert role._owed == 0 and role.done("drain")
             assert not core.has_work() and core._running == 0 and len(core._streams) == 0
-            assert not (core._kv or core._moving or core._waiting or core._instant or core._events or core._cancelled_before)
+            assert not (
+                core._kv
+                or core._moving
+                or core._waiting
+                or core._instant
+                or core._events
+                or core._cancelled_before
+            )
         for role in self.roles[2:]:
             if isinstance(role, Context):
                 assert not role._requests

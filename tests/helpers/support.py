@@ -59,7 +59,10 @@ class Ended:
     left: Sequence[str] = ()  # in /dev/shm
 
     def __repr__(self) -> str:
-        return f"exit code {self.code} after {self.seconds:.1f} s\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        return (
+            f"exit code {self.code} after {self.seconds:.1f} s\n--- stdout\n{self.out}\n---"
+            f" stderr\n{self.err}"
+        )
 
     def must(self, code: int) -> Ended:
         """Itself; fails, with all that it printed, if the exit code is another one."""
@@ -89,7 +92,10 @@ class Ended:
 
     def outputs(self) -> list[dict[str, Any]]:
         """The lines of outputs.jsonl."""
-        return [json.loads(line) for line in (self.log_dir / "outputs.jsonl").read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.log_dir / "outputs.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
 
     def accuracy_log(self) -> list[tuple[int, list[int]]]:
         """(index in the data set, answer) of every entry of LoadGen's accuracy log."""
@@ -101,7 +107,9 @@ class Ended:
     def loadgen(self) -> dict[str, Any]:
         """The values of LoadGen's detailed log."""
         lines = (self.log_dir / "mlperf_log_detail.txt").read_text().splitlines()
-        entries = [json.loads(line.partition(":::MLLOG ")[2]) for line in lines if line.startswith(":::MLLOG ")]
+        entries = [
+            json.loads(line.partition(":::MLLOG ")[2]) for line in lines if line.startswith(":::MLLOG ")
+        ]
         return {entry["key"]: entry["value"] for entry in entries}
 
 
@@ -166,14 +174,23 @@ class Command:
     def pids(self) -> list[int]:
         """Every living process of this command."""
         wanted = f"{_MARKER}={self.marker}".encode()
-        return [pid for path in Path("/proc").iterdir() if path.name.isdigit() and wanted in _environment(pid := int(path.name))]
+        return [
+            pid
+            for path in Path("/proc").iterdir()
+            if path.name.isdigit() and wanted in _environment(pid := int(path.name))
+        ]
 
     def rank_pid(self, rank: int) -> int | None:
         """The process id of a rank, as soon as it runs the program."""
         wanted = {f"{name}={rank}".encode() for name in _RANK_VARIABLES}
         for pid in self.pids():
             words = _words(pid)
-            if wanted & set(_environment(pid)) and b"run" in words and b"-m" in words and not any(w.endswith(b"guard.py") for w in words):
+            if (
+                wanted & set(_environment(pid))
+                and b"run" in words
+                and b"-m" in words
+                and not any(w.endswith(b"guard.py") for w in words)
+            ):
                 return pid
         return None
 
@@ -186,11 +203,16 @@ class Command:
 
         Elsewhere the console shows the phase before.
         """
-        before = {"load": "join", "health": "load", "warmup": "health", "ready": "warmup", "test": "ready"}[phase]
+        before = {"load": "join", "health": "load", "warmup": "health", "ready": "warmup", "test": "ready"}[
+            phase
+        ]
         wait_until(lambda: f"\n  {before} " in self.out or self.process.poll() is not None, f"phase {phase}")
         if phase == "test":
             detail = self.log_dir / "mlperf_log_detail.txt"
-            wait_until(lambda: (detail.exists() and detail.stat().st_size) or self.process.poll() is not None, "LoadGen's log")
+            wait_until(
+                lambda: (detail.exists() and detail.stat().st_size) or self.process.poll() is not None,
+                "LoadGen's log",
+            )
         assert self.process.poll() is None, f"it ended before phase {phase}\n{self.end()!r}"
 
     def press_ctrl_c(self) -> None:
@@ -211,10 +233,14 @@ class Command:
         while self.process.poll() is None:
             now = time.monotonic()
             if now > limit:
-                stacks = [f"{pid}: {b' '.join(_words(pid)).decode(errors='replace')[:150]}" for pid in self.pids()]
+                stacks = [
+                    f"{pid}: {b' '.join(_words(pid)).decode(errors='replace')[:150]}" for pid in self.pids()
+                ]
                 self.kill()
                 ended = Ended(-1, self._texts["out"], self._texts["err"], now - self.started, self.log_dir)
-                raise AssertionError(f"not ended after {timeout:g} s\n{ended!r}\n--- processes\n" + "\n".join(stacks))
+                raise AssertionError(
+                    f"not ended after {timeout:g} s\n{ended!r}\n--- processes\n" + "\n".join(stacks)
+                )
             if now - sampled > 0.5:
                 sampled = now
                 self._note_shared_memory()
@@ -246,7 +272,9 @@ class Command:
     def _note_shared_memory(self) -> None:
         for pid in self.pids():
             with contextlib.suppress(OSError):
-                self._shm.update(re.findall(r"(/dev/shm/\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
+                self._shm.update(
+                    re.findall(r"(/dev/shm/\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
+                )
 
     def _remove_shared_memory(self) -> list[str]:
         left = [name for name in sorted(self._shm) if Path(name).exists()]
@@ -279,18 +307,44 @@ class Starter:
         self.folder = folder
         self.commands: list[Command] = []
 
-    def command(self, argv: Sequence[object], log_dir: Path | None = None, env: dict[str, str] | None = None, **options: Any) -> Command:
+    def command(
+        self,
+        argv: Sequence[object],
+        log_dir: Path | None = None,
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> Command:
         """Start any command line."""
-        command = Command([str(word) for word in argv], self.folder, log_dir or self.folder / "run", env or {}, **options)
+        command = Command(
+            [str(word) for word in argv], self.folder, log_dir or self.folder / "run", env or {}, **options
+        )
         self.commands.append(command)
         return command
 
     def start(
-        self, ranks: int, *options: object, core: str = "dummy", log_dir: Path | None = None, env: dict[str, str] | None = None, **more: Any
+        self,
+        ranks: int,
+        *options: object,
+        core: str = "dummy",
+        log_dir: Path | None = None,
+        env: dict[str, str] | None = None,
+        **more: Any,
     ) -> Command:
         """``python -m mpillm mpirun -n RANKS run --core_type CORE --log_dir … OPTIONS``"""
         log_dir = log_dir or self.folder / "run"
-        head = [self.python, "-m", "mpillm", "mpirun", "-n", ranks, "run", "--core_type", core, "--log_dir", log_dir]
+        head = [
+            self.python,
+            "-m",
+            "mpillm",
+            "mpirun",
+            "-n",
+            ranks,
+            "run",
+            "--core_type",
+            core,
+            "--log_dir",
+            log_dir,
+        ]
         return self.command([*head, *options], log_dir, env, **more)
 
     def run(self, ranks: int, *options: object, timeout: float = 60.0, **more: Any) -> Ended:
@@ -342,5 +396,7 @@ def make_samples(path: Path, lengths: Sequence[int], seed: int = 0) -> Samples:
                 break
             samples.prompts.pop()
         seen.add(first)
-    path.write_text("".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in samples.prompts), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in samples.prompts), encoding="utf-8"
+    )
     return samples

@@ -1,4 +1,5 @@
-"""Stand-ins for TensorRT-LLM's tools, which cannot be installed here: same options refused, same files written.
+"""Stand-ins for TensorRT-LLM's tools, which cannot be installed here: same options refused, same files
+written.
 
 They show that our command lines are right and that failures of the tools are handled, not that an engine
 works.
@@ -38,7 +39,8 @@ add("model_dir", "output_dir", required=True)
 add("calib_dataset")
 add("tp_size", "pp_size", "cp_size", "calib_size", "batch_size", "calib_max_seq_length", type=int, default=1)
 add("dtype", choices=["auto", "float16", "bfloat16", "float32"], default="auto")
-add("qformat", choices=["nvfp4", "fp8", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo", "full_prec"], default="full_prec")
+formats = ["nvfp4", "fp8", "int8_sq", "int4_awq", "w4a8_awq", "int8_wo", "int4_wo", "full_prec"]
+add("qformat", choices=formats, default="full_prec")
 add("kv_cache_dtype", choices=["int8", "fp8"])
 add("export_format", choices=["tensorrt_llm", "hf"], default="tensorrt_llm")
 add("quantize_lm_head", action="store_true")
@@ -71,20 +73,24 @@ _BUILD = (
     _HEAD
     + """
 add("checkpoint_dir", "output_dir", required=True)
-add("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "workers", type=int, default=1)
+limits = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")
+add(*limits, "workers", type=int, default=1)
 add("opt_num_tokens", "max_lora_rank", type=int)
-add("remove_input_padding", "use_paged_context_fmha", "context_fmha", "multiple_profiles", "paged_kv_cache", choices=["enable", "disable"])
+switches = ("remove_input_padding", "use_paged_context_fmha", "context_fmha", "multiple_profiles")
+add(*switches, "paged_kv_cache", choices=["enable", "disable"])
 add("gather_context_logits", "gather_generation_logits", "gather_all_token_logits", action="store_true")
 add("lora_plugin", choices=["auto", "float16", "float32", "bfloat16", "int32", "disable"])
-add("lora_target_modules", nargs="+", choices=["attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_gate"])
+modules = ["attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_gate"]
+add("lora_target_modules", nargs="+", choices=modules)
 add("gemm_plugin", choices=["auto", "float16", "float32", "bfloat16", "int32", "fp8", "nvfp4", "disable"])
 add("gpt_attention_plugin", choices=["auto", "float16", "float32", "bfloat16", "int32", "disable"])
 add("kv_cache_type", choices=["continuous", "paged", "disabled"])
 arguments = parser.parse_args()
 mapping = json.loads((pathlib.Path(arguments.checkpoint_dir) / "config.json").read_text())["mapping"]
-build = {name: getattr(arguments, name) for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")}
+build = {name: getattr(arguments, name) for name in limits}
 ranks = mapping["tp_size"] * mapping["pp_size"]
-end([f"rank{r}.engine" for r in range(ranks)], {"pretrained_config": {"mapping": mapping}, "build_config": build})
+config = {"pretrained_config": {"mapping": mapping}, "build_config": build}
+end([f"rank{r}.engine" for r in range(ranks)], config)
 """
 )
 

@@ -10,7 +10,9 @@ from disagg import WorldPlan
 from launch.launcher import find_launcher
 from mpillm.comms.communicators import create_communicators, route_ranks
 
-SECTION = "num_instances: {}, tensor_parallel_size: {}, pipeline_parallel_size: {}, moe_expert_parallel_size: {}"
+SECTION = (
+    "num_instances: {}, tensor_parallel_size: {}, pipeline_parallel_size: {}, moe_expert_parallel_size: {}"
+)
 
 
 def members(comm: MPI.Intracomm | None) -> list[int] | None:
@@ -32,7 +34,9 @@ def check(plan: WorldPlan, expected: dict[str, list[list[int]]]) -> None:
     every = {"route": comms.route, "handoff": comms.handoff}
     every |= comms.instance._asdict() if comms.instance else dict.fromkeys(("instance", "tp", "pp"))
     found = {name: members(every[name]) for name in expected}
-    assert found == {name: next((group for group in groups if rank in group), None) for name, groups in expected.items()}
+    assert found == {
+        name: next((group for group in groups if rank in group), None) for name, groups in expected.items()
+    }
     for name, comm in every.items():
         if comm is not None:
             assert comm.allreduce(1) == comm.size  # it works
@@ -55,11 +59,17 @@ def test_one_executor_for_each_worker() -> None:
 
 @pytest.mark.mpi(min_size=5)
 def test_tp_and_pp() -> None:
-    """One instance of 2 x 2 ranks, and whatever more there is as a world of its own: only 5 ranks are tested."""
+    """One instance of 2 x 2 ranks; more ranks are a world of their own: only 5 ranks are tested."""
     if MPI.COMM_WORLD.size != 5:
         pytest.skip("for 5 ranks")
     plan = disagg.plan(disagg.parse(yaml(executors=(1, 2, 2, 1))), 5)
-    groups = {"route": [[0, 1]], "handoff": [], "instance": [[1, 2, 3, 4]], "tp": [[1, 2], [3, 4]], "pp": [[1, 3], [2, 4]]}
+    groups = {
+        "route": [[0, 1]],
+        "handoff": [],
+        "instance": [[1, 2, 3, 4]],
+        "tp": [[1, 2], [3, 4]],
+        "pp": [[1, 3], [2, 4]],
+    }
     check(plan, groups)
 
 
@@ -79,11 +89,19 @@ def test_tp_and_pp() -> None:
         ),
         (
             {"context_servers": (1, 1, 1, 1), "generation_servers": (1, 2, 1, 1)},
-            {"route": [[0, 1, 2, 3]], "handoff": [[2, 3, 4]], "instance": [[2], [3, 4]], "tp": [[2], [3, 4]], "pp": [[2], [3], [4]]},
+            {
+                "route": [[0, 1, 2, 3]],
+                "handoff": [[2, 3, 4]],
+                "instance": [[2], [3, 4]],
+                "tp": [[2], [3, 4]],
+                "pp": [[2], [3], [4]],
+            },
         ),
     ],
 )
-def test_disaggregated(sections: dict[str, tuple[int, int, int, int]], expected: dict[str, list[list[int]]]) -> None:
+def test_disaggregated(
+    sections: dict[str, tuple[int, int, int, int]], expected: dict[str, list[list[int]]]
+) -> None:
     """With harness and leader on one rank, and on two: both are in the route."""
     if MPI.COMM_WORLD.size != 5:
         pytest.skip("for 5 ranks")
@@ -95,4 +113,7 @@ def test_disaggregated(sections: dict[str, tuple[int, int, int, int]], expected:
 @pytest.mark.mpi(min_size=2)
 def test_the_launcher_names_this_rank() -> None:
     launcher = find_launcher()
-    assert launcher is not None and (launcher.size, launcher.rank) == (MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank)
+    assert launcher is not None and (launcher.size, launcher.rank) == (
+        MPI.COMM_WORLD.size,
+        MPI.COMM_WORLD.rank,
+    )

@@ -37,7 +37,12 @@ class QuietWatch:
 class Rank:
     """Its control, on rank 0 that of all ranks too."""
 
-    def __init__(self, comm: MPI.Intracomm, deadline: float = 20.0, transport: Callable[[MPI.Intracomm], Any] = Transport) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        deadline: float = 20.0,
+        transport: Callable[[MPI.Intracomm], Any] = Transport,
+    ) -> None:
         watch: Any = QuietWatch()
         limits = Limits(dict.fromkeys(PHASES, deadline), grace=5.0, heartbeat=60.0)
         self.rank, self.size = comm.rank, comm.size
@@ -57,7 +62,9 @@ class Rank:
         """Take part; done only after `slow` seconds."""
         end = time.monotonic() + slow
         report = JoinReport("here", os.getpid(), 0.0, {"rank": str(self.rank)})
-        return self.control.run_phase(self.loop, name, lambda: None, lambda: time.monotonic() >= end, lambda: report)
+        return self.control.run_phase(
+            self.loop, name, lambda: None, lambda: time.monotonic() >= end, lambda: report
+        )
 
     def wait_for_stop(self) -> Stopped:
         """As a rank that is busy with something else: it only looks for messages."""
@@ -92,7 +99,9 @@ def test_all_phases(comm: MPI.Intracomm) -> None:
         assert [phase for phase, _, _ in rank.completed] == list(PHASES)
         for _, seconds, reports in rank.completed:
             assert 0 <= seconds < 20
-            assert {r: report.versions["rank"] for r, report in reports.items()} == {r: str(r) for r in range(comm.size)}
+            assert {r: report.versions["rank"] for r, report in reports.items()} == {
+                r: str(r) for r in range(comm.size)
+            }
 
 
 def test_no_rank_is_released_before_all_have_arrived(comm: MPI.Intracomm) -> None:
@@ -127,7 +136,7 @@ def test_a_deadline_names_the_missing_rank(comm: MPI.Intracomm) -> None:
 
 
 class BereavedTransport(Transport):
-    """Reports lost ranks, as any look at the control communicator does under ULFM until that is acknowledged."""
+    """Reports lost ranks, as the control communicator does under ULFM until they are acknowledged."""
 
     losses = 0
 
@@ -140,7 +149,10 @@ class BereavedTransport(Transport):
 
 @pytest.mark.parametrize("losses", [0, 3])
 def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm, losses: int) -> None:
-    """Every rank but 0 fails: rank 0 understands of all, in one error; also when another loss is reported meanwhile."""
+    """Every rank but 0 fails: rank 0 understands of all, in one error.
+
+    Also when another loss is reported meanwhile.
+    """
     transport = BereavedTransport(comm)
     rank = Rank(comm, transport=lambda _: transport)
     rank.phase("join")
@@ -149,7 +161,9 @@ def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm, losses:
         with pytest.raises(RunError) as error:
             rank.phase("load")
         failures = rank.rank0.settle(error.value.failures)
-        assert {(f.rank, f.cause, f.traceback) for f in failures} == {(r, f"broken {r}", "trace") for r in range(1, comm.size)}
+        assert {(f.rank, f.cause, f.traceback) for f in failures} == {
+            (r, f"broken {r}", "trace") for r in range(1, comm.size)
+        }
         rank.end(ExitCode.TEST_FAILED)
     else:
         stopped = rank.control.fail(Failure(f"broken {comm.rank}", comm.rank, "trace"))
@@ -157,7 +171,9 @@ def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm, losses:
         rank.control.say_bye()
 
 
-def test_an_interrupt_is_told_once_and_never_hides_a_cause(comm: MPI.Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_told_once_and_never_hides_a_cause(
+    comm: MPI.Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank = Rank(comm)
     rank.phase("join")
     if comm.rank == 0:
@@ -176,7 +192,9 @@ def test_an_interrupt_is_told_once_and_never_hides_a_cause(comm: MPI.Intracomm, 
         assert rank.rank0.settle((other,)) == (Failure("interrupted (SIGTERM)", code=143, interrupted=True),)
         rank.end(ExitCode.NOT_READY)
     else:
-        cause = Failure("the cause", 1) if comm.rank == 1 else Failure("interrupted", comm.rank, interrupted=True)
+        cause = (
+            Failure("the cause", 1) if comm.rank == 1 else Failure("interrupted", comm.rank, interrupted=True)
+        )
         rank.control.fail(cause)
         rank.control.say_bye()
 

@@ -1,4 +1,5 @@
-"""The handoff between contexts (the first ranks) and generation instances (the others): its protocol, with cores that have little room;
+"""The handoff between contexts (the first ranks) and generation instances (the others): its protocol, with
+cores that have little room;
 and KV caches that are re-cut between the layouts of two instances."""
 
 from __future__ import annotations
@@ -129,11 +130,15 @@ def request(id_: int, instance: int) -> Batch:
 
 
 @pytest.mark.parametrize(("room", "n_requests"), [(1, 40), (3, 60), (1000, 400)])
-def test_every_request_arrives_once_with_its_own_cache(comm: MPI.Intracomm, mover: MpiMover, room: int, n_requests: int) -> None:
-    """With room for one, for a few, and for more than there are slots for caches under way; from one context, or from two.
+def test_every_request_arrives_once_with_its_own_cache(
+    comm: MPI.Intracomm, mover: MpiMover, room: int, n_requests: int
+) -> None:
+    """With room for one, for a few, and for more than there are slots for caches under way.
 
-    Instances have the numbers of their ranks. First tokens are told in another order than requests are offered in, so some before they are
-    accepted; one in seven ends there.
+    From one context, or from two.
+
+    Instances have the numbers of their ranks. First tokens are told in another order than requests are
+    offered in, so some before they are accepted; one in seven ends there.
     """
     transport = Transport(comm)
     n_contexts = 1 if comm.size == 2 else 2
@@ -178,7 +183,9 @@ def test_every_request_arrives_once_with_its_own_cache(comm: MPI.Intracomm, move
         assert sorted(generation.admitted) == expected
         assert receiver.admitted == len(expected)
         assert generation.most <= room
-        assert sorted(generation.released + [id_ for id_, _, _ in generation.admitted]) == sorted(generation.accepted)
+        assert sorted(generation.released + [id_ for id_, _, _ in generation.admitted]) == sorted(
+            generation.accepted
+        )
         for source in range(n_contexts):  # first come, first served
             accepted = [id_ for id_ in generation.accepted if id_ % n_contexts == source]
             assert accepted == sorted(accepted)
@@ -186,7 +193,10 @@ def test_every_request_arrives_once_with_its_own_cache(comm: MPI.Intracomm, move
 
 
 def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiMover) -> None:
-    """Nothing moves, and nobody waits, until there is room; who has room is served meanwhile, and who needs none is let go."""
+    """Nothing moves, and nobody waits, until there is room.
+
+    Who has room is served meanwhile, and who needs none is let go.
+    """
     transport = Transport(comm)
     full, roomy = 1, 2 if comm.size > 2 else None
     end = time.monotonic() + 30
@@ -224,7 +234,8 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
             transport.dispatch()
             receiver.poll()
             generation.finish_one()
-            if comm.rank == full and generation.room == 0 and quiet.Test():  # rank 0 has seen that nothing moves
+            # rank 0 has seen that nothing moves
+            if comm.rank == full and generation.room == 0 and quiet.Test():
                 assert generation.accepted == []
                 generation.room = 1
         assert receiver.idle
@@ -234,7 +245,8 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
 @pytest.mark.parametrize("sender", [(1, 1), (2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("receiver", [(1, 1), (2, 1), (1, 3), (3, 1)], ids=str)
 def test_caches_are_cut_again(mover: MpiMover, sender: tuple[int, int], receiver: tuple[int, int]) -> None:
-    """From (TP, PP) to (TP, PP): every rank of the receiver holds its layers and heads of what the senders' ranks held."""
+    """From (TP, PP) to (TP, PP): every rank of the receiver holds its layers and heads of what the senders'
+    ranks held."""
     torch = pytest.importorskip("torch")
     from mpillm.engine.cache.kv_cache import KVCache
     from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
@@ -249,17 +261,23 @@ def test_caches_are_cut_again(mover: MpiMover, sender: tuple[int, int], receiver
         return
     sends = world.rank < n_senders
     me, (tp, pp), other = (
-        (world.rank, sender, Peer(n_senders, *receiver)) if sends else (world.rank - n_senders, receiver, Peer(0, *sender))
+        (world.rank, sender, Peer(n_senders, *receiver))
+        if sends
+        else (world.rank - n_senders, receiver, Peer(0, *sender))
     )
     config = replace(load_model_config("tiny-llama"), n_layers=5, n_kv_heads=6, n_heads=6, head_dim=64)
     layout = Layout(tp, pp, tp_rank=me % tp, pp_rank=me // tp)
     layers, heads = layout.layers(config), range(6)[layout.kv_heads(config)]
     cache = KVCache(len(layers), 40, len(heads), 8, 64, torch.float32)
     transfers = Transfers(cache, config, layout, mover, {5: other}, sends=sends)
-    # Three caches: a token, some, and pieces that no MPI sends eagerly. [layer, kv, head, token, 64] of the whole model.
+    # Three caches: a token, some, and pieces that no MPI sends eagerly. [layer, kv, head, token, 64] of the
+    # whole model.
     tables = [[40], [7, 6, 9], [block for block in range(39, 0, -1) if block not in (7, 6, 9)]]
     lengths = [1, 20, 8 * 36 - 3]
-    wholes = [torch.arange(5 * 2 * 6 * n * 64).view(5, 2, 6, n, 64).float() + 0.25 * i for i, n in enumerate(lengths)]
+    wholes = [
+        torch.arange(5 * 2 * 6 * n * 64).view(5, 2, 6, n, 64).float() + 0.25 * i
+        for i, n in enumerate(lengths)
+    ]
     mine = [whole[layers.start : layers.stop, :, heads.start : heads.stop] for whole in wholes]
     kind = Kind.SEND if sends else Kind.RECEIVE
     order = [2, 0, 1] if sends else [0, 1, 2]  # by slot, whatever the order

@@ -45,7 +45,8 @@ def value_of(received: Received) -> int:
 
 
 def test_order_of_each_source(comm: MPI.Intracomm) -> None:
-    """All to all, itself included, in small and large messages mixed: each source's messages arrive in its order, unharmed."""
+    """All to all, itself included, in small and large messages mixed: each source's messages arrive in its
+    order, unharmed."""
     transport = Transport(comm)
     got: dict[int, list[int]] = {source: [] for source in range(comm.size)}
 
@@ -84,8 +85,10 @@ def test_nothing_waits_for_a_busy_receiver(comm: MPI.Intracomm) -> None:
 
 
 def test_a_late_large_message_does_not_hold_up_the_receiver(comm: MPI.Intracomm, tmp_path: Path) -> None:
-    """Its sender is busy: `poll` comes back at once, again and again, and what was sent later stays behind it."""
-    looked = Path(comm.bcast(str(tmp_path), 1)) / "looked"  # a file, because waiting in MPI would help the message along
+    """Its sender is busy: `poll` comes back at once, again and again, and what was sent later stays behind
+    it."""
+    # a file, because waiting in MPI would help the message along
+    looked = Path(comm.bcast(str(tmp_path), 1)) / "looked"
     transport = Transport(comm)
     if comm.rank == 0:
         transport.send(1, Tag.WORK, bytes_of(7, LARGE))

@@ -10,7 +10,10 @@ from hypothesis import settings
 settings.register_profile("no clock", deadline=None)
 settings.load_profile("no clock")
 
-# Modules under test import MPI, which starts it. One process needs no shared memory: Open MPI would leave its 16 MB in
-# /dev/shm, and its session folder in /tmp.
-with tempfile.TemporaryDirectory(prefix="mpillm-") as _folder, mock.patch.dict(os.environ, OMPI_MCA_btl="self", TMPDIR=_folder):
+# Modules under test import MPI, which starts it. One process needs no shared memory: Open MPI would leave its
+# 16 MB in /dev/shm, and its session folder in /tmp.
+with (
+    tempfile.TemporaryDirectory(prefix="mpillm-") as _folder,
+    mock.patch.dict(os.environ, OMPI_MCA_btl="self", TMPDIR=_folder),
+):
     from mpi4py import MPI  # noqa: F401

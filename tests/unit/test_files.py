@@ -17,7 +17,11 @@ class Folders:
         put(self.made, "new")
 
     def holds(self) -> dict[str, str]:
-        return {path.name: (path / "text").read_text() for path in (self.made, self.target, self.aside) if path.exists()}
+        return {
+            path.name: (path / "text").read_text()
+            for path in (self.made, self.target, self.aside)
+            if path.exists()
+        }
 
 
 def put(folder: Path, text: str) -> None:

@@ -31,26 +31,43 @@ def test_imports_go_one_way(package: str) -> None:
     files = list((ROOT / package).rglob("*.py"))
     assert files
     later = PACKAGES[PACKAGES.index(package) + 1 :]
-    backwards = [f"{path.relative_to(ROOT)}: {name}" for path in files for name in imported(path) if name.split(".")[0] in later]
+    backwards = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in imported(path)
+        if name.split(".")[0] in later
+    ]
     assert backwards == []
 
 
 def test_disagg_is_pure_data() -> None:
-    allowed = {*sys.stdlib_module_names, "disagg", "yaml"} - {"subprocess", "socket", "multiprocessing", "threading", "asyncio"}
+    allowed = {*sys.stdlib_module_names, "disagg", "yaml"} - {
+        "subprocess",
+        "socket",
+        "multiprocessing",
+        "threading",
+        "asyncio",
+    }
     used = {name.split(".")[0] for path in (ROOT / "disagg").rglob("*.py") for name in imported(path)}
     assert used - allowed == set()
 
 
 def test_importing_disagg_imports_nothing_heavy() -> None:
     code = f"import sys; import disagg; print([name for name in {HEAVY!r} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
     ("code", "unwanted"),
     [
-        ("import mpillm.config.options; from mpillm import workloads; workloads.get('mixtral-8x7b', 'tiny')", HEAVY),
+        (
+            "import mpillm.config.options; from mpillm import workloads;"
+            " workloads.get('mixtral-8x7b', 'tiny')",
+            HEAVY,
+        ),
         # What every rank imports; the harness's imports mpillm.run.session as well.
         (
             "import mpi4py; mpi4py.rc.initialize = False; import mpillm.run.rank",
@@ -62,5 +79,7 @@ def test_importing_disagg_imports_nothing_heavy() -> None:
 )
 def test_what_is_not_imported(code: str, unwanted: tuple[str, ...]) -> None:
     code = f"{code}; import sys; print([name for name in {unwanted!r} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -47,12 +47,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_all_files_are_in_it(wheel: zipfile.ZipFile) -> None:
     there = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    wanted = {file.relative_to(ROOT).as_posix() for name in PACKAGES for file in (ROOT / name).rglob("*") if file.is_file()}
+    wanted = {
+        file.relative_to(ROOT).as_posix()
+        for name in PACKAGES
+        for file in (ROOT / name).rglob("*")
+        if file.is_file()
+    }
     assert there == {name for name in wanted if "__pycache__" not in name and not name.endswith("ruff.toml")}
     assert {f"{name}/py.typed" for name in PACKAGES} <= there
 
 
-def test_the_command(wheel: zipfile.ZipFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    wheel: zipfile.ZipFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`mpillm` is what ``python -m mpillm`` is."""
     (file,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entries = ConfigParser()

@@ -1,4 +1,7 @@
-"""Rooms are packages. A room imports, or names in a string, only rooms before it in ROOMS; files import each other in no circle."""
+"""Rooms are packages. A room imports, or names in a string, only rooms before it in ROOMS.
+
+Files import each other in no circle.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,10 @@ mpillm.__main__
 """
 FLOOR = {room: floor for floor, line in enumerate(ROOMS.split("\n")) for room in line.split()}
 SAME_MEANING = ["errors"]  # ConfigError in disagg, what ends a run in mpillm
-NAMED = re.compile(r"((?:disagg|launch|mpillm)(?:\.\w+)*):\w*")  # ``module:function``, whole or as the start of an f-string
-TABLE = "mpillm.core_names"  # the one table of names and classes, like the entry points of a package: only cores.registry follows it
+# ``module:function``, whole or as the start of an f-string
+NAMED = re.compile(r"((?:disagg|launch|mpillm)(?:\.\w+)*):\w*")
+# the one table of names and classes, like the entry points of a package: only cores.registry follows it
+TABLE = "mpillm.core_names"
 VERSION = "mpillm"  # the package itself holds the version alone, and every room may import it
 
 
@@ -79,7 +84,11 @@ def imported(name: str) -> Iterator[str]:
 def named(name: str) -> Iterator[str]:
     """The modules of ours of which `name` names something by a string."""
     for node in ast.walk(ast.parse(files()[name].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := NAMED.fullmatch(node.value)):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and (match := NAMED.fullmatch(node.value))
+        ):
             yield match[1]
 
 
@@ -103,7 +112,9 @@ def up(name: str, others: Iterator[str]) -> list[str]:
     return [
         f"{name} -> {other}"
         for other in sorted(set(others))
-        if VERSION not in (name, other) and room(name) != room(other) and FLOOR[room(other)] >= FLOOR[room(name)]
+        if VERSION not in (name, other)
+        and room(name) != room(other)
+        and FLOOR[room(other)] >= FLOOR[room(name)]
     ]
 
 
@@ -139,7 +150,11 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
                 seen.add(name)
                 waiting += graph[name]
         reached[start] = seen
-    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]}
+    groups = {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in graph
+        if name in reached[name]
+    }
     return sorted(sorted(group) for group in groups)
 
 
@@ -149,7 +164,11 @@ def test_a_circle_is_found() -> None:
 
 def test_no_file_name_twice() -> None:
     """One word names one place: a newcomer finds it in one guess. The files of llmlib have NVIDIA's names."""
-    stems = sorted(path.stem for path in files().values() if path.stem not in ("__init__", "__main__") and "llmlib" not in path.parts)
+    stems = sorted(
+        path.stem
+        for path in files().values()
+        if path.stem not in ("__init__", "__main__") and "llmlib" not in path.parts
+    )
     assert [stem for stem, after in pairwise(stems) if stem == after] == SAME_MEANING
 
 

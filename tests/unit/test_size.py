@@ -40,7 +40,11 @@ def test_an_f_string_is_one_token_in_every_python() -> None:
 
 
 def test_rooms_beside_those_of_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in {"disagg/a.py": "a = 1\n", "mpillm/b.py": "b = 1\nc = 2\n", "mpillm/room/__init__.py": '"""Nothing."""\n'}.items():
+    for name, text in {
+        "disagg/a.py": "a = 1\n",
+        "mpillm/b.py": "b = 1\nc = 2\n",
+        "mpillm/room/__init__.py": '"""Nothing."""\n',
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "docs").mkdir()

@@ -1,6 +1,8 @@
-"""Makes the data frames of this folder: ``python make.py`` once with each version of pandas that test_preprocessed_frames.py names.
+"""Makes the data frames of this folder: ``python make.py`` once with each version of pandas that
+test_preprocessed_frames.py names.
 
-They are committed, so the tests need only one of these versions. What is in the frames is said again in the tests.
+They are committed, so the tests need only one of these versions. What is in the frames is said again in the
+tests.
 """
 
 import importlib.util

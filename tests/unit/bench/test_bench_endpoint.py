@@ -1,4 +1,4 @@
-"""Load tests over HTTP: when requests arrive, what is counted, and what is told, against a scripted server."""
+"""Load tests over HTTP: arrivals, counts and messages, against a scripted server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ def test_numbers() -> None:
     result = numbers(RECORDS, 2.0, [50, 99], {"ttft": 200, "tpot": 200})
     assert (result["completed"], result["failed"]) == (2, 1)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (30, 4)
-    assert (result["request_throughput"], result["output_throughput"], result["total_token_throughput"]) == (1, 2, 17)
+    assert (result["request_throughput"], result["output_throughput"], result["total_token_throughput"]) == (
+        1,
+        2,
+        17,
+    )
     assert result["request_goodput"] == 0.5
     assert result["mean_ttft_ms"] == pytest.approx(200) and result["p50_ttft_ms"] == pytest.approx(200)
     assert result["mean_tpot_ms"] == pytest.approx(150), "an answer of one token has none"
@@ -51,7 +55,10 @@ def test_numbers() -> None:
 
 
 def test_a_request_that_ends_as_another_begins_is_not_beside_it() -> None:
-    records = [Record(1, start=1.0, latency=1.0, output_len=1), Record(1, start=2.0, latency=1.0, output_len=1)]
+    records = [
+        Record(1, start=1.0, latency=1.0, output_len=1),
+        Record(1, start=2.0, latency=1.0, output_len=1),
+    ]
     assert numbers(records, 2.0, [99], {})["max_concurrent_requests"] == 1
 
 
@@ -73,18 +80,34 @@ SMALL = ("--num_prompts", 12, "--input_len", 5, "--output_len", 4, "--num_warmup
 
 def test_a_load_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
-    options = [*SMALL, "--max_concurrency", 3, "--result_filename", file, "--save_detailed", "--goodput", "e2el:60000"]
+    options = [
+        *SMALL,
+        "--max_concurrency",
+        3,
+        "--result_filename",
+        file,
+        "--save_detailed",
+        "--goodput",
+        "e2el:60000",
+    ]
     with ScriptedServer() as server:
         code, out, err = bench(capsys, "--url", server.url, *options)
         asked = [one for one in server.asked() if one.get("stream")]
     assert (code, err) == (0, "")
     assert len(asked) == 2 + 12 and all(one["ignore_eos"] for one in asked)
-    for line in ("Successful requests: +12 ", "Failed requests: +0 ", "Maximum request concurrency: +3 ", "Total generated tokens: +48 "):
+    for line in (
+        "Successful requests: +12 ",
+        "Failed requests: +0 ",
+        "Maximum request concurrency: +3 ",
+        "Total generated tokens: +48 ",
+    ):
         assert re.search(line, out), out
     result: dict[str, Any] = json.loads(file.read_text())
     assert (result["completed"], result["num_prompts"], result["total_input_tokens"]) == (12, 12, 60)
     assert result["output_lens"] == [4] * 12 and result["max_concurrent_requests"] <= 3
-    assert result["request_rate"] == "inf" and result["request_goodput"] == pytest.approx(result["request_throughput"])
+    assert result["request_rate"] == "inf" and result["request_goodput"] == pytest.approx(
+        result["request_throughput"]
+    )
     assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]
 
 
@@ -108,7 +131,9 @@ def test_requests_that_fail_are_counted_and_told(tmp_path: Path, capsys: pytest.
 
 def test_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
     with ScriptedServer() as server:
-        code, out, _ = bench(capsys, "--url", server.address, *SMALL, "--request_rate", 100, "--burstiness", 0.5)
+        code, out, _ = bench(
+            capsys, "--url", server.address, *SMALL, "--request_rate", 100, "--burstiness", 0.5
+        )
     assert code == 0 and re.search(r"Request rate configured \(RPS\): +100.00 ", out)
 
 
@@ -125,9 +150,15 @@ def test_the_clients_own_limit(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "bench endpoint needs one of --url URL and --null"),
         (["--null", "--url", "a:1"], "bench endpoint needs one of --url URL and --null"),
         (["--url", "ftp://a"], "--url ftp://a is not host:port or a URL of http or https"),
-        (["--null", "--goodput", "tfft:1"], r"--goodput tfft: not one of ttft, tpot, e2el \(did you mean 'ttft'\?\)"),
+        (
+            ["--null", "--goodput", "tfft:1"],
+            r"--goodput tfft: not one of ttft, tpot, e2el \(did you mean 'ttft'\?\)",
+        ),
         (["--null", "--goodput", "ttft:soon"], "--goodput ttft:soon: expected a number of milliseconds"),
-        (["--null", "--metric_percentiles", "50;99"], "--metric_percentiles 50;99: expected numbers from 0 to 100"),
+        (
+            ["--null", "--metric_percentiles", "50;99"],
+            "--metric_percentiles 50;99: expected numbers from 0 to 100",
+        ),
     ],
 )
 def test_wrong_options(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,4 +170,7 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with ScriptedServer() as server:
         server.stop()
         code, out, err = bench(capsys, "--url", server.address, "--ready_deadline", 0.5)
-    assert (code, out) == (3, "") and err == f"mpillm: {server.url} was not ready within 0.5 s: Connection refused\n"
+    assert (code, out) == (
+        3,
+        "",
+    ) and err == f"mpillm: {server.url} was not ready within 0.5 s: Connection refused\n"

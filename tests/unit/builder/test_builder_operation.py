@@ -22,13 +22,23 @@ from launch.command import Command
 from mpillm.builder.operation import STAMP, Operation, execute, identity, log_of
 from mpillm.errors import StageError
 
-WRITES = "import sys, pathlib; t = pathlib.Path(sys.argv[1]); t.mkdir(); (t / 'out').write_text(sys.argv[2]); print('wrote', sys.argv[2])"
+WRITES = (
+    "import sys, pathlib; t = pathlib.Path(sys.argv[1]); t.mkdir(); (t / 'out').write_text(sys.argv[2]);"
+    " print('wrote', sys.argv[2])"
+)
 
 
 class Stage(Operation):
     """Writes one file, by a command."""
 
-    def __init__(self, output: Path, text: str, program: str = WRITES, dependencies: Sequence[Operation] = (), name: str = "stage") -> None:
+    def __init__(
+        self,
+        output: Path,
+        text: str,
+        program: str = WRITES,
+        dependencies: Sequence[Operation] = (),
+        name: str = "stage",
+    ) -> None:
         self.name = name  # type: ignore[misc]
         self.output, self.text, self.program, self.dependencies = output, text, program, dependencies
 
@@ -103,16 +113,26 @@ def test_dependencies_first_each_once_and_a_change_travels(tmp_path: Path) -> No
 
 def test_what_two_stages_need_is_made_once_and_is_one_thing(tmp_path: Path) -> None:
     def over(name: str, text: str) -> Stage:
-        return Stage(tmp_path / name, name, dependencies=[Stage(tmp_path / "one", text, name="one")], name=name)
+        return Stage(
+            tmp_path / name, name, dependencies=[Stage(tmp_path / "one", text, name="one")], name=name
+        )
 
-    made = [line.split()[0] for line in lines_of(over("two", "1"), over("three", "1"), over("two", "1")) if "not there" in line]
+    made = [
+        line.split()[0]
+        for line in lines_of(over("two", "1"), over("three", "1"), over("two", "1"))
+        if "not there" in line
+    ]
     assert made == ["one", "two", "three"]
-    with pytest.raises(ConfigError, match=r"one would write to .*one, one to .*one: give each its own folder"):
+    with pytest.raises(
+        ConfigError, match=r"one would write to .*one, one to .*one: give each its own folder"
+    ):
         lines_of(over("two", "1"), over("three", "2"))
 
 
 def test_no_success_without_the_files(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"stage: did not write out; the end of .*made.log:\n(.*\n)*  \| all is well"):
+    with pytest.raises(
+        StageError, match=r"stage: did not write out; the end of .*made.log:\n(.*\n)*  \| all is well"
+    ):
         lines_of(Stage(tmp_path / "made", "", "import sys, os; os.mkdir(sys.argv[1]); print('all is well')"))
     assert leftovers(tmp_path) == ["made.log"]
 
@@ -120,13 +140,17 @@ def test_no_success_without_the_files(tmp_path: Path) -> None:
 def test_a_failed_tool_leaves_what_was_there(tmp_path: Path) -> None:
     out = tmp_path / "made"
     lines_of(Stage(out, "good"))
-    with pytest.raises(StageError, match=r"stage: .* failed with exit code 1; the end of(.*\n)*.*ZeroDivisionError"):
+    with pytest.raises(
+        StageError, match=r"stage: .* failed with exit code 1; the end of(.*\n)*.*ZeroDivisionError"
+    ):
         lines_of(Stage(out, "bad", WRITES + "; 1 / 0"))
     assert (out / "out").read_text() == "good"
     assert leftovers(tmp_path) == ["made", "made.log"]
 
 
-def test_what_was_there_comes_back_if_the_new_output_can_not_take_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_there_comes_back_if_the_new_output_can_not_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "made"
     lines_of(Stage(out, "good"))
     rename = Path.rename
@@ -161,7 +185,9 @@ def test_dry_run_prints_and_does_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("first", "second"), [("a", "a"), ("a", "b/../a"), ("a", "a/b"), ("a/b", "a")])
 def test_two_outputs_in_one_folder(tmp_path: Path, first: str, second: str) -> None:
     below = Stage(tmp_path / first, "a", name="quantize")
-    with pytest.raises(ConfigError, match=r"^build would write to .*, quantize to .*: give each its own folder"):
+    with pytest.raises(
+        ConfigError, match=r"^build would write to .*, quantize to .*: give each its own folder"
+    ):
         lines_of(Stage(tmp_path / second, "b", dependencies=[below], name="build"))
     assert not leftovers(tmp_path)
 
@@ -178,7 +204,8 @@ def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is not a writable folder"):
         lines_of(Stage(tmp_path / "file" / "made", "a"))
-    with pytest.raises((ConfigError, StageError), match="can't write /proc"):  # root is told that it may, until it tries
+    # root is told that it may, until it tries
+    with pytest.raises((ConfigError, StageError), match="can't write /proc"):
         lines_of(Stage(Path("/proc/made"), "a"))
 
 
@@ -208,7 +235,9 @@ except StageError as error:
 
 
 def child(out: Path, text: str, program: str, limit: int = 0) -> subprocess.Popen[str]:
-    source = BUILD.format(folder=str(Path(__file__).parent), out=str(out), text=text, program=program, limit=limit)
+    source = BUILD.format(
+        folder=str(Path(__file__).parent), out=str(out), text=text, program=program, limit=limit
+    )
     return subprocess.Popen([sys.executable, "-c", source], stderr=subprocess.PIPE, text=True)
 
 

@@ -29,7 +29,9 @@ def make_engine(folder: Path, tp_size: int = 1, pp_size: int = 1, **build: int) 
     folder.mkdir()
     mapping = {"tp_size": tp_size, "pp_size": pp_size}
     (folder / "config.json").write_text(
-        json.dumps({"pretrained_config": {"mapping": mapping}, "build_config": {"max_batch_size": 64, **build}})
+        json.dumps(
+            {"pretrained_config": {"mapping": mapping}, "build_config": {"max_batch_size": 64, **build}}
+        )
     )
     for rank in range(tp_size * pp_size):
         (folder / f"rank{rank}.engine").write_bytes(b"engine")
@@ -57,9 +59,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch, n: int | None) -> None:
 
 
 def test_what_triton_reads(place: Path) -> None:
-    flags = "max_batch_size:32,batch_scheduler_policy:max_util,kvcache_free_gpu_mem_frac:0.9,exclude_input_from_output:true"
-    assert generate("--scenarios=server", f"--trtllm_runtime_flags={flags},enable_chunked_context:false,decoding_mode:top_k_top_p") == 0
-    assert sorted(str(p.relative_to("build/triton_model_repo_0")) for p in Path("build/triton_model_repo_0").rglob("*")) == [
+    flags = "max_batch_size:32,batch_scheduler_policy:max_util,kvcache_free_gpu_mem_frac:0.9"
+    flags += ",exclude_input_from_output:true"
+    assert (
+        generate(
+            "--scenarios=server",
+            f"--trtllm_runtime_flags={flags},enable_chunked_context:false,decoding_mode:top_k_top_p",
+        )
+        == 0
+    )
+    assert sorted(
+        str(p.relative_to("build/triton_model_repo_0")) for p in Path("build/triton_model_repo_0").rglob("*")
+    ) == [
         "llama2-70b-server-0",
         "llama2-70b-server-0/1",
         "llama2-70b-server-0/config.pbtxt",
@@ -70,7 +81,11 @@ def test_what_triton_reads(place: Path) -> None:
     assert config.model_transaction_policy.decoupled
     assert list(config.dynamic_batching.preferred_batch_size) == [32]
     tensors = {tensor.name: tensor for tensor in config.input}
-    assert list(tensors["input_ids"].dims) == [-1] and tensors["input_ids"].allow_ragged_batch and not tensors["input_ids"].optional
+    assert (
+        list(tensors["input_ids"].dims) == [-1]
+        and tensors["input_ids"].allow_ragged_batch
+        and not tensors["input_ids"].optional
+    )
     assert tensors["streaming"].optional and tensors["streaming"].HasField("reshape")
     assert [tensor.name for tensor in config.output] == ["output_ids", "sequence_length"]
     values = parameters(config)
@@ -83,20 +98,25 @@ def test_what_triton_reads(place: Path) -> None:
     assert values["decoding_mode"] == "top_k_top_p" and values["gpu_device_ids"] == "0"
 
 
-# What TensorRT-LLM's backend reads outside of any `try` when it makes a model instance: one that is missing ends the load.
+# What TensorRT-LLM's backend reads outside of any `try` when it makes a model instance: one that is missing
+# ends the load.
 NEEDED = ("gpt_model_type", "tokenizer_dir", "xgrammar_tokenizer_info_path", "guided_decoding_backend")
 
 
 def test_no_parameter_is_missing_without_which_the_backend_does_not_load(place: Path) -> None:
     assert generate() == 0
     values = parameters(read(Path("build/triton_model_repo_0/llama2-70b-offline-0/config.pbtxt").read_text()))
-    assert {name: values.get(name) for name in NEEDED[1:]} == {name: f"${{{name}}}" for name in NEEDED[1:]}, "as in an unfilled template"
+    assert {name: values.get(name) for name in NEEDED[1:]} == {name: f"${{{name}}}" for name in NEEDED[1:]}, (
+        "as in an unfilled template"
+    )
     assert values["gpt_model_type"] in ("V1", "inflight_fused_batching")
 
 
 def test_a_parameter_of_these_that_has_a_value(place: Path) -> None:
     (place / "info.json").write_text("{}")
-    flags = "tokenizer_dir:/models/llama,guided_decoding_backend:xgrammar,xgrammar_tokenizer_info_path:info.json"
+    flags = (
+        "tokenizer_dir:/models/llama,guided_decoding_backend:xgrammar,xgrammar_tokenizer_info_path:info.json"
+    )
     assert generate(f"--trtllm_runtime_flags={flags}") == 0
     values = parameters(read(Path("build/triton_model_repo_0/llama2-70b-offline-0/config.pbtxt").read_text()))
     assert [values[name] for name in NEEDED[1:]] == ["/models/llama", str(place / "info.json"), "xgrammar"]
@@ -125,20 +145,31 @@ def test_every_parameter_of_the_template_can_be_set(place: Path) -> None:
     assert config.dynamic_batching.default_queue_policy.max_queue_size == 4
     written = parameters(config)
     given = dict(pair.split(":") for pair in flags.split(","))
-    elsewhere = ("triton_backend", "triton_max_batch_size", "decoupled_mode", "max_queue_delay_microseconds", "max_queue_size")
+    elsewhere = (
+        "triton_backend",
+        "triton_max_batch_size",
+        "decoupled_mode",
+        "max_queue_delay_microseconds",
+        "max_queue_size",
+    )
     renamed = {"batching_strategy": "gpt_model_type", "encoder_engine_dir": "encoder_model_path"}
     for name, value in given.items():
         if name not in elsewhere:
             assert written[renamed.get(name, name)] == value, name
 
 
-def test_offline_is_not_decoupled_and_the_environment_counts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_is_not_decoupled_and_the_environment_counts(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "batch_scheduler_policy:no_evict,use_inflight_batching:false")
     options = ("--trtllm_runtime_flags=batch_scheduler_policy:max_util", "--enable_kv_cache_reuse")
     assert generate("--scenarios=offline", "--harness_type=triton", *options) == 0
     config = read(Path("build/triton_model_repo_0/llama2-70b-offline-0/config.pbtxt").read_text())
     assert not config.model_transaction_policy.decoupled and config.max_batch_size == 64  # the engine's
-    assert parameters(config)["batch_scheduler_policy"] == "guaranteed_no_evict" and parameters(config)["gpt_model_type"] == "V1"
+    assert (
+        parameters(config)["batch_scheduler_policy"] == "guaranteed_no_evict"
+        and parameters(config)["gpt_model_type"] == "V1"
+    )
     assert parameters(config)["enable_kv_cache_reuse"] == "true"
 
 
@@ -153,7 +184,11 @@ def test_offline_is_not_decoupled_and_the_environment_counts(place: Path, monkey
     ],
 )
 def test_servers_models_and_gpus(
-    place: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, options: tuple[str, ...], expected: list[list[str]]
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scenario: str,
+    options: tuple[str, ...],
+    expected: list[list[str]],
 ) -> None:
     gpus(monkeypatch, 8)
     make_engine(place / "two", tp_size=2)
@@ -165,15 +200,22 @@ def test_servers_models_and_gpus(
     assert found == expected
 
 
-def test_fewer_servers_than_before_leave_no_repository_of_the_old(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_servers_than_before_leave_no_repository_of_the_old(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus(monkeypatch, 2)
     assert generate("--scenarios=Server") == 0
-    assert sorted(path.name for path in Path("build").glob("*_?")) == ["triton_model_repo_0", "triton_model_repo_1"]
+    assert sorted(path.name for path in Path("build").glob("*_?")) == [
+        "triton_model_repo_0",
+        "triton_model_repo_1",
+    ]
     assert generate("--scenarios=Offline") == 0
     assert sorted(path.name for path in Path("build").glob("*_?")) == ["triton_model_repo_0"]
 
 
-def test_an_edited_file_is_kept_until_something_changes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_file_is_kept_until_something_changes(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generate()
     file = Path("build/triton_model_repo_0/llama2-70b-offline-0/config.pbtxt")
     file.write_text(file.read_text() + "# mine\n")
@@ -185,17 +227,26 @@ def test_an_edited_file_is_kept_until_something_changes(place: Path, capsys: pyt
 
 WRONG = {
     "no engine": (("--engine_dir=nowhere",), "--engine_dir nowhere: no such folder"),
-    "a parameter": (("--trtllm_runtime_flags=max_beam_widht:1",), r"no parameter 'max_beam_widht' \(did you mean 'max_beam_width'\?\)"),
+    "a parameter": (
+        ("--trtllm_runtime_flags=max_beam_widht:1",),
+        r"no parameter 'max_beam_widht' \(did you mean 'max_beam_width'\?\)",
+    ),
     "a policy": (
         ("--trtllm_runtime_flags=batch_scheduler_policy:static",),
         "batch_scheduler_policy static: Triton's backend has max_util and no_evict",
     ),
-    "a batch": (("--trtllm_runtime_flags=max_batch_size:65",), "max_batch_size 65: the engine in .* was built for 64"),
+    "a batch": (
+        ("--trtllm_runtime_flags=max_batch_size:65",),
+        "max_batch_size 65: the engine in .* was built for 64",
+    ),
     "a value that the backend would pass over": (
         ("--trtllm_runtime_flags=cuda_graph_mode:on",),
         "cuda_graph_mode on: expected true or false",
     ),
-    "a number that is none": (("--trtllm_runtime_flags=sink_token_length:few",), "sink_token_length few: expected a whole number"),
+    "a number that is none": (
+        ("--trtllm_runtime_flags=sink_token_length:few",),
+        "sink_token_length few: expected a whole number",
+    ),
     "a mode of decoding": (
         ("--trtllm_runtime_flags=decoding_mode:top_p_top_k",),
         r"decoding_mode top_p_top_k: not one of .* \(did you mean",
@@ -209,15 +260,23 @@ WRONG = {
         "guided_decoding_backend outlines: not one of xgrammar",
     ),
     "a file for guided decoding": (
-        ("--trtllm_runtime_flags=guided_decoding_backend:xgrammar,xgrammar_tokenizer_info_path:nowhere.json",),
+        (
+            "--trtllm_runtime_flags=guided_decoding_backend:xgrammar,xgrammar_tokenizer_info_path:nowhere.json",
+        ),
         "xgrammar_tokenizer_info_path .*nowhere.json: no such file",
     ),
-    "another backend": (("--trtllm_runtime_flags=triton_backend:python",), "triton_backend python: not one of tensorrtllm"),
+    "another backend": (
+        ("--trtllm_runtime_flags=triton_backend:python",),
+        "triton_backend python: not one of tensorrtllm",
+    ),
     "tokens that can't stream": (
         ("--scenarios=Server", "--trtllm_runtime_flags=decoupled_mode:false"),
         "decoupled_mode false: Server streams tokens, which a model does only when it is decoupled",
     ),
-    "two batches": (("--trtllm_runtime_flags=max_batch_size:4,triton_max_batch_size:8",), "triton_max_batch_size 8, but max_batch_size 4"),
+    "two batches": (
+        ("--trtllm_runtime_flags=max_batch_size:4,triton_max_batch_size:8",),
+        "triton_max_batch_size 8, but max_batch_size 4",
+    ),
     "a tensor that is not there": (
         ("--trtllm_runtime_flags=encoder_input_features_data_type:TYPE_FP16",),
         "encoder_input_features_data_type: .* has no such tensor",
@@ -226,20 +285,31 @@ WRONG = {
         ("--trtllm_runtime_flags=preprocessing_instance_count:1",),
         "preprocessing_instance_count: .* only the tensorrt_llm model",
     ),
-    "beams": (("--trtllm_runtime_flags=max_beam_width:4",), "max_beam_width 4: the engine in .* was built for 1"),
-    "another engine": (("--trtllm_runtime_flags=engine_dir:/other",), "engine_dir: name the engine with --engine_dir"),
+    "beams": (
+        ("--trtllm_runtime_flags=max_beam_width:4",),
+        "max_beam_width 4: the engine in .* was built for 1",
+    ),
+    "another engine": (
+        ("--trtllm_runtime_flags=engine_dir:/other",),
+        "engine_dir: name the engine with --engine_dir",
+    ),
     "one thing twice": (
         ("--trtllm_runtime_flags=batching_strategy:V1,use_inflight_batching:true",),
         "use_inflight_batching True, but batching_strategy V1",
     ),
     "two tests": (("--scenarios=Offline,Server",), "name one workload and one scenario"),
     "GPUs": (("--triton_num_servers=3",), "must divide 8, the number of models that fit 8 GPUs"),
-    "more GPUs": (("--triton_num_servers=3", "--triton_num_models_per_server=3"), "needs 9 GPUs; 8 are visible"),
+    "more GPUs": (
+        ("--triton_num_servers=3", "--triton_num_models_per_server=3"),
+        "needs 9 GPUs; 8 are visible",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_bad_input(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_bad_input(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     gpus(monkeypatch, 8)
     options, message = WRONG[name]
     assert generate(*options) == 2
@@ -248,9 +318,17 @@ def test_bad_input(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert not Path("build").exists()
 
 
-def test_a_dry_run_needs_neither_engine_nor_gpus(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_needs_neither_engine_nor_gpus(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     gpus(monkeypatch, 1)
-    options = ("--engine_dir=later", "--tensor_parallelism=2", "--triton_num_servers=1", "--triton_num_models_per_server=2", "--dry_run")
+    options = (
+        "--engine_dir=later",
+        "--tensor_parallelism=2",
+        "--triton_num_servers=1",
+        "--triton_num_models_per_server=2",
+        "--dry_run",
+    )
     assert generate(*options) == 0
     assert capsys.readouterr().out.splitlines() == [
         "# assumed: later, an engine of tp2-pp1, as the options say",
@@ -261,7 +339,10 @@ def test_a_dry_run_needs_neither_engine_nor_gpus(place: Path, monkeypatch: pytes
     ]
     make_engine(place / "later", tp_size=2)
     assert generate(*options) == 0
-    assert "# can't run here: --triton_num_servers 1 with 2 models each, 2 GPUs a model, needs 4 GPUs; 1 are" in capsys.readouterr().out
+    assert (
+        "# can't run here: --triton_num_servers 1 with 2 models each, 2 GPUs a model, needs 4 GPUs; 1 are"
+        in capsys.readouterr().out
+    )
     assert not Path("build").exists()
 
 
@@ -276,11 +357,19 @@ def test_an_engine_that_is_not_whole(place: Path, capsys: pytest.CaptureFixture[
     ("text", "message"),
     [
         ('{"pretrained_config": []}', "pretrained_config: []; must be an object"),
-        ('{"pretrained_config": {"mapping": {"tp_size": "2"}}}', 'pretrained_config: mapping: tp_size: "2"; must be a whole number'),
-        ('{"build_config": {"max_batch_size": "many"}}', 'build_config: max_batch_size: "many"; must be a whole number'),
+        (
+            '{"pretrained_config": {"mapping": {"tp_size": "2"}}}',
+            'pretrained_config: mapping: tp_size: "2"; must be a whole number',
+        ),
+        (
+            '{"build_config": {"max_batch_size": "many"}}',
+            'build_config: max_batch_size: "many"; must be a whole number',
+        ),
     ],
 )
-def test_an_engine_whose_config_is_wrong(place: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+def test_an_engine_whose_config_is_wrong(
+    place: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
     (place / "engine/config.json").write_text(text)
     assert generate() == 2
     assert f"engine/config.json: {message}" in capsys.readouterr().err
@@ -288,7 +377,13 @@ def test_an_engine_whose_config_is_wrong(place: Path, capsys: pytest.CaptureFixt
 
 def test_names_and_parameters() -> None:
     assert model_name("llama3.1-405b", "Offline", 0) == "llama3_1-405b-offline-0"
-    written = model_parameters({"max_attention_window_size": 4096, "context_chunking_policy": "equal_progress", "cuda_graph_mode": True})
+    written = model_parameters(
+        {
+            "max_attention_window_size": 4096,
+            "context_chunking_policy": "equal_progress",
+            "cuda_graph_mode": True,
+        }
+    )
     assert {name: value for name, value in written.items() if name not in NEEDED} == {
         "max_attention_window_size": "4096",
         "cuda_graph_mode": "true",
@@ -302,7 +397,9 @@ def test_any_text_survives(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:  # half of a pair is no text
         return
-    config = read(dump({"name": text, "max_batch_size": 1, "instance_group": [{"kind": Name("KIND_CPU"), "count": 2}]}))
+    config = read(
+        dump({"name": text, "max_batch_size": 1, "instance_group": [{"kind": Name("KIND_CPU"), "count": 2}]})
+    )
     assert config.name == text and config.instance_group[0].count == 2
 
 

@@ -1,4 +1,5 @@
-"""Every flag and YAML key that we pass to TensorRT-LLM's programs exists there, by the record of its interface."""
+"""Every flag and YAML key that we pass to TensorRT-LLM's programs exists there, by the record of its
+interface."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def test_the_options_of_its_tools(tool: Tool) -> None:
     """Those that a person may give, and those that fields of ours set."""
     there = {option.removeprefix("--") for option in RECORD["tools"][tool.name]}
     ours = {*tool.options, *tool.ours}
-    # The sizes are the checkpoint's: trtllm-build is not told them, and quantize.py has no experts' parallelism.
+    # The sizes are the checkpoint's: trtllm-build is not told them, and quantize.py has no experts'
+    # parallelism.
     of_checkpoint = {"tp_size", "pp_size", "moe_ep_size"}
     assert ours - there - of_checkpoint == LACKING.get(tool.name, set())
     assert len(ours & there) > 20, "or the record is empty"
@@ -33,7 +35,16 @@ def test_the_options_of_its_tools(tool: Tool) -> None:
 def test_the_flags_of_trtllm_serve(tmp_path: Path) -> None:
     """All that `run-llm-server` writes."""
     config = disagg.parse("model: m\ncontext_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:2']}")
-    sizes = ("backend", "tp_size", "pp_size", "ep_size", "max_batch_size", "max_num_tokens", "max_beam_width", "max_seq_len")
+    sizes = (
+        "backend",
+        "tp_size",
+        "pp_size",
+        "ep_size",
+        "max_batch_size",
+        "max_num_tokens",
+        "max_beam_width",
+        "max_seq_len",
+    )
     options = dict.fromkeys((*sizes, "num_postprocess_workers"), 2)
     model, extra = ["m", "--tokenizer", "t"], (tmp_path / "extra.yaml", "")
     servers = [
@@ -62,7 +73,9 @@ def keys(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 def fields(name: str) -> set[str]:
     """Of a class of LLM arguments, its bases' included."""
     spec = RECORD["python"].get(name)
-    return {field.rstrip("=") for field in spec["fields"]}.union(*map(fields, spec["bases"])) if spec else set()
+    return (
+        {field.rstrip("=") for field in spec["fields"]}.union(*map(fields, spec["bases"])) if spec else set()
+    )
 
 
 NESTED = {
@@ -74,18 +87,48 @@ NESTED = {
 
 @pytest.mark.parametrize(("backend", "arguments"), [("pytorch", "TorchLlmArgs"), ("cpp", "TrtLlmArgs")])
 def test_the_keys_of_a_generated_yaml(
-    backend: str, arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    backend: str,
+    arguments: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What generate-disagg-config writes for TensorRT-LLM's servers, with every option that it can state."""
     monkeypatch.chdir(tmp_path)
-    line = ["generate-disagg-config", "--core_type=trtllm_disagg", "--model_path=m", "--engine_dir=e", "--world_size=6", "--dry_run"]
-    line += ["--ctx_tp_size=2", "--gen_tp_size=2", f"--trtllm_runtime_flags=trtllm_backend:{backend}", "--max_batch_size=4"]
-    line += ["--max_num_tokens=64", "--max_seq_len=128", "--kv_cache_tokens=512", "--tokens_per_block=32", "--enable_kv_cache_reuse=true"]
-    line += ["--enable_chunked_context=true", "--beam_width=1", "--traffic_distribution_policy=round_robin", "--dtype=bfloat16"]
+    line = [
+        "generate-disagg-config",
+        "--core_type=trtllm_disagg",
+        "--model_path=m",
+        "--engine_dir=e",
+        "--world_size=6",
+        "--dry_run",
+    ]
+    line += [
+        "--ctx_tp_size=2",
+        "--gen_tp_size=2",
+        f"--trtllm_runtime_flags=trtllm_backend:{backend}",
+        "--max_batch_size=4",
+    ]
+    line += [
+        "--max_num_tokens=64",
+        "--max_seq_len=128",
+        "--kv_cache_tokens=512",
+        "--tokens_per_block=32",
+        "--enable_kv_cache_reuse=true",
+    ]
+    line += [
+        "--enable_chunked_context=true",
+        "--beam_width=1",
+        "--traffic_distribution_policy=round_robin",
+        "--dtype=bfloat16",
+    ]
     assert main(line) == 0
     made = yaml.safe_load(capsys.readouterr().out)
     top = {name.rstrip("=") for name in RECORD["python"]["extract_disagg_cfg"]["parameters"]}
-    section = {name.rstrip("=") for name in RECORD["python"]["extract_ctx_gen_cfgs"]["parameters"]} | {"router"}  # extract_router_config
+    # extract_router_config
+    section = {name.rstrip("=") for name in RECORD["python"]["extract_ctx_gen_cfgs"]["parameters"]} | {
+        "router"
+    }
     found = [*keys(made)]
     for path in found:
         outer, inner = (path[0], path[1:]) if path[0].endswith("_servers") else ("", path)

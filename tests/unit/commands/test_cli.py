@@ -45,7 +45,8 @@ def test_a_stopped_command_leaves_nothing(
     with pytest.raises(SystemExit) as stopped:
         cli.main(["it"])
     assert stopped.value.code == 128 + number and not list(tmp_path.iterdir())
-    # One signal only is ours: the second kills. A program that calls `main` has its own back where it was not used.
+    # One signal only is ours: the second kills. A program that calls `main` has its own back where it was not
+    # used.
     assert signal.getsignal(number) == signal.SIG_DFL
     signal.signal(number, before)
 
@@ -75,7 +76,9 @@ def test_in_another_thread(command: Callable[[Callable[[Sequence[str]], int]], N
 
 
 def test_a_file_that_the_system_refuses(
-    command: Callable[[Callable[[Sequence[str]], int]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Callable[[Callable[[Sequence[str]], int]], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command(lambda _: len((tmp_path / "none" / "file").read_text()))
     assert cli.main(["it"]) == 2
@@ -84,7 +87,8 @@ def test_a_file_that_the_system_refuses(
 
 def test_a_mistake_of_ours_keeps_its_traceback_in_development_mode() -> None:
     program = (
-        "import sys, types\nfrom mpillm import cli\nmodule = sys.modules['mpillm.commands.it'] = types.ModuleType('it')\n"
+        "import sys, types\nfrom mpillm import cli\nmodule = sys.modules['mpillm.commands.it'] ="
+        " types.ModuleType('it')\n"
         "module.main = lambda _: open('none/file')\ncli.COMMANDS['it'] = ''\ncli.main(['it'])\n"
     )
     done = subprocess.run([sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True)
@@ -93,7 +97,9 @@ def test_a_mistake_of_ours_keeps_its_traceback_in_development_mode() -> None:
 
 def test_a_terminal_without_the_characters() -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-m", "mpillm", "--help"], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpillm", "--help"], env=env, capture_output=True, text=True, check=True
+    )
     assert "mpirun -n 5 run ?" in done.stdout and not done.stderr
 
 
@@ -103,14 +109,26 @@ def test_a_full_disk_under_what_is_printed(arguments: list[str], unbuffered: str
     """Also where Python would find out at its exit only."""
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-m", "mpillm", *arguments], env=env, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "mpillm: a file, or the output, can't be written: No space left on device\n")
+        done = subprocess.run(
+            [sys.executable, "-m", "mpillm", *arguments],
+            env=env,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "mpillm: a file, or the output, can't be written: No space left on device\n",
+    )
 
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&- 0<&-"])
 def test_closed_output(closed: str, tmp_path: Path) -> None:
     """What is printed goes nowhere; a file that is written is not what else goes there."""
-    command = f"{sys.executable} -m mpillm generate-disagg-config --mode disaggregated --world_size 4 --output {tmp_path}/file {closed}"
+    command = (
+        f"{sys.executable} -m mpillm generate-disagg-config --mode disaggregated --world_size 4"
+        f" --output {tmp_path}/file {closed}"
+    )
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "file").read_text().count("wrote") == 0
@@ -123,7 +141,11 @@ def test_a_reader_that_has_gone(unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "mpillm", "plan", "--world_size", "4"], env=env, stdout=writer, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "mpillm", "plan", "--world_size", "4"],
+        env=env,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
@@ -132,14 +154,17 @@ def test_a_reader_that_has_gone(unbuffered: str) -> None:
 def test_every_command_has_a_file_of_its_own() -> None:
     folder = Path(cli.__file__).parent / "commands"
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert {f"mpillm.commands.{name}" for name in files} == {*map(cli.module_of, cli.COMMANDS)} - {"launch.mpirun"}
+    assert {f"mpillm.commands.{name}" for name in files} == {*map(cli.module_of, cli.COMMANDS)} - {
+        "launch.mpirun"
+    }
 
 
 HELP = """
 import contextlib, io, sys
 from mpillm.cli import COMMANDS, main
 from mpillm.commands.bench import BENCHES
-for words in [["--help"], *([name, "--help"] for name in COMMANDS), *(["bench", name, "--help"] for name in BENCHES)]:
+names = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
+for words in [[*name, "--help"] for name in names]:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
         main(words)
     if "usage: " not in out.getvalue():

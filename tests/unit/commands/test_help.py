@@ -1,4 +1,5 @@
-"""--help of every command: it has the options that the command reads, the defaults that it has, and the names to choose from."""
+"""--help of every command: it has the options that the command reads, the defaults that it has, and the names
+to choose from."""
 
 from __future__ import annotations
 
@@ -25,17 +26,29 @@ from mpillm.fields import BY_NAME, FIELDS, SETS
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
 
 ROOT = Path(__file__).parents[3]
-# The commands whose options are all fields, of which each shows those of its stages. The others take no option that they don't show.
-SHARED = ("run", "serve", "run-harness", "plan", "generate-engines", "generate-triton-config", "generate-disagg-config", "run-llm-server")
+# The commands whose options are all fields, of which each shows those of its stages. The others take no
+# option that they don't show.
+SHARED = (
+    "run",
+    "serve",
+    "run-harness",
+    "plan",
+    "generate-engines",
+    "generate-triton-config",
+    "generate-disagg-config",
+    "run-llm-server",
+)
 EXEMPT = {
     "run": {"dry_run"},  # read to be refused
     "generate-engines": {"kv_cache_dtype"},  # read of the CoreConfig that calibration makes
     # It shares the modules of `run`, which read them of a test.
-    "serve": {field.name for field in FIELDS if field.group in ("data", "test", "output", "server")} | {"dry_run"},
+    "serve": {field.name for field in FIELDS if field.group in ("data", "test", "output", "server")}
+    | {"dry_run"},
     # It asks a core whether it has `engine_stages`, and does not call them.
     "run-llm-server": {"build_deadline", "dtype", "port", "quantization"},
 }
-# How a configuration is called where its values are read: what else has an attribute of a field's name is no reading of the field.
+# How a configuration is called where its values are read: what else has an attribute of a field's name is no
+# reading of the field.
 CONFIGURATIONS = ("config", "configs", "harness")
 # These find values for any command: what they read is in `SETS`.
 MECHANISM = (
@@ -53,15 +66,24 @@ MECHANISM_FUNCTIONS = ("parse", "parse_each", "collect", "main", "run_name")
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "mpillm").rglob("*.py")}
-    return {name.removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / "mpillm").rglob("*.py")
+    }
+    return {
+        name.removesuffix(".__init__"): ast.parse(path.read_text(encoding="utf-8"))
+        for name, path in files.items()
+    }
 
 
 def imported(name: str) -> set[str]:
     """The modules of ours that one may load, and itself, but for those of the mechanism."""
     found: set[str] = set()
     text = ast.unparse(modules()[name])
-    waiting = [name, *(path.partition(":")[0] for trait in TRAITS if f".{trait}" in text for path in declared(trait))]
+    waiting = [
+        name,
+        *(path.partition(":")[0] for trait in TRAITS if f".{trait}" in text for path in declared(trait)),
+    ]
     while waiting:
         module = waiting.pop()
         if module in found or module not in modules() or module.startswith(MECHANISM):
@@ -100,7 +122,13 @@ def definitions(names: set[str]) -> dict[str, list[Definition]]:
             found[node.name].append(Definition(node, node.name))
             for inner in node.body:
                 add(inner, node.name)
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []:
+        for target in (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        ):
             for name in ast.walk(target):
                 if isinstance(name, ast.Name):
                     found[name.id].append(Definition(node, owner))
@@ -115,9 +143,15 @@ def bound_classes(known: dict[str, list[Definition]]) -> dict[str, Bound]:
     found: dict[str, Bound] = {}
     for node, name in [definition for definitions in known.values() for definition in definitions]:
         if isinstance(node, ast.ClassDef):
-            binds = [call.args for call in node.decorator_list if isinstance(call, ast.Call) and ast.unparse(call.func) == "bind"]
+            binds = [
+                call.args
+                for call in node.decorator_list
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "bind"
+            ]
             fields = [(ast.unparse(args[0]).removeprefix("fields."), args) for args in binds]
-            parameters = {ast.literal_eval(args[1]) if len(args) > 1 else field: field for field, args in fields}
+            parameters = {
+                ast.literal_eval(args[1]) if len(args) > 1 else field: field for field, args in fields
+            }
             found[name] = Bound(parameters, [ast.unparse(base) for base in node.bases])
     return found
 
@@ -126,26 +160,41 @@ def field_of(parameter: str, cls: str, bound: dict[str, Bound]) -> str | None:
     """The field that a class's parameter is bound to, there or in a base."""
     if cls not in bound:
         return None
-    return bound[cls].fields.get(parameter) or next(filter(None, (field_of(parameter, base, bound) for base in bound[cls].bases)), None)
+    return bound[cls].fields.get(parameter) or next(
+        filter(None, (field_of(parameter, base, bound) for base in bound[cls].bases)), None
+    )
 
 
 def parts(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything in a definition, but for a class's methods: whoever calls one names it. Its special methods are called unnamed."""
+    """Everything in a definition, but for a class's methods: whoever calls one names it.
+
+    Its special methods are called unnamed.
+    """
     yield node
     for child in ast.iter_child_nodes(node):
-        if not (isinstance(node, ast.ClassDef) and isinstance(child, ast.FunctionDef) and not child.name.startswith("__")):
+        if not (
+            isinstance(node, ast.ClassDef)
+            and isinstance(child, ast.FunctionDef)
+            and not child.name.startswith("__")
+        ):
             yield from parts(child)
 
 
 def fields_read(command: str) -> set[str]:
-    """The fields that a command's code reads, found from its function on by the names that it mentions: it may read fewer, not more.
+    """The fields that a command's code reads, found from its function on by the names that it mentions: it
+    may read fewer, not more.
 
-    A method is followed when its name and its class, or one that inherits from it, are mentioned somewhere on the way.
+    A method is followed when its name and its class, or one that inherits from it, are mentioned somewhere on
+    the way.
     """
     module = module_of(command)
     known = definitions(imported(module))
     bound = bound_classes(known)
-    reached = {id(node): Definition(node, "") for node in modules()[module].body if getattr(node, "name", "") == "main"}
+    reached = {
+        id(node): Definition(node, "")
+        for node in modules()[module].body
+        if getattr(node, "name", "") == "main"
+    }
     waiting = list(reached.values())
     names: set[str] = set()
     while waiting:
@@ -163,14 +212,18 @@ def fields_read(command: str) -> set[str]:
 
 def mentioned(definition: ast.AST) -> set[str]:
     nodes = list(parts(definition))
-    names = {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    names = {n.id for n in nodes if isinstance(n, ast.Name)} | {
+        n.attr for n in nodes if isinstance(n, ast.Attribute)
+    }
     return names | {path.partition(":")[2] for trait in TRAITS if trait in names for path in declared(trait)}
 
 
 @cache
 def declared(trait: str) -> set[str]:
     """The functions that the classes of cores name, as ``module:function``."""
-    return {path for name in (*BUILT_IN, *NOT_BUILT) if (path := getattr(BackendRegistry.declared(name), trait))}
+    return {
+        path for name in (*BUILT_IN, *NOT_BUILT) if (path := getattr(BackendRegistry.declared(name), trait))
+    }
 
 
 def read_in(definition: ast.AST, owner: str, bound: dict[str, Bound], names: set[str]) -> Iterator[str]:
@@ -199,7 +252,11 @@ def help_of(command: str) -> str:
 
 
 def shown(command: str) -> set[str]:
-    return {BY_NAME[name].name for name in re.findall(r"^  (?:-\w[, ].*)?--(\w+)", help_of(command), re.MULTILINE) if name in BY_NAME}
+    return {
+        BY_NAME[name].name
+        for name in re.findall(r"^  (?:-\w[, ].*)?--(\w+)", help_of(command), re.MULTILINE)
+        if name in BY_NAME
+    }
 
 
 @pytest.mark.parametrize("command", SHARED)
@@ -213,7 +270,9 @@ def test_what_a_command_reads_is_in_its_help(command: str) -> None:
 def test_what_sets_an_option_of_a_command_is_in_its_help(command: str) -> None:
     """gpu_batch_size is another max_batch_size, a key of flags may be an option, …"""
     there = shown(command)
-    assert {field.name for field, others in SETS.items() if there & {other.name for other in others}} - there == set()
+    assert {
+        field.name for field, others in SETS.items() if there & {other.name for other in others}
+    } - there == set()
     if "config_file" in there:
         assert {key.name for key in KEYS} <= there, "what a file's configurations are told apart by"
 
@@ -240,7 +299,10 @@ def test_these_options_set_others(options: list[str], expected: dict[str, object
 
 
 def test_flags_that_are_options_are_in_the_table() -> None:
-    for field, keys in ((fields.trtllm_runtime_flags, {**RUNTIME_FLAGS, **RUNTIME_OPTIONS}), (fields.trtllm_build_flags, BUILD_OPTIONS)):
+    for field, keys in (
+        (fields.trtllm_runtime_flags, {**RUNTIME_FLAGS, **RUNTIME_OPTIONS}),
+        (fields.trtllm_build_flags, BUILD_OPTIONS),
+    ):
         assert set(SETS[field]) == {option for option in keys.values() if option in FIELDS}
 
 

@@ -13,10 +13,16 @@ import pytest
 from mpillm.cli import main
 from tests.helpers.trtllm_stand_in import make_library, make_model
 
-PAGE = (Path(__file__).parents[3] / "docs" / "pipeline.md").read_text(encoding="utf-8").partition("## The LLaMA workflow")[2]
+PAGE = (
+    (Path(__file__).parents[3] / "docs" / "pipeline.md")
+    .read_text(encoding="utf-8")
+    .partition("## The LLaMA workflow")[2]
+)
 
 
-def test_the_llama_workflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_llama_workflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_args = re.search(r'export RUN_ARGS="(--harness_type=triton.*?)"\n', PAGE, re.DOTALL)
     shown = re.search(r"(\$ make generate_engines .*?)\n```", PAGE, re.DOTALL)
     assert run_args and shown
@@ -25,7 +31,12 @@ def test_the_llama_workflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     for name in ("TRTLLM_CHECKPOINT_FLAGS", "TRTLLM_BUILD_FLAGS", "TRTLLM_RUNTIME_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     library = make_library(Path("build/TRTLLM"))
-    make_model(Path("build/models/Meta-Llama-3-8B-Instruct"), num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32)
+    make_model(
+        Path("build/models/Meta-Llama-3-8B-Instruct"),
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_hidden_layers=32,
+    )
     programs = tmp_path / "bin"
     programs.mkdir()
     build = tmp_path / library / "tensorrt_llm/commands/build.py"
@@ -42,5 +53,7 @@ def test_the_llama_workflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         if target != "run_llm_server":
             assert main([target, *words]) == 0
             capsys.readouterr()
-    printed = re.sub(r"^/\S*/(?=(python3|trtllm-build|tritonserver)[. ]?)", "", "\n".join(lines), flags=re.MULTILINE)
+    printed = re.sub(
+        r"^/\S*/(?=(python3|trtllm-build|tritonserver)[. ]?)", "", "\n".join(lines), flags=re.MULTILINE
+    )
     assert re.sub(r"^python3\.\d+ ", "python3 ", printed, flags=re.MULTILINE) == shown[1]

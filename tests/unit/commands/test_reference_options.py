@@ -1,4 +1,5 @@
-"""docs/reference_options.md: every option of the reference texts is a field with the default that is said, and its tests are there."""
+"""docs/reference_options.md: every option of the reference texts is a field with the default that is said,
+and its tests are there."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from mpillm.models import model_files
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "reference_options.md").read_text()
-ROWS = [[cell.strip() for cell in line[1:-1].split("|")] for line in PAGE.splitlines() if line.startswith("| `")]
+ROWS = [
+    [cell.strip() for cell in line[1:-1].split("|")] for line in PAGE.splitlines() if line.startswith("| `")
+]
 OPTIONS = [(name, row[1].strip("`")) for row in ROWS for name in re.findall(r"`--(\w+)`", row[0])]
 
 # Every option that llmlib-readme.md and triton-harness-readme.md name, and what their configurations set.
@@ -67,7 +70,11 @@ CLASS_DEFAULTS = {
 
 @cache
 def functions(file: str) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 @pytest.mark.parametrize("test", sorted(set(re.findall(r"`(tests/\S+?::\w+)`", PAGE))))
@@ -100,7 +107,9 @@ def test_every_environment_variable(stage: str) -> None:
 
 def test_every_runtime_flag() -> None:
     flags = {row[0].strip("`"): row[1].strip("`") for row in ROWS if row[0].strip("`") in RUNTIME_FLAGS}
-    assert flags == {name: field.shown_default for name, field in RUNTIME_FLAGS.items() if field.shown_default}
+    assert flags == {
+        name: field.shown_default for name, field in RUNTIME_FLAGS.items() if field.shown_default
+    }
 
 
 def test_every_class() -> None:

@@ -39,7 +39,11 @@ def batch(lengths: list[int], dtype: np.dtype = REQUEST, seed: int = 0) -> Batch
 
 
 def equal(a: Batch, b: Batch) -> bool:
-    return a.rows.dtype == b.rows.dtype and a.rows.tobytes() == b.rows.tobytes() and a.tokens.tolist() == b.tokens.tolist()
+    return (
+        a.rows.dtype == b.rows.dtype
+        and a.rows.tobytes() == b.rows.tobytes()
+        and a.tokens.tolist() == b.tokens.tolist()
+    )
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.sampled_from([REQUEST, RESPONSE]))
@@ -56,7 +60,9 @@ def test_unpacking_makes_views() -> None:
     assert np.shares_memory(unpacked.tokens, buffer)
 
 
-@pytest.mark.parametrize("change", [lambda b: b[:-4], lambda b: np.concatenate([b, np.zeros(4, np.uint8)]), lambda b: b[:40]])
+@pytest.mark.parametrize(
+    "change", [lambda b: b[:-4], lambda b: np.concatenate([b, np.zeros(4, np.uint8)]), lambda b: b[:40]]
+)
 def test_a_buffer_of_another_size_is_refused(change: object) -> None:
     with pytest.raises(ValueError, match="rows"):
         Batch.unpack(change(batch([3, 4]).pack()), REQUEST)  # type: ignore[operator]

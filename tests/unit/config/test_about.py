@@ -14,7 +14,11 @@ from mpillm.fields import BY_NAME
 PACKAGE = Path(__file__).parents[3] / "mpillm"
 # Where errors are raised by code that was given values, not the configuration with their sources.
 ROOMS = ("builder", "cores", "data", "devices.py", "engine", "loadgen", "workloads")
-FILES = [path for room in ROOMS for path in ([PACKAGE / room] if room.endswith(".py") else sorted((PACKAGE / room).rglob("*.py")))]
+FILES = [
+    path
+    for room in ROOMS
+    for path in ([PACKAGE / room] if room.endswith(".py") else sorted((PACKAGE / room).rglob("*.py")))
+]
 
 
 def text_of(node: ast.AST) -> str:
@@ -23,12 +27,21 @@ def text_of(node: ast.AST) -> str:
 
 
 def raised(node: ast.AST, around: frozenset[str] = frozenset()) -> Iterator[tuple[ast.Call, frozenset[str]]]:
-    """Each ConfigError that is raised in a definition, and the options that it is about: its own, and those of blocks around it."""
-    calls = [item.context_expr for item in node.items] if isinstance(node, ast.With) else getattr(node, "decorator_list", [])
+    """Each ConfigError that is raised in a definition, and the options that it is about: its own, and those
+    of blocks around it."""
+    calls = (
+        [item.context_expr for item in node.items]
+        if isinstance(node, ast.With)
+        else getattr(node, "decorator_list", [])
+    )
     for call in calls:
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "about":
             around |= {name for constant in call.args if (name := text_of(constant))}
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) in ("ConfigError", "NotHere"):
+    if (
+        isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and ast.unparse(node.exc.func) in ("ConfigError", "NotHere")
+    ):
         own = [keyword.value for keyword in node.exc.keywords if keyword.arg == "about"]
         yield node.exc, around | {name for value in own for n in ast.walk(value) if (name := text_of(n))}
     for child in ast.iter_child_nodes(node):
@@ -45,7 +58,11 @@ def first_option(call: ast.Call) -> str | None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_an_error_that_begins_with_an_option_is_about_it(path: Path) -> None:
     found = list(raised(ast.parse(path.read_text(encoding="utf-8"))))
-    silent = [f"line {call.lineno}: --{name}" for call, about in found if (name := first_option(call)) and name not in about]
+    silent = [
+        f"line {call.lineno}: --{name}"
+        for call, about in found
+        if (name := first_option(call)) and name not in about
+    ]
     assert silent == []
 
 

@@ -68,14 +68,26 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         ["0", "-1", "inf", "1e300", "nan", "", "1_0", "s", "0ms", "5m", "5 S", "1h30min", "1e9min"],
     ),
     length_of_a_test: (
-        {"0": 0.0, "600": 600.0, "600s": 600.0, "10min": 600.0, "600000ms": 600.0, "1.5ms": 0.0015, "86400": 86400.0, "24h": 86400.0},
+        {
+            "0": 0.0,
+            "600": 600.0,
+            "600s": 600.0,
+            "10min": 600.0,
+            "600000ms": 600.0,
+            "1.5ms": 0.0015,
+            "86400": 86400.0,
+            "24h": 86400.0,
+        },
         ["-1", "inf", "1e300", "nan", "", "ms", "-1ms", "1d", "86401", "25h", "600000", "86400001ms"],
     ),
     rate: ({"0.5": 0.5, "1e9": 1e9}, ["0", "-1", "inf", "nan", "", "1_0", "1e10", "\u0663"]),
     not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x", "1_0.5"]),
     at_least_one: ({"1": 1.0, "128.5": 128.5}, ["0", "0.9", "-1", "inf", "nan", ""]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
-    boolean: ({"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False}, ["2", "maybe"]),
+    boolean: (
+        {"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False},
+        ["2", "maybe"],
+    ),
     flag_dict: (
         {
             "": {},
@@ -87,7 +99,20 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     ),
     stop_words: (
         {"###": ["###"], "a, b": ["a, b"], '["\\n\\n", [13, 13], "x"]': ["\n\n", [13, 13], "x"]},
-        ["", "[", '["a"', "[1]", "[[]]", '[""]', '[["a"]]', "[[1.5]]", "[[true]]", "[[-1]]", "[[2147483648]]", "[" * 100000],
+        [
+            "",
+            "[",
+            '["a"',
+            "[1]",
+            "[[]]",
+            '[""]',
+            '[["a"]]',
+            "[[1.5]]",
+            "[[true]]",
+            "[[-1]]",
+            "[[2147483648]]",
+            "[" * 100000,
+        ],
     ),
     benchmarks.from_string: (
         {
@@ -97,7 +122,16 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
             "moe,mixtral-8x7b": ("mixtral-8x7b",),
             "llama2-99,llama2-70b-99.9": ("llama2-70b-99", "llama2-70b-99.9"),
         },
-        ["", "llama4", "llama2,", "llama2;moe", "llama2-99.99", "llama2-70b-98", "moe-interactive", "llama2-70b-99-interactive"],
+        [
+            "",
+            "llama4",
+            "llama2,",
+            "llama2;moe",
+            "llama2-99.99",
+            "llama2-70b-98",
+            "moe-interactive",
+            "llama2-70b-99-interactive",
+        ],
     ),
     scenarios.from_string: (
         {
@@ -112,17 +146,30 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     port_or_any: ({"0": 0, " 0": 0, "1": 1, "65535": 65535}, ["", "00", "65536", "-1", "http"]),
     secret: ({"sesame": Secret("sesame")}, ["", " "]),
     port: ({"1": 1, "65535": 65535}, ["", "0", "65536", "-1", "http", "8_0", "\u0668\u0660"]),
-    accuracy: ({".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99}, ["0.9", "1", "99.99", "", "high", "nan"]),
+    accuracy: (
+        {".99": 0.99, "99.9": 0.999, "0.999": 0.999, "99": 0.99},
+        ["0.9", "1", "99.99", "", "high", "nan"],
+    ),
     dataset.from_string: (
         {"prompts": "prompts", "SYNTHETIC": "synthetic", "my.mod:Loader": "my.mod:Loader"},
         ["", "prompt", "my.mod"],
     ),
     core_type.from_string: (
-        {"torch": "torch", "DUMMY": "dummy", "triton_grpc": "triton_grpc", "my.module:Class": "my.module:Class"},
+        {
+            "torch": "torch",
+            "DUMMY": "dummy",
+            "triton_grpc": "triton_grpc",
+            "my.module:Class": "my.module:Class",
+        },
         ["", "dumy", "torch,dummy", "torch "],
     ),
     batch_scheduler_policy.from_string: (
-        {"max_util": "max_util", "No_Evict": "no_evict", "MAX_UTILIZATION": "max_util", "STATIC_BATCH": "static"},
+        {
+            "max_util": "max_util",
+            "No_Evict": "no_evict",
+            "MAX_UTILIZATION": "max_util",
+            "STATIC_BATCH": "static",
+        },
         ["", "max", "evict", "max_util,no_evict"],
     ),
     gpu_batch_size.from_string: (
@@ -150,13 +197,20 @@ def test_every_option(field: Any) -> None:
             assert field.parse(choice, "--x") == field.parse(choice.upper(), "--x") == choice
         with pytest.raises(ConfigError) as error:
             field.parse(field.choices[0] + "x", f"--{field.name}")
-        for word in (f"--{field.name} {field.choices[0]}x", "not one of", *field.choices, f"did you mean '{field.choices[0]}'?"):
+        for word in (
+            f"--{field.name} {field.choices[0]}x",
+            "not one of",
+            *field.choices,
+            f"did you mean '{field.choices[0]}'?",
+        ):
             assert word in str(error.value)
         return
     if field.from_string is None:
         assert field.parse("any text", "--x") == "any text"
         for empty in ("", " "):
-            with pytest.raises(ConfigError, match=f"--{field.name} '{empty}': expected a text that is not empty"):
+            with pytest.raises(
+                ConfigError, match=f"--{field.name} '{empty}': expected a text that is not empty"
+            ):
                 field.parse(empty, f"--{field.name}")
         return
     good, bad = TEXTS[field.from_string]
@@ -172,7 +226,9 @@ def test_every_option(field: Any) -> None:
 def test_every_option_has_a_default_of_its_own_kind() -> None:
     config = parse_run(DUMMY)
     for field in FIELDS:
-        assert field.name in ("core_type", "trtllm_runtime_flags") or config.values[field.name] == field.default
+        assert (
+            field.name in ("core_type", "trtllm_runtime_flags") or config.values[field.name] == field.default
+        )
         assert config.source(field.name) == ("command line" if field.name == "core_type" else "default")
         assert field.choices == () or field.default in (None, *field.choices)
         assert not field.shown_default or field.parse(field.shown_default, "--x") == field.default
@@ -199,7 +255,9 @@ def test_hyphens_underscores_and_equals_signs(argv: list[str]) -> None:
 
 def test_of_an_option_that_is_given_twice_the_last_counts() -> None:
     assert parse_run([*DUMMY, "--seed", "1", "--seed=2"]).seed == 2
-    assert parse_run([*DUMMY, "--models=llama2", "--benchmarks", "moe"]).benchmarks == ("mixtral-8x7b",), "by whichever of its names"
+    assert parse_run([*DUMMY, "--models=llama2", "--benchmarks", "moe"]).benchmarks == ("mixtral-8x7b",), (
+        "by whichever of its names"
+    )
 
 
 def test_values_keep_their_hyphens() -> None:
@@ -237,12 +295,18 @@ def test_a_missing_value() -> None:
     [
         (["--min_output_len", "9", "--max_output_len", "3"], ["--min_output_len 9", "--max_output_len 3"]),
         (["--dataset", "synthetic", "--dataset_path", "x"], ["--dataset_path", "exclude"]),
-        (["--context_chunking_policy", "equal_progress"], ["has no effect without --enable_chunked_context true"]),
+        (
+            ["--context_chunking_policy", "equal_progress"],
+            ["has no effect without --enable_chunked_context true"],
+        ),
         (["--num_samples", "8"], ["--num_samples 8 has no effect without --dataset synthetic"]),
         (["--model_scale", "tiny"], ["--model_scale tiny has no effect without --benchmarks"]),
         (["--num_ctx_servers", "2"], ["--num_ctx_servers", "no meaning with mode aggregated (default)"]),
         (["--gen_tp_size", "2"], ["--gen_tp_size", "no meaning with mode aggregated (default)"]),
-        (["--mode", "disaggregated", "--tensor_parallelism", "2"], ["--tensor_parallelism", "no meaning with --mode disaggregated"]),
+        (
+            ["--mode", "disaggregated", "--tensor_parallelism", "2"],
+            ["--tensor_parallelism", "no meaning with --mode disaggregated"],
+        ),
         (["--core_type", "torch"], ["--model_path", "tiny-llama"]),
     ],
 )
@@ -257,8 +321,14 @@ def test_a_test_of_days_is_refused_with_both_readings() -> None:
     with pytest.raises(ConfigError) as error:
         parse_run([*DUMMY, "--min_duration", "600000"])
     message = str(error.value)
-    assert "--min_duration 600000: expected a duration of at most a day, as 600s, 10min or 600000ms; a bare number is seconds" in message
-    assert "600000 s are 6.94 days" in message and "600000 ms, as NVIDIA's min_duration counts, are 10 min: write 600000ms" in message
+    assert (
+        "--min_duration 600000: expected a duration of at most a day, as 600s, 10min or 600000ms; a bare"
+        " number is seconds" in message
+    )
+    assert (
+        "600000 s are 6.94 days" in message
+        and "600000 ms, as NVIDIA's min_duration counts, are 10 min: write 600000ms" in message
+    )
     with pytest.raises(ConfigError, match=r"\(100h are 4.17 days\)"):
         parse_run([*DUMMY, "--min_duration", "100h"])
     for text, seconds_ in {"600000ms": 600, "10min": 600, "10": 10}.items():
@@ -268,7 +338,9 @@ def test_a_test_of_days_is_refused_with_both_readings() -> None:
 
 def test_a_test_must_end_before_its_deadline() -> None:
     with pytest.raises(
-        ConfigError, match=r"--min_duration 7200.0 must be less than --test_deadline 3600.0, which would end the test first"
+        ConfigError,
+        match=r"--min_duration 7200.0 must be less than --test_deadline 3600.0, which would end the"
+        r" test first",
     ):
         parse_run([*DUMMY, "--min_duration", "2h", "--test_deadline", "1h"])
     assert parse_run([*DUMMY, "--min_duration", "2h", "--test_deadline", "3h"])
@@ -291,7 +363,10 @@ def test_every_name_that_nvidia_and_mlcommons_have_for_a_workload(workload: str)
         assert config.workload and config.workload.name == workload
     high = parse_run([*DUMMY, f"--benchmarks={workload}-99.9"])
     assert (high.benchmarks, high.accuracy_target) == ((workload,), 0.999)
-    assert high.to_json()["accuracy_target"] == {"value": 0.999, "source": f"command line: benchmarks {workload}-99.9"}
+    assert high.to_json()["accuracy_target"] == {
+        "value": 0.999,
+        "source": f"command line: benchmarks {workload}-99.9",
+    }
 
 
 def test_a_name_with_an_accuracy_target_and_another_one() -> None:
@@ -299,7 +374,8 @@ def test_a_name_with_an_accuracy_target_and_another_one() -> None:
         with pytest.raises(ConfigError) as error:
             parse_run([*DUMMY, f"--benchmarks={name}", f"--accuracy_target={target}"])
         for word in (
-            f"{name.removeprefix('moe').removeprefix('llama2-70b')} (command line) means accuracy_target 0.99",
+            f"{name.removeprefix('moe').removeprefix('llama2-70b')} (command line) means"
+            " accuracy_target 0.99",
             "but that is 0.99",
         ):
             assert word in str(error.value)
@@ -314,8 +390,10 @@ def test_interactive_is_a_form_of_the_workload() -> None:
             assert config.source("scenarios") == "command line: scenarios Interactive"
             assert config.workload is not None and config.workload.loadgen_model.endswith("-interactive")
     for argv, message in {
-        "--benchmarks=moe": "scenarios Interactive (command line): mixtral-8x7b has no interactive form; it has Offline and Server",
-        "": "scenarios Interactive (command line) is a form of a workload: name one with --benchmarks (llama2-70b, llama3.1-405b)",
+        "--benchmarks=moe": "scenarios Interactive (command line): mixtral-8x7b has no interactive form; it"
+        " has Offline and Server",
+        "": "scenarios Interactive (command line) is a form of a workload: name one with --benchmarks"
+        " (llama2-70b, llama3.1-405b)",
     }.items():
         with pytest.raises(ConfigError) as error:
             parse_run([*DUMMY, "--scenarios=interactive", *argv.split()])
@@ -323,7 +401,11 @@ def test_interactive_is_a_form_of_the_workload() -> None:
 
 
 def test_stages_of_interactive_forms_and_of_both_accuracy_targets() -> None:
-    argv = ["--benchmarks=llama2-99,llama2-99.9", "--scenarios=Offline,Interactive", "--gpu_batch_size=llama2-70b:7"]
+    argv = [
+        "--benchmarks=llama2-99,llama2-99.9",
+        "--scenarios=Offline,Interactive",
+        "--gpu_batch_size=llama2-70b:7",
+    ]
     made = parse_each([*argv, "--core_type=dummy"], Parser(prog="mpillm x"), FIELDS)
     assert [(config.benchmark, config.scenario, config.accuracy_target) for config in made] == [
         ("llama2-70b", "Offline", 0.99),
@@ -335,7 +417,13 @@ def test_stages_of_interactive_forms_and_of_both_accuracy_targets() -> None:
 
 
 def test_the_tests_of_a_harness_keep_their_accuracy_target(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--benchmarks=llama2-99,llama2-99.9", "--scenarios=Offline,Interactive", *DUMMY, "--world_size=2", "--dry_run"]
+    argv = [
+        "--benchmarks=llama2-99,llama2-99.9",
+        "--scenarios=Offline,Interactive",
+        *DUMMY,
+        "--world_size=2",
+        "--dry_run",
+    ]
     assert harness.main([*argv, "--log_dir=runs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" --scenarios=")[2] for line in lines] == [
@@ -377,19 +465,27 @@ def test_run_names_are_file_names() -> None:
     assert run_name(parse_run([*DUMMY, "--model_path", "/models/Smol LM/"])) == "Smol_LM-Offline"
 
 
-@pytest.mark.parametrize(("options", "name"), [([], "Smol-Offline"), (["--benchmarks=moe", "--scenarios=Server"], "mixtral-8x7b-Server")])
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [([], "Smol-Offline"), (["--benchmarks=moe", "--scenarios=Server"], "mixtral-8x7b-Server")],
+)
 def test_a_test_of_run_harness_is_named_as_its_run(options: list[str], name: str) -> None:
     """After the model where there is no benchmark."""
     config = parse_run([*DUMMY, "--model_path=/models/Smol", *options])
     assert (in_turn.test_of(config, [], False).name, run_name(config)) == (name, name)
     assert in_turn.test_of(config, [], False).log_dir.name.endswith(f"-{name}")
     config = parse_run([*DUMMY, "--model_path=/models/Smol", *options, "--log_dir=mine"])
-    assert (in_turn.test_of(config, [], True).log_dir, in_turn.test_of(config, [], False).log_dir) == (Path("mine") / name, Path("mine"))
+    assert (in_turn.test_of(config, [], True).log_dir, in_turn.test_of(config, [], False).log_dir) == (
+        Path("mine") / name,
+        Path("mine"),
+    )
 
 
 def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-m", "mpillm", *words], env=env, capture_output=True, text=True, timeout=60, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-m", "mpillm", *words], env=env, capture_output=True, text=True, timeout=60, cwd=cwd
+    )
 
 
 def test_help_lists_every_option() -> None:
@@ -397,7 +493,10 @@ def test_help_lists_every_option() -> None:
     assert shown.returncode == 0
     elsewhere = {"plan", "stages", "server", "serve", "checkpoint", "submission"}
     there = [f for f in FIELDS if f"--{f.name} " in shown.stdout or f"--{f.name}, " in shown.stdout]
-    assert [f.name for f in FIELDS if (f in there) == (f.group in elsewhere)] == ["server_port", "worker_start_port"]
+    assert [f.name for f in FIELDS if (f in there) == (f.group in elsewhere)] == [
+        "server_port",
+        "worker_start_port",
+    ]
     assert mpillm("--help").returncode == 0
 
 
@@ -412,7 +511,9 @@ def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
         if command == "run":
             assert parse_run(words)
         else:
-            (tmp_path / "disagg.yaml").write_text("context_servers: {num_instances: 3}\ngeneration_servers: {num_instances: 4}\n")
+            (tmp_path / "disagg.yaml").write_text(
+                "context_servers: {num_instances: 3}\ngeneration_servers: {num_instances: 4}\n"
+            )
             ended = mpillm(command, *words, cwd=tmp_path)
             assert ended.returncode == 0, ended.stderr
 
@@ -421,27 +522,41 @@ def test_help_has_units_and_defaults() -> None:
     shown = " ".join(mpillm("run", "--help").stdout.split())
     assert "phase load, seconds [default: 1800.0]" in shown
     assert (
-        "LoadGen's scenario: Offline, Server, SingleStream; Interactive is Server with a workload's interactive form [default: Offline]"
-        in shown
+        "LoadGen's scenario: Offline, Server, SingleStream; Interactive is Server with a workload's"
+        " interactive form [default: Offline]" in shown
     )
     assert "--save_outputs [OUTPUTS] write every answer to outputs.jsonl [default: false]" in shown
 
 
 def test_a_run_is_one_test() -> None:
     for option, value in (("scenarios", "Offline,Server"), ("benchmarks", "llama2,moe")):
-        with pytest.raises(ConfigError, match=f"--{option} .*: a run is one test of one workload; start it once for each"):
+        with pytest.raises(
+            ConfigError, match=f"--{option} .*: a run is one test of one workload; start it once for each"
+        ):
             parse_run([*DUMMY, f"--{option}={value}"])
     with pytest.raises(ConfigError, match="--dry_run true: `python -m mpillm plan`"):
         parse_run([*DUMMY, "--dry_run"])
 
 
 def test_stages_take_each_workload_and_scenario() -> None:
-    made = parse_each(["--benchmarks=llama2,moe", "--scenarios=Offline,Server", "--seed", "3"], Parser(prog="mpillm x"), FIELDS)
+    made = parse_each(
+        ["--benchmarks=llama2,moe", "--scenarios=Offline,Server", "--seed", "3"],
+        Parser(prog="mpillm x"),
+        FIELDS,
+    )
     pairs = [(config.benchmark, config.scenario) for config in made]
-    assert pairs == [("llama2-70b", "Offline"), ("llama2-70b", "Server"), ("mixtral-8x7b", "Offline"), ("mixtral-8x7b", "Server")]
+    assert pairs == [
+        ("llama2-70b", "Offline"),
+        ("llama2-70b", "Server"),
+        ("mixtral-8x7b", "Offline"),
+        ("mixtral-8x7b", "Server"),
+    ]
     assert {config.seed for config in made} == {3}
-    each = parse_each(["--benchmarks=llama2,llama2-70b-interactive", "--model_scale=tiny"], Parser(prog="mpillm x"), FIELDS)
-    assert [config.scenario for config in each] == ["Offline", "Server"]  # the default, and where there is no Offline
+    each = parse_each(
+        ["--benchmarks=llama2,llama2-70b-interactive", "--model_scale=tiny"], Parser(prog="mpillm x"), FIELDS
+    )
+    # the default, and where there is no Offline
+    assert [config.scenario for config in each] == ["Offline", "Server"]
     (alone,) = parse_each([], Parser(prog="mpillm x"), FIELDS)
     assert (alone.benchmark, alone.scenario) == (None, "Offline")
 
@@ -457,7 +572,9 @@ def test_other_names_of_options(tmp_path: Path) -> None:
 
 def test_a_full_size_configuration() -> None:
     """All fields, and 8,192 worker ranks planned: docs/configuration.md says how long it takes."""
-    config = parse_run(["--core_type", "dummy", "--mode", "disaggregated", "--ctx_tp_size", "8", "--gen_tp_size", "8"])
+    config = parse_run(
+        ["--core_type", "dummy", "--mode", "disaggregated", "--ctx_tp_size", "8", "--gen_tp_size", "8"]
+    )
     plan = disagg.plan(disagg_config(config, 8194), 8194, [f"node{i // 8}" for i in range(8194)])
     assert len(plan.ranks) == 8194
 
@@ -483,4 +600,6 @@ def test_a_key_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.api_key == Secret("sesame")
     assert "sesame" not in json.dumps(config.to_json()) + repr(config.values) + config.named("api_key")
     other = parse_serve([*DUMMY, "--api_key", "open"])
-    assert other.api_key == Secret("open") and not {"open", "sesame"} & {*re.findall(r"\w+", other.difference(config.values))}
+    assert other.api_key == Secret("open") and not {"open", "sesame"} & {
+        *re.findall(r"\w+", other.difference(config.values))
+    }

@@ -1,4 +1,5 @@
-"""Configurations of a person's own: the reference's skeleton in Python, the same in YAML, which one is meant, and what is wrong in them."""
+"""Configurations of a person's own: the reference's skeleton in Python, the same in YAML, which one is meant,
+and what is wrong in them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from mpillm.config.options import RunConfig, parse, parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.fields import FIELDS, general
 
-# The skeleton of triton-harness-readme.md, as it stands there but for the model's name, under the import and the base that it needs.
+# The skeleton of triton-harness-readme.md, as it stands there but for the model's name, under the import and
+# the base that it needs.
 HEAD = """\
 from mpillm.user_config import *
 
@@ -83,8 +85,17 @@ def written(folder: Path, name: str, text: str) -> Path:
 def test_the_reference_skeleton(tmp_path: Path, name: str, text: str) -> None:
     path = written(tmp_path, name, text)
     config = config_of(path)
-    assert (config.benchmark, config.scenario, config.harness_type, config.accuracy_target) == ("llama2-70b", "Offline", "triton", 0.99)
-    assert (config.system_name, config.offline_expected_qps, config.max_batch_size) == ("YourSystemName", 25.0, 2048)
+    assert (config.benchmark, config.scenario, config.harness_type, config.accuracy_target) == (
+        "llama2-70b",
+        "Offline",
+        "triton",
+        0.99,
+    )
+    assert (config.system_name, config.offline_expected_qps, config.max_batch_size) == (
+        "YourSystemName",
+        25.0,
+        2048,
+    )
     assert (config.tensor_parallelism, config.pipeline_parallelism, config.max_num_tokens) == (1, 2, 1024)
     assert config.core_type == "triton_grpc"
     triton = config.build(TritonHarnessConfig)
@@ -97,7 +108,11 @@ def test_every_value_says_its_line(tmp_path: Path) -> None:
     lines = (HEAD + SKELETON).splitlines()
     json = config_of(python, "--triton_num_servers", "4").to_json()
     at = {lines.index(line) + 1: line for line in lines}
-    for name, text in (("gpu_batch_size", "gpu_batch_size ="), ("system_name", "system ="), ("benchmarks", "benchmark =")):
+    for name, text in (
+        ("gpu_batch_size", "gpu_batch_size ="),
+        ("system_name", "system ="),
+        ("benchmarks", "benchmark ="),
+    ):
         assert at[int(json[name]["source"].removeprefix(f"{python}:"))].strip().startswith(text)
     assert json["triton_num_servers"] == {"value": 4, "source": "command line"}
     assert json["trtllm_runtime_flags"]["source"]["max_num_tokens"].startswith(f"{python}:")
@@ -111,11 +126,18 @@ def test_values_of_every_kind_of_yaml(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         "a.yml",
-        "core_type: dummy\nseed: 7\ntop_p: 0.5\nsave_outputs: true\nstop_words: ['###', [13, 13]]\nscenarios: [offline, Server]\n"
-        "triton_grpc_ports: {foo: [8001, 8002], bar: [8001, 8002]}\ntriton_server_urls: ['a:1', 'b:2']\ngpu_batch_size: 16\nlog_dir: ~\n",
+        "core_type: dummy\nseed: 7\ntop_p: 0.5\nsave_outputs: true\nstop_words: ['###', [13, 13]]\nscenarios:"
+        " [offline, Server]\n"
+        "triton_grpc_ports: {foo: [8001, 8002], bar: [8001, 8002]}\ntriton_server_urls: ['a:1',"
+        " 'b:2']\ngpu_batch_size: 16\nlog_dir: ~\n",
     )
     config = config_of(path)
-    assert (config.seed, config.top_p, config.save_outputs, config.scenarios) == (7, 0.5, True, ("Offline", "Server"))
+    assert (config.seed, config.top_p, config.save_outputs, config.scenarios) == (
+        7,
+        0.5,
+        True,
+        ("Offline", "Server"),
+    )
     assert config.stop_words == ["###", [13, 13]]
     assert config.triton_grpc_ports == {"foo": (8001, 8002), "bar": (8001, 8002)}
     assert (config.triton_server_urls, config.max_batch_size, config.log_dir) == (("a:1", "b:2"), 16, None)
@@ -184,58 +206,100 @@ FORMS = """\
         (["--accuracy_target=.999", "--scenarios=Offline"], 2, ("llama2-70b", "Offline", 0.999)),
         (["--scenarios=Interactive"], 3, ("llama2-70b-interactive", "Server", 0.99)),
         (["--benchmarks=llama2-70b-interactive"], 3, ("llama2-70b-interactive", "Server", 0.99)),
-        (["--benchmarks=llama2-70b-interactive-99", "--scenarios=Server"], 3, ("llama2-70b-interactive", "Server", 0.99)),
-        (["--benchmarks=llama2-70b", "--scenarios=Interactive", "--accuracy_target=0.999"], 4, ("llama2-70b-interactive", "Server", 0.999)),
+        (
+            ["--benchmarks=llama2-70b-interactive-99", "--scenarios=Server"],
+            3,
+            ("llama2-70b-interactive", "Server", 0.99),
+        ),
+        (
+            ["--benchmarks=llama2-70b", "--scenarios=Interactive", "--accuracy_target=0.999"],
+            4,
+            ("llama2-70b-interactive", "Server", 0.999),
+        ),
         (["--scenarios=Server"], 5, ("llama2-70b", "Server", 0.99)),
         (["--benchmarks=llama2-70b-99.9", "--scenarios=Server"], 6, ("llama2-70b", "Server", 0.999)),
     ],
 )
-def test_interactive_forms_and_targets_in_names(tmp_path: Path, options: list[str], seed: int, test: tuple[Any, ...]) -> None:
-    """Which configuration is meant, and which test it is: whatever way the file and the command line say both."""
+def test_interactive_forms_and_targets_in_names(
+    tmp_path: Path, options: list[str], seed: int, test: tuple[Any, ...]
+) -> None:
+    """Which configuration is meant, and which test it is: whatever way the file and the command line say
+    both."""
     config = config_of(written(tmp_path, "forms.yaml", FORMS), *options)
     assert config.seed == seed
     assert (config.benchmark, config.scenario, config.accuracy_target) == test
 
 
-@pytest.mark.parametrize("options", [[], ["--benchmarks=llama2-70b"], ["--benchmarks=llama2", "--scenarios=Interactive"]])
-def test_what_a_files_benchmark_says_holds_when_the_command_line_names_the_workload_alone(tmp_path: Path, options: list[str]) -> None:
-    config = config_of(written(tmp_path, "a.yaml", "benchmark: llama2-70b-interactive-99.9\nseed: 4\n"), *options)
-    assert (config.seed, config.benchmark, config.scenario, config.accuracy_target) == (4, "llama2-70b-interactive", "Server", 0.999)
+@pytest.mark.parametrize(
+    "options", [[], ["--benchmarks=llama2-70b"], ["--benchmarks=llama2", "--scenarios=Interactive"]]
+)
+def test_what_a_files_benchmark_says_holds_when_the_command_line_names_the_workload_alone(
+    tmp_path: Path, options: list[str]
+) -> None:
+    config = config_of(
+        written(tmp_path, "a.yaml", "benchmark: llama2-70b-interactive-99.9\nseed: 4\n"), *options
+    )
+    assert (config.seed, config.benchmark, config.scenario, config.accuracy_target) == (
+        4,
+        "llama2-70b-interactive",
+        "Server",
+        0.999,
+    )
 
 
 def test_interactive_in_a_python_file(tmp_path: Path) -> None:
     text = (
-        "from mpillm.user_config import *\n@ConfigRegistry.register(HarnessType.Custom, AccuracyTarget.k_99)\nclass A:\n"
-        "    benchmark = Benchmark.LLAMA2\n    scenario = Scenario.Interactive\n    gpu_batch_size = {'llama2-70b': 768}\n"
+        "from mpillm.user_config import *\n@ConfigRegistry.register(HarnessType.Custom,"
+        " AccuracyTarget.k_99)\nclass A:\n"
+        "    benchmark = Benchmark.LLAMA2\n    scenario = Scenario.Interactive\n    gpu_batch_size ="
+        " {'llama2-70b': 768}\n"
     )
     config = config_of(written(tmp_path, "mine.py", text))
-    assert (config.benchmark, config.scenario, config.max_batch_size) == ("llama2-70b-interactive", "Server", 768)
+    assert (config.benchmark, config.scenario, config.max_batch_size) == (
+        "llama2-70b-interactive",
+        "Server",
+        768,
+    )
     path = written(tmp_path, "wrong.py", text.replace("LLAMA2", "Mixtral8x7B"))
     with pytest.raises(ConfigError) as error:
         config_of(path)
-    assert str(error.value) == (f"scenarios Interactive ({path}:5): mixtral-8x7b has no interactive form; it has Offline and Server")
+    assert str(error.value) == (
+        f"scenarios Interactive ({path}:5): mixtral-8x7b has no interactive form; it has Offline and Server"
+    )
     path = written(tmp_path, "both.py", text.replace("Benchmark.LLAMA2", "'llama2-70b-99.9'"))
     with pytest.raises(ConfigError) as error:
         config_of(path)
-    assert str(error.value) == f"{path}:4: benchmark llama2-70b-99.9 means accuracy_target 0.999, but {path}:3 says 0.99"
+    assert (
+        str(error.value)
+        == f"{path}:4: benchmark llama2-70b-99.9 means accuracy_target 0.999, but {path}:3 says 0.99"
+    )
 
 
 def test_values_of_every_kind_of_python(tmp_path: Path) -> None:
     text = (
-        f"from pathlib import Path\n{REGISTERED}    scenarios = [Scenario.Offline, Scenario.Server]\n    log_dir = Path('x')\n"
+        f"from pathlib import Path\n{REGISTERED}    scenarios = [Scenario.Offline, Scenario.Server]\n   "
+        " log_dir = Path('x')\n"
         "    end_ids = (2, 3)\n    dataset_path = None\n"
     )
     config = config_of(written(tmp_path, "mine.py", text))
-    assert (config.scenarios, config.log_dir, config.end_ids, config.dataset_path) == (("Offline", "Server"), "x", (2, 3), None)
+    assert (config.scenarios, config.log_dir, config.end_ids, config.dataset_path) == (
+        ("Offline", "Server"),
+        "x",
+        (2, 3),
+        None,
+    )
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"), [("600000", 600), ("1200000.0", 1200), ("'2400000'", 2400), ("'600s'", 600), ("'10min'", 600), ("0", 0)]
+    ("said", "seconds"),
+    [("600000", 600), ("1200000.0", 1200), ("'2400000'", 2400), ("'600s'", 600), ("'10min'", 600), ("0", 0)],
 )
 def test_min_duration_counts_milliseconds_in_nvidias_form(tmp_path: Path, said: str, seconds: float) -> None:
     config = config_of(written(tmp_path, "mine.py", f"{REGISTERED}    min_duration = {said}\n"))
     assert config.min_duration == seconds
-    assert config_of(tmp_path / "mine.py", "--min_duration", "30").min_duration == 30, "the command line counts seconds"
+    assert config_of(tmp_path / "mine.py", "--min_duration", "30").min_duration == 30, (
+        "the command line counts seconds"
+    )
 
 
 def test_min_duration_counts_seconds_in_yaml(tmp_path: Path) -> None:
@@ -262,25 +326,100 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
     ("name", "text", "options", "words"),
     [
         # Names
-        ("a.py", f"{REGISTERED}    top_k = 1\n    tok_p = 1\n", [], ["a.py:5: there is no option tok_p", "did you mean 'top_p'?"]),
-        ("a.yaml", "top_k: 1\ntok_p: 1\n", [], ["a.yaml:2: there is no option tok_p", "did you mean 'top_p'?"]),
-        ("a.yaml", "config_file: b.yaml\n", [], ["a.yaml:1: config_file can be given only on the command line"]),
-        ("a.py", f"{REGISTERED}    scenrio = Scenario.Server\n", [], ["a.py:4", "scenrio", "did you mean 'scenario'?"]),
+        (
+            "a.py",
+            f"{REGISTERED}    top_k = 1\n    tok_p = 1\n",
+            [],
+            ["a.py:5: there is no option tok_p", "did you mean 'top_p'?"],
+        ),
+        (
+            "a.yaml",
+            "top_k: 1\ntok_p: 1\n",
+            [],
+            ["a.yaml:2: there is no option tok_p", "did you mean 'top_p'?"],
+        ),
+        (
+            "a.yaml",
+            "config_file: b.yaml\n",
+            [],
+            ["a.yaml:1: config_file can be given only on the command line"],
+        ),
+        (
+            "a.py",
+            f"{REGISTERED}    scenrio = Scenario.Server\n",
+            [],
+            ["a.py:4", "scenrio", "did you mean 'scenario'?"],
+        ),
         # Values
-        ("a.py", f"{REGISTERED}    seed = -1\n", [], ["a.py:4: seed -1: expected a whole number of at least 0"]),
+        (
+            "a.py",
+            f"{REGISTERED}    seed = -1\n",
+            [],
+            ["a.py:4: seed -1: expected a whole number of at least 0"],
+        ),
         ("a.py", f"{REGISTERED}    seed = 1.5\n", [], ["a.py:4: seed 1.5: expected a whole number"]),
-        ("a.py", f"{REGISTERED}    max_batch_size = True\n", [], ["a.py:4: max_batch_size true: expected a whole number"]),
+        (
+            "a.py",
+            f"{REGISTERED}    max_batch_size = True\n",
+            [],
+            ["a.py:4: max_batch_size true: expected a whole number"],
+        ),
         ("a.yaml", "top_p: 2\n", [], ["a.yaml:1: top_p 2: expected a number above 0 and up to 1"]),
         ("a.yaml", "scenario: Multi\n", [], ["a.yaml:1: scenario Multi: expected one or several of Offline"]),
-        ("a.yaml", "mode: aggregate\n", [], ["a.yaml:1: mode aggregate: not one of", "did you mean 'aggregated'?"]),
-        ("a.yaml", "trtllm_runtime_flags: max\n", [], ["a.yaml:1: trtllm_runtime_flags max: expected key:value", "'max' is not key:value"]),
-        ("a.yaml", "trtllm_runtime_flags: [1]\n", [], ["a.yaml:1: trtllm_runtime_flags [1]: expected key:value"]),
-        ("a.yaml", "triton_grpc_ports: {a: [0]}\n", [], ["a.yaml:1: triton_grpc_ports a:0: expected host_0", "'0' is not a port"]),
-        ("a.yaml", "gpu_batch_size: {llama: 1}\n", [], ["a.yaml:1: gpu_batch_size llama", "there is no llama (did you mean 'llama2'?)"]),
-        ("a.py", f"{REGISTERED}    min_duration = 600\n", [], ["a.py:4: min_duration 600:", "is milliseconds; write '600s' or '600ms'"]),
-        ("a.py", f"{REGISTERED}    min_duration = 600000000\n", [], ["a.py:4: min_duration 600000000ms: expected", "are 6.94 days"]),
-        ("a.yaml", "min_duration: 600000\n", [], ["a.yaml:1: min_duration 600000: expected", "are 6.94 days", "write 600000ms"]),
-        ("a.py", f"{REGISTERED}    min_duration = '1d'\n", [], ["a.py:4: min_duration 1d: expected a duration"]),
+        (
+            "a.yaml",
+            "mode: aggregate\n",
+            [],
+            ["a.yaml:1: mode aggregate: not one of", "did you mean 'aggregated'?"],
+        ),
+        (
+            "a.yaml",
+            "trtllm_runtime_flags: max\n",
+            [],
+            ["a.yaml:1: trtllm_runtime_flags max: expected key:value", "'max' is not key:value"],
+        ),
+        (
+            "a.yaml",
+            "trtllm_runtime_flags: [1]\n",
+            [],
+            ["a.yaml:1: trtllm_runtime_flags [1]: expected key:value"],
+        ),
+        (
+            "a.yaml",
+            "triton_grpc_ports: {a: [0]}\n",
+            [],
+            ["a.yaml:1: triton_grpc_ports a:0: expected host_0", "'0' is not a port"],
+        ),
+        (
+            "a.yaml",
+            "gpu_batch_size: {llama: 1}\n",
+            [],
+            ["a.yaml:1: gpu_batch_size llama", "there is no llama (did you mean 'llama2'?)"],
+        ),
+        (
+            "a.py",
+            f"{REGISTERED}    min_duration = 600\n",
+            [],
+            ["a.py:4: min_duration 600:", "is milliseconds; write '600s' or '600ms'"],
+        ),
+        (
+            "a.py",
+            f"{REGISTERED}    min_duration = 600000000\n",
+            [],
+            ["a.py:4: min_duration 600000000ms: expected", "are 6.94 days"],
+        ),
+        (
+            "a.yaml",
+            "min_duration: 600000\n",
+            [],
+            ["a.yaml:1: min_duration 600000: expected", "are 6.94 days", "write 600000ms"],
+        ),
+        (
+            "a.py",
+            f"{REGISTERED}    min_duration = '1d'\n",
+            [],
+            ["a.py:4: min_duration 1d: expected a duration"],
+        ),
         # Values of another kind
         ("a.yaml", "top_k: 1\nseed: ~\n", [], ["a.yaml:2: seed null: leave it out for its default, 0"]),
         ("a.yaml", "scenarios:\n", [], ["a.yaml:1: scenarios null: leave it out for its default, Offline"]),
@@ -289,21 +428,49 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ("a.yaml", "model_path: ' '\n", [], ["a.yaml:1: model_path ' ': expected a text that is not empty"]),
         ("a.yaml", "stop_words: {a: 1}\n", [], ["a.yaml:1: stop_words", "expected a word, or a JSON array"]),
         ("a.yaml", "stop_words: 5\n", [], ["a.yaml:1: stop_words", "expected a word, or a JSON array"]),
-        ("a.yaml", "core_options: {1: 2}\n", [], ["a.yaml:1: core_options: the key 1 (an integer); must be a string"]),
-        ("a.yaml", "core_options: {a: 2020-01-01}\n", [], ["a.yaml:1: core_options: a: datetime.date(2020, 1, 1)", "must be null, true"]),
+        (
+            "a.yaml",
+            "core_options: {1: 2}\n",
+            [],
+            ["a.yaml:1: core_options: the key 1 (an integer); must be a string"],
+        ),
+        (
+            "a.yaml",
+            "core_options: {a: 2020-01-01}\n",
+            [],
+            ["a.yaml:1: core_options: a: datetime.date(2020, 1, 1)", "must be null, true"],
+        ),
         ("a.yaml", "core_options: {a: .nan}\n", [], ["a.yaml:1: core_options: a: nan", "a finite number"]),
         ("a.yaml", "core_options: &a {b: *a}\n", [], ["a.yaml:1: core_options: nested too deeply"]),
-        ("a.py", f"{REGISTERED}    core_options = {{'a': object()}}\n", [], ["a.py:4: core_options: a: <object", "must be null, true"]),
+        (
+            "a.py",
+            f"{REGISTERED}    core_options = {{'a': object()}}\n",
+            [],
+            ["a.py:4: core_options: a: <object", "must be null, true"],
+        ),
         ("a.py", f"{REGISTERED}    seed = 10**5000\n", [], ["a.py:4: seed: Exceeds the limit"]),
         ("a.yaml", "stop_words: &a [*a]\n", [], ["a.yaml:1: stop_words: Circular reference"]),
-        ("a.yaml", "llm_gen_config_path: none.json\n", [], ["none.json: no such file (--llm_gen_config_path, ", "a.yaml:1)"]),
-        ("a.py", f"{REGISTERED}    max_output_len = None\n", [], ["a.py:4: max_output_len null: leave it out for its default, 128"]),
+        (
+            "a.yaml",
+            "llm_gen_config_path: none.json\n",
+            [],
+            ["none.json: no such file (--llm_gen_config_path, ", "a.yaml:1)"],
+        ),
+        (
+            "a.py",
+            f"{REGISTERED}    max_output_len = None\n",
+            [],
+            ["a.py:4: max_output_len null: leave it out for its default, 128"],
+        ),
         # Flags
         (
             "a.yaml",
             "core_type: dummy\ntrtllm_runtime_flags: {max_num_token: 5}\n",
             [],
-            ["a.yaml:2: trtllm_runtime_flags max_num_token: the dummy core has no such flag (did you mean 'max_num_tokens'?)"],
+            [
+                "a.yaml:2: trtllm_runtime_flags max_num_token: the dummy core has no such flag (did you mean"
+                " 'max_num_tokens'?)"
+            ],
         ),
         (
             "a.yaml",
@@ -311,7 +478,12 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
             [],
             ["a.yaml:1: trtllm_runtime_flags max_num_tokens 0: expected a whole"],
         ),
-        ("a.yaml", "trtllm_build_flags: {tensor_parallelism: x}\n", [], ["a.yaml:1: trtllm_build_flags tensor_parallelism x: expected"]),
+        (
+            "a.yaml",
+            "trtllm_build_flags: {tensor_parallelism: x}\n",
+            [],
+            ["a.yaml:1: trtllm_build_flags tensor_parallelism x: expected"],
+        ),
         # Files
         ("a.txt", "", [], ["must be a file .py, .yaml or .yml"]),
         ("a.py", "x = 1\0\n", [], ["a.py:1: ", "null bytes"]),
@@ -320,21 +492,56 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ("a.py", "x = 1\n\ny = x / 0\n", [], ["a.py:3: ZeroDivisionError: division by zero"]),
         ("a.py", "import sys\nsys.exit('no')\n", [], ["a.py:2: SystemExit: no"]),
         ("a.py", "from mpillm.user_config import Nothing\n", [], ["a.py:1: ImportError", "Nothing"]),
-        ("a.py", "from mpillm.user_config import *\nAccuracyTarget.k_98\n", [], ["a.py:2: AttributeError", "k_98"]),
-        ("a.py", "from mpillm.user_config import *\nConfigRegistry.register('Triton')\n", [], ["a.py:2: TypeError: register('Triton')"]),
+        (
+            "a.py",
+            "from mpillm.user_config import *\nAccuracyTarget.k_98\n",
+            [],
+            ["a.py:2: AttributeError", "k_98"],
+        ),
+        (
+            "a.py",
+            "from mpillm.user_config import *\nConfigRegistry.register('Triton')\n",
+            [],
+            ["a.py:2: TypeError: register('Triton')"],
+        ),
         ("a.py", "class A: seed = 1\n", [], ["no configuration in it", "@ConfigRegistry.register"]),
-        ("a.py", f"{REGISTERED}    def seed(self): ...\n", [], ["a.py", "seed: a configuration has values, no methods"]),
-        ("a.py", f"{REGISTERED}    harness_type = 'custom'\n", [], ["a.py:4: harness_type is set here, and by ConfigRegistry.register"]),
+        (
+            "a.py",
+            f"{REGISTERED}    def seed(self): ...\n",
+            [],
+            ["a.py", "seed: a configuration has values, no methods"],
+        ),
+        (
+            "a.py",
+            f"{REGISTERED}    harness_type = 'custom'\n",
+            [],
+            ["a.py:4: harness_type is set here, and by ConfigRegistry.register"],
+        ),
         ("a.yaml", "seed: [\n", [], ["a.yaml:2: not valid YAML"]),
         ("a.yaml", "seed: 1\nseed: 2\n", [], ["a.yaml:2: not valid YAML: duplicate key 'seed'"]),
         ("a.yaml", "core_options: {a: 1, a: 2}\n", [], ["a.yaml:1: not valid YAML: duplicate key 'a'"]),
         ("a.yaml", "seed: !!int ''\n", [], ["a.yaml: not valid YAML"]),
-        ("a.yaml", "scenario: Server\nscenarios: Offline\n", [], ["a.yaml:2: scenarios is Offline, but ", "a.yaml:1 says Server"]),
+        (
+            "a.yaml",
+            "scenario: Server\nscenarios: Offline\n",
+            [],
+            ["a.yaml:2: scenarios is Offline, but ", "a.yaml:1 says Server"],
+        ),
         ("a.yaml", "- seed\n", [], ["a.yaml:1: must be a mapping of options"]),
         ("a.yaml", "", [], ["a.yaml:1: must be a mapping of options"]),
         # Which one
-        ("a.py", SEVERAL, ["--scenarios", "SingleStream"], ["no configuration for scenarios SingleStream; there are: Offline (", "a.py:8"]),
-        ("a.yaml", "- {name: x, seed: 1}\n- {name: y, seed: 2}\n", [], ["several configurations fit: x (", "a.yaml:2", "keep one of them"]),
+        (
+            "a.py",
+            SEVERAL,
+            ["--scenarios", "SingleStream"],
+            ["no configuration for scenarios SingleStream; there are: Offline (", "a.py:8"],
+        ),
+        (
+            "a.yaml",
+            "- {name: x, seed: 1}\n- {name: y, seed: 2}\n",
+            [],
+            ["several configurations fit: x (", "a.yaml:2", "keep one of them"],
+        ),
         (
             "a.yaml",
             "- {system: a}\n- {system: b}\n",
@@ -343,7 +550,9 @@ REGISTERED = "from mpillm.user_config import *\n@ConfigRegistry.register(Harness
         ),
     ],
 )
-def test_what_is_wrong_in_a_file(tmp_path: Path, name: str, text: str, options: list[str], words: list[str]) -> None:
+def test_what_is_wrong_in_a_file(
+    tmp_path: Path, name: str, text: str, options: list[str], words: list[str]
+) -> None:
     path = written(tmp_path, name, text)
     with pytest.raises(ConfigError) as error:
         config_of(path, *options)
@@ -376,9 +585,21 @@ def test_values_that_do_not_go_together_name_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        ("use_triton: true\n", ["--core_type", "torch"], ["means core_type triton_grpc, but that is torch (command line)"]),
-        ("use_triton: true\nharness_type: custom\n", [], ["use_triton True", "means harness_type triton, but that is custom", "a.yaml:2"]),
-        ("core_type: trtllm_disagg\n", ["--mode", "aggregated"], ["means mode disaggregated, but that is aggregated (command line)"]),
+        (
+            "use_triton: true\n",
+            ["--core_type", "torch"],
+            ["means core_type triton_grpc, but that is torch (command line)"],
+        ),
+        (
+            "use_triton: true\nharness_type: custom\n",
+            [],
+            ["use_triton True", "means harness_type triton, but that is custom", "a.yaml:2"],
+        ),
+        (
+            "core_type: trtllm_disagg\n",
+            ["--mode", "aggregated"],
+            ["means mode disaggregated, but that is aggregated (command line)"],
+        ),
     ],
 )
 def test_options_that_imply_others(tmp_path: Path, text: str, options: list[str], words: list[Any]) -> None:
@@ -390,7 +611,9 @@ def test_options_that_imply_others(tmp_path: Path, text: str, options: list[str]
 def test_use_triton_chooses_as_the_harness_type_does(tmp_path: Path) -> None:
     text = "- {core_type: triton_grpc, harness_type: triton, seed: 1}\n- {harness_type: custom, seed: 2}\n"
     path = written(tmp_path, "a.yaml", text)
-    assert [config_of(path, *options).seed for options in (["--use_triton"], ["--harness_type=triton"], [])] == [1, 1, 2]
+    assert [
+        config_of(path, *options).seed for options in (["--use_triton"], ["--harness_type=triton"], [])
+    ] == [1, 1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +624,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     generation.write_text('{"generation_config": {"top_k": 2, "max_output_len": 22}}')
     python = f"{REGISTERED}    top_k = 3\n    max_output_len = 33\n"
     return {
-        "workload": ["--benchmarks", "llama2", "--model_scale", "tiny"],  # says max_output_len 16, and nothing of top_k
+        # says max_output_len 16, and nothing of top_k
+        "workload": ["--benchmarks", "llama2", "--model_scale", "tiny"],
         "generation": ["--llm_gen_config_path", str(generation)],
         "python": ["--config_file", str(written(folder, "mine.py", python))],
         "yaml": ["--config_file", str(written(folder, "mine.yaml", "top_k: 3\nmax_output_len: 33\n"))],
@@ -410,7 +634,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(said=st.sets(st.sampled_from(["workload", "generation", "file", "command line"])), kind=st.sampled_from(["python", "yaml"]))
+@given(
+    said=st.sets(st.sampled_from(["workload", "generation", "file", "command line"])),
+    kind=st.sampled_from(["python", "yaml"]),
+)
 def test_every_combination_of_sources(sources: dict[str, list[str]], said: set[str], kind: str) -> None:
     argv = [word for source in said for word in sources[kind if source == "file" else source]]
     config = parse_run(["--core_type", "dummy", *argv])
@@ -420,7 +647,11 @@ def test_every_combination_of_sources(sources: dict[str, list[str]], said: set[s
     first = next((source for source in length if source in said), "default")
     assert config.max_output_len == length.get(first, 128)
     in_file = f"{sources[kind][1]}:{2 if kind == 'yaml' else 5}"
-    where = {"file": in_file, "generation": sources["generation"][1], "workload": "workload llama2-70b (tiny)"}
+    where = {
+        "file": in_file,
+        "generation": sources["generation"][1],
+        "workload": "workload llama2-70b (tiny)",
+    }
     assert config.source("max_output_len") == where.get(first, first)
     assert config.given("max_output_len") == (first not in ("default", "workload"))
 
@@ -431,7 +662,16 @@ def test_the_names_that_a_file_imports_are_those_of_the_options() -> None:
     assert [member.value for member in user_config.HarnessType] == list(fields.harness_type.choices)
 
 
-def test_what_a_file_prints_is_not_the_commands_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_file_prints_is_not_the_commands_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`plan --format json > plan.json` stays JSON."""
-    parse_run(["--core_type", "dummy", "--config_file", str(written(tmp_path, "a.py", f"print('loaded')\n{REGISTERED}    seed = 1\n"))])
+    parse_run(
+        [
+            "--core_type",
+            "dummy",
+            "--config_file",
+            str(written(tmp_path, "a.py", f"print('loaded')\n{REGISTERED}    seed = 1\n")),
+        ]
+    )
     assert capsys.readouterr() == ("", "loaded\n")

@@ -1,4 +1,5 @@
-"""The disaggregation YAML as a source of options: what it states holds, and contradicts nothing that a person set."""
+"""The disaggregation YAML as a source of options: what it states holds, and contradicts nothing that a person
+set."""
 
 from __future__ import annotations
 
@@ -63,7 +64,12 @@ OTHERS = {
     "traffic_distribution_policy": "load_balancing",
 }
 PLACES = {place.field.name: place for place in (*CORE, ROUTER)}
-LAYOUT = {"num_instances": 2, "tensor_parallel_size": 4, "pipeline_parallel_size": 2, "moe_expert_parallel_size": 2}
+LAYOUT = {
+    "num_instances": 2,
+    "tensor_parallel_size": 4,
+    "pipeline_parallel_size": 2,
+    "moe_expert_parallel_size": 2,
+}
 
 
 def section(**values: Any) -> dict[str, Any]:
@@ -94,7 +100,10 @@ def cores(config: RunConfig, ranks: int) -> tuple[DisaggConfig, list[CoreConfig]
 
 def test_every_key_of_a_section_that_is_read_is_an_option() -> None:
     """But for those that say how TensorRT-LLM's servers are reached, and for what is refused."""
-    options = {place.key[0] for place in (*CORE, ROUTER, EXPERTS, *(place for places in SIZES.values() for place in places))}
+    options = {
+        place.key[0]
+        for place in (*CORE, ROUTER, EXPERTS, *(place for places in SIZES.values() for place in places))
+    }
     assert {*SERVER, *READ} - options == {"context_parallel_size", "cache_transceiver_config", "urls"}
     assert set(VALUES) == set(OTHERS) == set(PLACES)
 
@@ -118,7 +127,9 @@ def test_what_a_section_states_holds_for_it(file: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("source", ["command line", "file"])
-def test_a_person_who_says_something_else_is_told_of_both(file: Path, tmp_path: Path, name: str, source: str) -> None:
+def test_a_person_who_says_something_else_is_told_of_both(
+    file: Path, tmp_path: Path, name: str, source: str
+) -> None:
     value, _ = VALUES[name]
     options, said = [f"--{name}", OTHERS[name]], f"--{name} {OTHERS[name]}"
     if source == "file":
@@ -127,15 +138,24 @@ def test_a_person_who_says_something_else_is_told_of_both(file: Path, tmp_path: 
         options, said = ["--config_file", str(mine)], f"{name} {OTHERS[name]} ({mine}:2)"
     with pytest.raises(ConfigError) as error:
         given(file, *options, executors=section(**{name: value}))
-    assert str(error.value) == f"{said}, but {file}: executors.{PLACES[name].name} is {value}: leave one of them out"
+    assert (
+        str(error.value)
+        == f"{said}, but {file}: executors.{PLACES[name].name} is {value}: leave one of them out"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--trtllm_runtime_flags max_num_tokens:66", "max_num_tokens 66 (command line: trtllm_runtime_flags)"),
+        (
+            "--trtllm_runtime_flags max_num_tokens:66",
+            "max_num_tokens 66 (command line: trtllm_runtime_flags)",
+        ),
         ("--gpu_batch_size 6", "max_batch_size 6 (command line: gpu_batch_size)"),
-        ("--trtllm_runtime_flags use_inflight_batching:false", "batch_scheduler_policy static (command line: use_inflight_batching)"),
+        (
+            "--trtllm_runtime_flags use_inflight_batching:false",
+            "batch_scheduler_policy static (command line: use_inflight_batching)",
+        ),
     ],
 )
 def test_a_flag_says_what_its_option_says(file: Path, words: str, said: str) -> None:
@@ -147,7 +167,10 @@ def test_a_flag_says_what_its_option_says(file: Path, words: str, said: str) -> 
 
 def test_the_environment_is_a_person_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "max_num_tokens:77")
-    with pytest.raises(ConfigError, match=r"max_num_tokens 77 \(environment variable TRTLLM_RUNTIME_FLAGS: trtllm_runtime_flags\), but"):
+    with pytest.raises(
+        ConfigError,
+        match=r"max_num_tokens 77 \(environment variable TRTLLM_RUNTIME_FLAGS: trtllm_runtime_flags\), but",
+    ):
         given(file, executors=section(max_num_tokens=55))
 
 
@@ -156,13 +179,22 @@ def test_a_bad_yaml_names_what_named_it(file: Path, tmp_path: Path) -> None:
     mine.write_text(f"core_type: dummy\ndisagg_config: {file}\n")
     with pytest.raises(ConfigError) as error:
         parse_run(["--config_file", str(mine)])
-    assert str(error.value) == f"{file}: cannot be read: No such file or directory\ndisagg_config is set by {mine}:2"
+    assert (
+        str(error.value)
+        == f"{file}: cannot be read: No such file or directory\ndisagg_config is set by {mine}:2"
+    )
 
 
 def test_flags_have_the_values_of_the_yaml(file: Path) -> None:
     config = given(file, executors=section(max_num_tokens=55, enable_chunked_context=True))
-    assert (config.trtllm_runtime_flags["max_num_tokens"], config.trtllm_runtime_flags["enable_chunked_context"]) == (55, True)
-    assert config.to_json()["trtllm_runtime_flags"]["source"]["max_num_tokens"] == f"{file}: executors.max_num_tokens"
+    assert (
+        config.trtllm_runtime_flags["max_num_tokens"],
+        config.trtllm_runtime_flags["enable_chunked_context"],
+    ) == (55, True)
+    assert (
+        config.to_json()["trtllm_runtime_flags"]["source"]["max_num_tokens"]
+        == f"{file}: executors.max_num_tokens"
+    )
 
 
 def test_a_yaml_goes_before_a_workload_and_a_workload_before_a_default(file: Path) -> None:
@@ -179,18 +211,32 @@ def test_a_yaml_goes_before_a_generation_config(file: Path, tmp_path: Path) -> N
     config = given(file, *options, executors=section(beam_width=3))
     assert (config.beam_width, config.source("beam_width")) == (3, f"{file}: executors.max_beam_width")
     assert given(file, *options, executors=section()).beam_width == 2
-    with pytest.raises(ConfigError, match=r"--beam_width 4, but .*executors.max_beam_width is 3: leave one of them out"):
+    with pytest.raises(
+        ConfigError, match=r"--beam_width 4, but .*executors.max_beam_width is 3: leave one of them out"
+    ):
         given(file, *options, "--beam_width", "4", executors=section(beam_width=3))
 
 
 def test_what_is_generated_for_a_run_states_only_its_instances(capsys: pytest.CaptureFixture[str]) -> None:
-    """How they run is said by the values of the run; a reader of the file of generate-disagg-config has nothing else."""
-    words = ["--mode", "disaggregated", "--max_batch_size", "7", "--traffic_distribution_policy", "round_robin"]
+    """How they run is said by the values of the run.
+
+    A reader of the file of generate-disagg-config has nothing else.
+    """
+    words = [
+        "--mode",
+        "disaggregated",
+        "--max_batch_size",
+        "7",
+        "--traffic_distribution_policy",
+        "round_robin",
+    ]
     made = disagg_config(parse_run([*DUMMY, *words]), 5)
     assert all(place.of(server) is None for _, server in made.sections for place in (*CORE, ROUTER))
     assert main(["generate-disagg-config", "--core_type=dummy", *words]) == 0
     written = disagg.parse(capsys.readouterr().out)
-    assert [(server.max_batch_size, server.router["type"]) for _, server in written.sections] == [(7, "round_robin")] * 2
+    assert [(server.max_batch_size, server.router["type"]) for _, server in written.sections] == [
+        (7, "round_robin")
+    ] * 2
 
 
 def test_what_sections_have_alike_is_the_runs_and_the_rest_is_each_ones(file: Path) -> None:
@@ -200,9 +246,14 @@ def test_what_sections_have_alike_is_the_runs_and_the_rest_is_each_ones(file: Pa
     assert [config.of(name).max_num_tokens for name in ("context_servers", "generation_servers")] == [55, 66]
     assert config.to_json()["max_num_tokens"] == {
         "value": {"context_servers": 55, "generation_servers": 66},
-        "source": {name: f"{file}: {name}.max_num_tokens" for name in ("context_servers", "generation_servers")},
+        "source": {
+            name: f"{file}: {name}.max_num_tokens" for name in ("context_servers", "generation_servers")
+        },
     }
-    assert config.to_json()["max_batch_size"] == {"value": 5, "source": f"{file}: context_servers.max_batch_size"}
+    assert config.to_json()["max_batch_size"] == {
+        "value": 5,
+        "source": f"{file}: context_servers.max_batch_size",
+    }
     _, made = cores(config, 3)
     assert [(core.role, core.max_num_tokens) for core in made] == [("context", 55), ("generation", 66)]
     with pytest.raises(ConfigError, match=r"--max_num_tokens 66, but .*context_servers.max_num_tokens is 55"):
@@ -216,10 +267,19 @@ def test_a_prompt_must_fit_every_section(file: Path, tmp_path: Path) -> None:
     prompts.write_text(json.dumps({"input_tokens": [3] * 40}) + "\n")
     options = ["--benchmarks", "llama2-70b", "--dataset_path", str(prompts), "--max_output_len", "4"]
     for first, second in ((50, 40), (40, 50)):
-        config = given(file, *options, context_servers=section(max_seq_len=first), generation_servers=section(max_seq_len=second))
-        with pytest.raises(ConfigError, match="40 tokens and does not fit max_seq_len 40 with max_output_len 4"):
+        config = given(
+            file,
+            *options,
+            context_servers=section(max_seq_len=first),
+            generation_servers=section(max_seq_len=second),
+        )
+        with pytest.raises(
+            ConfigError, match="40 tokens and does not fit max_seq_len 40 with max_output_len 4"
+        ):
             load_samples(config, [None, None], lambda: tmp_path)
-    config = given(file, *options, context_servers=section(max_seq_len=50), generation_servers=section(max_seq_len=60))
+    config = given(
+        file, *options, context_servers=section(max_seq_len=50), generation_servers=section(max_seq_len=60)
+    )
     assert len(load_samples(config, [None, None], lambda: tmp_path)[0]) == 1
 
 
@@ -227,30 +287,52 @@ def test_ranks_that_read_other_yamls_are_told_of_its_value(file: Path) -> None:
     mine = given(file, executors=section(max_batch_size=5))
     theirs = given(file, executors=section(max_batch_size=6))
     assert mine.digest() != theirs.digest()
-    assert mine.difference(theirs.values) == f"--max_batch_size is 6 there and 5 here ({file}: executors.max_batch_size)"
+    assert (
+        mine.difference(theirs.values)
+        == f"--max_batch_size is 6 there and 5 here ({file}: executors.max_batch_size)"
+    )
 
 
 def test_the_layout_is_the_yamls(file: Path) -> None:
     config = given(file, context_servers=LAYOUT, generation_servers={})
-    layout = {"num_ctx_servers": 2, "ctx_tp_size": 4, "ctx_pp_size": 2, "num_gen_servers": 1, "gen_tp_size": 1, "gen_pp_size": 1}
+    layout = {
+        "num_ctx_servers": 2,
+        "ctx_tp_size": 4,
+        "ctx_pp_size": 2,
+        "num_gen_servers": 1,
+        "gen_tp_size": 1,
+        "gen_pp_size": 1,
+    }
     assert {name: getattr(config, name) for name in layout} == layout
     assert config.to_json()["mode"] == {"value": "disaggregated", "source": str(file)}
     same = ["--num_ctx_servers", "2", "--ctx_tp_size", "4", "--mode", "disaggregated"]
-    assert disagg_config(given(file, *same, context_servers=LAYOUT, generation_servers={}), 18).n_workers == 17
-    executors = given(file, executors=LAYOUT)
-    assert (executors.mode, executors.tensor_parallelism, executors.pipeline_parallelism, executors.moe_expert_parallelism) == (
-        *("aggregated", 4, 2, 2),
+    assert (
+        disagg_config(given(file, *same, context_servers=LAYOUT, generation_servers={}), 18).n_workers == 17
     )
+    executors = given(file, executors=LAYOUT)
+    assert (
+        executors.mode,
+        executors.tensor_parallelism,
+        executors.pipeline_parallelism,
+        executors.moe_expert_parallelism,
+    ) == (*("aggregated", 4, 2, 2),)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--ctx_tp_size 2", "--ctx_tp_size 2, but {file}: context_servers.tensor_parallel_size is 4: leave one of them out"),
-        ("--num_gen_servers 1", "--num_gen_servers 1, but {file}: generation_servers.num_instances is 2: leave one of them out"),
+        (
+            "--ctx_tp_size 2",
+            "--ctx_tp_size 2, but {file}: context_servers.tensor_parallel_size is 4: leave one of them out",
+        ),
+        (
+            "--num_gen_servers 1",
+            "--num_gen_servers 1, but {file}: generation_servers.num_instances is 2: leave one of them out",
+        ),
         (
             "--moe_expert_parallelism 4",
-            "--moe_expert_parallelism 4, but {file}: context_servers.moe_expert_parallel_size is 2: leave one of them out",
+            "--moe_expert_parallelism 4, but {file}: context_servers.moe_expert_parallel_size is 2: leave one"
+            " of them out",
         ),
         ("--mode aggregated", "--mode aggregated, but {file} is disaggregated: leave one of them out"),
         ("--tensor_parallelism 4", "--tensor_parallelism 4 has no meaning with mode disaggregated ({file})"),
@@ -258,13 +340,17 @@ def test_the_layout_is_the_yamls(file: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["run", "plan"])
-def test_a_contradiction_names_both(file: Path, capsys: pytest.CaptureFixture[str], command: str, words: str, message: str) -> None:
+def test_a_contradiction_names_both(
+    file: Path, capsys: pytest.CaptureFixture[str], command: str, words: str, message: str
+) -> None:
     if command == "run":
         with pytest.raises(ConfigError) as error:
             given(file, *words.split(), model="tiny-llama", context_servers=LAYOUT, generation_servers=LAYOUT)
         assert str(error.value) == message.format(file=file)
     elif "no meaning" not in message:
-        file.write_text(json.dumps({"model": "tiny-llama", "context_servers": LAYOUT, "generation_servers": LAYOUT}))
+        file.write_text(
+            json.dumps({"model": "tiny-llama", "context_servers": LAYOUT, "generation_servers": LAYOUT})
+        )
         assert main(["plan", "--disagg_config", str(file), *words.split()]) == 2
         assert message.format(file=file) in capsys.readouterr().err
 
@@ -278,24 +364,39 @@ def test_the_model_is_the_yamls(file: Path, tmp_path: Path) -> None:
         check_core(given(file, core=TORCH, executors={}))
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
-    assert given(file, "--model_path", f"{tmp_path}/link/", model=f"{tmp_path}/folder", executors={}).model_path == f"{tmp_path}/link/"
+    assert (
+        given(file, "--model_path", f"{tmp_path}/link/", model=f"{tmp_path}/folder", executors={}).model_path
+        == f"{tmp_path}/link/"
+    )
 
 
 def test_the_run_directorys_yaml_is_what_ran(file: Path) -> None:
     """Also what the command line adds, and what holds by default; run again with it, the same holds."""
     config = given(
-        file, "--max_batch_size", "7", core=TORCH, model="tiny-llama", executors={**section(max_num_tokens=55), "moe_config": {}}
+        file,
+        "--max_batch_size",
+        "7",
+        core=TORCH,
+        model="tiny-llama",
+        executors={**section(max_num_tokens=55), "moe_config": {}},
     )
     yaml, made = cores(config, 2)
     executors = yaml.executors
     assert executors is not None and yaml.model == "tiny-llama"
     assert (executors.max_batch_size, executors.max_num_tokens, executors.max_seq_len) == (7, 55, None)
-    assert executors.kv_cache_config == {"free_gpu_memory_fraction": 0.8, "tokens_per_block": 32, "enable_block_reuse": False}
+    assert executors.kv_cache_config == {
+        "free_gpu_memory_fraction": 0.8,
+        "tokens_per_block": 32,
+        "enable_block_reuse": False,
+    }
     assert executors.router == {"type": "load_balancing"}
     assert executors.extra == {
         "moe_config": {},
         "enable_chunked_prefill": False,
-        "scheduler_config": {"context_chunking_policy": "FIRST_COME_FIRST_SERVED", "capacity_scheduler_policy": "MAX_UTILIZATION"},
+        "scheduler_config": {
+            "context_chunking_policy": "FIRST_COME_FIRST_SERVED",
+            "capacity_scheduler_policy": "MAX_UTILIZATION",
+        },
         "max_beam_width": 1,
     }
     file.write_text(disagg.dump(yaml))
@@ -304,22 +405,48 @@ def test_the_run_directorys_yaml_is_what_ran(file: Path) -> None:
 
 
 def test_a_generated_yaml_is_what_ran_and_where() -> None:
-    config = parse_run([*DUMMY, "--mode", "disaggregated", "--max_num_tokens", "55", "--kv_cache_tokens", "640", "--dtype", "float32"])
+    config = parse_run(
+        [
+            *DUMMY,
+            "--mode",
+            "disaggregated",
+            "--max_num_tokens",
+            "55",
+            "--kv_cache_tokens",
+            "640",
+            "--dtype",
+            "float32",
+        ]
+    )
     yaml = disagg_config(config, 5)
     plan = disagg.plan(yaml, 5, ["a", "a", "b", "b", "c"])
-    made = what_runs(config, yaml, plan, core_configs(config, plan, [instance.leader for instance in plan.instances], {}))
+    made = what_runs(
+        config, yaml, plan, core_configs(config, plan, [instance.leader for instance in plan.instances], {})
+    )
     assert made.hostname == "a"
     assert [url for _, server in made.sections for url in server.urls] == ["b:8001", "b:8002", "c:8003"]
     for _, server in made.sections:
-        assert (server.max_num_tokens, server.kv_cache_config["max_tokens"], server.extra["dtype"]) == (55, 640, "float32")
+        assert (server.max_num_tokens, server.kv_cache_config["max_tokens"], server.extra["dtype"]) == (
+            55,
+            640,
+            "float32",
+        )
 
 
 def test_what_our_cores_do_without_is_told(file: Path) -> None:
     kv_cache = {"tokens_per_block": 16, "event_buffer_max_size": 1024, "host_cache_size": None}
     config = given(
         file,
-        context_servers={"router": {"type": "kv_cache_aware"}, "kv_cache_config": kv_cache, "cuda_graph_config": None},
-        generation_servers={"cuda_graph_config": {"max_batch_size": 8}, "disable_overlap_scheduler": True, "free_gpu_memory_fraction": 0.5},
+        context_servers={
+            "router": {"type": "kv_cache_aware"},
+            "kv_cache_config": kv_cache,
+            "cuda_graph_config": None,
+        },
+        generation_servers={
+            "cuda_graph_config": {"max_batch_size": 8},
+            "disable_overlap_scheduler": True,
+            "free_gpu_memory_fraction": 0.5,
+        },
     )
     assert check_honoured(config) == [
         "context_servers: mpillm has no router kv_cache_aware; it uses load_balancing instead",
@@ -344,19 +471,40 @@ def test_routers_that_are_policies_of_ours_are_taken_and_others_leave_the_choice
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"context_parallel_size": 2}, "executors.context_parallel_size 2: must be 1; mpillm has no context parallelism"),
-        ({"kv_cache_config": {"dtype": "nvfp4"}}, "executors.kv_cache_config.dtype nvfp4: the torch core has auto, bfloat16, fp8"),
-        ({"kv_cache_dtype": "int8"}, "executors.kv_cache_config.dtype int8: the torch core has auto, bfloat16, fp8"),
-        ({"quant_config": {"quant_algo": "FP8"}}, "executors.quant_config: the torch core quantises by the checkpoint or --quantization"),
+        (
+            {"context_parallel_size": 2},
+            "executors.context_parallel_size 2: must be 1; mpillm has no context parallelism",
+        ),
+        (
+            {"kv_cache_config": {"dtype": "nvfp4"}},
+            "executors.kv_cache_config.dtype nvfp4: the torch core has auto, bfloat16, fp8",
+        ),
+        (
+            {"kv_cache_dtype": "int8"},
+            "executors.kv_cache_config.dtype int8: the torch core has auto, bfloat16, fp8",
+        ),
+        (
+            {"quant_config": {"quant_algo": "FP8"}},
+            "executors.quant_config: the torch core quantises by the checkpoint or --quantization",
+        ),
     ],
 )
-def test_what_would_be_another_measurement_without_it_is_refused(file: Path, values: dict[str, Any], said: str) -> None:
+def test_what_would_be_another_measurement_without_it_is_refused(
+    file: Path, values: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         check_honoured(given(file, core=TORCH, model="tiny-llama", executors=values))
-    assert check_honoured(given(file, core=TORCH, model="tiny-llama", executors={"kv_cache_config": {"dtype": "auto"}})) == []
+    assert (
+        check_honoured(
+            given(file, core=TORCH, model="tiny-llama", executors={"kv_cache_config": {"dtype": "auto"}})
+        )
+        == []
+    )
 
 
-@pytest.mark.parametrize("values", [{"kv_cache_config": {"dtype": "fp8"}}, {"kv_cache_dtype": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"kv_cache_config": {"dtype": "fp8"}}, {"kv_cache_dtype": "fp8"}], ids=str
+)
 def test_a_kv_cache_in_fp8(file: Path, values: dict[str, Any]) -> None:
     config = given(file, core=TORCH, model="tiny-llama", executors=values)
     assert check_honoured(config) == []
@@ -370,7 +518,9 @@ def test_a_kv_cache_in_fp8(file: Path, values: dict[str, Any]) -> None:
         ({"load_format": "vision_only"}, "executors.load_format vision_only: not one of auto, dummy"),
     ],
 )
-def test_a_value_that_no_option_has_is_named_with_its_place(file: Path, values: dict[str, Any], said: str) -> None:
+def test_a_value_that_no_option_has_is_named_with_its_place(
+    file: Path, values: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         given(file, executors=values)
     assert str(error.value).startswith(f"{file}: {said}")
@@ -385,21 +535,29 @@ def test_a_kv_cache_is_of_one_type_on_both_sides() -> None:
     check_handoff(both, [Model("float32"), Model("float32")])
     check_handoff(both, [None, None])
     with pytest.raises(
-        ConfigError, match="context instances have a KV cache in float32 and generation instances have a KV cache in bfloat16"
+        ConfigError,
+        match="context instances have a KV cache in float32 and generation instances have a KV cache"
+        " in bfloat16",
     ):
         check_handoff(both, [Model("float32"), Model("bfloat16")])
 
 
 def test_a_plan_of_a_yaml_needs_no_world_size(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As many ranks as run-harness starts for it."""
-    file.write_text(json.dumps({"context_servers": {"num_instances": 2}, "generation_servers": {"tensor_parallel_size": 2}}))
+    file.write_text(
+        json.dumps(
+            {"context_servers": {"num_instances": 2}, "generation_servers": {"tensor_parallel_size": 2}}
+        )
+    )
     assert plan_main(["--disagg_config", str(file), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["world_size"] == 6
     assert plan_main(["--disagg_config", str(file), "--world_size", "5", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["world_size"] == 5
     assert main(["run-harness", *DUMMY, "--disagg_config", str(file), "--dry_run"]) == 0
     assert "mpirun -n 6 run" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE"):
+    with pytest.raises(
+        ConfigError, match="plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE"
+    ):
         plan_main([])
 
 

@@ -1,4 +1,5 @@
-"""NVIDIA's configuration files: a tree of them in their form, what they import, what their values mean, and what is wrong in them."""
+"""NVIDIA's configuration files: a tree of them in their form, what they import, what their values mean, and
+what is wrong in them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ base = {
     harness_fields.tensor_path: 'build/preprocessed_data/mine/',
     llm_fields.trtllm_build_flags: {'max_num_tokens': 4096, 'gemm_plugin': 'fp4'},
     llm_fields.trtllm_checkpoint_flags: {'kv_cache_dtype': 'fp8'},
-    llm_fields.trtllm_runtime_flags: {'max_num_tokens': 2048, 'max_batch_size': 48, 'enable_chunked_context': True},
+    llm_fields.trtllm_runtime_flags: {
+        'max_num_tokens': 2048, 'max_batch_size': 48, 'enable_chunked_context': True
+    },
     llm_fields.tensor_parallelism: 2,
     llm_fields.quantizer_outdir: 'build/checkpoints/mine',
     harness_fields.use_graphs: False,
@@ -99,15 +102,33 @@ def test_a_file_as_it_is(top: Path) -> None:
     """Its values, in our units, with their lines; the workload, the scenario and the system by its path."""
     path = top / "configs/My-System_x8/Offline/llama2-70b.py"
     config = config_of(path)
-    assert (config.benchmark, config.scenario, config.system_name) == ("llama2-70b", "Offline", "My-System_x8")
+    assert (config.benchmark, config.scenario, config.system_name) == (
+        "llama2-70b",
+        "Offline",
+        "My-System_x8",
+    )
     assert (config.harness_type, config.accuracy_target, config.power_setting) == ("custom", 0.99, "MaxP")
     assert (config.min_duration, config.offline_expected_qps, config.tensor_parallelism) == (1800.0, 12.5, 2)
-    assert (config.dataset_path, config.llm_quantizer_outdir) == ("build/preprocessed_data/mine/", "build/checkpoints/mine")
+    assert (config.dataset_path, config.llm_quantizer_outdir) == (
+        "build/preprocessed_data/mine/",
+        "build/checkpoints/mine",
+    )
     assert (config.max_batch_size, config.max_num_tokens, config.enable_chunked_context) == (48, 2048, True)
-    assert config.trtllm_build_flags == {"max_num_tokens": 4096, "gemm_plugin": "fp4", "max_batch_size": 96}, "an engine is built for 96"
-    assert (config.llm_gen_config_path, config.max_output_len) == (str(top / "code/llama2-70b/tensorrt/generation_config.json"), 77)
+    assert config.trtllm_build_flags == {
+        "max_num_tokens": 4096,
+        "gemm_plugin": "fp4",
+        "max_batch_size": 96,
+    }, "an engine is built for 96"
+    assert (config.llm_gen_config_path, config.max_output_len) == (
+        str(top / "code/llama2-70b/tensorrt/generation_config.json"),
+        77,
+    )
     lines = LLAMA.splitlines()
-    for name, word in (("precision", "'fp8'"), ("tensor_parallelism", "tensor_parallelism: 2"), ("vboost_slider", "vboost_slider: 1")):
+    for name, word in (
+        ("precision", "'fp8'"),
+        ("tensor_parallelism", "tensor_parallelism: 2"),
+        ("vboost_slider", "vboost_slider: 1"),
+    ):
         line = int(config.to_json()[name]["source"].removeprefix(f"{path}:"))
         assert word in lines[line - 1]
 
@@ -128,14 +149,22 @@ def test_which_entry_is_meant(top: Path, options: list[str], expected: tuple[Any
 def test_a_file_made_of_another_one_of_its_tree(top: Path) -> None:
     config = config_of(written(top, "My-System_x8/Server/llama2-70b.py", SERVER))
     assert (config.scenario, config.server_target_qps, config.min_duration) == ("Server", 3.0, 1800.0)
-    assert config.source("server_target_qps").endswith("Server/llama2-70b.py"), "no line: this is no dictionary of the file"
+    assert config.source("server_target_qps").endswith("Server/llama2-70b.py"), (
+        "no line: this is no dictionary of the file"
+    )
 
 
 def test_interactive_and_any_system(top: Path) -> None:
     config = config_of(written(top, "minimal/Interactive/llama2-70b.py", LLAMA), "--scenarios=Interactive")
-    assert (config.benchmark, config.scenario, config.system_name) == ("llama2-70b-interactive", "Server", None)
+    assert (config.benchmark, config.scenario, config.system_name) == (
+        "llama2-70b-interactive",
+        "Server",
+        None,
+    )
     assert config.trtllm_build_flags["max_batch_size"] == 96, "the interactive form is the same model"
-    config = config_of(written(top, "minimal/Interactive/llama3_1-405b.py", LLAMA), "--gpu_batch_size=llama3_1-405b:7")
+    config = config_of(
+        written(top, "minimal/Interactive/llama3_1-405b.py", LLAMA), "--gpu_batch_size=llama3_1-405b:7"
+    )
     assert (config.benchmark, config.scenario) == ("llama3.1-405b-interactive", "Server")
     with pytest.raises(ConfigError, match="mixtral-8x7b has no interactive form; it has Offline and Server"):
         config_of(written(top, "minimal/Interactive/mixtral-8x7b.py", LLAMA))
@@ -143,9 +172,18 @@ def test_interactive_and_any_system(top: Path) -> None:
 
 def test_a_file_that_is_of_no_tree(tmp_path: Path) -> None:
     path = tmp_path / "llama2-70b.py"
-    path.write_text(LLAMA.replace("    llm_fields.llm_gen_config_path: 'code/llama2-70b/tensorrt/generation_config.json',\n", ""))
+    path.write_text(
+        LLAMA.replace(
+            "    llm_fields.llm_gen_config_path: 'code/llama2-70b/tensorrt/generation_config.json',\n", ""
+        )
+    )
     config = config_of(path, "--benchmarks=moe", "--scenarios=Server")
-    assert (config.benchmark, config.scenario, config.min_duration, config.system_name) == ("mixtral-8x7b", "Server", 1800.0, None)
+    assert (config.benchmark, config.scenario, config.min_duration, config.system_name) == (
+        "mixtral-8x7b",
+        "Server",
+        1800.0,
+        None,
+    )
 
 
 def test_nothing_of_it_stays(top: Path) -> None:
@@ -156,22 +194,35 @@ def test_nothing_of_it_stays(top: Path) -> None:
     assert sys.modules["code"] is code and sys.path == paths
     assert not {name for name in set(sys.modules) - before if name.partition(".")[0] in ("code", "configs")}
     other = top.parent / "other"
-    written(other, "My-System_x8/Offline/llama2-70b.py", HEAD + "EXPORTS = {C.WorkloadSetting(): {loadgen_fields.min_duration: 60000}}\n")
+    written(
+        other,
+        "My-System_x8/Offline/llama2-70b.py",
+        HEAD + "EXPORTS = {C.WorkloadSetting(): {loadgen_fields.min_duration: 60000}}\n",
+    )
     assert config_of(written(other, "My-System_x8/Server/llama2-70b.py", SERVER)).min_duration == 60.0
 
 
 def test_an_error_about_a_path_says_which_file_set_it(top: Path) -> None:
     config = config_of(top / "configs/My-System_x8/Offline/llama2-70b.py")
-    message = config.explain(ConfigError("data set build/preprocessed_data/mine does not exist", about=["dataset_path"]))
-    assert message.splitlines()[1].startswith("dataset_path is set by") and message.endswith("llama2-70b.py:16")
+    message = config.explain(
+        ConfigError("data set build/preprocessed_data/mine does not exist", about=["dataset_path"])
+    )
+    assert message.splitlines()[1].startswith("dataset_path is set by") and message.endswith(
+        "llama2-70b.py:16"
+    )
 
 
 def test_neighbours_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
     for seed in (1, 2):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        (folder / "mpillm_test_shared.py").write_text(f"class Shared:\n    seed = {seed}\n    core_type = 'dummy'\n")
-        text = "from mpillm.user_config import *\nfrom mpillm_test_shared import Shared\n@ConfigRegistry.register()\nclass A(Shared): ...\n"
+        (folder / "mpillm_test_shared.py").write_text(
+            f"class Shared:\n    seed = {seed}\n    core_type = 'dummy'\n"
+        )
+        text = (
+            "from mpillm.user_config import *\nfrom mpillm_test_shared import"
+            " Shared\n@ConfigRegistry.register()\nclass A(Shared): ...\n"
+        )
         (folder / "a.py").write_text(text)
         assert config_of(folder / "a.py").seed == seed
 
@@ -179,7 +230,10 @@ def test_neighbours_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
 def test_what_has_no_effect_is_said(top: Path) -> None:
     path = top / "configs/My-System_x8/Offline/llama2-70b.py"
     config = config_of(path)
-    assert config.passed_over() == f"{path}: without effect here: input_dtype int32, use_graphs False, vboost_slider 1"
+    assert (
+        config.passed_over()
+        == f"{path}: without effect here: input_dtype int32, use_graphs False, vboost_slider 1"
+    )
     assert config.to_json()["use_graphs"]["value"] is False
     assert parse_run(["--core_type=dummy"]).passed_over() == ""
     assert "vboost_slider" not in parse_run(["--core_type=dummy"]).to_json()
@@ -236,7 +290,8 @@ def test_what_is_wrong_in_a_file(tmp_path: Path, place: str, text: str, words: l
 def test_the_older_form_takes_nvidias_names_too(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text(
-        "from mpillm.user_config import *\n@ConfigRegistry.register(HarnessType.Custom)\nclass A:\n    precision = 'fp8'\n"
+        "from mpillm.user_config import *\n@ConfigRegistry.register(HarnessType.Custom)\nclass A:\n   "
+        " precision = 'fp8'\n"
         "    tensor_path = 'x'\n    use_token_latencies = True\n    core_type = CoreType.TRTLLM_EXECUTOR\n"
     )
     config = config_of(path)
@@ -251,11 +306,16 @@ EXECUTOR, TORCH = ["--core_type", "trtllm_executor"], ["--core_type", "torch", "
 
 
 @pytest.mark.parametrize(
-    ("precision", "qformat", "quantization"), [("fp8", "fp8", "fp8"), ("fp4", "nvfp4", "auto"), ("bf16", "full_prec", "none")]
+    ("precision", "qformat", "quantization"),
+    [("fp8", "fp8", "fp8"), ("fp4", "nvfp4", "auto"), ("bf16", "full_prec", "none")],
 )
 def test_precision(precision: str, qformat: str, quantization: str) -> None:
     for argv, expected in ((EXECUTOR, "auto"), (TORCH, quantization)):
-        config = parse([*argv, "--precision", precision, "--trtllm_checkpoint_flags=kv_cache_dtype:fp8"], Parser(prog="x"), FIELDS)
+        config = parse(
+            [*argv, "--precision", precision, "--trtllm_checkpoint_flags=kv_cache_dtype:fp8"],
+            Parser(prog="x"),
+            FIELDS,
+        )
         assert config.trtllm_checkpoint_flags == {"kv_cache_dtype": "fp8", "qformat": qformat}
         assert config.to_json()["trtllm_checkpoint_flags"]["source"]["qformat"] == "command line: precision"
         assert config.quantization == expected
@@ -271,9 +331,12 @@ def test_precision_and_what_says_the_same(tmp_path: Path) -> None:
     path.write_text("trtllm_checkpoint_flags: {qformat: int8_wo}\nquantization: int8\n")
     config = parse_run([*argv, "--precision=fp8"])
     assert (config.trtllm_checkpoint_flags, config.quantization) == ({"qformat": "fp8"}, "fp8")
-    assert parse_run([*TORCH, "--precision=fp8", "--trtllm_checkpoint_flags=qformat:fp8", "--quantization=fp8"])
+    assert parse_run(
+        [*TORCH, "--precision=fp8", "--trtllm_checkpoint_flags=qformat:fp8", "--quantization=fp8"]
+    )
     for other, words in {
-        "--trtllm_checkpoint_flags=qformat:int8_wo": "means qformat fp8 among trtllm_checkpoint_flags, but that is int8_wo (command line)",
+        "--trtllm_checkpoint_flags=qformat:int8_wo": "means qformat fp8 among trtllm_checkpoint_flags, but"
+        " that is int8_wo (command line)",
         "--quantization=none": "means quantization fp8, but that is none (command line)",
     }.items():
         with pytest.raises(ConfigError) as error:
@@ -284,7 +347,9 @@ def test_precision_and_what_says_the_same(tmp_path: Path) -> None:
 def test_the_torch_core_refuses_a_precision_that_it_does_not_have(top: Path) -> None:
     argv = ["--config_file", str(top / "configs/My-System_x8/Offline/llama2-70b.py"), "--power_setting=MaxQ"]
     with pytest.raises(
-        ConfigError, match=r"precision fp4 \(.*.py:\d+\): the torch core has no such weights; choose them with --quantization"
+        ConfigError,
+        match=r"precision fp4 \(.*.py:\d+\): the torch core has no such weights; choose them with"
+        r" --quantization",
     ):
         check_core(parse_run(argv))
     check_core(parse_run([*argv, "--quantization=fp8"]))
@@ -302,7 +367,15 @@ def test_fp4_is_nvfp4_to_the_tools() -> None:
         (["--gpu_batch_size=96"], 96, None),
         (["--gpu_batch_size=96", "--trtllm_runtime_flags=max_batch_size:48"], 48, 96),
         (["--gpu_batch_size=96", "--trtllm_runtime_flags=max_batch_size:128"], 128, None),
-        (["--gpu_batch_size=96", "--trtllm_runtime_flags=max_batch_size:48", "--trtllm_build_flags=max_batch_size:64"], 48, 64),
+        (
+            [
+                "--gpu_batch_size=96",
+                "--trtllm_runtime_flags=max_batch_size:48",
+                "--trtllm_build_flags=max_batch_size:64",
+            ],
+            48,
+            64,
+        ),
     ],
 )
 def test_the_batch_that_an_engine_is_built_for(options: list[str], run: int, engine: int | None) -> None:

@@ -15,7 +15,11 @@ PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
 
 
 def block(language: str, word: str) -> str:
-    (found,) = [text for kind, text in re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL) if kind == language and word in text]
+    (found,) = [
+        text
+        for kind, text in re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)
+        if kind == language and word in text
+    ]
     return str(found)
 
 
@@ -31,7 +35,10 @@ def test_the_yaml_file(tmp_path: Path) -> None:
     path.write_text(block("yaml", "name: offline"))
     for scenario, qps in (("Offline", None), ("Server", 12.5)):
         config = parse(["--config_file", str(path), "--scenarios", scenario], Parser(prog="mpillm x"), FIELDS)
-        assert (config.scenario, config.given("server_target_qps") and config.server_target_qps) == (scenario, qps or False)
+        assert (config.scenario, config.given("server_target_qps") and config.server_target_qps) == (
+            scenario,
+            qps or False,
+        )
 
 
 def test_the_class(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,5 +49,9 @@ def test_the_class(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 def test_the_new_option() -> None:
     names: dict[str, object] = {}
-    exec("from mpillm.configurator import Field\nfrom mpillm.fields import positive\n" + block("python", "max_queue_size"), names)
+    exec(
+        "from mpillm.configurator import Field\nfrom mpillm.fields import positive\n"
+        + block("python", "max_queue_size"),
+        names,
+    )
     assert names["max_queue_size"].shown_default == "1000"  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""The configurator: the examples of the reference text, what nv-mitten's does, and the order of sources over all of them."""
+"""The configurator: the examples of the reference text, what nv-mitten's does, and the order of sources over
+all of them."""
 
 from __future__ import annotations
 
@@ -59,8 +60,12 @@ def test_reference_1_the_call_goes_before_everything(monkeypatch: pytest.MonkeyP
     assert LLMThing(flags={"foo": "bar"}).flags == {"foo": "bar"}
 
 
-@pytest.mark.parametrize("words", [[f"--trtllm_runtime_flags={FLAGS}"], ["--other", "x", "--trtllm-runtime-flags", FLAGS]])
-def test_reference_2_the_command_line_replaces_the_context(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [[f"--trtllm_runtime_flags={FLAGS}"], ["--other", "x", "--trtllm-runtime-flags", FLAGS]]
+)
+def test_reference_2_the_command_line_replaces_the_context(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["mpillm", *words])
     with Configuration(CONFIG).autoapply():
         assert LLMThing().flags == {"n_tokens": 1337, "my_cool_field": "foobar"}
@@ -72,7 +77,9 @@ def test_reference_3_the_context() -> None:
     assert LLMThing().flags is None
 
 
-def test_the_environment_is_laid_over_the_flags_of_three_classes_and_not_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_laid_over_the_flags_of_three_classes_and_not_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "n_tokens:7,more:true")
     with Configuration(CONFIG).autoapply():
         assert LLMThing().flags == {"n_tokens": 42, "other_key": "value"}
@@ -88,7 +95,9 @@ def test_a_field_that_disallows_its_default() -> None:
             self.value = value
 
     with Configuration().autoapply():
-        with pytest.raises(ConfigError, match=r"Thing needs a value for value: needed \(--needed\) is not set"):
+        with pytest.raises(
+            ConfigError, match=r"Thing needs a value for value: needed \(--needed\) is not set"
+        ):
             Thing()
         assert Thing("given").value == "given"
     assert from_fields(Thing, config=Configuration({needed: "x"})).value == "x"
@@ -100,7 +109,11 @@ def test_dictionaries_can_be_merged() -> None:
     merged = Field("merged", from_string=flag_dict, autoconf_strategy=AutoConfStrategy.DictUpdate)
     found = Configuration({merged: {"a": 1, "b": 2}}, options={"merged": "b:3,c:4"}).resolve([merged])[merged]
     assert found.value == {"a": 1, "b": 3, "c": 4}
-    assert {key: origin.where for key, origin in found.keys.items()} == {"a": "configuration", "b": "command line", "c": "command line"}
+    assert {key: origin.where for key, origin in found.keys.items()} == {
+        "a": "configuration",
+        "b": "command line",
+        "c": "command line",
+    }
 
 
 def test_dataclasses_inherit_bindings() -> None:
@@ -128,7 +141,8 @@ def test_dataclasses_inherit_bindings() -> None:
 
 
 def takes_any_keyword(cls: Any) -> Any:
-    """A class decorator as NVIDIA's configuration classes have one: keywords that the dataclass does not know are passed over."""
+    """A class decorator as NVIDIA's configuration classes have one: keywords that the dataclass does not know
+    are passed over."""
     plain = cls.__init__
 
     def __init__(self: Any, **kwargs: Any) -> None:
@@ -166,7 +180,11 @@ def test_a_dataclass_whose_init_takes_any_keyword_inherits_bindings() -> None:
     with Configuration(values).autoapply():
         assert Child() == Child(one="x", two=5)
         assert Grandchild(two=6, unknown=1) == Grandchild(one="x", two=6, three="own")  # type: ignore[call-arg]
-    assert vars(from_fields(Grandchild, config=Configuration(values))) == {"one": "x", "two": 5, "three": "own"}
+    assert vars(from_fields(Grandchild, config=Configuration(values))) == {
+        "one": "x",
+        "two": 5,
+        "three": "own",
+    }
     assert HelpInfo.fields([Grandchild]) == [second, first]
     with pytest.raises(TypeError, match=r"Wrong has no parameter tow \(did you mean 'two'\?\)"):
 
@@ -308,7 +326,10 @@ def test_from_environ_takes_the_option_away_unless_told_otherwise(monkeypatch: p
     monkeypatch.setenv("BOTH_DIR", "from/environ")
     monkeypatch.setattr("sys.argv", ["mpillm", "--data_dir", "x", "--both_dir", "y", "--hidden_dir", "z"])
     found = Configuration({alone: "context"}).resolve([alone, both, hidden])
-    assert {field.name: item.value for field, item in found.items()} == {"data_dir": "from/environ", "both_dir": "y"}
+    assert {field.name: item.value for field, item in found.items()} == {
+        "data_dir": "from/environ",
+        "both_dir": "y",
+    }
 
 
 def test_errors_are_value_errors_as_nv_mittens_are() -> None:
@@ -319,7 +340,9 @@ def test_errors_are_value_errors_as_nv_mittens_are() -> None:
 
 def test_a_wrong_value_names_the_environment_variable() -> None:
     field = Field("size", from_string=positive, from_environ="SIZE")
-    with pytest.raises(ConfigError, match="environment variable SIZE 0: expected a whole number of at least 1"):
+    with pytest.raises(
+        ConfigError, match="environment variable SIZE 0: expected a whole number of at least 1"
+    ):
         Configuration(environ={"SIZE": "0"}).resolve([field])
 
 
@@ -340,9 +363,15 @@ def test_parse_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dictionaries_of_the_environment_and_the_command_line_are_merged() -> None:
     field = Field(
-        "flags", from_string=flag_dict, from_environ="FLAGS", disallow_argparse=False, autoconf_strategy=AutoConfStrategy.DictUpdate
+        "flags",
+        from_string=flag_dict,
+        from_environ="FLAGS",
+        disallow_argparse=False,
+        autoconf_strategy=AutoConfStrategy.DictUpdate,
     )
-    found = Configuration({field: {"a": 0, "d": 4}}, options={"flags": "b:2"}, environ={"FLAGS": "a:1,b:1"}).resolve([field])[field]
+    found = Configuration(
+        {field: {"a": 0, "d": 4}}, options={"flags": "b:2"}, environ={"FLAGS": "a:1,b:1"}
+    ).resolve([field])[field]
     assert found.value == {"a": 1, "b": 2, "d": 4}
 
 
@@ -362,7 +391,10 @@ def test_argparse_opts_and_bool() -> None:
 
 
 def test_help_of_dependencies() -> None:
-    mine, theirs = Field("mine", "of the user", group="build"), Field("theirs", "of the used", group="harness")
+    mine, theirs = (
+        Field("mine", "of the user", group="build"),
+        Field("theirs", "of the used", group="harness"),
+    )
 
     @bind(theirs)
     class Used:
@@ -382,12 +414,16 @@ def test_help_of_dependencies() -> None:
 def test_configuration_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mpillm_test_exports.py").write_text(
         "from mpillm import fields\n"
-        "EXPORTS = {'default': {fields.seed: 12, fields.save_outputs: True}, 'MaxP': {fields.seed: '16'}, ('a', 'b'): {}}\n"
+        "EXPORTS = {'default': {fields.seed: 12, fields.save_outputs: True}, 'MaxP': {fields.seed: '16'},"
+        " ('a', 'b'): {}}\n"
     )
-    (tmp_path / "mpillm_test_wrong.py").write_text("from mpillm import fields\nEXPORTS = {'default': {fields.seed: -1}}\n")
+    (tmp_path / "mpillm_test_wrong.py").write_text(
+        "from mpillm import fields\nEXPORTS = {'default': {fields.seed: -1}}\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mpillm_test_any.py").write_text(
-        "from mpillm.configurator import Field\nany_kind = Field('any_kind')\nEXPORTS = {'default': {any_kind: [1, 2]}}\n"
+        "from mpillm.configurator import Field\nany_kind = Field('any_kind')\nEXPORTS = {'default':"
+        " {any_kind: [1, 2]}}\n"
     )
     index = ConfigurationIndex()
 
@@ -405,7 +441,9 @@ def test_configuration_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert values(["a", "b"], prefix) == {}
     assert index.get(["MaxP"]) is None
     index.load_module("mpillm_test_any")
-    assert list((index.get(["default"]) or {}).values()) == [[1, 2]], "a field that reads no text takes any value"
+    assert list((index.get(["default"]) or {}).values()) == [[1, 2]], (
+        "a field that reads no text takes any value"
+    )
     index.register(["x"], Configuration({seed: 1}))
     assert values(["x"]) == {seed: 1}
     with pytest.raises(ConfigError, match="mpillm_test_wrong: seed -1: expected a whole number"):
@@ -421,7 +459,8 @@ SOURCES = ("constructor", "command line", "environment", "context", "workload", 
 
 @st.composite
 def scenes(draw: st.DrawFn) -> dict[str, Any]:
-    """Which sources say something, in how many contexts within one another, for replaced and for merged values."""
+    """Which sources say something, in how many contexts within one another, for replaced and for merged
+    values."""
     flags = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 9), min_size=1)
     said = {source: draw(flags) for source in SOURCES if draw(st.booleans())}
     outer = [draw(st.none() | flags) for _ in range(draw(st.integers(0, 3)))]
@@ -437,8 +476,13 @@ def scenes(draw: st.DrawFn) -> dict[str, Any]:
 @given(scenes())
 def test_precedence(scene: dict[str, Any]) -> None:
     """A model of the order in four lines, against the configurator."""
-    said, strategy = scene["said"], AutoConfStrategy.DictUpdate if scene["merge"] else AutoConfStrategy.Replace
-    text = {source: ",".join(f"{key}:{value}" for key, value in values.items()) for source, values in said.items()}
+    said, strategy = (
+        scene["said"],
+        AutoConfStrategy.DictUpdate if scene["merge"] else AutoConfStrategy.Replace,
+    )
+    text = {
+        source: ",".join(f"{key}:{value}" for key, value in values.items()) for source, values in said.items()
+    }
     field = Field(
         "precedence_flags",
         from_string=flag_dict,
@@ -457,11 +501,17 @@ def test_precedence(scene: dict[str, Any]) -> None:
     environ = {"MPILLM_TEST_FLAGS": text["environment"]} if "environment" in said else {}
     options = {"precedence_flags": text["command line"]} if "command line" in said else {}
     workload = Configuration({field: said["workload"]} if "workload" in said else {})
-    innermost = Configuration({field: said["context"]} if "context" in said else {}, options=options, environ=environ, below=workload)
+    innermost = Configuration(
+        {field: said["context"]} if "context" in said else {},
+        options=options,
+        environ=environ,
+        below=workload,
+    )
 
     with contextlib.ExitStack() as stack:
         if scene["in_context"]:
-            for values in scene["outer"]:  # contexts around the innermost one say nothing, whatever is in them
+            # contexts around the innermost one say nothing, whatever is in them
+            for values in scene["outer"]:
                 stack.enter_context(Configuration({field: values} if values else {}).autoapply())
             stack.enter_context(innermost.autoapply())
         found = (Thing(said["constructor"]) if "constructor" in said else Thing()).flags
@@ -470,4 +520,6 @@ def test_precedence(scene: dict[str, Any]) -> None:
     expected = None
     if layers:
         expected = dict(collections.ChainMap(*layers)) if scene["merge"] else layers[0]
-    assert found == (said["constructor"] if "constructor" in said else expected if scene["in_context"] else None)
+    assert found == (
+        said["constructor"] if "constructor" in said else expected if scene["in_context"] else None
+    )

@@ -54,7 +54,9 @@ def test_every_field_is_an_attribute_of_its_name() -> None:
     assert not {field.name for field in FIELDS} & (vars(RunConfig).keys() | vars(Values).keys())
 
 
-@pytest.mark.parametrize("field", [field for field in FIELDS if field.default is not None], ids=lambda field: field.name)
+@pytest.mark.parametrize(
+    "field", [field for field in FIELDS if field.default is not None], ids=lambda field: field.name
+)
 def test_a_default_is_a_value_of_the_field(field: Field) -> None:
     read = field.check(field.default, "default")
     assert (read, type(read)) == (field.default, type(field.default))
@@ -65,9 +67,18 @@ def test_mypy_knows_the_type_of_an_option(tmp_path: Path) -> None:
     (tmp_path / "uses.py").write_text(
         "from mpillm.config.options import RunConfig\n"
         "def read(config: RunConfig) -> None:\n"
-        + "".join(f"    reveal_type(config.{name})\n" for name in ("max_batch_size", "seed", "scenarios", "mode", "model_path", "grace"))
+        + "".join(
+            f"    reveal_type(config.{name})\n"
+            for name in ("max_batch_size", "seed", "scenarios", "mode", "model_path", "grace")
+        )
     )
-    done = subprocess.run([sys.executable, "-m", "mypy", tmp_path / "uses.py"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", tmp_path / "uses.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert re.findall(r'Revealed type is "(.*)"', done.stdout.replace("builtins.", "")) == [
         "int | None",
         "int",

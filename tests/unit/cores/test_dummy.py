@@ -25,7 +25,9 @@ from tests.helpers.loopback import Wire
 FIRST, FINAL = ResponseFlag.FIRST, ResponseFlag.FINAL
 
 
-def requests(prompts: list[list[int]], max_output: int = 4, generation: int = NO_INSTANCE, first_id: int = 0) -> Batch:
+def requests(
+    prompts: list[list[int]], max_output: int = 4, generation: int = NO_INSTANCE, first_id: int = 0
+) -> Batch:
     """A batch of greedy requests."""
     rows = np.zeros(len(prompts), REQUEST)
     rows["id"] = np.arange(first_id, first_id + len(prompts))
@@ -60,7 +62,10 @@ def responses(made: DummyCore, n_final: int, seconds: float = 60.0) -> list[tupl
         if batch is not None:
             offsets = batch.offsets()
             rows = batch.rows.tolist()
-            got += [(row[0], row[2], batch.tokens[offsets[i] : offsets[i + 1]].tolist()) for i, row in enumerate(rows)]
+            got += [
+                (row[0], row[2], batch.tokens[offsets[i] : offsets[i + 1]].tolist())
+                for i, row in enumerate(rows)
+            ]
     assert not made.has_work()
     return got
 
@@ -72,7 +77,12 @@ def test_importing_it_needs_no_mpi() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 0
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9), st.integers(1, 5)), max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9), st.integers(1, 5)),
+        max_size=6,
+    )
+)
 def test_answers(cases: list[tuple[list[int], int]]) -> None:
     made = answer_tokens(requests([prompt for prompt, _ in cases]), np.array([n for _, n in cases], np.int64))
     assert made.tolist() == [token for prompt, n in cases for token in expected(prompt, n)]
@@ -114,7 +124,10 @@ def test_the_clock() -> None:
 
 
 def test_metrics_while_an_answer_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens count when the clock says that they are there, not when the answer has ended; after the test's start only."""
+    """Tokens count when the clock says that they are there, not when the answer has ended.
+
+    After the test's start only.
+    """
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     made = core(ttft_ms=1000.0, tpot_ms=100.0, max_batch_size=2)
@@ -178,7 +191,8 @@ def pair(**options: Any) -> tuple[DummyCore, DummyCore]:
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("options", [{}, {"ttft_ms": 0.5, "tpot_ms": 0.1}])
 def test_handoff(options: dict[str, float], early: bool) -> None:
-    """From a context to a generation core, as comms/handoff.py does it: accepted before the context is computed, or later."""
+    """From a context to a generation core, as comms/handoff.py does it: accepted before the context is
+    computed, or later."""
     context, generation = pair(**options, kv_bytes_per_token=10)
     prompts = [[i, 7] for i in range(5)]
     batch = requests(prompts, generation=1)
@@ -208,7 +222,9 @@ def test_handoff(options: dict[str, float], early: bool) -> None:
         context.release_kv(id_)
     assert context.statistics()["kv_bytes"] == 5 * 20
     got = responses(generation, 5)
-    assert {id_: (flags, tokens) for id_, flags, tokens in got} == {i: (FINAL, expected(p, 4)) for i, p in enumerate(prompts)}
+    assert {id_: (flags, tokens) for id_, flags, tokens in got} == {
+        i: (FINAL, expected(p, 4)) for i, p in enumerate(prompts)
+    }
 
 
 def test_a_wrong_handoff_is_noticed() -> None:
@@ -227,7 +243,10 @@ def test_a_wrong_handoff_is_noticed() -> None:
 
 def test_a_full_generation_core_takes_no_more() -> None:
     _, generation = pair(ttft_ms=1.0, max_batch_size=2)
-    assert [generation.receive_kv(request, 0, i) for i, request in enumerate(requests([[1], [2], [3]], generation=1).split())] == [
+    assert [
+        generation.receive_kv(request, 0, i)
+        for i, request in enumerate(requests([[1], [2], [3]], generation=1).split())
+    ] == [
         True,
         True,
         False,
@@ -258,9 +277,13 @@ def test_raise_at_the_nth_request_of_the_test() -> None:
 
 
 def test_faults_are_of_one_rank() -> None:
-    DummyCore(CoreConfig("dummy", rank=2, options={"fault": "raise", "fault_phase": "load", "fault_rank": 3})).load()
+    DummyCore(
+        CoreConfig("dummy", rank=2, options={"fault": "raise", "fault_phase": "load", "fault_rank": 3})
+    ).load()
     with pytest.raises(RuntimeError, match="injected fault in load"):
-        DummyCore(CoreConfig("dummy", rank=3, options={"fault": "raise", "fault_phase": "load", "fault_rank": 3})).load()
+        DummyCore(
+            CoreConfig("dummy", rank=3, options={"fault": "raise", "fault_phase": "load", "fault_rank": 3})
+        ).load()
 
 
 @pytest.mark.parametrize(
@@ -285,5 +308,7 @@ def test_bad_options(options: dict[str, object], words: list[str]) -> None:
 def test_its_kv_cache_bounds_a_sequence() -> None:
     limits = DummyCore.check(CoreConfig("dummy", kv_cache_tokens=64))
     assert limits is not None and limits.max_seq_len == 64, "or a longer one would wait for room for ever"
-    with pytest.raises(ConfigError, match="--kv_cache_tokens 64: does not hold one sequence of --max_seq_len 65"):
+    with pytest.raises(
+        ConfigError, match="--kv_cache_tokens 64: does not hold one sequence of --max_seq_len 65"
+    ):
         DummyCore.check(CoreConfig("dummy", kv_cache_tokens=64, max_seq_len=65))

@@ -1,4 +1,5 @@
-"""The cores that are clients of servers, in this process, against a scripted server: answers, and every fault."""
+"""The cores that are clients of servers, in this process, against a scripted server: answers, and every
+fault."""
 
 from __future__ import annotations
 
@@ -57,10 +58,14 @@ def requests(prompts: Sequence[Sequence[int]] = PROMPTS, max_output: int = 4, **
 
 
 @contextmanager
-def core_of(urls: str, *options: object, core_options: dict[str, Any] | None = None, **config: Any) -> Iterator[LLMCore]:
+def core_of(
+    urls: str, *options: object, core_options: dict[str, Any] | None = None, **config: Any
+) -> Iterator[LLMCore]:
     """A core with the values of a run's command line; it is stopped in the end."""
     run = parse_run(["--core_type=trtllm_endpoint", f"--trtllm_server_urls={urls}", *map(str, options)])
-    core_config = CoreConfig(core_type=run.core_type, rank=2, options=core_options or {}, model_path=run.model_path, **config)
+    core_config = CoreConfig(
+        core_type=run.core_type, rank=2, options=core_options or {}, model_path=run.model_path, **config
+    )
     core_class = BackendRegistry.get(run.core_type)
     with run.autoapply():
         core_class.check(core_config)
@@ -119,7 +124,9 @@ def test_answers_in_one_piece() -> None:
     """Offline: nobody asks for first tokens, so nothing is streamed."""
     with ScriptedServer() as server, started(server) as core:
         core.enqueue(requests())
-        assert sorted(Rows(core).until(4)) == [(10 + i, FIRST | FINAL, answer_of(prompt, 4)) for i, prompt in enumerate(PROMPTS)]
+        assert sorted(Rows(core).until(4)) == [
+            (10 + i, FIRST | FINAL, answer_of(prompt, 4)) for i, prompt in enumerate(PROMPTS)
+        ]
         assert "stream" not in server.asked()[-1]
         assert core.metrics() == (sum(map(len, PROMPTS)), 16, 0, 0, None)
         statistics = core.statistics()
@@ -133,7 +140,10 @@ def test_answers_token_by_token() -> None:
         rows = Rows(core).until(4)
         for i, prompt in enumerate(PROMPTS):
             answer = answer_of(prompt, 4)
-            assert [row[1:] for row in rows if row[0] == 10 + i] in ([(FIRST, answer[:1]), (FINAL, answer)], [(FIRST | FINAL, answer)])
+            assert [row[1:] for row in rows if row[0] == 10 + i] in (
+                [(FIRST, answer[:1]), (FINAL, answer)],
+                [(FIRST | FINAL, answer)],
+            )
         assert server.asked()[-1]["stream_options"] == {"include_usage": True}
         assert core.metrics() == (sum(map(len, PROMPTS)), 16, 0, 0, None)
         statistics = core.statistics()
@@ -163,7 +173,13 @@ def test_what_a_request_says() -> None:
         core.enqueue(requests([[3]], id=20, flags=RequestFlag.IGNORE_STOP))
         Rows(core).until(2)
         first, second = sorted(server.asked()[-2:], key=lambda one: -len(one["prompt"]))
-    common = {"model": MODEL, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    common = {
+        "model": MODEL,
+        "max_tokens": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
     drawn = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "seed": 7, "min_tokens": 2}
     assert first == {**common, **drawn, "prompt": [1, 2], "stop": ["###"], "stop_token_ids": [13, 9]}
     assert second == {**common, "prompt": [3], "temperature": 0, "stop_token_ids": [9]}
@@ -181,11 +197,17 @@ def test_connections_are_kept() -> None:
         for n in range(1, 6):
             core.enqueue(requests([[n]], id=n))
             rows.until(n)
-        assert len({request.connection for request in server.requests if request.path == "/v1/completions"}) == 2, "the probe's, and one"
+        assert (
+            len({request.connection for request in server.requests if request.path == "/v1/completions"}) == 2
+        ), "the probe's, and one"
 
 
 def test_several_servers() -> None:
-    with ScriptedServer() as one, ScriptedServer() as other, core_of(f"{one.address},{other.address}", SERVER) as core:
+    with (
+        ScriptedServer() as one,
+        ScriptedServer() as other,
+        core_of(f"{one.address},{other.address}", SERVER) as core,
+    ):
         core.load()
         core.run_health_check()
         probes = len(one.asked()), len(other.asked())
@@ -219,7 +241,11 @@ def test_clients_share_servers(n_clients: int, shares: list[tuple[list[str], int
     ],
 )
 def test_credits(options: list[str], credits: int) -> None:
-    with ScriptedServer() as one, ScriptedServer() as other, core_of(f"{one.address},{other.address}", *options) as core:
+    with (
+        ScriptedServer() as one,
+        ScriptedServer() as other,
+        core_of(f"{one.address},{other.address}", *options) as core,
+    ):
         core.load()
         assert core.credits().requests == credits
 
@@ -266,7 +292,16 @@ def text_only(request: Request) -> Reply:
     asked = request.json
     if not isinstance(asked["prompt"], str):
         return plain({"detail": "prompt must be a string."}, "400 Bad Request")
-    if unknown := set(asked) - {"model", "prompt", "max_tokens", "temperature", "stream", "stop", "seed", "top_p"}:
+    if unknown := set(asked) - {
+        "model",
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "stream",
+        "stop",
+        "seed",
+        "top_p",
+    }:
         return plain({"detail": f"Unexpected fields in the request: {unknown}"}, "422 Unprocessable Entity")
     text = asked["prompt"][::-1][: asked["max_tokens"]]
     counts = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": len(text)}
@@ -281,14 +316,23 @@ def test_a_server_of_text(tokenizer_folder: Path, scenario: str) -> None:
     prompt = [ord(letter) for letter in TEXT]
     with (
         ScriptedServer(text_only) as server,
-        started(server, f"--scenarios={scenario}", f"--model_path={tokenizer_folder}", core_options={"model": MODEL}) as core,
+        started(
+            server,
+            f"--scenarios={scenario}",
+            f"--model_path={tokenizer_folder}",
+            core_options={"model": MODEL},
+        ) as core,
     ):
         core.enqueue(requests([prompt], max_output=7))
         (*first, last) = Rows(core).until(1)
         assert last[2] == prompt[::-1][:7]
         assert all(row == (10, FIRST, [ord("d")]) for row in first)
         statistics = core.statistics()
-    assert (statistics["retokenized"], statistics["other_prompt_length"], statistics["other_answer_length"]) == (1, 0, 0)
+    assert (
+        statistics["retokenized"],
+        statistics["other_prompt_length"],
+        statistics["other_answer_length"],
+    ) == (1, 0, 0)
 
 
 def test_what_a_server_of_text_lacks(tokenizer_folder: Path) -> None:
@@ -327,7 +371,11 @@ def models(*names: str) -> dict[str, Callable[[Request], Reply]]:
 )
 def test_a_model_that_is_not_there(names: list[str], wanted: str | None, words: str) -> None:
     options = {} if wanted is None else {"model": wanted}
-    with ScriptedServer(others=models(*names)) as server, pytest.raises(RunError) as caught, started(server, core_options=options):
+    with (
+        ScriptedServer(others=models(*names)) as server,
+        pytest.raises(RunError) as caught,
+        started(server, core_options=options),
+    ):
         pass
     assert re.match(f"{server.url}/v1/models:? {words}", str(caught.value))
 
@@ -340,7 +388,11 @@ def test_the_model_of_several() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"modle": "x"}, "--core_options modle: this core has no such option .did you mean 'model'..; it has: model, retry_s"),
+        (
+            {"modle": "x"},
+            "--core_options modle: this core has no such option .did you mean 'model'..; it has:"
+            " model, retry_s",
+        ),
         ({"retry_s": "soon"}, "--core_options retry_s:soon: not a number"),
     ],
 )
@@ -350,7 +402,10 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
 
 
 def test_stop_words_of_several_tokens() -> None:
-    with pytest.raises(ConfigError, match=r"--stop_words \[13, 13\]: a server takes"), core_of("localhost:1", stop_words=((13, 13),)):
+    with (
+        pytest.raises(ConfigError, match=r"--stop_words \[13, 13\]: a server takes"),
+        core_of("localhost:1", stop_words=((13, 13),)),
+    ):
         pass
 
 
@@ -381,7 +436,9 @@ def test_a_start_that_is_too_slow() -> None:
     with (
         ScriptedServer(others=health) as server,
         core_of(server.address, "--load_deadline=1") as core,
-        pytest.raises(RunError, match=f"^{server.url} was not ready within 0.9 s: GET /health: HTTP 503: loading$"),
+        pytest.raises(
+            RunError, match=f"^{server.url} was not ready within 0.9 s: GET /health: HTTP 503: loading$"
+        ),
     ):
         core.load()
 
@@ -407,14 +464,18 @@ def test_a_server_that_answers_nothing_before_the_test() -> None:
     with (
         ScriptedServer(others=silent) as server,
         core_of(server.address, "--load_deadline=1") as core,
-        pytest.raises(RunError, match=f"^{server.url} was not ready within 0.9 s: no answer to GET /health within"),
+        pytest.raises(
+            RunError, match=f"^{server.url} was not ready within 0.9 s: no answer to GET /health within"
+        ),
     ):
         core.load()
 
 
 def test_a_server_that_refuses_everything() -> None:
     no = refuses("prompt", status="422 Unprocessable Entity")
-    words = "refused a request of one token in every form:\n  return_token_ids: HTTP 422: unknown field prompt\n"
+    words = (
+        "refused a request of one token in every form:\n  return_token_ids: HTTP 422: unknown field prompt\n"
+    )
     with ScriptedServer(no) as server, pytest.raises(RunError, match=words), started(server):
         pass
 
@@ -434,46 +495,93 @@ def once(reply: Callable[[Request], Reply], times: int = 1) -> Callable[[Request
 
 FIRST_TOKEN = chunk(event(choice([5], "t")))
 FAULTS: dict[str, tuple[Reply, str]] = {
-    "an event that is no JSON": (Reply([STREAM, FIRST_TOKEN, chunk(b'data: {"choices": [{"te\n\n')]), "it sent what is no JSON"),
+    "an event that is no JSON": (
+        Reply([STREAM, FIRST_TOKEN, chunk(b'data: {"choices": [{"te\n\n')]),
+        "it sent what is no JSON",
+    ),
     "a line that is no event": (
         Reply([STREAM, FIRST_TOKEN, chunk(b"HTTP/1.1 500 Internal Server Error\r\n\r\n")]),
         "it sent a line that is no server-sent event: b'HTTP/1.1 500",
     ),
     "JSON that is no completion": (Reply([STREAM, chunk(event([1]))]), "it sent JSON that is no completion"),
-    "choices that are none": (Reply([STREAM, chunk(event({"choices": [7]}))]), "it sent JSON that is no completion"),
-    "token ids that are none": (Reply([STREAM, chunk(event(choice("ab")))]), "it sent JSON that is no completion"),  # type: ignore[arg-type]
+    "choices that are none": (
+        Reply([STREAM, chunk(event({"choices": [7]}))]),
+        "it sent JSON that is no completion",
+    ),
+    "token ids that are none": (
+        Reply([STREAM, chunk(event(choice("ab")))]),  # type: ignore[arg-type]
+        "it sent JSON that is no completion",
+    ),
     "HTTP 500 in the middle of a stream": (
         Reply([STREAM, FIRST_TOKEN, head("500 Internal Server Error", Content_Length=0)]),
         "in place of the size of a chunk",
     ),
     "an error in the middle of a stream": (
-        Reply([STREAM, FIRST_TOKEN, chunk(event({"error": {"message": "out of memory", "code": 500}})) + DONE]),
+        Reply(
+            [STREAM, FIRST_TOKEN, chunk(event({"error": {"message": "out of memory", "code": 500}})) + DONE]
+        ),
         "it sent an error: out of memory",
     ),
     "TensorRT-LLM's error": (
-        Reply([STREAM, FIRST_TOKEN, chunk(event({"object": "error", "message": "no blocks", "code": 400})) + DONE]),
+        Reply(
+            [
+                STREAM,
+                FIRST_TOKEN,
+                chunk(event({"object": "error", "message": "no blocks", "code": 400})) + DONE,
+            ]
+        ),
         "it sent an error: no blocks",
     ),
-    "a stream cut short": (Reply([STREAM, FIRST_TOKEN], "close"), "it closed the connection in the middle of the answer"),
-    "a stream that breaks": (Reply([STREAM, FIRST_TOKEN], "reset"), "(the connection broke|it closed the connection)"),
-    "a stream cut in a chunk": (Reply([STREAM, FIRST_TOKEN[:-5]], "close"), "it closed the connection in the middle of the answer"),
-    "a stream without an end": (Reply([STREAM, FIRST_TOKEN + DONE]), "it ended its answer in the middle: no finish_reason"),
-    "a body cut short": (Reply([head(Content_Length=500), b'{"choices"'], "close"), "it closed the connection in the middle of the answer"),
-    "no tokens": (Reply([STREAM + chunk(event(choice([], "", "stop"))) + DONE]), "it answered without a token: finish_reason stop"),
+    "a stream cut short": (
+        Reply([STREAM, FIRST_TOKEN], "close"),
+        "it closed the connection in the middle of the answer",
+    ),
+    "a stream that breaks": (
+        Reply([STREAM, FIRST_TOKEN], "reset"),
+        "(the connection broke|it closed the connection)",
+    ),
+    "a stream cut in a chunk": (
+        Reply([STREAM, FIRST_TOKEN[:-5]], "close"),
+        "it closed the connection in the middle of the answer",
+    ),
+    "a stream without an end": (
+        Reply([STREAM, FIRST_TOKEN + DONE]),
+        "it ended its answer in the middle: no finish_reason",
+    ),
+    "a body cut short": (
+        Reply([head(Content_Length=500), b'{"choices"'], "close"),
+        "it closed the connection in the middle of the answer",
+    ),
+    "no tokens": (
+        Reply([STREAM + chunk(event(choice([], "", "stop"))) + DONE]),
+        "it answered without a token: finish_reason stop",
+    ),
     "no events": (Reply([STREAM + DONE]), "it ended its answer in the middle"),
     "an empty body": (Reply([head(Content_Length=0)]), "it ended its answer in the middle"),
-    "an answer given up": (Reply([STREAM + chunk(event(choice([5], "t", "abort"))) + DONE]), "it gave up the answer: finish_reason abort"),
-    "HTTP 500": (plain({"error": {"message": "it broke"}}, "500 Internal Server Error"), "HTTP 500: it broke$"),
+    "an answer given up": (
+        Reply([STREAM + chunk(event(choice([5], "t", "abort"))) + DONE]),
+        "it gave up the answer: finish_reason abort",
+    ),
+    "HTTP 500": (
+        plain({"error": {"message": "it broke"}}, "500 Internal Server Error"),
+        "HTTP 500: it broke$",
+    ),
     "HTTP 404": (plain({"detail": "no such model"}, "404 Not Found"), "HTTP 404: no such model$"),
     "what is no HTTP": (Reply([b"220 mail.example.org ESMTP\r\n\r\n"]), "it speaks no HTTP: '220 mai"),
     "a chunk without a size": (Reply([STREAM, b"hello" * 1000]), "it sent a chunk without a size"),
-    "a chunk of a wrong size": (Reply([STREAM, b"3\r\nabcdef\r\n"]), "it sent a chunk that is longer than it says"),
-}  # fmt: skip
+    "a chunk of a wrong size": (
+        Reply([STREAM, b"3\r\nabcdef\r\n"]),
+        "it sent a chunk that is longer than it says",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults(name: str) -> None:
-    """One message with the address and the cause; no request is sent twice; what was answered was answered once."""
+    """One message with the address and the cause; no request is sent twice.
+
+    What was answered was answered once.
+    """
     reply, words = FAULTS[name]
     with ScriptedServer(once(lambda request: reply)) as server, started(server, SERVER) as core:
         probes = len(server.asked())
@@ -486,22 +594,35 @@ def test_faults(name: str) -> None:
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_server_that_accepts_and_never_answers(streamed: bool) -> None:
     scenario = SERVER if streamed else "--scenarios=Offline"
-    with ScriptedServer(once(lambda request: Reply([], "hang"), 99)) as server, started(server, scenario, "--stall_timeout=1") as core:
+    with (
+        ScriptedServer(once(lambda request: Reply([], "hang"), 99)) as server,
+        started(server, scenario, "--stall_timeout=1") as core,
+    ):
         core.enqueue(requests())
-        assert failure(core) == f"{server.url}/v1/completions: it has said nothing for 0.9 s, and owes 4 answers"
+        assert (
+            failure(core) == f"{server.url}/v1/completions: it has said nothing for 0.9 s, and owes 4 answers"
+        )
 
 
 def test_a_server_that_stops_in_the_middle_and_stays_connected() -> None:
     half = once(lambda request: Reply([STREAM, FIRST_TOKEN], "hang"), 99)
     with ScriptedServer(half) as server, started(server, SERVER, "--stall_timeout=1") as core:
         core.enqueue(requests([[1]]))
-        assert failure(core) == f"{server.url}/v1/completions: it has said nothing for 0.9 s, and owes 1 answers"
+        assert (
+            failure(core) == f"{server.url}/v1/completions: it has said nothing for 0.9 s, and owes 1 answers"
+        )
 
 
 def test_dead_in_the_test() -> None:
-    with ScriptedServer(once(lambda request: Reply([], "stop"))) as server, started(server, core_options={"retry_s": 0.5}) as core:
+    with (
+        ScriptedServer(once(lambda request: Reply([], "stop"))) as server,
+        started(server, core_options={"retry_s": 0.5}) as core,
+    ):
         core.enqueue(requests())
-        assert re.match(f"{server.url}/v1/completions: Connection refused; retried [1-9] times, for at most 0.5 s", failure(core))
+        assert re.match(
+            f"{server.url}/v1/completions: Connection refused; retried [1-9] times, for at most 0.5 s",
+            failure(core),
+        )
 
 
 # --- what is safe to send again ---
@@ -524,7 +645,9 @@ def test_what_is_sent_again(reply: Reply) -> None:
         probes = len(server.asked())
         core.enqueue(requests())
         ended = [row for row in Rows(core).until(4) if row[1] & FINAL]
-        assert sorted((row[0], row[2]) for row in ended) == [(10 + i, answer_of(prompt, 4)) for i, prompt in enumerate(PROMPTS)]
+        assert sorted((row[0], row[2]) for row in ended) == [
+            (10 + i, answer_of(prompt, 4)) for i, prompt in enumerate(PROMPTS)
+        ]
         assert core.statistics()["retries"] == 3
         assert len(server.asked()) - probes == 7
 
@@ -551,7 +674,11 @@ def test_a_request_that_waits_is_cancelled() -> None:
 def test_another_server_takes_over() -> None:
     """What one server did not begin, another one does."""
     refusing = once(lambda request: plain({}, "503 Service Unavailable", Retry_After=0), 10**6)
-    with ScriptedServer(refusing) as one, ScriptedServer() as other, core_of(f"{one.address},{other.address}") as core:
+    with (
+        ScriptedServer(refusing) as one,
+        ScriptedServer() as other,
+        core_of(f"{one.address},{other.address}") as core,
+    ):
         core.load()
         core.run_health_check()
         core.enqueue(requests([[i] for i in range(1, 11)]))

@@ -15,7 +15,9 @@ def test_empty() -> None:
 
 
 @given(st.lists(st.floats(1e-5, 1e5), min_size=1, max_size=300), st.integers(1, 5))
-def test_percentiles_are_those_of_numpy_within_a_fraction_of_a_percent(seconds: list[float], parts: int) -> None:
+def test_percentiles_are_those_of_numpy_within_a_fraction_of_a_percent(
+    seconds: list[float], parts: int
+) -> None:
     histogram = Histogram()
     for part in np.array_split(np.array(seconds), parts):
         histogram.add(part)

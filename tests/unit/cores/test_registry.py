@@ -15,7 +15,8 @@ from mpillm.cores.dummy import DummyCore
 from mpillm.cores.registry import BackendRegistry, function
 
 ROOT = Path(__file__).parents[3]
-# Where PyTorch, or the core of that name, is the subject; user_config and core_names have the names of all cores.
+# Where PyTorch, or the core of that name, is the subject; user_config and core_names have the names of all
+# cores.
 AT_HOME = re.compile(r"engine/|bench/|builder/torch_|cores/torch_core|core_names")
 
 
@@ -28,7 +29,11 @@ class Halfway(LLMCore):
 def test_what_a_core_needs_is_said_by_its_class_alone() -> None:
     """A file that names a core treats it apart from those of plug-ins."""
     files = [path for package in ("disagg", "launch", "mpillm") for path in (ROOT / package).rglob("*.py")]
-    named = {path.relative_to(ROOT).as_posix() for path in files if re.search(rf"\b{DEFAULT}\b", path.read_text(encoding="utf-8"))}
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if re.search(rf"\b{DEFAULT}\b", path.read_text(encoding="utf-8"))
+    }
     assert [name for name in sorted(named) if not AT_HOME.match(name.removeprefix("mpillm/"))] == []
 
 
@@ -57,8 +62,15 @@ def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
         (":", "expected the name of a core"),
         ("math:pi", "--core_type math:pi: math:pi is not an LLMCore"),
         ("math:", "--core_type math:: expected the name of a core, or package.module:Class"),
-        (f"{__name__}:Halfway", "the class lacks credits, enqueue, has_work, poll_responses, run_health_check"),
-        ("triton_grpc", "not built in this version of mpillm; generate-engines and run-llm-server work with it, but a test needs"),
+        (
+            f"{__name__}:Halfway",
+            "the class lacks credits, enqueue, has_work, poll_responses, run_health_check",
+        ),
+        (
+            "triton_grpc",
+            "not built in this version of mpillm; generate-engines and run-llm-server work with it, but"
+            " a test needs",
+        ),
     ],
 )
 def test_no_such_core(name: str, message: str) -> None:

@@ -1,4 +1,5 @@
-"""TensorRT-LLM's two cores in one process, against a stand-in that refuses what the record of the real interface does not have."""
+"""TensorRT-LLM's two cores in one process, against a stand-in that refuses what the record of the real
+interface does not have."""
 
 from __future__ import annotations
 
@@ -47,9 +48,20 @@ def forget() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An engine's folder and a Hugging Face folder in one: only their configurations are read."""
-    build = {"max_batch_size": 4, "max_input_len": 48, "max_seq_len": 64, "max_num_tokens": 32, "max_beam_width": 1}
-    both = {"build_config": build, "pretrained_config": {"vocab_size": 1000, "mapping": {"tp_size": 1, "pp_size": 1}}}
-    (tmp_path / "config.json").write_text(json.dumps({**both, "vocab_size": 1000, "max_position_embeddings": 64, "eos_token_id": 7}))
+    build = {
+        "max_batch_size": 4,
+        "max_input_len": 48,
+        "max_seq_len": 64,
+        "max_num_tokens": 32,
+        "max_beam_width": 1,
+    }
+    both = {
+        "build_config": build,
+        "pretrained_config": {"vocab_size": 1000, "mapping": {"tp_size": 1, "pp_size": 1}},
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**both, "vocab_size": 1000, "max_position_embeddings": 64, "eos_token_id": 7})
+    )
     return tmp_path
 
 
@@ -69,7 +81,12 @@ def make(folder: Path) -> Iterator[Make]:
             engine_dir=str(folder),
             model_path=str(folder),
             options=config.core_options,
-            **{"end_ids": (7,), "max_batch_size": 4, "enable_chunked_context": config.enable_chunked_context, **more},
+            **{
+                "end_ids": (7,),
+                "max_batch_size": 4,
+                "enable_chunked_context": config.enable_chunked_context,
+                **more,
+            },
         )
         with config.autoapply():
             if check:
@@ -123,7 +140,9 @@ def test_first_tokens_where_loadgen_asks_for_them(make: Make, name: str) -> None
     core.enqueue(batch([1, 2, 3, 4, 5], [9]))
     rows = rows_of(core, 2)
     assert [row for row in rows if row[0] == 0] == [(0, FIRST, [5]), (0, FINAL, [5, 4, 3, 2])]
-    assert [row for row in rows if row[0] == 1] == [(1, FIRST | FINAL, [9])], "a first token that ends the answer is told once"
+    assert [row for row in rows if row[0] == 1] == [(1, FIRST | FINAL, [9])], (
+        "a first token that ends the answer is told once"
+    )
 
 
 @pytest.mark.parametrize("name", CORES)
@@ -162,7 +181,13 @@ def test_how_tokens_are_chosen_is_passed_on(make: Make, name: str, monkeypatch: 
     real = getattr(target, attribute)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        seen.append({key: kwargs[key] for key in ("temperature", "top_k", "top_p", "seed", "min_tokens") if key in kwargs})
+        seen.append(
+            {
+                key: kwargs[key]
+                for key in ("temperature", "top_k", "top_p", "seed", "min_tokens")
+                if key in kwargs
+            }
+        )
         return real(*args, **kwargs)
 
     monkeypatch.setattr(target, attribute, noted)
@@ -181,7 +206,9 @@ def test_how_tokens_are_chosen_is_passed_on(make: Make, name: str, monkeypatch: 
 def test_a_request_that_is_refused_ends_the_run_with_its_name(make: Make, name: str) -> None:
     core = make(name, "--scenarios=Offline")
     core.enqueue(batch([REFUSED, 2]))
-    with pytest.raises(RunError, match=r"^TensorRT-LLM, request 0: a prompt that this (engine|model) refuses$"):
+    with pytest.raises(
+        RunError, match=r"^TensorRT-LLM, request 0: a prompt that this (engine|model) refuses$"
+    ):
         rows_of(core, 1)
 
 
@@ -244,14 +271,27 @@ def test_limits_before_anything_is_loaded(make: Make, name: str) -> None:
 
 
 def test_a_prompt_longer_than_a_step_needs_chunked_context(make: Make) -> None:
-    assert make("trtllm_executor", "--enable_chunked_context=false", check=True, max_num_tokens=99) == (1000, 64, 32)
-    assert make("trtllm_hlapi", "--enable_chunked_context=false", check=True, max_num_tokens=24) == (1000, 64, 24)
+    assert make("trtllm_executor", "--enable_chunked_context=false", check=True, max_num_tokens=99) == (
+        1000,
+        64,
+        32,
+    )
+    assert make("trtllm_hlapi", "--enable_chunked_context=false", check=True, max_num_tokens=24) == (
+        1000,
+        64,
+        24,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "more", "message"),
     [
-        (CORES[0], ["--core_options=orchestator:true"], {}, r"no such option \(did you mean 'orchestrator'\?\)"),
+        (
+            CORES[0],
+            ["--core_options=orchestator:true"],
+            {},
+            r"no such option \(did you mean 'orchestrator'\?\)",
+        ),
         (CORES[0], ["--core_options=orchestrator:true"], {}, r"orchestrator:true needs worker_path:PATH"),
         (CORES[0], ["--core_options=orchestrator:maybe"], {}, "expected true or false"),
         (CORES[0], ["--trtllm_runtime_flags=exclude_input_from_output:false"], {}, "answers without prompts"),
@@ -262,7 +302,9 @@ def test_a_prompt_longer_than_a_step_needs_chunked_context(make: Make) -> None:
         *((name, [], {"beam_width": 2}, "answers with one beam") for name in CORES),
     ],
 )
-def test_what_cannot_be(make: Make, name: str, options: list[str], more: dict[str, Any], message: str) -> None:
+def test_what_cannot_be(
+    make: Make, name: str, options: list[str], more: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         make(name, *options, check=True, **more)
 
@@ -277,7 +319,10 @@ def test_an_engine_says_no_end_tokens(make: Make, folder: Path) -> None:
 @pytest.mark.parametrize("name", CORES)
 def test_without_the_library(make: Make, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(STAND_INS)])
-    with pytest.raises(ConfigError, match=rf"^--core_type {name} needs the package 'tensorrt_llm': pip install 'mpillm\[trtllm\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^--core_type {name} needs the package 'tensorrt_llm': pip install 'mpillm\[trtllm\]'",
+    ):
         make(name, check=True)
 
 
@@ -305,16 +350,22 @@ def test_flags_reach_the_executor(make: Make) -> None:
 
 
 def test_a_flag_that_the_library_lacks(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"^trtllm_runtime_flags cuda_graph_mod: TensorRT-LLM's ExecutorConfig refuses"):
+    with pytest.raises(
+        ConfigError, match=r"^trtllm_runtime_flags cuda_graph_mod: TensorRT-LLM's ExecutorConfig refuses"
+    ):
         make("trtllm_executor", "--scenarios=Offline", "--trtllm_runtime_flags=cuda_graph_mod:true")
     with pytest.raises(ValueError, match="LLM got invalid argument: cuda_graph_confg"):
         make("trtllm_hlapi", "--scenarios=Offline", "--trtllm_runtime_flags=cuda_graph_confg:true")
 
 
 def test_the_tensorrt_backend_of_the_llm_api(make: Make) -> None:
-    core = make("trtllm_hlapi", "--scenarios=Offline", "--trtllm_runtime_flags=trtllm_backend:cpp", max_batch_size=64)
+    core = make(
+        "trtllm_hlapi", "--scenarios=Offline", "--trtllm_runtime_flags=trtllm_backend:cpp", max_batch_size=64
+    )
     assert type(core._llm).__name__ == "TrtLLM"
-    assert (core._arguments()["max_batch_size"], core._arguments()["max_num_tokens"]) == (4, 32), "the engine's"
+    assert (core._arguments()["max_batch_size"], core._arguments()["max_num_tokens"]) == (4, 32), (
+        "the engine's"
+    )
     core.enqueue(batch([1, 2]))
     assert rows_of(core, 1) == [(0, FIRST | FINAL, [2, 1])]
 
@@ -325,8 +376,15 @@ def test_a_release_without_engines(make: Make, name: str, monkeypatch: pytest.Mo
 
     monkeypatch.delattr(tensorrt_llm.EXECUTOR, "Executor")
     monkeypatch.delitem(sys.modules, "tensorrt_llm._tensorrt_engine")
-    with pytest.raises(ConfigError, match=rf"^--core_type {name}: TensorRT-LLM 1\.3\.0rc runs no engines, of which 1\.3\.0rc20"):
-        make(name, "--scenarios=Offline", *(["--trtllm_runtime_flags=trtllm_backend:cpp"] if name == CORES[1] else []))
+    with pytest.raises(
+        ConfigError,
+        match=rf"^--core_type {name}: TensorRT-LLM 1\.3\.0rc runs no engines, of which 1\.3\.0rc20",
+    ):
+        make(
+            name,
+            "--scenarios=Offline",
+            *(["--trtllm_runtime_flags=trtllm_backend:cpp"] if name == CORES[1] else []),
+        )
 
 
 def test_a_world_of_one_rank_starts_no_process(make: Make) -> None:
@@ -335,7 +393,11 @@ def test_a_world_of_one_rank_starts_no_process(make: Make) -> None:
 
 
 def test_orchestrator_mode(make: Make) -> None:
-    core = make("trtllm_executor", "--scenarios=Offline", "--core_options=orchestrator:true,worker_path:/opt/executorWorker")
+    core = make(
+        "trtllm_executor",
+        "--scenarios=Offline",
+        "--core_options=orchestrator:true,worker_path:/opt/executorWorker",
+    )
     parallel = core._executor._values["executor_config"].parallel_config
     assert parallel.communication_mode.name == "ORCHESTRATOR"
     assert parallel.orchestrator_config.worker_executable_path == "/opt/executorWorker"

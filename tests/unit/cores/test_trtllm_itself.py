@@ -1,4 +1,5 @@
-"""Where TensorRT-LLM imports: the record is its interface, and what our cores make of a configuration it takes."""
+"""Where TensorRT-LLM imports: the record is its interface, and what our cores make of a configuration it
+takes."""
 
 from __future__ import annotations
 
@@ -29,14 +30,28 @@ def bindings() -> ModuleType:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    build = {"max_batch_size": 4, "max_input_len": 48, "max_seq_len": 64, "max_num_tokens": 32, "max_beam_width": 1}
-    (tmp_path / "config.json").write_text(json.dumps({"build_config": build, "pretrained_config": {"vocab_size": 1000}}))
+    build = {
+        "max_batch_size": 4,
+        "max_input_len": 48,
+        "max_seq_len": 64,
+        "max_num_tokens": 32,
+        "max_beam_width": 1,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"build_config": build, "pretrained_config": {"vocab_size": 1000}})
+    )
     return tmp_path
 
 
 def made(core: type, folder: Path, *options: str) -> Any:
     config = parse_run([f"--engine_dir={folder}", f"--model_path={folder}", *options])
-    given = CoreConfig(config.core_type, engine_dir=str(folder), model_path=str(folder), end_ids=(7, 8), enable_chunked_context=True)
+    given = CoreConfig(
+        config.core_type,
+        engine_dir=str(folder),
+        model_path=str(folder),
+        end_ids=(7, 8),
+        enable_chunked_context=True,
+    )
     with config.autoapply():
         return core(given)
 
@@ -52,12 +67,23 @@ def test_the_record_is_its_interface(bindings: ModuleType) -> None:
 
 
 def test_it_takes_what_the_executors_core_makes(bindings: ModuleType, folder: Path) -> None:
-    core = made(TrtllmExecutorCore, folder, "--core_type=trtllm_executor", "--trtllm_runtime_flags=cuda_graph_mode:true")
+    core = made(
+        TrtllmExecutorCore,
+        folder,
+        "--core_type=trtllm_executor",
+        "--trtllm_runtime_flags=cuda_graph_mode:true",
+    )
     core._tle, core._ends = bindings, (7, 8)
     config = core._executor_config([0])
     assert config.extended_runtime_perf_knob_config.cuda_graph_mode is True
     row = np.zeros(1, REQUEST)
-    row["n_tokens"], row["max_output"], row["temperature"], row["top_p"], row["generation"] = 3, 5, 0.5, 0.5, NO_INSTANCE
+    row["n_tokens"], row["max_output"], row["temperature"], row["top_p"], row["generation"] = (
+        3,
+        5,
+        0.5,
+        0.5,
+        NO_INSTANCE,
+    )
     request = core._request(Batch(row, np.array([1, 2, 3], np.int32)))
     assert (list(request.input_token_ids), request.max_tokens, request.end_id) == ([1, 2, 3], 5, 7)
     assert [list(word) for word in request.stop_words] == [[8]]
@@ -70,6 +96,18 @@ def test_it_takes_what_the_llm_apis_core_makes(bindings: ModuleType, folder: Pat
     core = made(TrtllmHlApiCore, folder, "--core_type=trtllm_hlapi")
     assert core._arguments().keys() <= {*TorchLlmArgs.model_fields, "backend"}
     fields = {field.name for field in dataclasses.fields(tensorrt_llm.SamplingParams)}
-    used = {"max_tokens", "end_id", "pad_id", "stop_token_ids", "include_stop_str_in_output", "detokenize", "min_tokens", "top_k", "seed"}
+    used = {
+        "max_tokens",
+        "end_id",
+        "pad_id",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "detokenize",
+        "min_tokens",
+        "top_k",
+        "seed",
+    }
     assert used <= fields
-    assert {"inputs", "sampling_params", "streaming"} <= inspect.signature(tensorrt_llm.LLM.generate_async).parameters.keys()
+    assert {"inputs", "sampling_params", "streaming"} <= inspect.signature(
+        tensorrt_llm.LLM.generate_async
+    ).parameters.keys()

@@ -19,7 +19,9 @@ BYTES = ByteTokenizer()
 def write(folder: Path, *lines: Any) -> Path:
     """A data set with these lines: bytes as they are, anything else as JSON."""
     file = folder / "data.jsonl"
-    file.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
+    file.write_bytes(
+        b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+    )
     return file
 
 
@@ -110,9 +112,14 @@ def test_bad_file(tmp_path: Path) -> None:
 def test_sequence_length(tmp_path: Path) -> None:
     file = write(tmp_path, {"prompt": "short"}, {"prompt": "x" * 20}, {"prompt": "x" * 30})
     assert len(load_dataset(file, BYTES, Limits(max_seq_len=40, max_output_len=10))) == 3
-    with pytest.raises(ConfigError, match=r"jsonl:3: the prompt has 30 tokens and does not fit max_seq_len 39 with max_output_len 10$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"jsonl:3: the prompt has 30 tokens and does not fit max_seq_len 39 with max_output_len 10$",
+    ):
         load_dataset(file, BYTES, Limits(max_seq_len=39, max_output_len=10))
-    with pytest.raises(ConfigError, match=r"jsonl:3: .* max_seq_len 16 with max_output_len 1 \(2 of 3 samples are too long"):
+    with pytest.raises(
+        ConfigError, match=r"jsonl:3: .* max_seq_len 16 with max_output_len 1 \(2 of 3 samples are too long"
+    ):
         load_dataset(file, BYTES, Limits(max_seq_len=16))
 
 
@@ -121,7 +128,9 @@ def test_the_models_vocabulary_counts(tmp_path: Path) -> None:
     assert prompts_of(load_dataset(file, BYTES, Limits(vocab_size=1000))) == [[999], [126]]
     with pytest.raises(ConfigError, match="jsonl:1: input_tokens has 999; token ids are 0 to 998"):
         load_dataset(file, BYTES, Limits(vocab_size=999))
-    with pytest.raises(ConfigError, match="jsonl:1: the tokenizer makes token 126, the model knows 100 tokens"):
+    with pytest.raises(
+        ConfigError, match="jsonl:1: the tokenizer makes token 126, the model knows 100 tokens"
+    ):
         load_dataset(write(tmp_path, {"prompt": "~"}), BYTES, Limits(vocab_size=100))
 
 
@@ -154,17 +163,24 @@ def test_synthetic() -> None:
     assert dataset.tokens.dtype == np.int32
     assert np.unique(dataset.tokens).tolist() == list(range(10, 290))
     assert dataset.name == "synthetic"
-    again, other = load_dataset(spec, Special()), load_dataset(Synthetic(50, 20, 10, 5, 4000, seed=4), Special())
+    again, other = (
+        load_dataset(spec, Special()),
+        load_dataset(Synthetic(50, 20, 10, 5, 4000, seed=4), Special()),
+    )
     assert np.array_equal(again.tokens, dataset.tokens)
     assert np.array_equal(again.output_lengths, dataset.output_lengths)  # type: ignore[arg-type]
     assert not np.array_equal(other.tokens[:100], dataset.tokens[:100])
 
 
 def test_synthetic_lengths_are_clipped_and_fixed_ones_exact() -> None:
-    wide = load_dataset(Synthetic(input_mean=2, input_stdev=50, output_mean=1, output_stdev=50, num_samples=500), BYTES)
+    wide = load_dataset(
+        Synthetic(input_mean=2, input_stdev=50, output_mean=1, output_stdev=50, num_samples=500), BYTES
+    )
     assert wide.output_lengths is not None
     assert wide.lengths().min() == wide.output_lengths.min() == 1
-    fixed = load_dataset(Synthetic(input_mean=128, output_mean=16, num_samples=10), BYTES, Limits(max_seq_len=144))
+    fixed = load_dataset(
+        Synthetic(input_mean=128, output_mean=16, num_samples=10), BYTES, Limits(max_seq_len=144)
+    )
     assert fixed.output_lengths is not None
     assert set(fixed.lengths().tolist()) == {128}
     assert set(fixed.output_lengths.tolist()) == {16}
@@ -176,12 +192,19 @@ def test_synthetic_lengths_are_clipped_and_fixed_ones_exact() -> None:
         ({"input_mean": 1e300}, "which does not fit max_seq_len 100"),
         ({"num_samples": 10**14}, "100000000000000 samples .--num_samples. do not fit the memory"),
         ({"num_samples": 10**30}, "samples .--num_samples. do not fit the memory"),
-        ({"input_mean": 100}, "sample 0 has 100 input and 20 output tokens, which does not fit max_seq_len 100"),
+        (
+            {"input_mean": 100},
+            "sample 0 has 100 input and 20 output tokens, which does not fit max_seq_len 100",
+        ),
     ],
 )
 def test_bad_synthetic(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        load_dataset(Synthetic(**{"input_mean": 10, "output_mean": 20, "num_samples": 5, **change}), BYTES, Limits(max_seq_len=100))
+        load_dataset(
+            Synthetic(**{"input_mean": 10, "output_mean": 20, "num_samples": 5, **change}),
+            BYTES,
+            Limits(max_seq_len=100),
+        )
 
 
 def test_synthetic_for_a_small_vocabulary() -> None:
@@ -214,17 +237,27 @@ def test_builtin_prompts() -> None:
 @pytest.mark.parametrize(
     ("limits", "longest", "why"),
     [
-        (Limits(max_prompt_len=1024), 1024, "they do not fit --max_num_tokens 1024 without `--enable_chunked_context true`"),
-        (Limits(max_seq_len=256, max_output_len=56), 200, "they do not fit max_seq_len 256 with max_output_len 56"),
+        (
+            Limits(max_prompt_len=1024),
+            1024,
+            "they do not fit --max_num_tokens 1024 without `--enable_chunked_context true`",
+        ),
+        (
+            Limits(max_seq_len=256, max_output_len=56),
+            200,
+            "they do not fit max_seq_len 256 with max_output_len 56",
+        ),
         (
             Limits(max_seq_len=256, max_output_len=56, max_prompt_len=100),
             100,
-            "they do not fit max_seq_len 256 with max_output_len 56, or --max_num_tokens 100 without `--enable_chunked_context true`",
+            "they do not fit max_seq_len 256 with max_output_len 56, or --max_num_tokens 100 without"
+            " `--enable_chunked_context true`",
         ),
     ],
 )
 def test_builtin_prompts_that_fit(limits: Limits, longest: int, why: str) -> None:
-    """A model with a short context gets those of the prompts that it can take, in their order, with their texts; how many is said."""
+    """A model with a short context gets those of the prompts that it can take, in their order, with their
+    texts; how many is said."""
     whole, dataset = load_dataset(None, BYTES), load_dataset(None, BYTES, limits)
     kept = [prompt for prompt in prompts_of(whole) if len(prompt) <= longest]
     assert prompts_of(dataset) == kept and 20 < len(kept) < len(whole)
@@ -234,11 +267,17 @@ def test_builtin_prompts_that_fit(limits: Limits, longest: int, why: str) -> Non
 
 def test_no_builtin_prompt_fits() -> None:
     with pytest.raises(
-        ConfigError, match=r"prompts.jsonl:\d+: the prompt has \d+ tokens and does not fit max_seq_len 12 with max_output_len 8"
+        ConfigError,
+        match=r"prompts.jsonl:\d+: the prompt has \d+ tokens and does not fit max_seq_len 12 with"
+        r" max_output_len 8",
     ):
         load_dataset(None, BYTES, Limits(max_seq_len=12, max_output_len=8))
 
 
 def test_nothing_is_left_out_of_a_persons_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit max_seq_len 12"):
-        load_dataset(write(tmp_path, {"prompt": "a"}, {"prompt": "a longer one"}), BYTES, Limits(max_seq_len=12, max_output_len=1))
+        load_dataset(
+            write(tmp_path, {"prompt": "a"}, {"prompt": "a longer one"}),
+            BYTES,
+            Limits(max_seq_len=12, max_output_len=1),
+        )

@@ -16,7 +16,8 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_si
 
 
 def file_tokenizer(folder: Path, kind: str) -> FileTokenizer:
-    """A byte-level one as of GPT-2, or one as of SentencePiece whose unknown characters are tokens of a byte each."""
+    """A byte-level one as of GPT-2, or one as of SentencePiece whose unknown characters are tokens of a byte
+    each."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -27,8 +28,15 @@ def file_tokenizer(folder: Path, kind: str) -> FileTokenizer:
         made.decoder = decoders.ByteLevel()
     else:
         words = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefgh"]
-        made = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        made = tokenizers.Tokenizer(
+            models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+        )
+        steps = [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
         made.decoder = decoders.Sequence(steps)
     file = folder / f"{kind}.json"
     made.save(str(file))
@@ -38,11 +46,17 @@ def file_tokenizer(folder: Path, kind: str) -> FileTokenizer:
 
 @pytest.fixture(scope="module", params=["none", "bytes", "fallback"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return ByteTokenizer() if request.param == "none" else file_tokenizer(tmp_path_factory.mktemp("tokenizer"), request.param)
+    return (
+        ByteTokenizer()
+        if request.param == "none"
+        else file_tokenizer(tmp_path_factory.mktemp("tokenizer"), request.param)
+    )
 
 
 @given(text=TEXT, data=st.data())
-def test_pieces_are_whole_characters_and_make_the_text(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
+def test_pieces_are_whole_characters_and_make_the_text(
+    tokenizer: Tokenizer, text: str, data: st.DataObject
+) -> None:
     tokens = tokenizer.encode_plain(text)
     detokenizer, pieces, at = Detokenizer(tokenizer), list[str](), 0
     while at < len(tokens):
@@ -66,12 +80,27 @@ def test_bytes_that_are_no_text(tokenizer: Tokenizer, tokens: list[int]) -> None
 
 def test_a_character_comes_with_its_last_byte() -> None:
     detokenizer = Detokenizer(ByteTokenizer())
-    assert [detokenizer.add([byte]) for byte in "aé€😀".encode()] == ["a", "", "é", "", "", "€", "", "", "", "😀"]
+    assert [detokenizer.add([byte]) for byte in "aé€😀".encode()] == [
+        "a",
+        "",
+        "é",
+        "",
+        "",
+        "€",
+        "",
+        "",
+        "",
+        "😀",
+    ]
     detokenizer.add([0xF0, 0x9F])
     assert detokenizer.end() == "\ufffd"
 
 
-@given(text=st.text("ab\n", max_size=30), strings=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), data=st.data())
+@given(
+    text=st.text("ab\n", max_size=30),
+    strings=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+    data=st.data(),
+)
 def test_stop_strings(text: str, strings: list[str], data: st.DataObject) -> None:
     stop, pieces, at = StopStrings(strings), list[str](), 0
     while at < len(text) and stop.found is None:
@@ -86,5 +115,12 @@ def test_stop_strings(text: str, strings: list[str], data: st.DataObject) -> Non
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     stop = StopStrings(["###", "END"])
-    assert [stop.add(piece) for piece in ("ab#", "#c", "E", "N", "D!", "more")] == ["ab", "##c", "", "", "", ""]
+    assert [stop.add(piece) for piece in ("ab#", "#c", "E", "N", "D!", "more")] == [
+        "ab",
+        "##c",
+        "",
+        "",
+        "",
+        "",
+    ]
     assert stop.found == "END" and stop.end() == ""

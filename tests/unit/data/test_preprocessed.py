@@ -1,4 +1,5 @@
-"""The published data sets: arrays and data frames, and all that can be wrong with them or between them and a model."""
+"""The published data sets: arrays and data frames, and all that can be wrong with them or between them and a
+model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ WORDS = [[2], [13, 40, 13], [2], [13, 40, 13]]
 LIMITS = Limits(vocab_size=50, end_ids=(2,), stop_words=((13, 40, 13),))
 
 
-def arrays(folder: Path, rows: list[list[int]] = ROWS, width: int = 4, dtype: Any = np.int32, words: bool = False) -> Path:
+def arrays(
+    folder: Path, rows: list[list[int]] = ROWS, width: int = 4, dtype: Any = np.int32, words: bool = False
+) -> Path:
     padded = np.full((len(rows), width), 2, dtype)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
@@ -70,15 +73,26 @@ def test_more_rows_than_are_read_at_once(tmp_path: Path) -> None:
 
 def test_frame_and_stop_words(tmp_path: Path) -> None:
     path = frame(tmp_path)
-    for dataset in (load(path), load(tmp_path, frame_file="set.pkl"), load(arrays(tmp_path, words=True), frame_file="set.pkl")):
+    for dataset in (
+        load(path),
+        load(tmp_path, frame_file="set.pkl"),
+        load(arrays(tmp_path, words=True), frame_file="set.pkl"),
+    ):
         assert prompts(dataset) == ROWS
-        assert dataset.ignores_stop is not None and dataset.ignores_stop.tolist() == [True, False, True, False]
+        assert dataset.ignores_stop is not None and dataset.ignores_stop.tolist() == [
+            True,
+            False,
+            True,
+            False,
+        ]
 
 
 def test_references_are_read_when_asked_for(tmp_path: Path) -> None:
     loader = PreprocessedLoader(frame(tmp_path), COLUMNS)
     assert loader.references() == {"gt_output": ["a", "b", "c", "d"]}
-    with pytest.raises(ConfigError, match=r"no references, which are in the data frame \(a \.pkl file\): name that instead"):
+    with pytest.raises(
+        ConfigError, match=r"no references, which are in the data frame \(a \.pkl file\): name that instead"
+    ):
         PreprocessedLoader(arrays(tmp_path), COLUMNS).references()
 
 
@@ -125,40 +139,76 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda f: f / "open_orca",
         "open_orca does not exist; expected a folder with input_ids_padded.npy and input_lens",
     ),
-    "an empty folder": (lambda f: f, "is not a folder with input_ids_padded.npy and input_lens.npy, or with set.pkl[.gz]"),
-    "a missing frame": (lambda f: frame(f).with_name("sets.pkl"), "sets.pkl does not exist (did you mean 'set.pkl'?)"),
+    "an empty folder": (
+        lambda f: f,
+        "is not a folder with input_ids_padded.npy and input_lens.npy, or with set.pkl[.gz]",
+    ),
+    "a missing frame": (
+        lambda f: frame(f).with_name("sets.pkl"),
+        "sets.pkl does not exist (did you mean 'set.pkl'?)",
+    ),
     "another array": (lambda f: arrays(f) / LENS, "input_lens.npy is not a folder with input_ids_padded.npy"),
     "no lengths": (without(LENS), "has no input_lens.npy"),
     "truncated": (truncated, "input_ids_padded.npy: truncated, or not a .npy file"),
     "text": (no_array, "input_lens.npy: truncated, or not a .npy file"),
     "an archive": (archive, "input_lens.npy: an archive of arrays"),
-    "objects": (change(LENS, lambda a: a.astype(object)), "input_lens.npy: truncated, or not a .npy file of numbers"),
-    "floats": (change(TOKENS, lambda a: a.astype(np.float32)), "float32 of shape [4, 4]; expected integers, 2 dimensions"),
+    "objects": (
+        change(LENS, lambda a: a.astype(object)),
+        "input_lens.npy: truncated, or not a .npy file of numbers",
+    ),
+    "floats": (
+        change(TOKENS, lambda a: a.astype(np.float32)),
+        "float32 of shape [4, 4]; expected integers, 2 dimensions",
+    ),
     "one dimension": (change(TOKENS, np.ravel), "int32 of shape [16]; expected integers, 2 dimensions"),
     "by columns": (change(TOKENS, np.asfortranarray), "Fortran order"),
-    "fewer lengths": (change(LENS, lambda a: a[:3]), "input_lens.npy has 3 samples, input_ids_padded.npy has 4"),
+    "fewer lengths": (
+        change(LENS, lambda a: a[:3]),
+        "input_lens.npy has 3 samples, input_ids_padded.npy has 4",
+    ),
     "a longer length": (
         change(LENS, lambda a: a + np.array([0, 0, 3, 0])),
         "sample 2 has length 5; input_ids_padded.npy has 1 to 4",
     ),
     "no length": (change(LENS, lambda a: a - [0, 1, 0, 0]), "input_lens.npy: sample 1 has length 0"),
-    "fewer stop words": (change(STOPS, lambda a: a[1:]), "stop_ids_padded.npy has 3 samples, input_ids_padded.npy has 4"),
+    "fewer stop words": (
+        change(STOPS, lambda a: a[1:]),
+        "stop_ids_padded.npy has 3 samples, input_ids_padded.npy has 4",
+    ),
     "an unknown stop word": (
         change(STOPS, lambda a: np.where(a == 40, 41, a)),
         "sample 1 has stop word [13, 41, 13]; those of this run (--stop_words) are: [13, 40, 13]",
     ),
-    "a huge token": (change(TOKENS, lambda a: a.astype(np.int64) << 40), "have a token that does not fit int32"),
-    "outside the vocabulary": (change(TOKENS, lambda a: a + 40), "sample 3 has token 54; the model's are 0 to 49"),
+    "a huge token": (
+        change(TOKENS, lambda a: a.astype(np.int64) << 40),
+        "have a token that does not fit int32",
+    ),
+    "outside the vocabulary": (
+        change(TOKENS, lambda a: a + 40),
+        "sample 3 has token 54; the model's are 0 to 49",
+    ),
     "a negative token": (change(TOKENS, lambda a: a - 6), "sample 0 has token -1; the model's are 0 to 49"),
-    "frame: no column": (lambda f: frame(f, tok_input=None, tok_inputs=ROWS), "no column tok_input (did you mean 'tok_inputs'?)"),
+    "frame: no column": (
+        lambda f: frame(f, tok_input=None, tok_inputs=ROWS),
+        "no column tok_input (did you mean 'tok_inputs'?)",
+    ),
     "frame: no stop words": (lambda f: frame(f, tok_stop_sequence=None), "no column tok_stop_sequence"),
-    "frame: texts": (lambda f: frame(f, tok_input=["a", "b", "c", "d"]), "row 0 of column tok_input is not a list of tokens: it is text"),
-    "frame: an empty prompt": (lambda f: frame(f, tok_input=[[1], [], [2], [3]]), "sample 1 has no tokens in column tok_input"),
+    "frame: texts": (
+        lambda f: frame(f, tok_input=["a", "b", "c", "d"]),
+        "row 0 of column tok_input is not a list of tokens: it is text",
+    ),
+    "frame: an empty prompt": (
+        lambda f: frame(f, tok_input=[[1], [], [2], [3]]),
+        "sample 1 has no tokens in column tok_input",
+    ),
     "frame: other lengths": (
         lambda f: frame(f, tok_input_len=np.array([3, 1, 2, 5])),
         "sample 3 has 4 tokens in column tok_input, tok_input_len says 5",
     ),
-    "frame: outside the vocabulary": (lambda f: frame(f, tok_input=[*ROWS[:2], [9, 50], ROWS[3]]), "sample 2 has token 50"),
+    "frame: outside the vocabulary": (
+        lambda f: frame(f, tok_input=[*ROWS[:2], [9, 50], ROWS[3]]),
+        "sample 2 has token 50",
+    ),
     "frame: truncated": (lambda f: cut(frame(f)), "truncated or damaged"),
 }
 
@@ -188,7 +238,8 @@ def test_lengths_that_do_not_fit_the_model(tmp_path: Path) -> None:
         (Limits(50, max_seq_len=5, max_output_len=3), "(2 of 4 samples are too long; this is the longest)"),
         (
             Limits(50, max_prompt_len=3),
-            "sample 3: the prompt has 4 tokens and does not fit --max_num_tokens 3 without `--enable_chunked_context true`",
+            "sample 3: the prompt has 4 tokens and does not fit --max_num_tokens 3 without"
+            " `--enable_chunked_context true`",
         ),
     ):
         with pytest.raises(ConfigError) as error:

@@ -1,4 +1,4 @@
-"""Conversions of data frames: made once, never of another state of the file, and never in the way of a run."""
+"""Conversions of data frames: made once, never from another state of the file, never in a run's way."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def conversions(folder: Path) -> list[str]:
     return sorted(
-        path.name for path in folder.rglob("*") if path.is_dir() and "-" in path.name and path.parent.name.endswith(("pkl", "arrays"))
+        path.name
+        for path in folder.rglob("*")
+        if path.is_dir() and "-" in path.name and path.parent.name.endswith(("pkl", "arrays"))
     )
 
 
@@ -143,7 +145,12 @@ def test_nowhere_to_write(frame: Path, reads: list[Path], cache: Path) -> None:
     blocked(cache)
     assert same(load(frame), load(frame)) and len(reads) == 2
     note = load(frame).note
-    assert "not stored for later runs" in note and "set.pkl.arrays" in note and str(cache) in note and "\n" not in note
+    assert (
+        "not stored for later runs" in note
+        and "set.pkl.arrays" in note
+        and str(cache) in note
+        and "\n" not in note
+    )
 
 
 def test_a_full_disk(frame: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +160,9 @@ def test_a_full_disk(frame: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "fsync", full)
     samples = load(frame)
     assert len(samples.tokens) == sum(map(len, ROWS)) and os.strerror(errno.ENOSPC) in samples.note
-    assert list(frame.parent.iterdir()) == [frame] and not [path for path in cache.rglob("*") if path.is_file()]
+    assert list(frame.parent.iterdir()) == [frame] and not [
+        path for path in cache.rglob("*") if path.is_file()
+    ]
 
 
 def test_runs_that_convert_at_once(frame: Path) -> None:
@@ -164,7 +173,10 @@ def test_runs_that_convert_at_once(frame: Path) -> None:
         return {"tokens": np.arange(10000)}
 
     found: list[converted.Arrays] = []
-    threads = [threading.Thread(target=lambda: found.append(converted.converted(frame, "", convert)[0])) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(converted.converted(frame, "", convert)[0]))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -187,7 +199,9 @@ def spoil(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, delete, spoil])
-def test_a_damaged_conversion_is_made_again(frame: Path, reads: list[Path], damage: Callable[[Path], None]) -> None:
+def test_a_damaged_conversion_is_made_again(
+    frame: Path, reads: list[Path], damage: Callable[[Path], None]
+) -> None:
     first = load(frame)
     (folder,) = frame.with_name("set.pkl.arrays").iterdir()
     damage(folder)
@@ -218,7 +232,10 @@ def test_a_file_that_changes_while_it_is_read(frame: Path, monkeypatch: pytest.M
 
 
 def test_wrong_references_are_wrong_when_they_are_needed(tmp_path: Path, reads: list[Path]) -> None:
-    for change, message in (({"metric": None}, "no column metric"), ({"metric": [None] * 800}, "row 0 of column metric is nothing")):
+    for change, message in (
+        ({"metric": None}, "no column metric"),
+        ({"metric": [None] * 800}, "row 0 of column metric is nothing"),
+    ):
         file = write(tmp_path / "set" / "wrong.pkl", **change)
         assert len(load(file).lengths) == 800
         reads.clear()
@@ -230,6 +247,8 @@ def test_wrong_references_are_wrong_when_they_are_needed(tmp_path: Path, reads: 
 
 def test_a_wrong_frame_leaves_nothing(tmp_path: Path) -> None:
     file = write(tmp_path / "set" / "wrong.pkl", tok_input_len=np.zeros(800, np.int64))
-    with pytest.raises(ConfigError, match=r"wrong\.pkl: sample 0 has 600 tokens in column tok_input, tok_input_len says 0"):
+    with pytest.raises(
+        ConfigError, match=r"wrong\.pkl: sample 0 has 600 tokens in column tok_input, tok_input_len says 0"
+    ):
         load(file)
     assert list(file.parent.iterdir()) == [file]

@@ -1,4 +1,5 @@
-"""Pickled data frames: what pandas 1.2, 1.5, 2.2 and 3.1 have written, what else may be in such a file, and what is refused."""
+"""Pickled data frames: what pandas 1.2, 1.5, 2.2 and 3.1 have written, what else may be in such a file, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -39,16 +40,29 @@ def pick(values: list[Any], order: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_pandas_wrote(name: str) -> None:
-    """Every version, protocol 2 to 5, columns of objects, of pandas' strings and of Arrow's, with an index of each kind."""
+    """Every version, protocol 2 to 5, columns of objects, of pandas' strings and of Arrow's, with an index of
+    each kind."""
     assert len(NAMES) == 20
     frame = read_frame(FRAMES / name)
     order: Any = [0, 2, 1] if "picked" in name else [2, 1, 0] if "reversed" in name else [0, 1, 2]
-    assert frame.columns == ("id", "input", "tok_input", "array", "gt_output", "tok_input_length", "small", "rate")
+    assert frame.columns == (
+        "id",
+        "input",
+        "tok_input",
+        "array",
+        "gt_output",
+        "tok_input_length",
+        "small",
+        "rate",
+    )
     assert len(frame) == 3
     assert frame.texts("id") == pick(["flan.1", "niv.2", "t0.3"], order)
     assert frame.texts("input") == pick(["naïve", "long " * 200, ""], order)
     assert frame.texts("gt_output") == pick(["14", "14", "2.5"], order)
-    for column, rows in (("tok_input", [[1, 300, 70000], list(range(2500)), [7]]), ("array", [[4, 5], [6], []])):
+    for column, rows in (
+        ("tok_input", [[1, 300, 70000], list(range(2500)), [7]]),
+        ("array", [[4, 5], [6], []]),
+    ):
         lengths, tokens = frame.tokens(column)
         assert tokens.dtype == np.int32
         assert [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])] == pick(rows, order)
@@ -63,14 +77,18 @@ def written(tmp_path: Path, **columns: Any) -> Path:
 
 def test_written_and_read(tmp_path: Path) -> None:
     rows = [[1], [2**31 - 1, 0], list(range(3000))]
-    file = written(tmp_path, text=["a", "é" * 300, ""], tokens=rows, n=np.array([1, 2, 3]), same=[[1, 2], [3, 4], [5, 6]])
+    file = written(
+        tmp_path, text=["a", "é" * 300, ""], tokens=rows, n=np.array([1, 2, 3]), same=[[1, 2], [3, 4], [5, 6]]
+    )
     packed = tmp_path / "frame.pkl.gz"
     packed.write_bytes(gzip.compress(file.read_bytes()))
     for path in (file, packed):
         frame = read_frame(path)
         assert frame.texts("text") == ["a", "é" * 300, ""]
         lengths, tokens = frame.tokens("tokens")
-        assert lengths.tolist() == [1, 2, 3000] and tokens.tolist() == [token for row in rows for token in row]
+        assert lengths.tolist() == [1, 2, 3000] and tokens.tolist() == [
+            token for row in rows for token in row
+        ]
         assert frame.tokens("same")[1].tolist() == [1, 2, 3, 4, 5, 6]
         assert frame.integers("n").tolist() == [1, 2, 3]
 
@@ -120,16 +138,28 @@ ATTACKS = {
     "subclass": (pickle.dumps(HasState(), 5), "collections.OrderedDict"),
     "dotted name": (b"\x80\x04\x8c\x06pandas\x8c\x0eio.common.os.x\x93.", "pandas.io.common.os.x"),
     "dotted from numpy": (b"\x80\x04\x8c\x05numpy\x8c\x11ndarray.__class__\x93.", "numpy.ndarray.__class__"),
-    "pandas' readers": (b"\x80\x02" + glob("pandas", "read_pickle") + b"X\x01\x00\x00\x00x\x85R.", "pandas.read_pickle"),
-    "pandas' eval": (b"\x80\x02" + glob("pandas.core.computation.eval", "eval") + b".", "pandas.core.computation.eval.eval"),
+    "pandas' readers": (
+        b"\x80\x02" + glob("pandas", "read_pickle") + b"X\x01\x00\x00\x00x\x85R.",
+        "pandas.read_pickle",
+    ),
+    "pandas' eval": (
+        b"\x80\x02" + glob("pandas.core.computation.eval", "eval") + b".",
+        "pandas.core.computation.eval.eval",
+    ),
     "numpy's loader": (b"\x80\x02" + glob("numpy", "load") + b".", "numpy.load"),
-    "numpy's old door": (b"\x80\x02" + glob("numpy.testing._private.utils", "runstring") + b".", "numpy.testing._private.utils.runstring"),
+    "numpy's old door": (
+        b"\x80\x02" + glob("numpy.testing._private.utils", "runstring") + b".",
+        "numpy.testing._private.utils.runstring",
+    ),
     "a function of ours": (
         b"\x80\x02" + glob("mpillm.data.preprocessed.frames", "read_frame") + b".",
         "mpillm.data.preprocessed.frames.read_frame",
     ),
     "numpy's files": (pickle.dumps(Does(np.fromfile, "secrets"), 4), "numpy.fromfile"),
-    "calling a result": (b"\x80\x03" + glob("numpy", "dtype") + b"X\x02\x00\x00\x00i8\x85R)R.", "calls Int64DType"),
+    "calling a result": (
+        b"\x80\x03" + glob("numpy", "dtype") + b"X\x02\x00\x00\x00i8\x85R)R.",
+        "calls Int64DType",
+    ),
     "calling an admitted class": (pickle.dumps(Does(pd.Index, ["a"]), 4), "calls Index"),
     "memory of any length": (pickle.dumps(Does(np.ndarray, (1 << 40,)), 4), "calls ndarray"),
     "INST": (b"\x80\x02(S'id'\nios\nsystem\n.", "opcode 0x53"),
@@ -153,13 +183,20 @@ def test_attacks(attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [path.name for path in tmp_path.iterdir()] == ["evil.pkl"]
 
 
-RIGHT = {"values": np.array([[1, 2]]), "places": slice(0, 1, 1), "columns": pd.Index(["t"], dtype=object), "rows": pd.RangeIndex(2)}
+RIGHT = {
+    "values": np.array([[1, 2]]),
+    "places": slice(0, 1, 1),
+    "columns": pd.Index(["t"], dtype=object),
+    "rows": pd.RangeIndex(2),
+}
 
 
 def blocks(**change: Any) -> bytes:
     """A data frame as pandas restores it, part of it changed."""
     one = RIGHT | change
-    manager = Does(BlockManager, (Does(_unpickle_block, one["values"], one["places"], 2),), [one["columns"], one["rows"]])
+    manager = Does(
+        BlockManager, (Does(_unpickle_block, one["values"], one["places"], 2),), [one["columns"], one["rows"]]
+    )
     return pickle.dumps(Does(pd.DataFrame, state={"_mgr": manager, "_typ": "dataframe"}), 4)
 
 
@@ -172,11 +209,13 @@ def ends(*places: int) -> bytes:
     return b"".join(place.to_bytes(8, "little") for place in places)
 
 
-FLAGLESS = Does(np.dtype, "O8", False, True, state=(3, "|", None, None, None, -1, -1, 0))  # numpy would not know that it holds objects
+# numpy would not know that it holds objects
+FLAGLESS = Does(np.dtype, "O8", False, True, state=(3, "|", None, None, None, -1, -1, 0))
 
 INT64 = pickle.dumps(np.dtype(np.int64), 4)[11:-1]
 
-# What numpy and pandas believe without a look: most of these crash the process, or make it follow addresses in the file.
+# What numpy and pandas believe without a look: most of these crash the process, or make it follow addresses
+# in the file.
 STATES = {
     "a block far outside": blocks(places=slice(10**6, 10**6 + 1, 1)),
     "a block before the first": blocks(places=np.array([-(10**7)])),
@@ -185,20 +224,31 @@ STATES = {
     "fewer rows": blocks(rows=pd.RangeIndex(10**15)),
     "rows without end": blocks(rows=Does(_new_Index, pd.RangeIndex, {"start": 0, "stop": 10**30, "step": 1})),
     "a column without values": blocks(columns=pd.Index(["t", "u"], dtype=object)),
-    "columns of one name": blocks(columns=pd.Index(["t", "t"], dtype=object), values=np.array([[1, 2], [3, 4]]), places=slice(0, 2, 1)),
+    "columns of one name": blocks(
+        columns=pd.Index(["t", "t"], dtype=object), values=np.array([[1, 2], [3, 4]]), places=slice(0, 2, 1)
+    ),
     "labels that are no texts": blocks(columns=pd.Index([("t",)], dtype=object, tupleize_cols=False)),
     "objects where values belong": blocks(values=[1, 2]),
     "fewer objects than the shape has": blocks(values=values((1, 2), np.dtype(object), ["a"])),
     "fewer bytes than the shape has": blocks(values=values((1, 2), np.dtype(int), b"12345678")),
     "a shape below 0": blocks(values=values((-1, -2), np.dtype(int), bytes(16))),
     "addresses for objects": blocks(values=values((1, 2), FLAGLESS, b"AAAAAAAABBBBBBBB")),
-    "addresses in a buffer": blocks(values=Does(vars(numeric)["_frombuffer"], b"AAAAAAAABBBBBBBB", FLAGLESS, (1, 2), "C")),
+    "addresses in a buffer": blocks(
+        values=Does(vars(numeric)["_frombuffer"], b"AAAAAAAABBBBBBBB", FLAGLESS, (1, 2), "C")
+    ),
     "an address as a scalar": blocks(values=Does(scalar, FLAGLESS, b"AAAAAAAA")),
-    "an array filled twice": pickle.dumps(np.arange(3), 4)[:-1] + b"(K\x01K\x01\x85" + INT64 + b"\x89C\x0812345678tb.",
+    "an array filled twice": pickle.dumps(np.arange(3), 4)[:-1]
+    + b"(K\x01K\x01\x85"
+    + INT64
+    + b"\x89C\x0812345678tb.",
     "a class changed": b"\x80\x04" + glob("pandas", "DataFrame") + b"N}X\x01\x00\x00\x00aNs\x86b.",
     "a name made by a call": b"\x80\x04" + glob("builtins", "bytes") + b")R\x8c\x06system\x93.",
-    "texts without values": blocks(values=Does(__pyx_unpickle_NDArrayBacked, pd.arrays.StringArray, 82904607, None)),
-    "Arrow's texts that overlap": (FRAMES / "pandas3.1-string.pkl").read_bytes().replace(ends(6, 11), ends(12, 2)),
+    "texts without values": blocks(
+        values=Does(__pyx_unpickle_NDArrayBacked, pd.arrays.StringArray, 82904607, None)
+    ),
+    "Arrow's texts that overlap": (FRAMES / "pandas3.1-string.pkl")
+    .read_bytes()
+    .replace(ends(6, 11), ends(12, 2)),
     "nested keys": b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.",
     "nested keys at once": b"\x80\x04}()" + b"\x85" * 1_000_000 + b"Nu.",
     "nested labels": b"\x80\x04)" + b"\x85" * 1_000_000 + b".",
@@ -233,7 +283,10 @@ def test_without_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_attack_in_the_place_of_a_cell(tmp_path: Path) -> None:
     file = tmp_path / "frame.pkl"
     write_frame(file, {"t": [Does(os.system, "true"), [2]]})
-    with pytest.raises(ConfigError, match=r"refused: the pickle asks for posix\.system|refused: the pickle asks for nt\.system"):
+    with pytest.raises(
+        ConfigError,
+        match=r"refused: the pickle asks for posix\.system|refused: the pickle asks for nt\.system",
+    ):
         read_frame(file)
 
 
@@ -246,7 +299,10 @@ def test_an_attack_in_the_place_of_a_cell(tmp_path: Path) -> None:
         (pickle.dumps([1, 2], 4), "holds a list, not a pandas data frame"),
         (pickle.dumps(np.arange(3), 4), "holds an array of int64, 1 dimensions, not a pandas data frame"),
         (pickle.dumps({"tok_input": [[1]]}, 4), "holds a dict, not a pandas data frame"),
-        (b"\x80\x03" + glob("pandas.core.frame", "DataFrame") + b")\x81}b.", "damaged: nothing where a manager belongs"),
+        (
+            b"\x80\x03" + glob("pandas.core.frame", "DataFrame") + b")\x81}b.",
+            "damaged: nothing where a manager belongs",
+        ),
         (b"\x80\x03" + glob("pandas.core.frame", "DataFrame") + b")\x81.", "its data frame has no blocks"),
         (b"\x80\x04h\x07.", "Memo value not found at index 7"),
         (b"\x80\x04K\x01a.", "damaged"),
@@ -267,7 +323,8 @@ def test_no_frame(raw: bytes, message: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pandas1.5.pkl", "pandas2.2-reversed.pkl", "pandas3.1-string.pkl"])
 def test_truncated_anywhere_or_changed(name: str, tmp_path: Path) -> None:
-    """Whatever is cut off or turned over: a frame with these rows, or a ConfigError that names the file, and nothing else."""
+    """Whatever is cut off or turned over: a frame with these rows, or a ConfigError that names the file, and
+    nothing else."""
     whole = (FRAMES / name).read_bytes()
     random = np.random.default_rng(0)
     file = tmp_path / "cut.pkl"
@@ -311,7 +368,10 @@ def test_gzip_that_is_cut_off(tmp_path: Path) -> None:
         ([[1], [1.5]], r"row 1 of column t is not a list of tokens: it holds float"),
         ([[1], None], r"row 1 of column t is not a list of tokens: it is nothing"),
         ([[1], [2**40]], r"row 1 of column t is not a list of tokens: an integer does not fit int32"),
-        ([[1], np.array([2**31])], r"row 1 of column t is not a list of tokens: an integer does not fit int32"),
+        (
+            [[1], np.array([2**31])],
+            r"row 1 of column t is not a list of tokens: an integer does not fit int32",
+        ),
         ([[1], np.array([1.5])], r"row 1 of column t is not a list of tokens: it is an array of float64"),
         ([[1], [[2]]], r"row 1 of column t is not a list of tokens: it holds a list"),
         (np.array([1, 2]), r"row 0 of column t is not a list of tokens"),

@@ -1,4 +1,5 @@
-"""Tokenizers: the byte tokenizer, a small tokenizer.json with chat templates, and SmolLM2's against `transformers`."""
+"""Tokenizers: the byte tokenizer, a small tokenizer.json with chat templates, and SmolLM2's against
+`transformers`."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def folder(tmp_path: Path) -> Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("a", "b")]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     tokenizer.add_special_tokens(["<s>", "</s>", "<|end|>"])
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
@@ -102,7 +105,8 @@ def test_chat_template(folder: Path) -> None:
         bos_token={"content": "<s>", "lstrip": False},
         eos_token="</s>",
         unk_token=None,
-        chat_template="{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}{{ eos_token }}\n"
+        chat_template="{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content }}{{"
+        " eos_token }}\n"
         "  {% endif %}\n{% endfor %}{% if add_generation_prompt %}a{{ '<|end|>' }}{% endif %}{{ unk_token }}",
     )
     assert text(load_tokenizer(folder), "ab") == "<s>ab</s>Ċa<|end|>"
@@ -110,7 +114,8 @@ def test_chat_template(folder: Path) -> None:
 
 
 def test_chat_template_features(folder: Path) -> None:
-    """What `transformers` offers to templates: tojson, loop controls, the generation tag, strftime_now, tools that are none."""
+    """What `transformers` offers to templates: tojson, loop controls, the generation tag, strftime_now, tools
+    that are none."""
     (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "old"}))
     (folder / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
@@ -118,11 +123,20 @@ def test_chat_template_features(folder: Path) -> None:
         "{{ strftime_now('%Y') | length }}{% if tools %}x{% endif %}{{ eos_token }}"
     )
     settings(folder, eos_token="</s>", chat_template="not this one")
-    assert text(load_tokenizer(folder), '<é"') == text(load_tokenizer(folder, apply_chat_template=False), '01"<é\\""4') + "</s>"
+    assert (
+        text(load_tokenizer(folder), '<é"')
+        == text(load_tokenizer(folder, apply_chat_template=False), '01"<é\\""4') + "</s>"
+    )
 
 
 def test_named_chat_templates(folder: Path) -> None:
-    settings(folder, chat_template=[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D{{ messages[0].content }}"}])
+    settings(
+        folder,
+        chat_template=[
+            {"name": "tool_use", "template": "T"},
+            {"name": "default", "template": "D{{ messages[0].content }}"},
+        ],
+    )
     assert text(load_tokenizer(folder), "x") == "Dx"
     settings(folder, chat_template=[{"name": "tool_use", "template": "T"}])
     assert text(load_tokenizer(folder), "x") == "<s>x"
@@ -132,14 +146,22 @@ def test_named_chat_templates(folder: Path) -> None:
     ("file", "content", "says"),
     [
         ("tokenizer.json", b"{", "tokenizer.json is not a tokenizer"),
-        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "Unheard"}}', "tokenizer.json is not a tokenizer"),
+        (
+            "tokenizer.json",
+            b'{"version": "1.0", "model": {"type": "Unheard"}}',
+            "tokenizer.json is not a tokenizer",
+        ),
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json is not a tokenizer"),
         ("tokenizer_config.json", b'{"chat_template": ', "tokenizer_config.json cannot be read as JSON"),
         ("tokenizer_config.json", b"[]", "holds list, not an object"),
         ("tokenizer_config.json", b'{"chat_template": 7}', "chat_template is int"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
         ("chat_template.jinja", b"{% if %}", "chat template does not parse"),
-        ("chat_template.jinja", b"{{ raise_exception('system message needed') }}", "fails on these messages: system message needed"),
+        (
+            "chat_template.jinja",
+            b"{{ raise_exception('system message needed') }}",
+            "fails on these messages: system message needed",
+        ),
         ("chat_template.jinja", b"{{ messages[3].content }}", "fails on these messages"),
         ("chat_template.jinja", b"{{ messages.append(1) }}", "fails on these messages"),
     ],
@@ -161,11 +183,14 @@ def test_missing_extra(folder: Path, module: str, monkeypatch: pytest.MonkeyPatc
 def test_nothing_heavy_is_imported(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("x")
     program = (
-        "import sys, pathlib; from mpillm.data.tokenizer import load_tokenizer; load_tokenizer(None);"
-        "print([name for name in ('tokenizers', 'jinja2') if name in sys.modules]); load_tokenizer(pathlib.Path(sys.argv[1])).encode('x');"
-        "print([name for name in ('transformers', 'torch') if name in sys.modules])"
+        "import sys, pathlib; from mpillm.data.tokenizer import load_tokenizer;"
+        " load_tokenizer(None);print([name for name in ('tokenizers', 'jinja2') if name in sys.modules]);"
+        " load_tokenizer(pathlib.Path(sys.argv[1])).encode('x');print([name for name in ('transformers',"
+        " 'torch') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n[]\n"
 
 
@@ -177,10 +202,14 @@ def test_equals_transformers() -> None:
     model = Path(os.environ["MPILLM_TEST_MODEL"])
     reference = transformers.AutoTokenizer.from_pretrained(model)
     chat, plain = load_tokenizer(model), load_tokenizer(model, apply_chat_template=False)
-    prompts = TRICKY + [json.loads(line)["prompt"] for line in BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()]
+    prompts = TRICKY + [
+        json.loads(line)["prompt"] for line in BUILTIN_PROMPTS.read_text(encoding="utf-8").splitlines()
+    ]
     for prompt, tokens in zip(prompts, chat.encode_batch(prompts), strict=True):
         messages = [{"role": "user", "content": prompt}]
-        assert tokens == reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False), prompt
+        assert tokens == reference.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        ), prompt
         assert plain.encode(prompt) == reference(prompt)["input_ids"], prompt
         assert plain.decode(tokens) == reference.decode(tokens, skip_special_tokens=True), prompt
     assert chat.vocab_size == len(reference)

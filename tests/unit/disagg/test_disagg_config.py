@@ -69,12 +69,25 @@ def test_a_trtllm_file_is_read_with_everything_in_its_place() -> None:
     assert context.urls == ("localhost:8001", "localhost:8002")
     assert (context.max_seq_len, generation.max_seq_len) == (4096, 4096)
     assert context.extra == {"free_gpu_memory_fraction": 0.1, "disable_overlap_scheduler": True}
-    assert generation.extra == {"moe_config": {"backend": "CUTLASS"}, "free_gpu_memory_fraction": 0.1, "disable_overlap_scheduler": True}
+    assert generation.extra == {
+        "moe_config": {"backend": "CUTLASS"},
+        "free_gpu_memory_fraction": 0.1,
+        "disable_overlap_scheduler": True,
+    }
 
 
-# LLM arguments of TensorRT-LLM's newest llm_args.py that were unknown here once, one that no release has, and a mapping.
+# LLM arguments of TensorRT-LLM's newest llm_args.py that were unknown here once, one that no release has, and
+# a mapping.
 @pytest.mark.parametrize(
-    "key", ["batch_wait_timeout_iters", "model_kwargs", "sleep_config", "use_cute_dsl_bf16_gemm", "pp_partition", "an_argument_of_tomorrow"]
+    "key",
+    [
+        "batch_wait_timeout_iters",
+        "model_kwargs",
+        "sleep_config",
+        "use_cute_dsl_bf16_gemm",
+        "pp_partition",
+        "an_argument_of_tomorrow",
+    ],
 )
 def test_any_other_key_at_the_top_level_is_handed_down(key: str) -> None:
     """As extract_disagg_cfg of TensorRT-LLM does it: no list of ours says which arguments there are."""
@@ -84,7 +97,9 @@ def test_any_other_key_at_the_top_level_is_handed_down(key: str) -> None:
 
 
 def test_every_llm_argument_may_stand_at_the_top_level_and_in_a_section() -> None:
-    for key in sorted(LLM_ARGUMENTS - set(SERVER) - set(READ) - set(RUN_WIDE) - set(TOP_LEVEL) - set(MOE_ARGUMENTS)):
+    for key in sorted(
+        LLM_ARGUMENTS - set(SERVER) - set(READ) - set(RUN_WIDE) - set(TOP_LEVEL) - set(MOE_ARGUMENTS)
+    ):
         (inside,) = (server for _, server in parse(f"executors: {{{key}: [1]}}").sections)
         (handed_down,) = (server for _, server in parse(f"{key}: [1]\nexecutors: {{}}").sections)
         assert inside.extra == handed_down.extra == {key: [1]}
@@ -93,7 +108,10 @@ def test_every_llm_argument_may_stand_at_the_top_level_and_in_a_section() -> Non
 @pytest.mark.parametrize("router", [*ROUTERS, "ROUND_ROBIN", "Kv_Cache_Aware"])
 def test_routers_are_trtllms_in_any_case(router: str) -> None:
     config = parse(f"executors: {{router: {{type: {router}, use_tokens: false}}}}")
-    assert config.executors is not None and config.executors.router == {"type": router.lower(), "use_tokens": False}
+    assert config.executors is not None and config.executors.router == {
+        "type": router.lower(),
+        "use_tokens": False,
+    }
 
 
 def test_executors_make_an_aggregated_run() -> None:
@@ -110,7 +128,9 @@ def test_model_and_backend_may_stand_in_a_section() -> None:
 
 
 def test_merge_keys_and_anchors_are_plain_yaml() -> None:
-    config = parse("context_servers: &c {num_instances: 2, dtype: auto}\ngeneration_servers: {<<: *c, num_instances: 5}")
+    config = parse(
+        "context_servers: &c {num_instances: 2, dtype: auto}\ngeneration_servers: {<<: *c, num_instances: 5}"
+    )
     assert config.generation_servers == ServerConfig(num_instances=5, extra={"dtype": "auto"})
 
 
@@ -118,7 +138,8 @@ def test_merge_keys_and_anchors_are_plain_yaml() -> None:
     ("section", "expert_size"),
     [
         ("tensor_parallel_size: 8, moe_expert_parallel_size: 4", 4),
-        ("tensor_parallel_size: 8, moe_tensor_parallel_size: 2", 4),  # TensorRT-LLM's Mapping: what one leaves, the other takes
+        # TensorRT-LLM's Mapping: what one leaves, the other takes
+        ("tensor_parallel_size: 8, moe_tensor_parallel_size: 2", 4),
         ("tensor_parallel_size: 8, moe_tensor_parallel_size: 2, moe_expert_parallel_size: 4", 4),
         ("tensor_parallel_size: 8, moe_tensor_parallel_size: 2, moe_cluster_parallel_size: 4", 1),
         ("tensor_parallel_size: 8, moe_expert_parallel_size: null", 1),
@@ -137,7 +158,10 @@ BAD = [
     ("just words", "(a string); must be a mapping"),
     ("executors: {a: [}", "line 1, column 17"),
     ("executors:\n  num_instances: 1\n\tmax_batch_size: 2", "line 3, column 1"),
-    ("executors: {num_instances: 1, num_instances: 1}", "line 1, column 31: not valid YAML: duplicate key 'num_instances'"),
+    (
+        "executors: {num_instances: 1, num_instances: 1}",
+        "line 1, column 31: not valid YAML: duplicate key 'num_instances'",
+    ),
     ("executors: {}\nexecutors: {}", "line 2, column 1"),
     ("executors: {}\n---\nexecutors: {}", "another document"),
     ("executors: {extra_arg: {1: 2}}", "executors.extra_arg: the key 1 (an integer); must be a string"),
@@ -155,25 +179,49 @@ BAD = [
     ("context_servers: {}\ngeneration_servers: {}\nexecutors: {}", "or only executors"),
     ("executors:", "executors: null; must be a mapping"),
     ("executors: 3", "executors: 3 (an integer); must be a mapping"),
-    ("context_server: {}\ngeneration_servers: {}", "unknown section 'context_server' (did you mean 'context_servers'?)"),
+    (
+        "context_server: {}\ngeneration_servers: {}",
+        "unknown section 'context_server' (did you mean 'context_servers'?)",
+    ),
     ("generation_server: null", "unknown section 'generation_server' (did you mean 'generation_servers'?)"),
-    ("prefill: {num_instances: 1}\nexecutors: {}", "unknown section 'prefill'; the sections are context_servers,"),
+    (
+        "prefill: {num_instances: 1}\nexecutors: {}",
+        "unknown section 'prefill'; the sections are context_servers,",
+    ),
     ("hostnam: a\nexecutors: {}", "unknown key 'hostnam' (did you mean 'hostname'?)"),
-    ("trust_remote_cod: true\nexecutors: {}", "unknown key 'trust_remote_cod' (did you mean 'trust_remote_code'?)"),
-    ("executors: {enable_chunked_prefil: true}", "unknown key 'enable_chunked_prefil' (did you mean 'enable_chunked_prefill'?)"),
-    ("executors: {schedular_config: {}}", "unknown key 'schedular_config' (did you mean 'scheduler_config'?)"),
-    ("decoders: {tensor_parallel_size: 2}\nexecutors: {}", "unknown section 'decoders'; the sections are context_servers,"),
+    (
+        "trust_remote_cod: true\nexecutors: {}",
+        "unknown key 'trust_remote_cod' (did you mean 'trust_remote_code'?)",
+    ),
+    (
+        "executors: {enable_chunked_prefil: true}",
+        "unknown key 'enable_chunked_prefil' (did you mean 'enable_chunked_prefill'?)",
+    ),
+    (
+        "executors: {schedular_config: {}}",
+        "unknown key 'schedular_config' (did you mean 'scheduler_config'?)",
+    ),
+    (
+        "decoders: {tensor_parallel_size: 2}\nexecutors: {}",
+        "unknown section 'decoders'; the sections are context_servers,",
+    ),
     ("executors: {num_instance: 2}", "executors: unknown key 'num_instance' (did you mean 'num_instances'?)"),
     ("port: 0\nexecutors: {}", "port: 0 (an integer); must be an integer from 1 to 65535"),
     ("hostname: 'a b'\nexecutors: {}", "hostname: 'a b'"),
     ("model: 3\nexecutors: {}", "model: 3 (an integer); must be a string"),
     ("model: ''\nexecutors: {}", "model: '' (a string)"),
     ("schedule_style: best\nexecutors: {}", "must be one of context_first, generation_first"),
-    ("executors: {tensor_parallel_size: two}", "executors.tensor_parallel_size: 'two' (a string); must be an integer, at least 1"),
+    (
+        "executors: {tensor_parallel_size: two}",
+        "executors.tensor_parallel_size: 'two' (a string); must be an integer, at least 1",
+    ),
     ("executors: {tensor_parallel_size: true}", "executors.tensor_parallel_size: True (a boolean)"),
     ("executors: {tensor_parallel_size: 2.0}", "executors.tensor_parallel_size: 2.0 (a number)"),
     ("executors: {pipeline_parallel_size: null}", "executors.pipeline_parallel_size: null"),
-    ("executors: {num_instances: 0}", "executors.num_instances: 0 (an integer); must be an integer, at least 1"),
+    (
+        "executors: {num_instances: 0}",
+        "executors.num_instances: 0 (an integer); must be an integer, at least 1",
+    ),
     (
         "context_servers: {num_instances: 0}\ngeneration_servers: {}",
         "context_servers.num_instances: 0; must be at least 1: a request needs",
@@ -181,23 +229,48 @@ BAD = [
     ("context_servers: {}\ngeneration_servers: {num_instances: 0}", "write only the section executors"),
     ("executors: {num_instances: -1}", "executors.num_instances: -1"),
     ("executors: {max_batch_size: 0}", "executors.max_batch_size: 0"),
-    ("executors: {max_num_tokens: 1e3}", "executors.max_num_tokens: '1e3' (a string)"),  # YAML 1.1: no float without a dot
+    # YAML 1.1: no float without a dot
+    ("executors: {max_num_tokens: 1e3}", "executors.max_num_tokens: '1e3' (a string)"),
     ("max_seq_len: big\nexecutors: {}", "max_seq_len: 'big'"),
-    ("max_seq_len: 8\nexecutors: {max_seq_len: 9}", "executors.max_seq_len: 9 (an integer); must be the same as at the top level, 8"),
+    (
+        "max_seq_len: 8\nexecutors: {max_seq_len: 9}",
+        "executors.max_seq_len: 9 (an integer); must be the same as at the top level, 8",
+    ),
     ("model: a\nexecutors: {model: b}", "executors.model: 'b' (a string); must be the same as model, 'a'"),
     ("context_servers: {model: a}\ngeneration_servers: {model: b}", "generation_servers.model: 'b'"),
     ("executors: {kv_cache_config: 0.5}", "executors.kv_cache_config: 0.5 (a number); must be a mapping"),
-    ("executors: {kv_cache_config: {free_gpu_memory_fraction: 1.5}}", "executors.kv_cache_config.free_gpu_memory_fraction: 1.5"),
-    ("executors: {kv_cache_config: {enable_block_reuse: 1}}", "executors.kv_cache_config.enable_block_reuse: 1 (an integer)"),
+    (
+        "executors: {kv_cache_config: {free_gpu_memory_fraction: 1.5}}",
+        "executors.kv_cache_config.free_gpu_memory_fraction: 1.5",
+    ),
+    (
+        "executors: {kv_cache_config: {enable_block_reuse: 1}}",
+        "executors.kv_cache_config.enable_block_reuse: 1 (an integer)",
+    ),
     ("executors: {kv_cache_config: {tokens_per_block: 0}}", "executors.kv_cache_config.tokens_per_block: 0"),
-    ("executors: {scheduler_config: {capacity_scheduler_policy: max_util}}", "scheduler_config.capacity_scheduler_policy: 'max_util'"),
-    ("executors: {scheduler_config: {context_chunking_policy: even}}", "executors.scheduler_config.context_chunking_policy: 'even'"),
+    (
+        "executors: {scheduler_config: {capacity_scheduler_policy: max_util}}",
+        "scheduler_config.capacity_scheduler_policy: 'max_util'",
+    ),
+    (
+        "executors: {scheduler_config: {context_chunking_policy: even}}",
+        "executors.scheduler_config.context_chunking_policy: 'even'",
+    ),
     ("executors: {scheduler_config: no}", "executors.scheduler_config: False (a boolean); must be a mapping"),
     ("executors: {max_beam_width: 0}", "executors.max_beam_width: 0"),
-    ("{enable_chunked_prefill: 3, executors: {}}", "enable_chunked_prefill: 3 (an integer); must be true or false"),
-    ("executors: {cache_transceiver_config: {max_tokens_in_buffer: x}}", "executors.cache_transceiver_config.max_tokens_in_buffer"),
+    (
+        "{enable_chunked_prefill: 3, executors: {}}",
+        "enable_chunked_prefill: 3 (an integer); must be true or false",
+    ),
+    (
+        "executors: {cache_transceiver_config: {max_tokens_in_buffer: x}}",
+        "executors.cache_transceiver_config.max_tokens_in_buffer",
+    ),
     ("executors: {router: round_robin}", "executors.router: 'round_robin' (a string); must be a mapping"),
-    ("executors: {router: {type: best}}", "executors.router.type: 'best' (a string); must be one of round_robin,"),
+    (
+        "executors: {router: {type: best}}",
+        "executors.router.type: 'best' (a string); must be one of round_robin,",
+    ),
     ("executors: {router: {type: [x]}}", "executors.router.type: ['x']"),
     ("executors: {urls: 'a:1'}", "executors.urls: 'a:1' (a string); must be a list"),
     ("executors: {urls: ['a:1', 'b:2']}", "executors.urls: 2 given; must be 1"),
@@ -211,12 +284,24 @@ BAD = [
         "executors: {num_instances: 2, urls: ['a:1', 'a:1']}",
         "executors.urls[1]: 'a:1' (a string); must be unique; executors.urls[0] has the same address",
     ),
-    ("context_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:1']}", "context_servers.urls[0] has the same address"),
+    (
+        "context_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:1']}",
+        "context_servers.urls[0] has the same address",
+    ),
     ("port: 81\nexecutors: {urls: ['localhost:81']}", "hostname and port has the same address"),
-    ("executors: {tensor_parallel_size: 4, moe_expert_parallel_size: 3}", "must be a divisor of tensor_parallel_size, 4"),
+    (
+        "executors: {tensor_parallel_size: 4, moe_expert_parallel_size: 3}",
+        "must be a divisor of tensor_parallel_size, 4",
+    ),
     ("executors: {moe_expert_parallel_size: 2}", "must be a divisor of tensor_parallel_size, 1"),
-    ("executors: {tensor_parallel_size: 4, moe_tensor_parallel_size: 8}", "executors.moe_tensor_parallel_size: 8"),
-    ("executors: {tensor_parallel_size: 4, moe_tensor_parallel_size: 1, moe_expert_parallel_size: 2}", "must be tensor_parallel_size, 4"),
+    (
+        "executors: {tensor_parallel_size: 4, moe_tensor_parallel_size: 8}",
+        "executors.moe_tensor_parallel_size: 8",
+    ),
+    (
+        "executors: {tensor_parallel_size: 4, moe_tensor_parallel_size: 1, moe_expert_parallel_size: 2}",
+        "must be tensor_parallel_size, 4",
+    ),
 ]
 
 
@@ -232,7 +317,11 @@ def test_bad_input_is_named(text: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"\xff\xfe\x00executors", "byte 0 (0xff) is not UTF-8"), (b"", "empty"), (b"\x7fELF\x02\x01\x01\x00", "not valid YAML")],
+    [
+        (b"\xff\xfe\x00executors", "byte 0 (0xff) is not UTF-8"),
+        (b"", "empty"),
+        (b"\x7fELF\x02\x01\x01\x00", "not valid YAML"),
+    ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "disagg.yaml"
@@ -257,7 +346,12 @@ def test_a_file_may_have_a_byte_order_mark_and_any_letters(tmp_path: Path) -> No
 
 
 def test_dump_has_no_anchors_and_sections_share_nothing() -> None:
-    text = dump(parse("kv_cache_config: {max_tokens: 64}\nlora_config: {a: [1]}\ncontext_servers: {}\ngeneration_servers: {}"))
+    text = dump(
+        parse(
+            "kv_cache_config: {max_tokens: 64}\nlora_config: {a: [1]}\ncontext_servers:"
+            " {}\ngeneration_servers: {}"
+        )
+    )
     assert "&" not in text and "*" not in text
     assert yaml.safe_load(text)["generation_servers"]["lora_config"] == {"a": [1]}
 
@@ -279,12 +373,20 @@ def test_any_text_parses_or_is_a_config_error(text: str) -> None:
 
 _names = st.text(min_size=1, max_size=12).filter(lambda s: s.strip() != "")
 _values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=12),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
 # Argument names that are no key of a section and not nearly one.
-_arguments = st.dictionaries(st.sampled_from(["dtype", "lora_config", "moe_config", "zzz", "été", "=", "<<", "yes"]), _values, max_size=4)
+_arguments = st.dictionaries(
+    st.sampled_from(["dtype", "lora_config", "moe_config", "zzz", "été", "=", "<<", "yes"]),
+    _values,
+    max_size=4,
+)
 _limits = st.none() | st.integers(1, 10**6)
 
 
@@ -301,7 +403,9 @@ def _servers(draw: st.DrawFn, first_port: int) -> ServerConfig:
         max_batch_size=draw(_limits),
         max_num_tokens=draw(_limits),
         max_seq_len=draw(_limits),
-        kv_cache_config=draw(st.fixed_dictionaries({}, optional={"tokens_per_block": st.integers(1, 64), "other": _values})),
+        kv_cache_config=draw(
+            st.fixed_dictionaries({}, optional={"tokens_per_block": st.integers(1, 64), "other": _values})
+        ),
         cache_transceiver_config=draw(st.sampled_from([{}, {"backend": "UCX"}])),
         router=draw(st.sampled_from([{}, {"type": "round_robin"}])),
         urls=draw(st.sampled_from([(), tuple(f"h{i}.x-y:{first_port + i}" for i in range(n))])),
@@ -316,9 +420,18 @@ def _configs(draw: st.DrawFn) -> DisaggConfig:
         sections = {"executors": draw(_servers(100))}
     else:
         sections = {"context_servers": draw(_servers(100)), "generation_servers": draw(_servers(200))}
-    options = draw(st.fixed_dictionaries({}, optional={"max_retries": st.integers(0, 9), "otlp_config": st.just({"a": [None, "b"]})}))
+    options = draw(
+        st.fixed_dictionaries(
+            {}, optional={"max_retries": st.integers(0, 9), "otlp_config": st.just({"a": [None, "b"]})}
+        )
+    )
     return DisaggConfig(
-        "host-1", draw(st.integers(1, 65535)), model=draw(st.none() | _names), backend=draw(st.none() | _names), **sections, options=options
+        "host-1",
+        draw(st.integers(1, 65535)),
+        model=draw(st.none() | _names),
+        backend=draw(st.none() | _names),
+        **sections,
+        options=options,
     )
 
 
@@ -329,7 +442,8 @@ def test_round_trip(config: DisaggConfig) -> None:
 
 @given(_configs())
 def test_a_dumped_file_obeys_trtllms_rules(config: DisaggConfig) -> None:
-    """extract_disagg_cfg and extract_ctx_gen_cfgs of TensorRT-LLM, restated: what its reader would refuse is never written."""
+    """extract_disagg_cfg and extract_ctx_gen_cfgs of TensorRT-LLM, restated: what its reader would refuse is
+    never written."""
     data = yaml.safe_load(dump(config))
     for name in {"context_servers", "generation_servers"} & set(data):
         section = data[name]

@@ -17,7 +17,16 @@ def instances(mode: str, world_size: int | None, **flags: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     ("world_size", "expected"),
-    [(3, [1, 1]), (4, [1, 1]), (5, [1, 2]), (6, [1, 3]), (7, [1, 4]), (8, [2, 4]), (14, [4, 8]), (8192, [2730, 5460])],
+    [
+        (3, [1, 1]),
+        (4, [1, 1]),
+        (5, [1, 2]),
+        (6, [1, 3]),
+        (7, [1, 4]),
+        (8, [2, 4]),
+        (14, [4, 8]),
+        (8192, [2730, 5460]),
+    ],
 )
 def test_a_third_of_the_workers_are_context(world_size: int, expected: list[int]) -> None:
     assert instances("disaggregated", world_size) == expected
@@ -48,7 +57,9 @@ def test_every_worker_is_an_executor(world_size: int, expected: int) -> None:
         (None, {"num_ctx_servers": 2, "num_gen_servers": 3, "ctx_tp_size": 4}, [2, 3]),
     ],
 )
-def test_flags_of_disaggregated_mode(world_size: int | None, flags: dict[str, int], expected: list[int]) -> None:
+def test_flags_of_disaggregated_mode(
+    world_size: int | None, flags: dict[str, int], expected: list[int]
+) -> None:
     assert instances("disaggregated", world_size, **flags) == expected
 
 
@@ -64,13 +75,23 @@ def test_flags_of_aggregated_mode() -> None:
     [
         ("disaggregated", 1, {}, "world size: 1;"),
         ("disaggregated", 2, {}, "must be 3 "),
-        ("disaggregated", 9, {"num_ctx_servers": 1, "num_gen_servers": 2}, "need 3 worker ranks, which do not fit; must be 4 or 5 "),
+        (
+            "disaggregated",
+            9,
+            {"num_ctx_servers": 1, "num_gen_servers": 2},
+            "need 3 worker ranks, which do not fit; must be 4 or 5 ",
+        ),
         ("disaggregated", 5, {"num_ctx_servers": 4}, "must be 6 "),
         ("disaggregated", 20, {"ctx_tp_size": 8, "gen_tp_size": 8}, "must be 18 or 25 "),
         ("aggregated", 9, {"num_executors": 1}, "must be 1 or 2 or 3 "),
         ("aggregated", 1, {"tensor_parallelism": 2}, "must be 3 "),
         ("aggregated", 0, {}, "world size: 0 (an integer); must be"),
-        ("aggregate", 4, {}, "--mode: 'aggregate'; must be aggregated or disaggregated (did you mean 'aggregated'?)"),
+        (
+            "aggregate",
+            4,
+            {},
+            "--mode: 'aggregate'; must be aggregated or disaggregated (did you mean 'aggregated'?)",
+        ),
         ("disaggregated", 5, {"ctx_tp_size": 0}, "--ctx_tp_size: 0"),
         ("disaggregated", None, {"num_gen_servers": 10**9}, "--num_gen_servers: 1000000000"),
         ("aggregated", 5, {"num_executors": True}, "--num_executors: True (a boolean)"),
@@ -79,7 +100,9 @@ def test_flags_of_aggregated_mode() -> None:
         ("disaggregated", 5, {"first_worker_port": 8000}, "hostname and port has the same address"),
     ],
 )
-def test_what_does_not_fit_is_named(mode: str, world_size: int | None, flags: dict[str, Any], said: str) -> None:
+def test_what_does_not_fit_is_named(
+    mode: str, world_size: int | None, flags: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         generate(mode, world_size, **flags)
     assert said in str(raised.value)
@@ -87,9 +110,21 @@ def test_what_does_not_fit_is_named(mode: str, world_size: int | None, flags: di
 
 def test_flags_reach_the_file() -> None:
     config = generate(
-        "disaggregated", 12, model="llama", port=9000, ctx_tp_size=2, gen_tp_size=4, moe_expert_parallelism=2, first_worker_port=7000
+        "disaggregated",
+        12,
+        model="llama",
+        port=9000,
+        ctx_tp_size=2,
+        gen_tp_size=4,
+        moe_expert_parallelism=2,
+        first_worker_port=7000,
     )
-    assert (config.model, config.backend, config.hostname, config.port) == ("llama", "pytorch", "localhost", 9000)
+    assert (config.model, config.backend, config.hostname, config.port) == (
+        "llama",
+        "pytorch",
+        "localhost",
+        9000,
+    )
     context, generation = config.context_servers, config.generation_servers
     assert context is not None and generation is not None
     assert [context.urls, generation.urls] == [("localhost:7000",), ("localhost:7001", "localhost:7002")]
@@ -103,7 +138,10 @@ def test_instances_are_put_on_hosts() -> None:
     config = with_hosts(generate("disaggregated", 5, first_worker_port=7000), "head", ["a", "b", "b"])
     assert config.hostname == "head" and parse(dump(config)) == config
     assert [url for _, server in config.sections for url in server.urls] == ["a:7000", "b:7001", "b:7002"]
-    assert with_hosts(generate("aggregated", 4), "head", ["a", "b"]).executors == generate("aggregated", 4).executors
+    assert (
+        with_hosts(generate("aggregated", 4), "head", ["a", "b"]).executors
+        == generate("aggregated", 4).executors
+    )
 
 
 @pytest.mark.parametrize(("workers", "ranks"), [(1, 2), (2, 3), (3, 5), (4, 6), (8192, 8194)])
@@ -128,7 +166,12 @@ _counts = st.none() | st.integers(1, 4)
 def test_what_is_generated_fits_and_what_is_proposed_works(
     mode: str, world_size: int, first: int, second: int, n_first: int | None, n_second: int | None
 ) -> None:
-    flags: dict[str, Any] = {"ctx_tp_size": first, "gen_pp_size": second, "num_ctx_servers": n_first, "num_gen_servers": n_second}
+    flags: dict[str, Any] = {
+        "ctx_tp_size": first,
+        "gen_pp_size": second,
+        "num_ctx_servers": n_first,
+        "num_gen_servers": n_second,
+    }
     if mode == "aggregated":
         flags = {"tensor_parallelism": first, "pipeline_parallelism": second, "num_executors": n_first}
     try:

@@ -76,15 +76,30 @@ def test_json_of_a_control_rank_has_nulls() -> None:
         "node": "a",
         "device": None,
     }
-    assert (data["ranks"][1]["node"], data["ranks"][1]["device"], data["ranks"][1]["roles"]) == ("b", 0, ["executor"])
+    assert (data["ranks"][1]["node"], data["ranks"][1]["device"], data["ranks"][1]["roles"]) == (
+        "b",
+        0,
+        ["executor"],
+    )
 
 
 @pytest.mark.parametrize(
     ("workers", "world_size", "fits"),
-    [(3, 3, "4 .* or 5 "), (3, 6, "4 .* or 5 "), (1, 4, "1 .*, 2 .* or 3 "), (2, 1, "3 .* or 4 "), (3, 0, "4 .* or 5 ")],
+    [
+        (3, 3, "4 .* or 5 "),
+        (3, 6, "4 .* or 5 "),
+        (1, 4, "1 .*, 2 .* or 3 "),
+        (2, 1, "3 .* or 4 "),
+        (3, 0, "4 .* or 5 "),
+    ],
 )
-def test_a_world_size_that_does_not_fit_is_named_with_those_that_do(workers: int, world_size: int, fits: str) -> None:
-    with pytest.raises(ConfigError, match=rf"world size: {world_size}; the configuration has {workers} worker ranks .*must be {fits}"):
+def test_a_world_size_that_does_not_fit_is_named_with_those_that_do(
+    workers: int, world_size: int, fits: str
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"world size: {world_size}; the configuration has {workers} worker ranks .*must be {fits}",
+    ):
         plan(config(executors=section(workers)), world_size)
 
 
@@ -108,17 +123,25 @@ class Mapping:
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
-def test_coordinates_are_those_of_trtllm(instances: int, half_tp: int, pp: int, cp: int, control_and_ep: int) -> None:
+def test_coordinates_are_those_of_trtllm(
+    instances: int, half_tp: int, pp: int, cp: int, control_and_ep: int
+) -> None:
     n_control, ep = (1, 1) if control_and_ep == 1 else (2, control_and_ep)
     tp = half_tp * ep
     shape = section(instances, tp, pp, context_parallel_size=cp, moe_expert_parallel_size=ep)
-    world = plan(config(context_servers=shape, generation_servers=section(1)), instances * tp * pp * cp + 1 + n_control)
+    world = plan(
+        config(context_servers=shape, generation_servers=section(1)), instances * tp * pp * cp + 1 + n_control
+    )
     size = tp * pp * cp
     for rank in world.ranks[n_control:-1]:
         worker = rank.rank - n_control
         mapping = Mapping(worker % size, tp, cp, ep)
         assert (rank.instance, rank.instance_rank) == (worker // size, worker % size)
-        assert (rank.tp_rank, rank.pp_rank, rank.ep_rank) == (mapping.tp_rank, mapping.pp_rank, mapping.ep_rank)
+        assert (rank.tp_rank, rank.pp_rank, rank.ep_rank) == (
+            mapping.tp_rank,
+            mapping.pp_rank,
+            mapping.ep_rank,
+        )
     assert world.instances[0].leader == n_control
 
 
@@ -128,7 +151,9 @@ def test_devices_count_the_workers_of_each_node_under_any_placement() -> None:
 
 
 def test_contiguous_if_no_group_is_split_needlessly() -> None:
-    world = plan(config(context_servers=section(1, 2), generation_servers=section(2, 2, 2)), 12, parse_nodes("a:4,b:8"))
+    world = plan(
+        config(context_servers=section(1, 2), generation_servers=section(2, 2, 2)), 12, parse_nodes("a:4,b:8")
+    )
     assert [i.ranks for i in world.instances] == [(2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
     # One split cannot be avoided here, whichever group has it: then it is the contiguous one.
     world = plan(config(executors=section(2, 2)), 6, parse_nodes("a:3,b:3"))
@@ -137,10 +162,16 @@ def test_contiguous_if_no_group_is_split_needlessly() -> None:
 
 
 def test_the_control_rank_does_not_shift_every_group_over_a_border() -> None:
-    """7 workers on the first node and 1 on the last: contiguous groups of 8 would all be split, and only one has to be."""
+    """7 workers on the first node and 1 on the last: contiguous groups of 8 would all be split, and only one
+    has to be."""
     world = plan(config(executors=section(4, 8)), 33, parse_nodes("a:8,b:8,c:8,d:8,e:1"))
     assert world.tp_splits == 1
-    assert [i.ranks for i in world.instances] == [(*range(1, 8), 32), tuple(range(8, 16)), tuple(range(16, 24)), tuple(range(24, 32))]
+    assert [i.ranks for i in world.instances] == [
+        (*range(1, 8), 32),
+        tuple(range(8, 16)),
+        tuple(range(16, 24)),
+        tuple(range(24, 32)),
+    ]
 
 
 def test_cyclic_placement() -> None:
@@ -153,7 +184,8 @@ def test_cyclic_placement() -> None:
 
 
 def test_pipeline_stages_stay_on_one_node_where_ranks_are_chosen() -> None:
-    """Slots 3, 5, 4 for four groups of 2 in two instances, and four of 1: the stages of an instance fit on one node."""
+    """Slots 3, 5, 4 for four groups of 2 in two instances, and four of 1: the stages of an instance fit on
+    one node."""
     nodes = parse_nodes("a:5,b:5,c:4")
     world = plan(config(context_servers=section(2, 2, 2), generation_servers=section(4)), 14, nodes)
     assert world.tp_splits == 0
@@ -183,7 +215,10 @@ def fewest_splits(slots: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         ways = (way for way in product(*(range(n + 1) for n in left)) if sum(way) == groups[0])
         # Which node is which does not matter for the rest, so equal questions are asked once.
         return min(
-            sum(n > 0 for n in way) - 1 + best(tuple(sorted(n - w for n, w in zip(left, way, strict=True))), groups[1:]) for way in ways
+            sum(n > 0 for n in way)
+            - 1
+            + best(tuple(sorted(n - w for n, w in zip(left, way, strict=True))), groups[1:])
+            for way in ways
         )
 
     return best(tuple(sorted(slots)), sizes)
@@ -195,7 +230,11 @@ def small_worlds(draw: st.DrawFn) -> tuple[DisaggConfig, list[str]]:
         tp, pp = draw(st.integers(1, 5)), draw(st.integers(1, 2))
         return section(draw(st.integers(1, max(1, most // (tp * pp)))), tp, pp)
 
-    made = config(executors=small(12)) if draw(st.booleans()) else config(context_servers=small(7), generation_servers=small(7))
+    made = (
+        config(executors=small(12))
+        if draw(st.booleans())
+        else config(context_servers=small(7), generation_servers=small(7))
+    )
     n_control = draw(st.integers(1, 2))
     n_nodes = draw(st.integers(1, 5))
     return made, [f"n{draw(st.integers(0, n_nodes - 1))}" for _ in range(made.n_workers + n_control)]
@@ -203,8 +242,11 @@ def small_worlds(draw: st.DrawFn) -> tuple[DisaggConfig, list[str]]:
 
 @settings(max_examples=200, deadline=None)
 @given(small_worlds())
-@example((config(executors=section(3, 5)), ["h", *"aaabbbcccddeefg"]))  # the first division that works has one split too many
-@example((config(context_servers=section(1, 4), generation_servers=section(2, 3)), ["c", *"aaaa", *"bbbbb", "d"]))
+# the first division that works has one split too many
+@example((config(executors=section(3, 5)), ["h", *"aaabbbcccddeefg"]))
+@example(
+    (config(context_servers=section(1, 4), generation_servers=section(2, 3)), ["c", *"aaaa", *"bbbbb", "d"])
+)
 @example((config(context_servers=section(1), generation_servers=section(1, 8)), ["c", *"aaaa", *"bbbb", "d"]))
 def test_no_plan_splits_fewer_tp_groups(world_and_nodes: tuple[DisaggConfig, list[str]]) -> None:
     made, nodes = world_and_nodes
@@ -212,7 +254,11 @@ def test_no_plan_splits_fewer_tp_groups(world_and_nodes: tuple[DisaggConfig, lis
     world = plan(made, len(nodes), nodes)
     check_consistent(world, made, nodes, n_control)
     slots = tuple(Counter(nodes[n_control:]).values())
-    sizes = [s.tensor_parallel_size for _, s in made.sections for _ in range(s.num_instances * s.pipeline_parallel_size)]
+    sizes = [
+        s.tensor_parallel_size
+        for _, s in made.sections
+        for _ in range(s.num_instances * s.pipeline_parallel_size)
+    ]
     assert world.tp_splits == fewest_splits(slots, tuple(sorted(sizes, reverse=True)))
 
 
@@ -220,7 +266,9 @@ def check_consistent(world: WorldPlan, made: DisaggConfig, nodes: list[str], n_c
     assert sorted(rank for i in world.instances for rank in i.ranks) == list(range(n_control, len(nodes)))
     expected = [(name, server) for name, server in made.sections for _ in range(server.num_instances)]
     roles = {"context_servers": "ctx", "generation_servers": "gen", "executors": "executor"}
-    assert [(i.role, i.server) for i in world.instances] == [(roles[name], server) for name, server in expected]
+    assert [(i.role, i.server) for i in world.instances] == [
+        (roles[name], server) for name, server in expected
+    ]
     devices: Counter[str] = Counter()
     for rank, node in enumerate(nodes):
         planned = world.ranks[rank]
@@ -232,7 +280,8 @@ def check_consistent(world: WorldPlan, made: DisaggConfig, nodes: list[str], n_c
             devices[node] += 1
 
 
-AT_ONCE_S = 3.0  # of CPU time: 0.1 to 0.6 measured; what grows with the square of the ranks takes longer anywhere
+# of CPU time: 0.1 to 0.6 measured; what grows with the square of the ranks takes longer anywhere
+AT_ONCE_S = 3.0
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ def test_splits_are_said() -> None:
 
 def test_a_large_world_is_condensed() -> None:
     nodes = parse_nodes(",".join(f"n{i}:8" for i in range(1024)))
-    text = table(plan(generate("disaggregated", 8192, num_ctx_servers=1023, ctx_tp_size=2, gen_tp_size=8), 8192, nodes))
+    text = table(
+        plan(generate("disaggregated", 8192, num_ctx_servers=1023, ctx_tp_size=2, gen_tp_size=8), 8192, nodes)
+    )
     assert text == (
         "8192 ranks on 1024 nodes: 2 control, 8190 workers; 1023 ctx instances, 768 gen instances\n"
         "1791 TP groups, none over several nodes\n"
@@ -54,12 +56,21 @@ def test_a_medium_world_shows_which_instances_are_on_which_node() -> None:
     nodes = ["h", "h"] + ["a"] * 32 + ["b"] * 32
     text = table(plan(generate("aggregated", 66, tensor_parallelism=4), 66, nodes))
     rows = [row.split() for row in text.splitlines() if "executor  " in row]
-    assert rows == [["0-7", "executor", "4", "1", "1", "2-33", "a"], ["8-15", "executor", "4", "1", "1", "34-65", "b"]]
+    assert rows == [
+        ["0-7", "executor", "4", "1", "1", "2-33", "a"],
+        ["8-15", "executor", "4", "1", "1", "34-65", "b"],
+    ]
 
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [([], ""), ([3], "3"), ([7, 1, 2, 4, 3, 2], "1-4, 7"), ([1, 3, 5, 7], "1, 3, 5, 7"), ([1, 3, 5, 7, 9, 10], "1, 3, 5, 7, ...")],
+    [
+        ([], ""),
+        ([3], "3"),
+        ([7, 1, 2, 4, 3, 2], "1-4, 7"),
+        ([1, 3, 5, 7], "1, 3, 5, 7"),
+        ([1, 3, 5, 7, 9, 10], "1, 3, 5, 7, ..."),
+    ],
 )
 def test_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers, ", ", most=4) == text

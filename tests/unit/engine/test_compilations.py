@@ -20,10 +20,16 @@ class Triton:
         module: Any = ModuleType("triton")
         self._place: Any
         if is_old:
-            self._place, self._name = type("JITFunction", (), {"compiled_hook": hook, "cache_hook": None}), "compiled_hook"
+            self._place, self._name = (
+                type("JITFunction", (), {"compiled_hook": hook, "cache_hook": None}),
+                "compiled_hook",
+            )
             module.runtime = SimpleNamespace(jit=SimpleNamespace(JITFunction=self._place))
         else:
-            self._place, self._name = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=hook), "jit_post_compile_hook"
+            self._place, self._name = (
+                SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=hook),
+                "jit_post_compile_hook",
+            )
             module.knobs = SimpleNamespace(runtime=self._place)
         monkeypatch.setitem(sys.modules, "triton", module)
 
@@ -32,7 +38,14 @@ class Triton:
         hook = getattr(self._place, self._name)
         function, _, key = name.partition(" ")
         info = SimpleNamespace(module="kernels", name=function, jit_function=None)
-        hook(key=key, repr=f"{function}[num_warps=4](a: [)", fn=info, compile={}, is_manual_warmup=False, already_compiled=False)
+        hook(
+            key=key,
+            repr=f"{function}[num_warps=4](a: [)",
+            fn=info,
+            compile={},
+            is_manual_warmup=False,
+            already_compiled=False,
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +55,9 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_old", [True, False])
-def test_each_kernel_is_noted_once_however_often_triton_is_watched(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
+def test_each_kernel_is_noted_once_however_often_triton_is_watched(
+    monkeypatch: pytest.MonkeyPatch, is_old: bool
+) -> None:
     others: list[str] = []
     triton = Triton(monkeypatch, is_old, None if is_old else lambda **event: others.append(event["key"]))
     for _ in range(3):
@@ -61,7 +76,8 @@ def test_each_kernel_is_noted_once_however_often_triton_is_watched(monkeypatch: 
 def test_a_core_counts_from_the_start_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = Triton(monkeypatch, is_old=False)
     compilations.watch_triton()
-    core = TorchCore(CoreConfig("torch", model_path="tiny-llama", tp_size=2, tp_rank=1))  # it leads no instance
+    # it leads no instance
+    core = TorchCore(CoreConfig("torch", model_path="tiny-llama", tp_size=2, tp_rank=1))
     triton.compile("_embed 1")
     core.start_test()
     assert core.compiled_in_test() == []

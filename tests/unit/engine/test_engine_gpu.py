@@ -1,5 +1,8 @@
 # ruff: noqa: F811 - fixtures of another file
-"""The GPU's way of running steps, on a CPU: tokens that stay on the device, block tables, padded decode. Its kernels: tests/gpu."""
+"""The GPU's way of running steps, on a CPU: tokens that stay on the device, block tables, padded decode.
+
+Its kernels: tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,15 @@ from mpillm.engine.sequence import Sequence
 from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Step, Worker, unpack
 from tests.helpers import plain_kernels
-from tests.unit.engine.test_engine_torch import N_OUTPUT, Tokens, folder, make_batch, make_core, oracle, prompts  # noqa: F401 - fixtures
+from tests.unit.engine.test_engine_torch import (
+    N_OUTPUT,
+    Tokens,
+    folder,  # noqa: F401 - a fixture
+    make_batch,
+    make_core,
+    oracle,
+    prompts,  # noqa: F401 - a fixture
+)
 
 
 class Late(Sampled):
@@ -69,12 +80,19 @@ def make_engine(model: Path, kind: type[Worker] = GpuWorker, **options: Any) -> 
     if kind is not Worker:
         arguments |= {"max_batch_size": config.max_batch_size, "device": "cpu", "kernels": plain_kernels}
     worker = kind(info, config.tokens_per_block, Groups(), **arguments)
-    return Engine(info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker)
+    return Engine(
+        info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker
+    )
 
 
-def answer(engine: Engine, prompts: Tokens, sampling: list[SamplingParams] | None = None, min_output: int = 0) -> Tokens:
+def answer(
+    engine: Engine, prompts: Tokens, sampling: list[SamplingParams] | None = None, min_output: int = 0
+) -> Tokens:
     greedy = [SamplingParams()] * len(prompts)
-    sequences = [Sequence(i, p, N_OUTPUT, min_output, s) for i, (p, s) in enumerate(zip(prompts, sampling or greedy, strict=True))]
+    sequences = [
+        Sequence(i, p, N_OUTPUT, min_output, s)
+        for i, (p, s) in enumerate(zip(prompts, sampling or greedy, strict=True))
+    ]
     for sequence in sequences:
         engine.add(sequence)
     progress, most = [], 0
@@ -99,7 +117,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_tokens_fed_on_the_device_are_transformers(folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]) -> None:
+def test_tokens_fed_on_the_device_are_transformers(
+    folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
+) -> None:
     engine = make_engine(folder, **options)
     assert answer(engine, prompts) == expected
     assert ("kv_cache_tokens" in options) == (engine.scheduler.preemptions > 3)
@@ -115,7 +135,9 @@ def expected(folder: Path, prompts: Tokens) -> Tokens:
     return oracle(folder, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_tokens": 160, "max_seq_len": None}, {"max_batch_size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_cache_tokens": 160, "max_seq_len": None}, {"max_batch_size": 3}], ids=str
+)
 def test_a_sequence_that_has_ended_when_its_next_step_runs(
     folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
 ) -> None:
@@ -128,7 +150,9 @@ def test_a_sequence_that_has_ended_when_its_next_step_runs(
 
 
 def test_sampled_tokens_are_those_of_the_cpu(folder: Path, prompts: Tokens) -> None:
-    sampling = [SamplingParams(i % 3 * 0.5, [0, 20][i % 2], [1, 1, 0.7, 0.9][i % 4], i) for i in range(len(prompts))]
+    sampling = [
+        SamplingParams(i % 3 * 0.5, [0, 20][i % 2], [1, 1, 0.7, 0.9][i % 4], i) for i in range(len(prompts))
+    ]
     wanted = answer(make_engine(folder, Worker), prompts, sampling)
     assert answer(make_engine(folder), prompts, sampling) == wanted
     assert answer(make_engine(folder, kv_cache_tokens=160, max_seq_len=None), prompts, sampling) == wanted
@@ -151,9 +175,16 @@ def test_a_follower_needs_the_message_alone(folder: Path, prompts: Tokens, expec
 
 
 class ThreadGroups(MpiGroups):
-    """The ranks of an instance as threads: a collective goes on when all of a TP group have come to the same one."""
+    """The ranks of an instance as threads: a collective goes on when all of a TP group have come to the same
+    one."""
 
-    def __init__(self, layout: Layout, meeting: threading.Barrier, brought: list[Any], hidden: queue.Queue[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        meeting: threading.Barrier,
+        brought: list[Any],
+        hidden: queue.Queue[torch.Tensor],
+    ) -> None:
         Groups.__init__(self, layout)
         self._meeting, self._brought, self._stages = meeting, brought, hidden
 
@@ -166,7 +197,9 @@ class ThreadGroups(MpiGroups):
         return parts
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._all(f"all-reduce {list(x.shape)}", x)).sum(0) if self.layout.tp_size > 1 else x
+        return (
+            torch.stack(self._all(f"all-reduce {list(x.shape)}", x)).sum(0) if self.layout.tp_size > 1 else x
+        )
 
     def gather(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
         return torch.cat(self._all(f"gather {len(x)}", x), dim=1) if self.layout.tp_size > 1 else x
@@ -177,7 +210,9 @@ class ThreadGroups(MpiGroups):
     def send_hidden(self, x: torch.Tensor) -> None:
         self._stages.put(x.clone())
 
-    def receive_hidden(self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def receive_hidden(
+        self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         x = self._stages.get(timeout=30)
         assert (x.shape, x.dtype) == ((n_rows, width), dtype)
         return x
@@ -192,10 +227,18 @@ def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[in
     def warm_up(rank: int) -> None:
         tp_rank, pp_rank = (rank, 0) if shape == (2, 1) else (0, rank)
         config = CoreConfig(
-            "torch", model_path=str(folder), tp_size=shape[0], pp_size=shape[1], tp_rank=tp_rank, pp_rank=pp_rank, max_seq_len=64
+            "torch",
+            model_path=str(folder),
+            tp_size=shape[0],
+            pp_size=shape[1],
+            tp_rank=tp_rank,
+            pp_rank=pp_rank,
+            max_seq_len=64,
         )
         groups = ThreadGroups(Layout(*shape, 1, tp_rank, pp_rank), meeting, brought, hidden)
-        worker = GpuWorker(check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=plain_kernels)
+        worker = GpuWorker(
+            check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=plain_kernels
+        )
         worker.warm_up(100)
 
     with ThreadPoolExecutor(2) as threads:
@@ -203,8 +246,11 @@ def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[in
     assert hidden.empty()
 
 
-def test_first_tokens_when_two_steps_end_between_two_looks(folder: Path, prompts: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A FIRST row has one token, also when the second one has come with it: steps may be shorter than a turn of the rank's loop."""
+def test_first_tokens_when_two_steps_end_between_two_looks(
+    folder: Path, prompts: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FIRST row has one token, also when the second one has come with it: steps may be shorter than a turn
+    of the rank's loop."""
     ready = False
 
     class Together(Sampled):
@@ -212,7 +258,15 @@ def test_first_tokens_when_two_steps_end_between_two_looks(folder: Path, prompts
             return ready
 
     def on_cpu(core: TorchCore) -> GpuWorker:
-        return GpuWorker(core.info, 8, Groups(), core.config.max_batch_size, dummy=False, device="cpu", kernels=plain_kernels)
+        return GpuWorker(
+            core.info,
+            8,
+            Groups(),
+            core.config.max_batch_size,
+            dummy=False,
+            device="cpu",
+            kernels=plain_kernels,
+        )
 
     monkeypatch.setattr(TorchCore, "_make_worker", on_cpu)
     core = make_core(folder)
@@ -229,7 +283,9 @@ def test_first_tokens_when_two_steps_end_between_two_looks(folder: Path, prompts
     assert len(batch.tokens) == 6
 
 
-def test_decode_is_padded_to_the_ladder(folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_is_padded_to_the_ladder(
+    folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a stand-in for graphs: rows of nobody's touch no sequence."""
     engine = make_engine(folder, max_num_tokens=100)
     worker: Any = engine.worker
@@ -263,7 +319,10 @@ def test_decode_is_padded_to_the_ladder(folder: Path, prompts: Tokens, expected:
 def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
     model: str, options: dict[str, Any], n_prompts: int, monkeypatch: pytest.MonkeyPatch, prompts: Tokens
 ) -> None:
-    """Whatever depends on a power of two is the same for some number of rows that the warm-up had; and it leaves nothing behind."""
+    """Whatever depends on a power of two is the same for some number of rows that the warm-up had.
+
+    And it leaves nothing behind.
+    """
     rows: dict[str, set[int]] = {}
 
     def noting(name: str, place: int, kernel: Any) -> Any:
@@ -273,7 +332,13 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
 
         return call
 
-    for name, place in (("embed", 1), ("silu_mul", 0), ("rotate_store", 0), ("decode_attention", 0), ("context_attention", 0)):
+    for name, place in (
+        ("embed", 1),
+        ("silu_mul", 0),
+        ("rotate_store", 0),
+        ("decode_attention", 0),
+        ("context_attention", 0),
+    ):
         monkeypatch.setattr(plain_kernels, name, noting(name, place, getattr(plain_kernels, name)))
     engine = make_engine(Path(model), max_seq_len=90, **options)
     worker: Any = engine.worker
@@ -281,7 +346,9 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
     warmed = dict(rows)
     rows.clear()
     assert not worker._told
-    assert all(not pool[:, 1:].any() for pool in (worker.cache.keys, worker.cache.values)), "it wrote to a block that somebody could have"
+    assert all(not pool[:, 1:].any() for pool in (worker.cache.keys, worker.cache.values)), (
+        "it wrote to a block that somebody could have"
+    )
     prompts = [prompt[:60] for prompt in prompts[:n_prompts]]
     sampling = [SamplingParams(i % 2 * 0.7, i % 3 * 5, 1 - i % 5 * 0.1, i) for i in range(len(prompts))]
     answers = answer(engine, prompts, sampling)
@@ -303,7 +370,9 @@ def test_the_ladder() -> None:
 def test_what_fits_on_a_gpu() -> None:
     from disagg.errors import ConfigError
 
-    config = CoreConfig("torch", model_path="llama3.1-8b", gpu_bytes=139 << 30, max_batch_size=1024, max_num_tokens=8192)
+    config = CoreConfig(
+        "torch", model_path="llama3.1-8b", gpu_bytes=139 << 30, max_batch_size=1024, max_num_tokens=8192
+    )
     info = check_model(config)
     assert info.dtype == "bfloat16"
     assert 75 << 30 < info.kv_cache_tokens * 131072 < 0.8 * ((139 << 30) - info.n_bytes)
@@ -311,7 +380,10 @@ def test_what_fits_on_a_gpu() -> None:
     assert abs(2 * half.kv_cache_tokens - info.kv_cache_tokens) < 200
     assert check_model(dataclasses.replace(config, kv_cache_tokens=70000)).kv_cache_tokens == 70000 // 32 * 32
     small = dataclasses.replace(config, gpu_bytes=15 << 30, max_batch_size=8)
-    with pytest.raises(ConfigError, match=r"llama3\.1-8b does not fit: a GPU of instance 0 has 15\.0 GiB free, and 15\.0 GiB of weights"):
+    with pytest.raises(
+        ConfigError,
+        match=r"llama3\.1-8b does not fit: a GPU of instance 0 has 15\.0 GiB free, and 15\.0 GiB of weights",
+    ):
         check_model(small)
     assert check_model(dataclasses.replace(small, tp_size=2)).kv_cache_tokens > 50_000
     with pytest.raises(ConfigError, match=r"KV cache of 2000000 tokens needs 244\.1 GiB on a GPU"):

@@ -1,4 +1,7 @@
-"""How a KV cache is re-cut between layouts, and what each rank sends and receives when; the runs are in tests/e2e."""
+"""How a KV cache is re-cut between layouts, and what each rank sends and receives when.
+
+The runs are in tests/e2e.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ def model(n_layers: int) -> ModelConfig:
 def layouts(size: tuple[int, int]) -> list[Layout]:
     """Of each rank of an instance, in its order."""
     tp, pp = size
-    return [Layout(tp, pp, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank in range(pp) for tp_rank in range(tp)]
+    return [
+        Layout(tp, pp, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank in range(pp) for tp_rank in range(tp)
+    ]
 
 
 def held(layout: Layout, config: ModelConfig) -> set[tuple[int, int]]:
@@ -39,12 +44,16 @@ def held(layout: Layout, config: ModelConfig) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("n_layers", [6, 5])
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=str)
-def test_each_receiver_gets_all_that_it_holds_once(sender: tuple[int, int], receiver: tuple[int, int], n_layers: int) -> None:
+def test_each_receiver_gets_all_that_it_holds_once(
+    sender: tuple[int, int], receiver: tuple[int, int], n_layers: int
+) -> None:
     config = model(n_layers)
     made = cuts(config, sender, receiver)
     sources, dests = layouts(sender), layouts(receiver)
     for dest, layout in enumerate(dests):
-        got = [piece for cut in made if cut.dest == dest for piece in itertools.product(cut.layers, cut.heads)]
+        got = [
+            piece for cut in made if cut.dest == dest for piece in itertools.product(cut.layers, cut.heads)
+        ]
         assert len(got) == len(set(got))
         assert set(got) == held(layout, config)
     for cut in made:
@@ -53,8 +62,12 @@ def test_each_receiver_gets_all_that_it_holds_once(sender: tuple[int, int], rece
         between = [cut.layers.start for cut in made if (cut.source, cut.dest) == pair]
         assert len(between) <= 4
         assert between == sorted(between)
-    # Those that hold the same share the work: none sends twice as much as another, but for what does not divide.
-    loads = [sum(len(cut.layers) * len(cut.heads) for cut in made if cut.source == source) for source in range(sender[0])]
+    # Those that hold the same share the work: none sends twice as much as another, but for what does not
+    # divide.
+    loads = [
+        sum(len(cut.layers) * len(cut.heads) for cut in made if cut.source == source)
+        for source in range(sender[0])
+    ]
     assert max(loads) <= 2 * max(1, min(loads)) or receiver[0] < sender[0]
 
 
@@ -62,7 +75,9 @@ def test_cuts_of_equal_layouts() -> None:
     """Rank to rank; and with each KV head on two ranks, each of them sends to one."""
     config = model(6)
     for size in ((2, 1), (2, 2), (8, 1)):
-        assert {(cut.source, cut.dest) for cut in cuts(config, size, size)} == {(rank, rank) for rank in range(size[0] * size[1])}
+        assert {(cut.source, cut.dest) for cut in cuts(config, size, size)} == {
+            (rank, rank) for rank in range(size[0] * size[1])
+        }
 
 
 def test_transfers_travel_in_a_message() -> None:
@@ -83,9 +98,21 @@ def test_a_step_may_hold_transfers_alone() -> None:
 
 
 class Instance:
-    """The caches and transfers of an instance's ranks. The values in the caches of a context instance are told by `value`."""
+    """The caches and transfers of an instance's ranks.
 
-    def __init__(self, wire: Wire, config: ModelConfig, size: tuple[int, int], rank: int, peer: Peer, tokens_per_block: int, sends: bool):
+    The values in the caches of a context instance are told by `value`.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        config: ModelConfig,
+        size: tuple[int, int],
+        rank: int,
+        peer: Peer,
+        tokens_per_block: int,
+        sends: bool,
+    ):
         self.config, self.sends = config, sends
         self.layouts = layouts(size)
         self.caches: list[KVCache] = []
@@ -93,9 +120,13 @@ class Instance:
         for i, layout in enumerate(self.layouts):
             heads = layout.kv_heads(config)
             n_heads = heads.stop - heads.start
-            cache = KVCache(len(layout.layers(config)), 12, n_heads, tokens_per_block, config.head_dim, torch.float32)
+            cache = KVCache(
+                len(layout.layers(config)), 12, n_heads, tokens_per_block, config.head_dim, torch.float32
+            )
             self.caches.append(cache)
-            self.transfers.append(Transfers(cache, config, layout, wire.mover(rank + i), {9: peer}, sends=sends))
+            self.transfers.append(
+                Transfers(cache, config, layout, wire.mover(rank + i), {9: peer}, sends=sends)
+            )
 
     def store(self, i: int, layer: int, blocks: list[int], n_tokens: int) -> None:
         """Rank i computes a layer of its own."""
@@ -104,12 +135,21 @@ class Instance:
             for token in range(n_tokens):
                 block, at = blocks[token // cache.tokens_per_block], token % cache.tokens_per_block
                 for j, head in enumerate(range(self.config.n_kv_heads)[layout.kv_heads(self.config)]):
-                    pool[layer, block, j, at] = value(is_value, layout.layers(self.config)[layer], head, token)
+                    pool[layer, block, j, at] = value(
+                        is_value, layout.layers(self.config)[layer], head, token
+                    )
 
     def check(self, blocks: list[int], n_tokens: int) -> None:
         """Every rank holds what it should, and nothing else was written."""
         for i, cache in enumerate(self.caches):
-            expected = KVCache(cache.keys.shape[0], 12, cache.keys.shape[2], cache.tokens_per_block, self.config.head_dim, torch.float32)
+            expected = KVCache(
+                cache.keys.shape[0],
+                12,
+                cache.keys.shape[2],
+                cache.tokens_per_block,
+                self.config.head_dim,
+                torch.float32,
+            )
             found, self.caches[i] = cache, expected
             for layer in range(len(self.layouts[i].layers(self.config))):
                 self.store(i, layer, blocks, n_tokens)
@@ -123,8 +163,13 @@ def value(is_value: int, layer: int, head: int, token: int) -> float:
 
 @pytest.mark.parametrize("kind", [Kind.SEND, Kind.SEND_LAYERS])
 @pytest.mark.parametrize(("sender", "receiver"), PAIRS, ids=str)
-def test_a_cache_arrives_in_another_layout(sender: tuple[int, int], receiver: tuple[int, int], kind: Kind) -> None:
-    """Five layers, so that stages differ; blocks of other sizes, and the receives posted before or after the sends."""
+def test_a_cache_arrives_in_another_layout(
+    sender: tuple[int, int], receiver: tuple[int, int], kind: Kind
+) -> None:
+    """Five layers, so that stages differ.
+
+    Blocks of other sizes, and the receives posted before or after the sends.
+    """
     config, wire, n_tokens = model(5), Wire(), 11
     first = sender[0] * sender[1]
     context = Instance(wire, config, sender, 0, Peer(first, *receiver), 4, True)

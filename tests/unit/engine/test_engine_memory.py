@@ -49,13 +49,19 @@ def config(model: str, **options: Any) -> CoreConfig:
 def test_presets(preset: str, billions: float, layers: int, heads: int, kv_heads: int, length: int) -> None:
     info = model_info(config(preset))
     assert info.n_bytes / 2e9 == pytest.approx(billions, abs=0.001)
-    assert (info.n_layers, info.n_heads, info.n_kv_heads, info.max_seq_len) == (layers, heads, kv_heads, length)
+    assert (info.n_layers, info.n_heads, info.n_kv_heads, info.max_seq_len) == (
+        layers,
+        heads,
+        kv_heads,
+        length,
+    )
     assert info.dtype == "bfloat16"
     assert (info.config.rope_scaling.kind == "llama3") == preset.startswith("llama3")
 
 
 def test_a_model_that_does_not_fit(node: Any) -> None:
-    """12.55 GiB of weights, up to 0.49 more while they are packed, and 2 GiB of KV cache for the longest sequence."""
+    """12.55 GiB of weights, up to 0.49 more while they are packed, and 2 GiB of KV cache for the longest
+    sequence."""
     node(15.1)
     assert check_model(config("llama2-7b")).kv_cache_tokens == 4096
     node(14.9)
@@ -67,7 +73,10 @@ def test_a_model_that_does_not_fit(node: Any) -> None:
     ) in str(caught.value)
     check_model(config("llama2-7b", max_seq_len=1024))
     check_model(config("llama2-7b", kv_cache_tokens=2048))
-    with pytest.raises(ConfigError, match=r"28.1 GiB of memory \(26.1 GiB to load the weights in float32, 2.0 GiB of KV cache"):
+    with pytest.raises(
+        ConfigError,
+        match=r"28.1 GiB of memory \(26.1 GiB to load the weights in float32, 2.0 GiB of KV cache",
+    ):
         check_model(config("llama2-7b", dtype="float32", kv_cache_tokens=2048))
 
 
@@ -75,7 +84,10 @@ def test_all_ranks_of_a_node_count(node: Any) -> None:
     node(40)
     check_model(config("llama2-7b", tp_size=2, node_ranks=4))
     node(20)
-    with pytest.raises(ConfigError, match=r"of the 4 ranks on this node needs 7.5 GiB of memory .*, 30.1 GiB together, and 20.0 GiB are"):
+    with pytest.raises(
+        ConfigError,
+        match=r"of the 4 ranks on this node needs 7.5 GiB of memory .*, 30.1 GiB together, and 20.0 GiB are",
+    ):
         check_model(config("llama2-7b", tp_size=2, node_ranks=4))
 
 
@@ -92,7 +104,9 @@ def test_a_tied_embedding_is_there_twice(node: Any) -> None:
     """As rows to look up, and packed for the logits: as much as a head of its own."""
     info = model_info(config("tiny-llama"))
     tied = dataclasses.replace(info.config, tie_word_embeddings=True)
-    assert load_bytes(tied, info.layout, "float32", "none") == load_bytes(info.config, info.layout, "float32", "none")
+    assert load_bytes(tied, info.layout, "float32", "none") == load_bytes(
+        info.config, info.layout, "float32", "none"
+    )
     assert info.layout.n_values(tied) < info.layout.n_values(info.config)
 
 

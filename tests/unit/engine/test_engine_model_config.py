@@ -22,7 +22,10 @@ def config(model_path: Path | str | None, **options: Any) -> CoreConfig:
 
 
 def write_checkpoint(folder: Path, change: dict[str, Any] | None = None) -> Path:
-    """A folder that only looks like a checkpoint: its tensors are a hole in a sparse file. Returns the safetensors file."""
+    """A folder that only looks like a checkpoint: its tensors are a hole in a sparse file.
+
+    Returns the safetensors file.
+    """
     folder.mkdir(exist_ok=True)
     raw = preset_json("tiny-llama")
     (folder / "config.json").write_text(json.dumps(raw | (change or {})))
@@ -78,14 +81,22 @@ def test_a_prompt_that_must_be_computed_in_one_step() -> None:
 
 def test_stop_words_are_tokens() -> None:
     """A preset has no tokenizer: a token is a byte."""
-    assert check_model(config("tiny-llama", stop_words=("ab\n", (300, 5)))).stop_words == ((97, 98, 10), (300, 5))
+    assert check_model(config("tiny-llama", stop_words=("ab\n", (300, 5)))).stop_words == (
+        (97, 98, 10),
+        (300, 5),
+    )
 
 
 def test_bytes_and_lengths_of_a_rank() -> None:
-    """A rank that holds a part is told the part's bytes; all ranks of an instance have a cache of the same number of tokens."""
+    """A rank that holds a part is told the part's bytes.
+
+    All ranks of an instance have a cache of the same number of tokens.
+    """
     whole = check_model(config("tiny-mixtral"))
     ranks = [
-        check_model(config("tiny-mixtral", tp_size=4, pp_size=2, ep_size=2, tp_rank=tp, pp_rank=pp)) for tp in range(4) for pp in range(2)
+        check_model(config("tiny-mixtral", tp_size=4, pp_size=2, ep_size=2, tp_rank=tp, pp_rank=pp))
+        for tp in range(4)
+        for pp in range(2)
     ]
     repeated = 3 * (2 * 6 + 1) * 128 + 3 * 6 * 8 * 128  # norms and routers: on each rank of a TP group
     assert sum(rank.n_bytes for rank in ranks) == whole.n_bytes + 4 * repeated
@@ -99,9 +110,10 @@ def test_bytes_and_lengths_of_a_rank() -> None:
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     code = (
-        "import sys; from mpillm.cores.registry import BackendRegistry; from mpillm.cores.base import CoreConfig; "
-        f"BackendRegistry.get('torch').check(CoreConfig('torch', model_path={str(tmp_path)!r})); "
-        "assert not {'torch', 'safetensors', 'transformers'} & set(sys.modules)"
+        "import sys; from mpillm.cores.registry import BackendRegistry; from mpillm.cores.base import"
+        " CoreConfig; BackendRegistry.get('torch').check(CoreConfig('torch',"
+        f" model_path={str(tmp_path)!r})); assert not {{'torch', 'safetensors', 'transformers'}} &"
+        " set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -114,10 +126,19 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
         ({"model_path": "/no/such/folder"}, "/no/such/folder: no such folder"),
         ({"load_format": "dumy"}, "load_format dumy"),
         ({"dtype": "float8"}, "dtype float8"),
-        ({"batch_scheduler_policy": "no_evit"}, r"batch_scheduler_policy no_evit: .*static \(did you mean 'no_evict'\?\)"),
-        ({"context_chunking_policy": "equal"}, "context_chunking_policy equal: not one of first_come_first_served, equal_progress"),
+        (
+            {"batch_scheduler_policy": "no_evit"},
+            r"batch_scheduler_policy no_evit: .*static \(did you mean 'no_evict'\?\)",
+        ),
+        (
+            {"context_chunking_policy": "equal"},
+            "context_chunking_policy equal: not one of first_come_first_served, equal_progress",
+        ),
         ({"beam_width": 4}, "beam_width 4: must be 1; the torch core has no beam search"),
-        ({"stop_words": ("abc", (512,))}, r"stop_words \(512,\): tokens \[512\]; must be one or more, each from 0 to 511"),
+        (
+            {"stop_words": ("abc", (512,))},
+            r"stop_words \(512,\): tokens \[512\]; must be one or more, each from 0 to 511",
+        ),
         ({"stop_words": ((),)}, r"stop_words \(\): tokens \[\]; must be one or more"),
         ({"options": {"ttft_ms": 3}}, "core_options ttft_ms: the torch core has no such options"),
         ({"tp_size": 3}, "tensor_parallel_size 3 does not divide the 8 attention heads"),
@@ -129,7 +150,10 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
             "expert_parallel_size 4 does not divide the 2 tensor",
         ),
         ({"max_seq_len": 8192}, "max_seq_len 8192: tiny-llama allows 1 to 4096"),
-        ({"kv_cache_tokens": 100, "max_seq_len": 200}, "^--kv_cache_tokens 100: a KV cache .* does not hold one sequence of 200 tokens"),
+        (
+            {"kv_cache_tokens": 100, "max_seq_len": 200},
+            "^--kv_cache_tokens 100: a KV cache .* does not hold one sequence of 200 tokens",
+        ),
         ({"kv_cache_tokens": 10}, "KV cache of 10 tokens"),
         ({"max_batch_size": 0}, "max_batch_size 0"),
         ({"max_num_tokens": 0}, "max_num_tokens 0"),
@@ -144,7 +168,10 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported by the torch core; supported: Llama"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported by the torch core; supported: Llama",
+        ),
         ({"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 of 2 experts"),
         ({"architectures": None, "model_type": "qwen2"}, "qwen2 is not supported"),
         ({"attention_bias": True}, "attention_bias true"),
@@ -154,16 +181,25 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type yarn"),
         ({"rope_scaling": {"type": "linear"}}, "rope type linear needs factor"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high_freq_factor"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "needs low_freq_factor, high_freq_factor",
+        ),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"head_dim": None, "hidden_size": 132}, "hidden_size 132 is not a multiple"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"hidden_size": None}, "hidden_size is null"),
         ({"vocab_size": "many"}, 'vocab_size is "many"'),
         ({"num_hidden_layers": 7}, "no tensor model.layers.6.input_layernorm.weight"),
-        ({"intermediate_size": 300}, r"gate_proj.weight has shape \[256, 128\], config.json makes it \[300, 128\]"),
+        (
+            {"intermediate_size": 300},
+            r"gate_proj.weight has shape \[256, 128\], config.json makes it \[300, 128\]",
+        ),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
-        ({"eos_token_id": "</s>"}, 'config.json: eos_token_id "</s>": must be a token id or an array of them'),
+        (
+            {"eos_token_id": "</s>"},
+            'config.json: eos_token_id "</s>": must be a token id or an array of them',
+        ),
         ({"eos_token_id": [1, "x"]}, 'eos_token_id .1, "x".: must be a token id or an array'),
     ],
     ids=str,

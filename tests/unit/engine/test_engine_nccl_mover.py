@@ -1,4 +1,5 @@
-"""The order of sends and receives between GPUs, over a link without GPUs: it matches by order alone, and fails where NCCL would hang."""
+"""The order of sends and receives between GPUs, over a link without GPUs: it matches by order alone, and
+fails where NCCL would hang."""
 
 from __future__ import annotations
 
@@ -146,11 +147,16 @@ def test_another_size_is_an_error() -> None:
 
 
 def test_transfers_in_pieces_within_their_memory() -> None:
-    """Many caches, accepted in another order than they are sent in; buffers of the sender never exceed what it may use."""
+    """Many caches, accepted in another order than they are sent in.
+
+    Buffers of the sender never exceed what it may use.
+    """
     config, rng = load_model_config("tiny-llama"), np.random.default_rng(7)
     wire = Wire()
     n, n_tokens = 12, 11
-    caches = [KVCache(config.n_layers, 40, config.n_kv_heads, 4, config.head_dim, torch.float32) for _ in range(2)]
+    caches = [
+        KVCache(config.n_layers, 40, config.n_kv_heads, 4, config.head_dim, torch.float32) for _ in range(2)
+    ]
     caches[0].keys.normal_()
     caches[0].values.normal_()
     n_bytes = caches[0].piece_bytes(n_tokens, slice(0, config.n_layers), slice(0, config.n_kv_heads))
@@ -158,7 +164,15 @@ def test_transfers_in_pieces_within_their_memory() -> None:
     for cache, mover, peer in zip(caches, movers(wire), (1, 0), strict=True):
         sends = peer == 1
         ends.append(
-            Transfers(cache, config, Layout(), mover, {9: Peer(peer, 1, 1)}, sends=sends, most_bytes=3 * n_bytes if sends else None)
+            Transfers(
+                cache,
+                config,
+                Layout(),
+                mover,
+                {9: Peer(peer, 1, 1)},
+                sends=sends,
+                most_bytes=3 * n_bytes if sends else None,
+            )
         )
     blocks = [(1 + rng.permutation(40))[: 3 * n].reshape(n, 3).tolist() for _ in range(2)]
     ends[1].start([Transfer(Kind.RECEIVE, i, 9, i, n_tokens, blocks[1][i]) for i in range(n)])
@@ -171,7 +185,10 @@ def test_transfers_in_pieces_within_their_memory() -> None:
     assert sorted(done[0]) == sorted(done[1]) == list(range(n))
     for there, here in zip(*blocks, strict=True):
         for a, b in ((caches[0].keys, caches[1].keys), (caches[0].values, caches[1].values)):
-            held, got = (pool[:, ids].transpose(1, 2).flatten(2, 3)[:, :, :n_tokens] for pool, ids in ((a, there), (b, here)))
+            held, got = (
+                pool[:, ids].transpose(1, 2).flatten(2, 3)[:, :, :n_tokens]
+                for pool, ids in ((a, there), (b, here))
+            )
             assert torch.equal(held, got)
 
 

@@ -1,4 +1,7 @@
-"""What the ranks of an instance hold, and how a step travels between them; the runs are in tests/e2e/test_parallel.py."""
+"""What the ranks of an instance hold, and how a step travels between them.
+
+The runs are in tests/e2e/test_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def test_shares_are_even_and_complete(n: int, size: int) -> None:
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mixtral", "uneven"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_ranks_hold_everything_once(name: str, shape: tuple[int, int, int]) -> None:
-    """Each value of a matrix is on one rank, but for KV heads that more ranks than there are heads share; the small rest is on each."""
+    """Each value of a matrix is on one rank, but for KV heads that more ranks than there are heads share.
+
+    The small rest is on each.
+    """
     config = load_model_config("tiny-mixtral" if name == "tiny-mixtral" else "tiny-llama")
     if name == "uneven":
         config = dataclasses.replace(config, vocab_size=509, intermediate_size=251, n_layers=7, n_kv_heads=2)
@@ -49,7 +55,9 @@ def test_the_ranks_hold_everything_once(name: str, shape: tuple[int, int, int]) 
         for tensor in layout.tensors(config):
             rows, columns = layout.part(tensor, config)
             held[tensor][(rows, columns) if held[tensor].ndim == 2 else rows] += 1
-        assert layout.n_values(config) == sum(_n_values(layout, tensor, config) for tensor in layout.tensors(config))
+        assert layout.n_values(config) == sum(
+            _n_values(layout, tensor, config) for tensor in layout.tensors(config)
+        )
     for tensor, counts in held.items():
         assert counts.min() == counts.max(), tensor
         copies = shape[0] if counts.ndim == 1 or tensor.endswith("moe.gate.weight") else 1
@@ -59,14 +67,21 @@ def test_the_ranks_hold_everything_once(name: str, shape: tuple[int, int, int]) 
 
 
 def _n_values(layout: Layout, tensor: str, config: ModelConfig) -> int:
-    return int(np.zeros(config.tensors()[tensor], np.int8)[layout.part(tensor, config)[: len(config.tensors()[tensor])]].size)
+    return int(
+        np.zeros(config.tensors()[tensor], np.int8)[
+            layout.part(tensor, config)[: len(config.tensors()[tensor])]
+        ].size
+    )
 
 
 def test_query_heads_lie_with_their_kv_heads() -> None:
     config = load_model_config("tiny-llama")  # 8 query heads, 4 KV heads
     for size in (1, 2, 4, 8):
         for layout in ranks(size, 1, 1):
-            queries = [row // config.head_dim for row in range(8 * config.head_dim)[layout.part("x.q_proj.weight", config)[0]]]
+            queries = [
+                row // config.head_dim
+                for row in range(8 * config.head_dim)[layout.part("x.q_proj.weight", config)[0]]
+            ]
             kv = layout.kv_heads(config)
             assert {query // 2 for query in queries} == set(range(kv.start, kv.stop))
 
@@ -97,17 +112,28 @@ def test_what_the_ranks_experts_contribute_adds_up(shape: tuple[int, int, int]) 
         parts = [contribution(layout, x) for layout in ranks(*shape)]
         torch.testing.assert_close(sum(parts[1:], parts[0]), contribution(Layout(), x))
         n_silent = sum(not part.any() for part in parts)
-        assert n_silent == 0 if n == 40 else n_silent == len(parts) if n == 0 else shape[2] < 4 or n_silent >= len(parts) // 2
+        assert (
+            n_silent == 0
+            if n == 40
+            else n_silent == len(parts)
+            if n == 0
+            else shape[2] < 4 or n_silent >= len(parts) // 2
+        )
 
 
-def make_sequence(i: int, n_prompt: int, sampling: SamplingParams | None = None, min_output: int = 0) -> Sequence:
+def make_sequence(
+    i: int, n_prompt: int, sampling: SamplingParams | None = None, min_output: int = 0
+) -> Sequence:
     return Sequence(i, list(range(n_prompt)), 20, min_output, sampling or SamplingParams())
 
 
 @pytest.mark.parametrize("n_in_flight", [1, 3])
 @pytest.mark.parametrize("n_blocks", [40, 200])
 def test_a_step_arrives_as_it_was_sent(n_in_flight: int, n_blocks: int) -> None:
-    """Through a life of growing, evicted and ended sequences, some sampled; the messages name each block once."""
+    """Through a life of growing, evicted and ended sequences, some sampled.
+
+    The messages name each block once.
+    """
     random = np.random.default_rng(1)
     scheduler = Scheduler(BlockAllocator(n_blocks), 4, 8, 16, True, n_in_flight)
     for i in range(30):

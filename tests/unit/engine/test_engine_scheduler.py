@@ -1,7 +1,9 @@
-"""Policies, chunking, block reuse and cancelling: the engine with a model that reads its tokens back from the KV cache.
+"""Policies, chunking, block reuse and cancelling: the engine with a model that reads its tokens back from the
+KV cache.
 
-The model's next token is a hash of the whole context as the cache holds it. So an answer is right only if every block that a sequence
-names still holds what that sequence, or one with the same beginning, has put there.
+The model's next token is a hash of the whole context as the cache holds it. So an answer is right only if
+every block that a sequence names still holds what that sequence, or one with the same beginning, has put
+there.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ def answer(prompt: list[int], n: int) -> list[int]:
 
 
 class FakeGroups(Groups):
-    """Steps reach the model as messages; with several stages, only when their tokens are asked for, which may be long after."""
+    """Steps reach the model as messages.
+
+    With several stages, only when their tokens are asked for, which may be long after.
+    """
 
     def __init__(self, n_stages: int, random: np.random.Generator) -> None:
         super().__init__(Layout(pp_size=n_stages))
@@ -65,11 +70,16 @@ class FakeGroups(Groups):
             for i in range(span.n_new):
                 position = span.n_cached + i
                 token = step.tokens[first + i]
-                self._memory[span.blocks[position // SIZE], position % SIZE] = self._last[span.slot] if token == UNREAD else token
+                self._memory[span.blocks[position // SIZE], position % SIZE] = (
+                    self._last[span.slot] if token == UNREAD else token
+                )
             first += span.n_new
         ends = np.cumsum([span.n_new for span in step.spans]) - 1
         spans = [step.spans[int(np.flatnonzero(ends == row)[0])] for row in step.wanted]
-        tokens = [next_token([self._memory[s.blocks[p // SIZE], p % SIZE] for p in range(s.n_cached + s.n_new)]) for s in spans]
+        tokens = [
+            next_token([self._memory[s.blocks[p // SIZE], p % SIZE] for p in range(s.n_cached + s.n_new)])
+            for s in spans
+        ]
         self._last |= {s.slot: token for s, token in zip(spans, tokens, strict=True)}
         return tokens
 
@@ -114,10 +124,18 @@ def make_engine(
     seed: int = 0,
     n_ahead: int = 0,
 ) -> Engine:
-    info: Any = SimpleNamespace(kv_cache_tokens=n_blocks * SIZE, end_ids=(), stop_words=stop_words, vocab_size=VOCAB, max_seq_len=80)
+    info: Any = SimpleNamespace(
+        kv_cache_tokens=n_blocks * SIZE, end_ids=(), stop_words=stop_words, vocab_size=VOCAB, max_seq_len=80
+    )
     chunked = chunking != "off"
     limits = EngineLimits(
-        max_batch_size, max_num_tokens if chunked else 64, SIZE, chunked, policy, chunking if chunked else CHUNKINGS[1], reuse
+        max_batch_size,
+        max_num_tokens if chunked else 64,
+        SIZE,
+        chunked,
+        policy,
+        chunking if chunked else CHUNKINGS[1],
+        reuse,
     )
     random = np.random.default_rng(seed)
     worker: Any = FakeWorker(FakeGroups(n_stages, random), n_ahead, random)
@@ -131,7 +149,10 @@ def sequence(i: int, prompt: list[int], n: int = 8, **options: Any) -> Sequence:
 def make_sequences(n: int, random: np.random.Generator) -> list[Sequence]:
     """Prompts of which many begin alike."""
     beginnings = [random.integers(0, VOCAB, length).tolist() for length in (0, 9, 21)]
-    prompts = [beginnings[random.integers(3)] + random.integers(0, VOCAB, random.integers(1, 20)).tolist() for _ in range(n)]
+    prompts = [
+        beginnings[random.integers(3)] + random.integers(0, VOCAB, random.integers(1, 20)).tolist()
+        for _ in range(n)
+    ]
     return [sequence(i, prompt, int(random.integers(1, 24))) for i, prompt in enumerate(prompts)]
 
 
@@ -157,10 +178,14 @@ def check_empty(engine: Engine) -> None:
 @pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_answer_is_right_and_every_block_comes_back(policy: str, chunking: str, reuse: bool, n_stages: int, n_ahead: int) -> None:
+def test_every_answer_is_right_and_every_block_comes_back(
+    policy: str, chunking: str, reuse: bool, n_stages: int, n_ahead: int
+) -> None:
     """Requests come at random and some are cancelled at random, wherever they are then."""
     random = np.random.default_rng(zlib.crc32(f"{policy} {chunking} {reuse} {n_stages}".encode()))
-    engine = make_engine(policy=policy, chunking=chunking, reuse=reuse, n_stages=n_stages, n_ahead=n_ahead, seed=1)
+    engine = make_engine(
+        policy=policy, chunking=chunking, reuse=reuse, n_stages=n_stages, n_ahead=n_ahead, seed=1
+    )
     sequences = make_sequences(60, random)
     to_come, cancelled = deque(sequences), set()
     firsts: set[int] = set()
@@ -171,7 +196,8 @@ def test_every_answer_is_right_and_every_block_comes_back(policy: str, chunking:
             engine.add(to_come.popleft())
         if random.random() < 0.15:
             n_added = len(sequences) - len(to_come)
-            chosen = int(random.integers(max(0, n_added - 10), n_added + 1))  # some have ended, and one is not there yet
+            # some have ended, and one is not there yet
+            chosen = int(random.integers(max(0, n_added - 10), n_added + 1))
             engine.cancel(chosen)
             engine.cancel(chosen)
             if chosen < n_added and chosen not in ended:
@@ -222,7 +248,8 @@ def test_who_evicts(policy: str) -> None:
 
 
 def test_no_evict_starts_what_can_end() -> None:
-    """Blocks for a context of 10 and 30 answers are 10: of 25 blocks two sequences can be sure, a third must wait until one has ended."""
+    """Blocks for a context of 10 and 30 answers are 10: of 25 blocks two sequences can be sure, a third must
+    wait until one has ended."""
     engine = make_engine(n_blocks=25, policy="no_evict")
     for i in range(3):
         engine.add(sequence(i, [i] * 10, 31))
@@ -259,7 +286,9 @@ def test_a_static_batch_runs_to_its_end(chunking: str, n_stages: int) -> None:
 
 def chunks(chunking: str, lengths: list[int], max_num_tokens: int, n_in_flight: int = 1) -> list[int]:
     """Tokens of each sequence in the first step."""
-    scheduler = Scheduler(BlockAllocator(1000), SIZE, 16, max_num_tokens, True, n_in_flight, "max_util", chunking)
+    scheduler = Scheduler(
+        BlockAllocator(1000), SIZE, 16, max_num_tokens, True, n_in_flight, "max_util", chunking
+    )
     for i, n in enumerate(lengths):
         scheduler.add(sequence(i, [1] * n))
     found = dict.fromkeys(range(len(lengths)), 0) | {s.id: n for s, n in scheduler.plan()}
@@ -277,7 +306,8 @@ def test_chunks() -> None:
 
 
 def test_equal_progress_is_equal() -> None:
-    """In each step those that want more get the same, but for one token, and a step is full as long as somebody wants more."""
+    """In each step those that want more get the same, but for one token, and a step is full as long as
+    somebody wants more."""
     scheduler = Scheduler(BlockAllocator(1000), SIZE, 16, 50, True, 1, "max_util", "equal_progress")
     sequences = [sequence(i, [1] * n) for i, n in enumerate([300, 90, 200, 40])]
     for s in sequences:
@@ -316,12 +346,15 @@ def test_what_is_reused() -> None:
     assert reused(5, [9, 9, 9, 9, 8]) == 0
     assert reused(6, [9, 9, 9, 9, *prompt[4:]]) == 1, "and this also when others at this place are known"
     assert reused(7, prompt, 9) == 3
-    assert reused(8, prompt + answer(prompt, 9)) == 6, "answers are known as well: 8 of its 9 tokens were cached"
+    assert reused(8, prompt + answer(prompt, 9)) == 6, (
+        "answers are known as well: 8 of its 9 tokens were cached"
+    )
 
 
 @pytest.mark.parametrize(("policy", "n_stages"), [("max_util", 1), ("static", 1), ("static", 3)])
 def test_those_that_start_together_share(policy: str, n_stages: int) -> None:
-    """A sequence looks again when its context goes on: what another has computed since it started takes the place of its own blocks."""
+    """A sequence looks again when its context goes on: what another has computed since it started takes the
+    place of its own blocks."""
     engine = make_engine(n_blocks=60, policy=policy, reuse=True, n_stages=n_stages, max_num_tokens=12)
     sequences = [sequence(i, [*range(17), 60 + i, 5, 5], 6) for i in range(4)]
     for s in sequences:
@@ -329,7 +362,8 @@ def test_those_that_start_together_share(policy: str, n_stages: int) -> None:
     run(engine)
     assert [s.output for s in sequences] == [answer(s.prompt, 6) for s in sequences]
     assert isinstance(engine.blocks, PrefixCache)
-    assert engine.blocks.reused_blocks == 3 + 4 + 4  # the second computes its fourth block in the same step as the first
+    # the second computes its fourth block in the same step as the first
+    assert engine.blocks.reused_blocks == 3 + 4 + 4
     check_empty(engine)
 
 

@@ -45,15 +45,22 @@ def prompts() -> Tokens:
 def oracle(folder: Path, prompts: Tokens, max_output: int, **options: Any) -> Tokens:
     """What transformers answers, one prompt at a time, the end token included."""
     transformers = pytest.importorskip("transformers")
-    torch.set_num_threads(1)  # small products: a second thread costs more than it gives, above all on a busy machine
+    # small products: a second thread costs more than it gives, above all on a busy machine
+    torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # an end token is one only if `options` say so, as with `make_core`
+    # an end token is one only if `options` say so, as with `make_core`
+    model.generation_config.eos_token_id = None
     answers = []
     with torch.inference_mode():
         for prompt in prompts:
             ids = torch.tensor([prompt])
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_output, pad_token_id=0, **options
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_output,
+                pad_token_id=0,
+                **options,
             )
             answers.append(out[0, len(prompt) :].tolist())
     return answers
@@ -65,7 +72,13 @@ def expected(folder: Path, prompts: Tokens) -> Tokens:
 
 
 def make_core(model: Path | str, connect: Any = None, **options: Any) -> TorchCore:
-    defaults: dict[str, Any] = {"tokens_per_block": 8, "n_threads": 1, "end_ids": (), "max_seq_len": 256, "enable_chunked_context": True}
+    defaults: dict[str, Any] = {
+        "tokens_per_block": 8,
+        "n_threads": 1,
+        "end_ids": (),
+        "max_seq_len": 256,
+        "enable_chunked_context": True,
+    }
     core = TorchCore(CoreConfig("torch", model_path=str(model), **(defaults | options)))
     if connect is not None:
         core.connect(*connect)
@@ -86,7 +99,8 @@ def make_batch(prompts: Tokens, **fields: Any) -> Batch:
 
 
 class Answers:
-    """Collects response rows and checks the contract: one FIRST and one FINAL for each id, in that order, or both at once."""
+    """Collects response rows and checks the contract: one FIRST and one FINAL for each id, in that order, or
+    both at once."""
 
     def __init__(self) -> None:
         self.first: dict[int, int] = {}
@@ -103,7 +117,11 @@ class Answers:
         offsets = batch.offsets()
         assert offsets[-1] == len(batch.tokens)
         for i, row in enumerate(batch.rows):
-            id_, flags, tokens = int(row["id"]), int(row["flags"]), batch.tokens[offsets[i] : offsets[i + 1]].tolist()
+            id_, flags, tokens = (
+                int(row["id"]),
+                int(row["flags"]),
+                batch.tokens[offsets[i] : offsets[i + 1]].tolist(),
+            )
             assert id_ not in self.final
             if flags & ResponseFlag.ERROR:
                 assert flags & ResponseFlag.FINAL and not tokens
@@ -159,12 +177,16 @@ def answer(core: TorchCore, batch: Batch) -> Tokens:
     ],
     ids=str,
 )
-def test_greedy_tokens_equal_transformers(folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]) -> None:
+def test_greedy_tokens_equal_transformers(
+    folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
+) -> None:
     assert answer(make_core(folder, **options), make_batch(prompts)) == expected
 
 
 @pytest.mark.parametrize("max_num_tokens", [16, 2048])
-def test_a_preempted_request_gives_the_same_tokens(folder: Path, prompts: Tokens, expected: Tokens, max_num_tokens: int) -> None:
+def test_a_preempted_request_gives_the_same_tokens(
+    folder: Path, prompts: Tokens, expected: Tokens, max_num_tokens: int
+) -> None:
     core = make_core(folder, kv_cache_tokens=160, max_seq_len=None, max_num_tokens=max_num_tokens)
     assert answer(core, make_batch(prompts)) == expected
     assert core.statistics()["preemptions"] > 3
@@ -172,8 +194,16 @@ def test_a_preempted_request_gives_the_same_tokens(folder: Path, prompts: Tokens
 
 @pytest.mark.parametrize(("max_num_tokens", "kv_cache_tokens"), [(2048, None), (16, None), (16, 160)])
 def test_metrics(folder: Path, prompts: Tokens, max_num_tokens: int, kv_cache_tokens: int | None) -> None:
-    """Computed in chunks, then token by token; what a preemption throws away is computed again, and counts again."""
-    core = make_core(folder, max_num_tokens=max_num_tokens, kv_cache_tokens=kv_cache_tokens, max_seq_len=None if kv_cache_tokens else 256)
+    """Computed in chunks, then token by token.
+
+    What a preemption throws away is computed again, and counts again.
+    """
+    core = make_core(
+        folder,
+        max_num_tokens=max_num_tokens,
+        kv_cache_tokens=kv_cache_tokens,
+        max_seq_len=None if kv_cache_tokens else 256,
+    )
     answer(core, make_batch(prompts[:3]))  # a warm-up
     core.start_test()
     assert core.metrics() == Metrics(0, 0, 0, 0, 0.0)
@@ -184,7 +214,10 @@ def test_metrics(folder: Path, prompts: Tokens, max_num_tokens: int, kv_cache_to
         answers.poll(core)
         seen.append(core.metrics())
         (prompt, generated, running, waiting, usage), before = seen[-1], seen[-2]
-        assert 0 <= prompt - before.prompt_tokens <= max_num_tokens and 0 <= generated - before.generated_tokens <= len(prompts)
+        assert (
+            0 <= prompt - before.prompt_tokens <= max_num_tokens
+            and 0 <= generated - before.generated_tokens <= len(prompts)
+        )
         assert running + waiting + len(answers.final) == len(prompts)
         assert usage is not None and (usage > 0) == (running > 0)
     n_prompt, n_output = sum(map(len, prompts)), N_OUTPUT * len(prompts)
@@ -207,13 +240,20 @@ def alike(folder: Path) -> tuple[Tokens, Tokens]:
 @pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
 @pytest.mark.parametrize("chunking", ["off", "first_come_first_served", "equal_progress"])
 @pytest.mark.parametrize("policy", ["max_util", "no_evict", "static"])
-def test_policies_chunking_and_reuse(folder: Path, alike: tuple[Tokens, Tokens], policy: str, chunking: str, reuse: bool) -> None:
+def test_policies_chunking_and_reuse(
+    folder: Path, alike: tuple[Tokens, Tokens], policy: str, chunking: str, reuse: bool
+) -> None:
     """With a cache of 20 blocks, of which a sequence needs up to 11."""
     prompts, wanted = alike
     options: dict[str, Any] = {"max_num_tokens": 64, "enable_chunked_context": False}
     if chunking != "off":
         options = {"max_num_tokens": 24, "context_chunking_policy": chunking}
-    options |= {"batch_scheduler_policy": policy, "enable_kv_cache_reuse": reuse, "kv_cache_tokens": 160, "max_seq_len": None}
+    options |= {
+        "batch_scheduler_policy": policy,
+        "enable_kv_cache_reuse": reuse,
+        "kv_cache_tokens": 160,
+        "max_seq_len": None,
+    }
     core = make_core(folder, **options)
     assert answer(core, make_batch(prompts)) == wanted
     statistics = core.statistics()
@@ -245,7 +285,9 @@ def test_dummy_weights_do_not_make_an_answer_that_repeats(expected: Tokens) -> N
     assert np.mean([len(set(tokens)) for tokens in expected]) > N_OUTPUT / 3
 
 
-def test_a_checkpoint_in_several_files(folder: Path, prompts: Tokens, expected: Tokens, tmp_path: Path) -> None:
+def test_a_checkpoint_in_several_files(
+    folder: Path, prompts: Tokens, expected: Tokens, tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path, max_shard_size="1MB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -290,9 +332,13 @@ def test_rotary_embeddings_equal_those_of_transformers(preset: str) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = load_model_config(preset)
-    raw = {key: value for key, value in preset_json(preset).items() if key not in ("architectures", "model_type")}
+    raw = {
+        key: value for key, value in preset_json(preset).items() if key not in ("architectures", "model_type")
+    }
     last = config.max_position_embeddings - 1
-    positions = torch.tensor([[p for p in (0, 1, 77, 4095, 8191, 8192, 8193, 20_000, 65_536) if p < last] + [last]])
+    positions = torch.tensor(
+        [[p for p in (0, 1, 77, 4095, 8191, 8192, 8193, 20_000, 65_536) if p < last] + [last]]
+    )
     cos, sin = LlamaRotaryEmbedding(transformers.LlamaConfig(**raw))(torch.zeros(1), positions)
     rotations = _rotations(config, last + 1)[positions[0]]
     half = config.head_dim // 2
@@ -303,7 +349,10 @@ def test_rotary_embeddings_equal_those_of_transformers(preset: str) -> None:
 def test_a_prompt_beyond_the_length_of_the_first_training(tmp_path: Path) -> None:
     """Llama 3.1's own rope scaling, from a context of more than 8192 tokens on."""
     save_preset("tiny-llama", tmp_path)
-    rope = {name: preset_json("llama3.1-8b")[name] for name in ("rope_theta", "rope_scaling", "max_position_embeddings")}
+    rope = {
+        name: preset_json("llama3.1-8b")[name]
+        for name in ("rope_theta", "rope_scaling", "max_position_embeddings")
+    }
     config = json.loads((tmp_path / "config.json").read_text()) | rope | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     prompts = [np.random.default_rng(i).integers(0, 512, 8230).tolist() for i in range(1)]
@@ -328,7 +377,8 @@ def test_bfloat16_runs_and_starts_like_float32(folder: Path, prompts: Tokens, ex
 
 @pytest.mark.parametrize("blocks", ["together", "scattered", "shared"])
 def test_decode_attention_equals_the_plain_formula(blocks: str) -> None:
-    """Blocks that lie close together are read in place, scattered ones and those of several sequences are gathered first."""
+    """Blocks that lie close together are read in place, scattered ones and those of several sequences are
+    gathered first."""
     torch.manual_seed(1)
     cache = KVCache(1, 100, 2, 4, 8, torch.float32)
     lengths = [0, 3, 4, 17]
@@ -343,7 +393,10 @@ def test_decode_attention_equals_the_plain_formula(blocks: str) -> None:
     attended = StepAttention(spans, cache, 6, unturned, torch.float32)(0, qkv.clone())
     for i, span in enumerate(spans):
         keys, values = (
-            pool[0, span.blocks].transpose(0, 1).reshape(2, -1, 8)[:, : span.n_cached + 1].repeat_interleave(3, 0)
+            pool[0, span.blocks]
+            .transpose(0, 1)
+            .reshape(2, -1, 8)[:, : span.n_cached + 1]
+            .repeat_interleave(3, 0)
             for pool in (cache.keys, cache.values)
         )
         weights = (qkv[i, :6, None] * keys).sum(-1).div(8**0.5).softmax(-1)
@@ -357,8 +410,12 @@ def test_end_tokens_and_lengths(folder: Path, prompts: Tokens, expected: Tokens)
     ends = (expected[3][5], expected[6][2])
     core = make_core(folder, end_ids=ends)
     assert answer(core, make_batch(prompts)) == oracle(folder, prompts, N_OUTPUT, eos_token_id=list(ends))
-    assert answer(core, make_batch(prompts, min_output=9)) == oracle(folder, prompts, N_OUTPUT, eos_token_id=list(ends), min_new_tokens=9)
-    assert answer(core, make_batch(prompts, max_output=3)) == oracle(folder, prompts, 3, eos_token_id=list(ends))
+    assert answer(core, make_batch(prompts, min_output=9)) == oracle(
+        folder, prompts, N_OUTPUT, eos_token_id=list(ends), min_new_tokens=9
+    )
+    assert answer(core, make_batch(prompts, max_output=3)) == oracle(
+        folder, prompts, 3, eos_token_id=list(ends)
+    )
 
 
 def until(tokens: list[int], words: list[tuple[int, ...]], min_output: int) -> list[int]:
@@ -378,12 +435,21 @@ def test_stop_words(folder: Path, prompts: Tokens, expected: Tokens, min_output:
     assert answer(core, make_batch(prompts, min_output=min_output)) == wanted
     ignore = [i % 2 for i in range(len(prompts))]
     mixed = [whole if i % 2 else cut for i, (whole, cut) in enumerate(zip(expected, wanted, strict=True))]
-    assert answer(core, make_batch(prompts, min_output=min_output, flags=[i * RequestFlag.IGNORE_STOP for i in ignore])) == mixed != wanted
+    assert (
+        answer(
+            core,
+            make_batch(prompts, min_output=min_output, flags=[i * RequestFlag.IGNORE_STOP for i in ignore]),
+        )
+        == mixed
+        != wanted
+    )
     pair = make_pair(folder, {"stop_words": tuple(words)}, {"stop_words": tuple(words)})
     assert hand_over(*pair, make_batch(prompts, min_output=min_output, generation=1)) == wanted
 
 
-def test_end_tokens_come_from_the_model(folder: Path, prompts: Tokens, expected: Tokens, tmp_path: Path) -> None:
+def test_end_tokens_come_from_the_model(
+    folder: Path, prompts: Tokens, expected: Tokens, tmp_path: Path
+) -> None:
     end = expected[3][5]
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(folder / name)
@@ -401,7 +467,9 @@ def test_first_and_final_in_one_row(folder: Path, prompts: Tokens, expected: Tok
     assert batch.tokens.tolist() == [tokens[0] for tokens in expected[:3]]
 
 
-def test_requests_that_can_never_be_answered(folder: Path, prompts: Tokens, expected: Tokens, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_can_never_be_answered(
+    folder: Path, prompts: Tokens, expected: Tokens, caplog: pytest.LogCaptureFixture
+) -> None:
     core = make_core(folder, max_seq_len=64)
     core.enqueue(make_batch([[5] * 60, [], [512], [-1], prompts[3]]))
     answers = Answers().run(core)
@@ -422,9 +490,17 @@ def test_health_check_and_warm_up(folder: Path) -> None:
 
 
 def test_sampled_tokens_do_not_depend_on_the_batching(folder: Path, prompts: Tokens) -> None:
-    fields: dict[str, Any] = {"temperature": 1.0, "seed": np.arange(len(prompts)), "top_k": [0, 20] * 10, "top_p": [1, 1, 0.7, 0.9] * 5}
+    fields: dict[str, Any] = {
+        "temperature": 1.0,
+        "seed": np.arange(len(prompts)),
+        "top_k": [0, 20] * 10,
+        "top_p": [1, 1, 0.7, 0.9] * 5,
+    }
     together = answer(make_core(folder), make_batch(prompts, **fields))
-    assert answer(make_core(folder, max_batch_size=3, max_num_tokens=20), make_batch(prompts, **fields)) == together
+    assert (
+        answer(make_core(folder, max_batch_size=3, max_num_tokens=20), make_batch(prompts, **fields))
+        == together
+    )
     scarce = make_core(folder, kv_cache_tokens=160, max_seq_len=None)
     assert answer(scarce, make_batch(prompts, **fields)) == together
     assert scarce.statistics()["preemptions"] > 0
@@ -459,7 +535,9 @@ def test_the_distribution_of_sampled_tokens(top_k: int, top_p: float) -> None:
 # --- the handoff ---
 
 
-def make_pair(model: Path, context: dict[str, Any] | None = None, generation: dict[str, Any] | None = None) -> tuple[TorchCore, TorchCore]:
+def make_pair(
+    model: Path, context: dict[str, Any] | None = None, generation: dict[str, Any] | None = None
+) -> tuple[TorchCore, TorchCore]:
     """A context and a generation core, instances 0 and 1, that can hand over; options of each."""
     wire = Wire()
     return (
@@ -468,8 +546,13 @@ def make_pair(model: Path, context: dict[str, Any] | None = None, generation: di
     )
 
 
-def hand_over(context: TorchCore, generation: TorchCore, batch: Batch, streamed: dict[int, list[int]] | None = None) -> Tokens:
-    """Context on one core, generation on the other, as the roles do it: offers in order, first one first. The answers by id."""
+def hand_over(
+    context: TorchCore, generation: TorchCore, batch: Batch, streamed: dict[int, list[int]] | None = None
+) -> Tokens:
+    """Context on one core, generation on the other, as the roles do it: offers in order, first one first.
+
+    The answers by id.
+    """
     requests = {int(request.rows["id"][0]): request for request in batch.split()}
     context.enqueue(batch)
     firsts, finals = Answers(), Answers()
@@ -506,7 +589,11 @@ def hand_over(context: TorchCore, generation: TorchCore, batch: Batch, streamed:
     return [done[id_] for id_ in sorted(done)]
 
 
-@pytest.mark.parametrize("context", [{}, {"max_num_tokens": 30, "kv_cache_tokens": 128, "max_seq_len": None}], ids=["roomy", "scarce"])
+@pytest.mark.parametrize(
+    "context",
+    [{}, {"max_num_tokens": 30, "kv_cache_tokens": 128, "max_seq_len": None}],
+    ids=["roomy", "scarce"],
+)
 @pytest.mark.parametrize(
     "generation",
     [{"tokens_per_block": 32}, {"kv_cache_tokens": 160, "max_seq_len": None}, {"max_batch_size": 2}],
@@ -520,7 +607,10 @@ def test_handed_over_requests_give_the_same_tokens(
     if "kv_cache_tokens" in generation:
         assert receiver.statistics()["preemptions"] > 0
     c = sender.info.config
-    assert sender.statistics()["kv_bytes"] == sum(map(len, prompts)) * c.n_layers * 2 * c.n_kv_heads * c.head_dim * 4
+    assert (
+        sender.statistics()["kv_bytes"]
+        == sum(map(len, prompts)) * c.n_layers * 2 * c.n_kv_heads * c.head_dim * 4
+    )
 
 
 def test_handed_over_requests_sample_the_same_tokens(folder: Path, prompts: Tokens) -> None:
@@ -537,12 +627,17 @@ def test_a_request_of_one_token_is_not_handed_over(folder: Path, prompts: Tokens
     assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
 
 
-def test_an_answer_that_ends_with_its_first_token_is_given_up_at_both_ends(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+def test_an_answer_that_ends_with_its_first_token_is_given_up_at_both_ends(
+    folder: Path, prompts: Tokens, expected: Tokens
+) -> None:
     """It was offered, and its KV cache has moved, before its first token was known."""
     end = {"end_ids": (expected[2][0],)}
     answers = hand_over(*make_pair(folder, end, end), make_batch(prompts, generation=1))
     assert answers[2] == expected[2][:1]
-    assert answers == [tokens[: tokens.index(end["end_ids"][0]) + 1 if end["end_ids"][0] in tokens else None] for tokens in expected]
+    assert answers == [
+        tokens[: tokens.index(end["end_ids"][0]) + 1 if end["end_ids"][0] in tokens else None]
+        for tokens in expected
+    ]
 
 
 def test_no_room_is_false_and_never_room_is_an_error(folder: Path) -> None:
@@ -609,8 +704,13 @@ def test_contexts_are_offered_a_step_ahead_and_sent_as_they_are_computed(folder:
 # --- streaming ---
 
 
-def test_those_who_stream_get_every_token_when_it_is_there(folder: Path, prompts: Tokens, expected: Tokens) -> None:
-    """All but the last, which comes with the whole answer; those who don't stream get no row more than before."""
+def test_those_who_stream_get_every_token_when_it_is_there(
+    folder: Path, prompts: Tokens, expected: Tokens
+) -> None:
+    """All but the last, which comes with the whole answer.
+
+    Those who don't stream get no row more than before.
+    """
     core = make_core(folder, kv_cache_tokens=160, max_seq_len=None)
     streams = [i % 2 for i in range(len(prompts))]
     core.enqueue(make_batch(prompts, flags=[i * RequestFlag.STREAM for i in streams]))
@@ -619,7 +719,9 @@ def test_those_who_stream_get_every_token_when_it_is_there(folder: Path, prompts
     assert answers.partial == {i: tokens[1:-1] for i, tokens in enumerate(expected) if streams[i]}
 
 
-def test_a_handed_over_request_streams_on_behind_its_first_token(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+def test_a_handed_over_request_streams_on_behind_its_first_token(
+    folder: Path, prompts: Tokens, expected: Tokens
+) -> None:
     pair = make_pair(folder, {}, {})
     streamed: dict[int, list[int]] = {}
     assert hand_over(*pair, make_batch(prompts, generation=1, flags=RequestFlag.STREAM), streamed) == expected
@@ -635,13 +737,19 @@ def test_end_tokens_can_be_ignored(folder: Path, prompts: Tokens, expected: Toke
 
 
 def test_cancelled_requests(folder: Path, prompts: Tokens, expected: Tokens) -> None:
-    """One queued, one in its context, one in generation, one refused, one unknown; the others are answered."""
+    """One queued, one in its context, one in generation, one refused, one unknown.
+
+    The others are answered.
+    """
     core = make_core(folder, max_batch_size=3, max_num_tokens=10)
     core.enqueue(make_batch([prompts[1], [5] * 30, *prompts[2:7], []]))
     answers = Answers()
     answers.poll(core)
     answers.poll(core)
-    assert [(s.id, len(s.output), s.n_uncached) for s in core.engine.scheduler.running] == [(0, 2, 1), (1, 0, 13)]
+    assert [(s.id, len(s.output), s.n_uncached) for s in core.engine.scheduler.running] == [
+        (0, 2, 1),
+        (1, 0, 13),
+    ]
     core.cancel([0, 1, 6, 7, 99])
     core.cancel([0])
     answers.run(core)
@@ -703,21 +811,34 @@ def test_dummy_weights_depend_on_the_name_alone() -> None:
 
 
 def test_dummy_weights_are_made_where_they_are_asked_for() -> None:
-    """All of this matrix would be 3.5 GB. And they stay what they are: these are the values of other versions and machines."""
+    """All of this matrix would be 3.5 GB.
+
+    And they stay what they are: these are the values of other versions and machines.
+    """
     source = DummyWeights(load_model_config("llama3.1-405b"))
     name = "model.layers.0.mlp.gate_proj.weight"
     part = source.get(name, slice(50_000, 50_003), slice(16_000, 16_004))
-    assert torch.equal(part, source.get(name, slice(49_000, 51_000), slice(15_000, None))[1000:1003, 1000:1004])
-    assert (part * 128 * 147.8).round().int().tolist() == [[-198, -89, 116, -92], [44, 274, -10, -14], [-50, 192, -102, -43]]
+    assert torch.equal(
+        part, source.get(name, slice(49_000, 51_000), slice(15_000, None))[1000:1003, 1000:1004]
+    )
+    assert (part * 128 * 147.8).round().int().tolist() == [
+        [-198, -89, 116, -92],
+        [44, 274, -10, -14],
+        [-50, 192, -102, -43],
+    ]
 
 
 def test_dummy_weights_look_random() -> None:
     config = dataclasses.replace(load_model_config("tiny-llama"), vocab_size=1024, hidden_size=1024)
-    x, y = (DummyWeights(config).get(name).double() * scale for name, scale in (("lm_head.weight", 32), ("model.embed_tokens.weight", 10)))
+    x, y = (
+        DummyWeights(config).get(name).double() * scale
+        for name, scale in (("lm_head.weight", 32), ("model.embed_tokens.weight", 10))
+    )
     assert abs(x.mean()) < 0.003 and abs(x.std() - 1) < 0.003
     assert abs((x * y).mean()) < 0.004
     assert abs((x[1:] * x[:-1]).mean()) < 0.004 and abs((x[:, 1:] * x[:, :-1]).mean()) < 0.004
-    assert torch.linalg.svdvals(x)[0] < 2.05 * 1024**0.5  # of a random matrix: 2; rows or columns that are alike show here
+    # of a random matrix: 2; rows or columns that are alike show here
+    assert torch.linalg.svdvals(x)[0] < 2.05 * 1024**0.5
 
 
 @pytest.mark.slow
@@ -726,7 +847,9 @@ def test_a_layer_of_a_preset_runs(tmp_path: Path, preset: str) -> None:
     """At its true width, in bfloat16."""
     (tmp_path / "config.json").write_text(json.dumps(preset_json(preset) | {"num_hidden_layers": 1}))
     prompts = [np.random.default_rng(i).integers(0, 32000, 9 + i).tolist() for i in range(4)]
-    answers = answer(make_core(tmp_path, load_format="dummy", dtype="bfloat16"), make_batch(prompts, max_output=6))
+    answers = answer(
+        make_core(tmp_path, load_format="dummy", dtype="bfloat16"), make_batch(prompts, max_output=6)
+    )
     assert all(len(set(tokens)) > 1 for tokens in answers)
     assert len({tuple(tokens) for tokens in answers}) == 4
 
@@ -745,7 +868,9 @@ def test_a_real_model_equals_transformers() -> None:
     wanted = oracle(model, prompts, 64)
     options = {"end_ids": None, "max_seq_len": 1024, "tokens_per_block": 32}
     assert answer(make_core(model, **options), make_batch(prompts, max_output=64)) == wanted
-    scarce = make_core(model, **options | {"max_seq_len": None, "kv_cache_tokens": 1024, "max_num_tokens": 100})
+    scarce = make_core(
+        model, **options | {"max_seq_len": None, "kv_cache_tokens": 1024, "max_num_tokens": 100}
+    )
     assert answer(scarce, make_batch(prompts, max_output=64)) == wanted
     assert scarce.statistics()["preemptions"] > 0
     pair = make_pair(model, options, options | {"max_seq_len": None, "kv_cache_tokens": 1024})

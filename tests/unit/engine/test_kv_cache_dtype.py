@@ -1,4 +1,7 @@
-"""KV caches of another type than the model's: fp8 with scales, and bfloat16. The Triton kernels of it: tests/gpu."""
+"""KV caches of another type than the model's: fp8 with scales, and bfloat16.
+
+The Triton kernels of it: tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,15 @@ from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.shards import build
 from mpillm.run.rank_roles import check_handoff
 from tests.helpers import plain_kernels
-from tests.unit.engine.test_engine_torch import N_OUTPUT, Tokens, answer, hand_over, make_batch, make_core, make_pair
+from tests.unit.engine.test_engine_torch import (
+    N_OUTPUT,
+    Tokens,
+    answer,
+    hand_over,
+    make_batch,
+    make_core,
+    make_pair,
+)
 
 N_LAYERS, N_KV_HEADS = 6, 4  # of tiny-llama
 
@@ -39,7 +50,11 @@ N_LAYERS, N_KV_HEADS = 6, 4  # of tiny-llama
 def with_scales(folder: Path, scales: dict[str, torch.Tensor], **scheme: Any) -> Path:
     """tiny-llama, whose checkpoint says that its KV cache is in fp8."""
     save_preset("tiny-llama", folder)
-    save_file(load_file(folder / "model.safetensors") | scales, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        load_file(folder / "model.safetensors") | scales,
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = quantization_config("none", 0, "fp8")
     config["quantization_config"]["kv_cache_scheme"] |= scheme
@@ -63,25 +78,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts() -> Tokens:
     rng = np.random.default_rng(5)
     beginning = rng.integers(0, 512, 20).tolist()
-    return [beginning * (i % 2) + rng.integers(0, 512, n).tolist() for i, n in enumerate([1, 2, 3, 31, 32, 33, 60, 17, 44, 8, 70, 25])]
+    return [
+        beginning * (i % 2) + rng.integers(0, 512, n).tolist()
+        for i, n in enumerate([1, 2, 3, 31, 32, 33, 60, 17, 44, 8, 70, 25])
+    ]
 
 
 def oracle(folder: Path, prompts: Tokens, round_cached: Any) -> Tokens:
-    """What transformers answers when its attention sees keys and values through `round_cached(layer, is_value, x)`."""
+    """What transformers answers when its attention sees keys and values through `round_cached(layer,
+    is_value, x)`."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama import modeling_llama
 
     attend = modeling_llama.eager_attention_forward
 
     def through_cache(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        key, value = (round_cached(module.layer_idx, i, x.transpose(1, 2)).transpose(1, 2) for i, x in enumerate((key, value)))
+        key, value = (
+            round_cached(module.layer_idx, i, x.transpose(1, 2)).transpose(1, 2)
+            for i, x in enumerate((key, value))
+        )
         return attend(module, query, key, value, *args, **kwargs)
 
     config = transformers.AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    weights = {name: x for name, x in load_file(folder / "model.safetensors").items() if not name.endswith("_scale")}
-    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    weights = {
+        name: x for name, x in load_file(folder / "model.safetensors").items() if not name.endswith("_scale")
+    }
+    model = transformers.LlamaForCausalLM._from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     model.load_state_dict(weights)
     model.generation_config.eos_token_id = None
     answers = []
@@ -90,7 +116,9 @@ def oracle(folder: Path, prompts: Tokens, round_cached: Any) -> Tokens:
         for prompt in prompts:
             ids = torch.tensor([prompt])
             mask = torch.ones_like(ids)
-            out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=N_OUTPUT, pad_token_id=0)
+            out = model.generate(
+                ids, attention_mask=mask, do_sample=False, max_new_tokens=N_OUTPUT, pad_token_id=0
+            )
             answers.append(out[0, len(prompt) :].tolist())
     return answers
 
@@ -114,7 +142,9 @@ def test_every_fp8_number_is_widened_exactly() -> None:
     codes = torch.arange(256).to(torch.uint8)
     codes = codes[codes & 0x7F != 0x7F]
     assert torch.equal(widen(codes.view(FP8)), codes.view(FP8).float())
-    assert torch.equal(to_fp8(codes.view(FP8).float() * 3, torch.tensor(3.0)).float(), codes.view(FP8).float())
+    assert torch.equal(
+        to_fp8(codes.view(FP8).float() * 3, torch.tensor(3.0)).float(), codes.view(FP8).float()
+    )
 
 
 def test_rounding_has_a_scale_for_each_head() -> None:
@@ -142,7 +172,8 @@ def test_rounding_has_a_scale_for_each_head() -> None:
 def test_answers_are_those_of_attention_over_rounded_keys_and_values(
     folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
 ) -> None:
-    """Where a key lies in the middle between two fp8 numbers, the last bit of another sum rounds it to the other one."""
+    """Where a key lies in the middle between two fp8 numbers, the last bit of another sum rounds it to the
+    other one."""
     core = make_core(folder, **options)
     assert core.info.kv_dtype == "fp8" and core.engine.cache.keys.dtype == FP8
     found = answer(core, make_batch(prompts))
@@ -158,7 +189,11 @@ def test_a_bfloat16_cache_of_a_float32_model(prompts: Tokens, tmp_path: Path) ->
     save_preset("tiny-llama", tmp_path)
     wanted = oracle(tmp_path, prompts, lambda layer, is_value, x: x.bfloat16().float())
     core = make_core(tmp_path, kv_cache_dtype="bfloat16", max_num_tokens=50)
-    assert (core.info.dtype, core.info.kv_dtype, core.engine.cache.keys.dtype) == ("float32", "bfloat16", torch.bfloat16)
+    assert (core.info.dtype, core.info.kv_dtype, core.engine.cache.keys.dtype) == (
+        "float32",
+        "bfloat16",
+        torch.bfloat16,
+    )
     assert same(answer(core, make_batch(prompts)), wanted) >= len(prompts) - 1
 
 
@@ -166,27 +201,45 @@ def test_fp8_without_scales_has_scale_1(prompts: Tokens, tmp_path: Path) -> None
     save_preset("tiny-llama", tmp_path)
     wanted = oracle(tmp_path, prompts, lambda layer, is_value, x: x.clamp(-448, 448).to(FP8).float())
     core = make_core(tmp_path, kv_cache_dtype="fp8")
-    assert core.engine.cache.scales is not None and torch.equal(core.engine.cache.scales, torch.ones(N_LAYERS, 2, N_KV_HEADS))
+    assert core.engine.cache.scales is not None and torch.equal(
+        core.engine.cache.scales, torch.ones(N_LAYERS, 2, N_KV_HEADS)
+    )
     assert same(answer(core, make_batch(prompts)), wanted) >= len(prompts) - 1
 
 
-def test_the_steps_of_a_gpu(folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_of_a_gpu(
+    folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With plain kernels in the place of Triton's: what goes to them, and where."""
 
     def on_cpu(self: TorchCore) -> GpuWorker:
         from mpillm.engine.parallel.groups import Groups
 
         c = self.config
-        return GpuWorker(self.info, c.tokens_per_block, Groups(), c.max_batch_size, dummy=False, device="cpu", kernels=plain_kernels)
+        return GpuWorker(
+            self.info,
+            c.tokens_per_block,
+            Groups(),
+            c.max_batch_size,
+            dummy=False,
+            device="cpu",
+            kernels=plain_kernels,
+        )
 
     monkeypatch.setattr(TorchCore, "_make_worker", on_cpu)
-    assert same(answer(make_core(folder, max_num_tokens=24), make_batch(prompts)), expected) >= len(prompts) - 1
+    assert (
+        same(answer(make_core(folder, max_num_tokens=24), make_batch(prompts)), expected) >= len(prompts) - 1
+    )
 
 
 def test_a_cache_is_handed_over_as_it_is(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     context, generation = make_pair(folder, {"max_num_tokens": 24}, {"tokens_per_block": 4})
-    assert same(hand_over(context, generation, make_batch(prompts, generation=1)), expected) >= len(prompts) - 1
-    assert context.statistics()["kv_bytes"] == sum(map(len, prompts)) * context.info.config.kv_bytes_per_token("fp8")
+    assert (
+        same(hand_over(context, generation, make_batch(prompts, generation=1)), expected) >= len(prompts) - 1
+    )
+    assert context.statistics()["kv_bytes"] == sum(
+        map(len, prompts)
+    ) * context.info.config.kv_bytes_per_token("fp8")
 
 
 def test_pieces_keep_every_bit() -> None:
@@ -200,7 +253,10 @@ def test_pieces_keep_every_bit() -> None:
     caches[1].write([Held(here, n_tokens)], *part, caches[0].read([Held(there, n_tokens)], *part))
     for name in ("keys", "values"):
         sent, got = (getattr(cache, name).view(torch.uint8) for cache in caches)
-        sent, got = (pool[:, blocks].transpose(1, 2).flatten(2, 3)[:, :, :n_tokens] for pool, blocks in ((sent, there), (got, here)))
+        sent, got = (
+            pool[:, blocks].transpose(1, 2).flatten(2, 3)[:, :, :n_tokens]
+            for pool, blocks in ((sent, there), (got, here))
+        )
         assert torch.equal(got[1:, 2:], sent[1:, 2:])
         assert not got[:1].any() and not got[:, :2].any()
 
@@ -215,8 +271,14 @@ def test_scales_of_a_checkpoint_by_any_name_and_shape(tmp_path: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         scales |= [
             {prefix + "k_scale": torch.tensor(0.25), prefix + "v_scale": torch.tensor([0.5])},
-            {prefix + "k_proj.k_scale": torch.tensor([0.25]), prefix + "v_proj.v_scale": torch.tensor(0.5, dtype=torch.bfloat16)},
-            {prefix + "k_scale": torch.arange(1.0, 5.0).view(4, 1, 1), prefix + "v_scale": torch.tensor([0.5])},
+            {
+                prefix + "k_proj.k_scale": torch.tensor([0.25]),
+                prefix + "v_proj.v_scale": torch.tensor(0.5, dtype=torch.bfloat16),
+            },
+            {
+                prefix + "k_scale": torch.arange(1.0, 5.0).view(4, 1, 1),
+                prefix + "v_scale": torch.tensor([0.5]),
+            },
         ][layer % 3]
     folder = with_scales(tmp_path / "model", scales, strategy="attn_head")
     model = load_model_config(str(folder))
@@ -233,7 +295,8 @@ def test_scales_are_twice_what_the_largest_key_and_value_need(prompts: Tokens, t
     largest = np.zeros((N_LAYERS, 2))
 
     def watch(layer: int, is_value: int, x: torch.Tensor) -> torch.Tensor:
-        n = x.shape[1] if x.shape[1] <= n_prompt else n_prompt  # what an answer adds is none of calibration's business
+        # what an answer adds is none of calibration's business
+        n = x.shape[1] if x.shape[1] <= n_prompt else n_prompt
         largest[layer, is_value] = max(largest[layer, is_value], float(x[:, :n].abs().max()))
         return x
 
@@ -250,15 +313,27 @@ def test_scales_are_twice_what_the_largest_key_and_value_need(prompts: Tokens, t
 
 
 @pytest.mark.parametrize("qformat", ["full_prec", "fp8"])
-def test_generate_engines_calibrates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: Tokens, qformat: str) -> None:
-    """TRTLLM_CHECKPOINT_FLAGS=kv_cache_dtype:fp8 makes a checkpoint with scales, an engine of it, and runs of both have an fp8 cache."""
+def test_generate_engines_calibrates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: Tokens, qformat: str
+) -> None:
+    """TRTLLM_CHECKPOINT_FLAGS=kv_cache_dtype:fp8 makes a checkpoint with scales, an engine of it, and runs of
+    both have an fp8 cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRTLLM_CHECKPOINT_FLAGS", f"qformat:{qformat},kv_cache_dtype:fp8,calib_size:3")
     save_preset("tiny-llama", Path("llama"))
     assert main(["generate-engines", "--model_path=llama"]) == 0
-    checkpoint, engine = Path(f"build/checkpoints/llama-{qformat}-kv_fp8-hf"), Path(f"build/engines/llama-{qformat}-kv_fp8-torch-tp1-pp1")
+    checkpoint, engine = (
+        Path(f"build/checkpoints/llama-{qformat}-kv_fp8-hf"),
+        Path(f"build/engines/llama-{qformat}-kv_fp8-torch-tp1-pp1"),
+    )
     config = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
-    assert config["kv_cache_scheme"] == {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    assert config["kv_cache_scheme"] == {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+    }
     held = load_file(checkpoint / "model.safetensors")
     texts = load_dataset(None, load_tokenizer(Path("llama")), Limits(512, max_seq_len=256))
     scales = kv_scales(Path("llama"), [texts.sample(i).tolist() for i in range(3)], 1)
@@ -267,10 +342,16 @@ def test_generate_engines_calibrates(tmp_path: Path, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(held[name], scale)
     of_checkpoint, of_engine = make_core(checkpoint), make_core(checkpoint, engine_dir=str(engine))
     for core in (of_checkpoint, of_engine):
-        assert (core.info.kv_dtype, core.info.quantization) == ("fp8", "none" if qformat == "full_prec" else "fp8")
+        assert (core.info.kv_dtype, core.info.quantization) == (
+            "fp8",
+            "none" if qformat == "full_prec" else "fp8",
+        )
         assert core.engine.cache.scales is not None and of_checkpoint.engine.cache.scales is not None
         assert torch.equal(core.engine.cache.scales, of_checkpoint.engine.cache.scales)
-        assert core.engine.cache.scales[2, 1].tolist() == held["model.layers.2.self_attn.v_scale"].tolist() * N_KV_HEADS
+        assert (
+            core.engine.cache.scales[2, 1].tolist()
+            == held["model.layers.2.self_attn.v_scale"].tolist() * N_KV_HEADS
+        )
     few = make_batch(prompts[:4])
     assert answer(of_checkpoint, few) == answer(of_engine, few)
 
@@ -282,12 +363,17 @@ def test_generate_engines_calibrates(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("kv_cache_dtype:fp8,calib_size:0", "calib_size 0: expected a whole number of at least 1"),
         (
             "qformat:fp8,calib_sise:4",
-            "the torch core has no flag 'calib_sise'.*did you mean 'calib_size'.*it has qformat, kv_cache_dtype, ",
+            "the torch core has no flag 'calib_sise'.*did you mean 'calib_size'.*it has qformat,"
+            " kv_cache_dtype, ",
         ),
     ],
 )
 def test_flags_that_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_preset("tiny-llama", Path("llama"))
@@ -301,12 +387,16 @@ def test_a_checkpoint_with_scales_keeps_them_when_it_is_quantised(folder: Path, 
     assert (model.quantization, model.kv_quantization) == ("fp8", "fp8")
     with pytest.raises(ConfigError, match="it has scales for the KV cache already"):
         quantize(folder, tmp_path / "again", "fp8", kv_scales=scales_of_heads())
-    with pytest.raises(ConfigError, match="its weights are fp8 already; calibrate the model that it was made from"):
+    with pytest.raises(
+        ConfigError, match="its weights are fp8 already; calibrate the model that it was made from"
+    ):
         quantize(tmp_path / "fp8", tmp_path / "again", "none", kv_scales=scales_of_heads())
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_an_engine_has_its_scales(folder: Path, tmp_path: Path, prompts: Tokens, expected: Tokens, tp_size: int) -> None:
+def test_an_engine_has_its_scales(
+    folder: Path, tmp_path: Path, prompts: Tokens, expected: Tokens, tp_size: int
+) -> None:
     build(folder, tmp_path / "engine", tp_size)
     config = json.loads((tmp_path / "engine" / "config.json").read_text())
     assert config["pretrained_config"]["quantization"] == {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
@@ -314,7 +404,9 @@ def test_an_engine_has_its_scales(folder: Path, tmp_path: Path, prompts: Tokens,
     for rank in range(tp_size):
         layout = Layout(tp_size, tp_rank=rank)
         held = load_file(tmp_path / "engine" / f"rank{rank}.safetensors")
-        wanted = Shards(Checkpoint(folder, model), model, layout, torch.float32).kv_scales(layout.layers(model))
+        wanted = Shards(Checkpoint(folder, model), model, layout, torch.float32).kv_scales(
+            layout.layers(model)
+        )
         assert wanted is not None
         for layer in range(N_LAYERS):
             assert torch.equal(held[f"model.layers.{layer}.self_attn.kv_scale"], wanted[layer])
@@ -331,22 +423,38 @@ def test_an_engine_has_its_scales(folder: Path, tmp_path: Path, prompts: Tokens,
         ({"dynamic": True}, {}, "kv_cache_scheme.dynamic true"),
         ({"type": "int"}, {}, 'kv_cache_scheme.type "int"'),
         ({}, {"model.layers.2.self_attn.k_scale": None}, "no tensor model.layers.2.self_attn.k_scale in"),
-        ({}, {"model.layers.2.self_attn.k_scale": torch.ones(3)}, r"k_scale has shape \[3\], config.json makes it \[4\]"),
-        ({}, {"model.layers.2.self_attn.k_scale": torch.ones(1, dtype=torch.int32)}, "k_scale is of type I32"),
+        (
+            {},
+            {"model.layers.2.self_attn.k_scale": torch.ones(3)},
+            r"k_scale has shape \[3\], config.json makes it \[4\]",
+        ),
+        (
+            {},
+            {"model.layers.2.self_attn.k_scale": torch.ones(1, dtype=torch.int32)},
+            "k_scale is of type I32",
+        ),
     ],
     ids=str,
 )
-def test_what_is_refused_of_a_checkpoint(tmp_path: Path, scheme: dict[str, Any], scales: dict[str, Any], message: str) -> None:
+def test_what_is_refused_of_a_checkpoint(
+    tmp_path: Path, scheme: dict[str, Any], scales: dict[str, Any], message: str
+) -> None:
     changed = {name: x for name, x in (scales_of_heads() | scales).items() if x is not None}
     with pytest.raises(ConfigError, match=message):
         model_info(CoreConfig("torch", model_path=str(with_scales(tmp_path / "model", changed, **scheme))))
 
 
 def test_instances_that_hand_over_have_one_type() -> None:
-    cores = [CoreConfig("torch", role=role, model_path="tiny-llama", kv_cache_dtype="fp8") for role in ("context", "generation")]
+    cores = [
+        CoreConfig("torch", role=role, model_path="tiny-llama", kv_cache_dtype="fp8")
+        for role in ("context", "generation")
+    ]
     check_handoff(cores, map(model_info, cores))
     cores[1] = CoreConfig("torch", role="generation", model_path="tiny-llama")
-    with pytest.raises(ConfigError, match="context instances have a KV cache in fp8 and generation instances have a KV cache in float32"):
+    with pytest.raises(
+        ConfigError,
+        match="context instances have a KV cache in fp8 and generation instances have a KV cache in float32",
+    ):
         check_handoff(cores, map(model_info, cores))
 
 
@@ -358,21 +466,35 @@ def config(**options: Any) -> CoreConfig:
 
 
 def test_a_cache_in_fp8_holds_twice_the_tokens() -> None:
-    sizes = {dtype: model_info(config(gpu_bytes=100 << 30, kv_cache_dtype=dtype)) for dtype in ("auto", "bfloat16", "fp8")}
+    sizes = {
+        dtype: model_info(config(gpu_bytes=100 << 30, kv_cache_dtype=dtype))
+        for dtype in ("auto", "bfloat16", "fp8")
+    }
     assert sizes["auto"] == sizes["bfloat16"]
     assert sizes["auto"].kv_dtype == "bfloat16"
     assert sizes["fp8"].kv_cache_tokens == pytest.approx(2 * sizes["auto"].kv_cache_tokens, abs=64)
     model = sizes["fp8"].config
-    assert model.kv_bytes_per_token("fp8", 2) * 2 == model.kv_bytes_per_token("bfloat16", 2) == 2 * 32 * 4 * 128 * 2
+    assert (
+        model.kv_bytes_per_token("fp8", 2) * 2
+        == model.kv_bytes_per_token("bfloat16", 2)
+        == 2 * 32 * 4 * 128 * 2
+    )
 
 
 def test_heads_that_fp8_does_not_fit(tmp_path: Path) -> None:
     save_preset("tiny-llama", tmp_path)
     changed = json.loads((tmp_path / "config.json").read_text()) | {"head_dim": 8}
     (tmp_path / "config.json").write_text(json.dumps(changed))
-    core = CoreConfig("torch", model_path=str(tmp_path), load_format="dummy", kv_cache_dtype="fp8", max_seq_len=64)
+    core = CoreConfig(
+        "torch", model_path=str(tmp_path), load_format="dummy", kv_cache_dtype="fp8", max_seq_len=64
+    )
     assert model_info(core).kv_dtype == "fp8"
-    with pytest.raises(ConfigError, match=r"--kv_cache_dtype fp8: heads of .* have 8 values; on a GPU fp8 needs a multiple of 16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--kv_cache_dtype fp8: heads of .* have 8 values; on a GPU fp8 needs a multiple of 16",
+    ):
         model_info(CoreConfig(**vars(core) | {"gpu_bytes": 8 << 30}))
-    with pytest.raises(ConfigError, match=r"--kv_cache_dtype fp9: not one of auto, bfloat16, fp8 \(did you mean 'fp8'\?\)"):
+    with pytest.raises(
+        ConfigError, match=r"--kv_cache_dtype fp9: not one of auto, bfloat16, fp8 \(did you mean 'fp8'\?\)"
+    ):
         model_info(CoreConfig(**vars(core) | {"kv_cache_dtype": "fp9"}))

@@ -10,7 +10,9 @@ from mpillm.engine.model.linear import Int8Linear, Linear, make_linear
 from mpillm.engine.weights.quantize import quantize_rows
 
 
-def matrix(algorithm: str, n_out: int = 96, n_in: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def matrix(
+    algorithm: str, n_out: int = 96, n_in: int = 64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """8-bit numbers, scales, and the float32 matrix that they stand for."""
     torch.manual_seed(n_out)
     numbers, scales = quantize_rows(torch.randn(n_out, n_in) * torch.rand(n_out, 1), algorithm)

@@ -1,4 +1,5 @@
-"""Quantised checkpoints: the folder, the arithmetic against transformers with the weights multiplied out, and what is refused."""
+"""Quantised checkpoints: the folder, the arithmetic against transformers with the weights multiplied out, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -79,7 +80,11 @@ def test_rounding(algorithm: str, largest: float) -> None:
     torch.testing.assert_close(scales[:5] * largest, matrix[:5].abs().amax(1, keepdim=True))
     widened = numbers.float() * scales
     # A step: of int8 the scale, of e4m3 an eighth of the number's power of two, which is at least 2 ** -6.
-    step = scales if algorithm == "int8" else scales * torch.exp2(numbers.float().abs().clamp(min=2**-6).log2().floor() - 3)
+    step = (
+        scales
+        if algorithm == "int8"
+        else scales * torch.exp2(numbers.float().abs().clamp(min=2**-6).log2().floor() - 3)
+    )
     assert ((widened - matrix).abs() <= 0.5001 * step).all()
     assert torch.equal(dequantize_rows(numbers, scales, torch.float32), widened)
 
@@ -99,7 +104,9 @@ def test_logits_are_those_of_the_weights_multiplied_out(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     folder = folders[preset, algorithm]
-    model = transformers.AutoModelForCausalLM.from_pretrained(dequantized(folder, tmp_path / "floats"), dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        dequantized(folder, tmp_path / "floats"), dtype=torch.float32
+    ).eval()
     core = make_core(folder)
     assert core.info.quantization == algorithm
     for prompt in prompts:
@@ -109,7 +116,9 @@ def test_logits_are_those_of_the_weights_multiplied_out(
 
 
 @pytest.mark.parametrize("algorithm", ["int8", "fp8"])
-def test_greedy_tokens_are_those_of_transformers(folders: Folders, prompts: Tokens, tmp_path: Path, algorithm: str) -> None:
+def test_greedy_tokens_are_those_of_transformers(
+    folders: Folders, prompts: Tokens, tmp_path: Path, algorithm: str
+) -> None:
     folder = folders["tiny-llama", algorithm]
     wanted = oracle(dequantized(folder, tmp_path / "floats"), prompts, N_OUTPUT)
     for options in ({}, {"max_batch_size": 3, "max_num_tokens": 9}):
@@ -131,7 +140,9 @@ def test_bfloat16_is_close(folders: Folders, prompts: Tokens, preset: str) -> No
 @pytest.mark.parametrize("algorithm", ["int8", "fp8"])
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mixtral"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 1), (4, 1, 2)], ids=str)
-def test_quantised_at_load_or_before_is_the_same(folders: Folders, preset: str, algorithm: str, shape: tuple[int, int, int]) -> None:
+def test_quantised_at_load_or_before_is_the_same(
+    folders: Folders, preset: str, algorithm: str, shape: tuple[int, int, int]
+) -> None:
     """On every rank: a row's columns may be spread over ranks, its scale is one."""
     if preset == "tiny-llama" and shape[2] > 1:
         pytest.skip("no experts")
@@ -139,19 +150,26 @@ def test_quantised_at_load_or_before_is_the_same(folders: Folders, preset: str, 
     for rank in range(shape[0]):
         layout = Layout(*shape, tp_rank=rank, pp_rank=shape[1] - 1)
         shards = [
-            Shards(Checkpoint(folders[preset, name], model), model, layout, torch.float32, quantization=algorithm)
+            Shards(
+                Checkpoint(folders[preset, name], model), model, layout, torch.float32, quantization=algorithm
+            )
             for name, model in ((algorithm, before), ("none", at_load))
         ]
         layer = f"model.layers.{layout.layers(before)[-1]}"
         names = [f"{layer}.self_attn.qkv_proj", f"{layer}.self_attn.o_proj"]
         if before.n_experts:
-            names += [f"{layer}.block_sparse_moe.experts.{layout.experts(before)[-1]}.{name}" for name in ("w13", "w2")]
+            names += [
+                f"{layer}.block_sparse_moe.experts.{layout.experts(before)[-1]}.{name}"
+                for name in ("w13", "w2")
+            ]
         else:
             names += [f"{layer}.mlp.gate_up_proj", f"{layer}.mlp.down_proj"]
         for name in names:
             (numbers, scales), (numbers_too, scales_too) = (shard.matrix(name) for shard in shards)
             assert scales is not None and scales_too is not None and numbers.element_size() == 1
-            assert torch.equal(numbers.view(torch.int8), numbers_too.view(torch.int8)) and torch.equal(scales, scales_too)
+            assert torch.equal(numbers.view(torch.int8), numbers_too.view(torch.int8)) and torch.equal(
+                scales, scales_too
+            )
 
 
 @pytest.mark.parametrize("algorithm", ["none", "int8", "fp8"])
@@ -165,7 +183,10 @@ def test_the_memory_of_weights_is_known(folders: Folders, algorithm: str, dtype:
         n_bytes["int8"] += n + 4 * shape[0] if "_proj" in name else n * width
     assert info.n_bytes == n_bytes["int8" if algorithm == "int8" else "none"]  # fp8: floats on a CPU
     if algorithm == "fp8":
-        assert check_model(config(folders["tiny-llama", "fp8"], dtype=dtype, gpu_bytes=8 << 30)).n_bytes == n_bytes["int8"]
+        assert (
+            check_model(config(folders["tiny-llama", "fp8"], dtype=dtype, gpu_bytes=8 << 30)).n_bytes
+            == n_bytes["int8"]
+        )
 
 
 # --- the folder ---
@@ -173,7 +194,8 @@ def test_the_memory_of_weights_is_known(folders: Folders, algorithm: str, dtype:
 
 @pytest.fixture
 def two_files(tmp_path: Path) -> Path:
-    """A checkpoint in bfloat16 of two files with an index, a tied embedding, a tensor that is none of ours, a tokenizer."""
+    """A checkpoint in bfloat16 of two files with an index, a tied embedding, a tensor that is none of ours, a
+    tokenizer."""
     folder = tmp_path / "source"
     save_preset("tiny-llama", folder)
     tensors = load_file(folder / "model.safetensors")
@@ -187,7 +209,10 @@ def two_files(tmp_path: Path) -> Path:
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    raw = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True, "dtype": "bfloat16"}
+    raw = json.loads((folder / "config.json").read_text()) | {
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(raw))
     for name in ("tokenizer.json", "generation_config.json", "pytorch_model.bin", "fetched.json"):
         (folder / name).write_text("{}")
@@ -200,18 +225,32 @@ def test_the_folder(two_files: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert len(lines) == 2
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    kept = ["config.json", "generation_config.json", "quantization.json", "tokenizer.json", "model.safetensors.index.json"]
+    kept = [
+        "config.json",
+        "generation_config.json",
+        "quantization.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+    ]
     assert sorted(p.name for p in out.iterdir()) == sorted([*files, *kept])
     index = json.loads((out / "model.safetensors.index.json").read_text())
     for file in files:
         before, after = load_file(two_files / file), load_file(out / file)
-        assert set(after) == {name for name, where in index["weight_map"].items() if where == file} and set(before) <= set(after)
+        assert set(after) == {name for name, where in index["weight_map"].items() if where == file} and set(
+            before
+        ) <= set(after)
         for name, tensor in before.items():
             if "_proj" in name:
                 scales = after[f"{name}_scale"]
-                assert after[name].dtype == torch.int8 and scales.shape == (len(tensor), 1) and scales.dtype == torch.float32
+                assert (
+                    after[name].dtype == torch.int8
+                    and scales.shape == (len(tensor), 1)
+                    and scales.dtype == torch.float32
+                )
                 error = float((after[name] * scales - tensor.float()).norm() / tensor.float().norm())
-                assert record["relative_errors"][name] == pytest.approx(error, rel=1e-3) and 0.002 < error < 0.01
+                assert (
+                    record["relative_errors"][name] == pytest.approx(error, rel=1e-3) and 0.002 < error < 0.01
+                )
             else:
                 assert after[name].dtype == torch.bfloat16 and torch.equal(after[name], tensor)
     assert len(record["relative_errors"]) == 6 * 7
@@ -271,7 +310,9 @@ def test_what_cannot_be_quantised(folders: Folders, tmp_path: Path) -> None:
     def poison(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = float("nan")
 
-    with pytest.raises(ConfigError, match=r"model\.layers\.2\.mlp\.up_proj\.weight has values that are not finite"):
+    with pytest.raises(
+        ConfigError, match=r"model\.layers\.2\.mlp\.up_proj\.weight has values that are not finite"
+    ):
         quantize(damaged(tmp_path, source, poison), out, "fp8")
     file = tmp_path / "damaged" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
@@ -301,7 +342,10 @@ def test_a_damaged_quantised_checkpoint(folders: Folders, tmp_path: Path) -> Non
     name = "model.layers.1.self_attn.k_proj.weight"
     changes: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
         (lambda t: t.pop(f"{name}_scale"), f"no tensor {name}_scale"),
-        (lambda t: t.update({f"{name}_scale": torch.ones(1)}), rf"{name}_scale has shape \[1\], config.json makes it \[64, 1\]"),
+        (
+            lambda t: t.update({f"{name}_scale": torch.ones(1)}),
+            rf"{name}_scale has shape \[1\], config.json makes it \[64, 1\]",
+        ),
         (lambda t: t.update({name: t[name].float()}), f"{name} is of type F32; can read I8"),
     ]
     for change, message in changes:
@@ -313,19 +357,27 @@ def test_a_damaged_quantised_checkpoint(folders: Folders, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "gptq"}, 'quant_method "gptq" is not supported by the torch core; supported: compressed-tensors'),
+        (
+            {"quant_method": "gptq"},
+            'quant_method "gptq" is not supported by the torch core; supported: compressed-tensors',
+        ),
         ({"format": "pack-quantized"}, 'format "pack-quantized" is not supported'),
         ({"config_groups": {}}, "config_groups {} is not supported by the torch core; supported: one group"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"ignore": []}, "ignore"),
-        ({"weights": {"num_bits": 4}}, r"weights.num_bits 4 is not supported by the torch core; supported: 8"),
+        (
+            {"weights": {"num_bits": 4}},
+            r"weights.num_bits 4 is not supported by the torch core; supported: 8",
+        ),
         ({"weights": {"strategy": "tensor"}}, 'weights.strategy "tensor"'),
         ({"weights": {"symmetric": False}}, "weights.symmetric false"),
         ({"targets": ["re:.*mlp.*"]}, "targets"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_another_quantization_config(folders: Folders, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_another_quantization_config(
+    folders: Folders, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     shutil.copytree(folders["tiny-llama", "int8"], tmp_path, dirs_exist_ok=True)
     raw = json.loads((tmp_path / "config.json").read_text())
     quantization = raw["quantization_config"]
@@ -349,11 +401,19 @@ def test_what_an_engine_refuses(folders: Folders, tmp_path: Path) -> None:
     for asked in ("fp8", "none"):
         with pytest.raises(ConfigError, match=f"--quantization {asked}: the weights of .* are int8"):
             model_info(config(int8, quantization=asked))
-    with pytest.raises(ConfigError, match=r"int8 weights run only on CPUs \(--device cpu\); on a GPU use fp8"):
+    with pytest.raises(
+        ConfigError, match=r"int8 weights run only on CPUs \(--device cpu\); on a GPU use fp8"
+    ):
         model_info(config(int8, gpu_bytes=8 << 30))
-    assert model_info(config(floats, quantization="fp8", gpu_bytes=8 << 30)).n_bytes < model_info(config(floats)).n_bytes / 2
+    assert (
+        model_info(config(floats, quantization="fp8", gpu_bytes=8 << 30)).n_bytes
+        < model_info(config(floats)).n_bytes / 2
+    )
     raw = json.loads((floats / "config.json").read_text()) | {"intermediate_size": 264}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=r"a rank holds \[264, 128\] of model\.layers\.0\.mlp\.gate_proj\.weight; .* multiples of 16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a rank holds \[264, 128\] of model\.layers\.0\.mlp\.gate_proj\.weight; .* multiples of 16",
+    ):
         model_info(config(tmp_path, load_format="dummy", quantization="fp8", gpu_bytes=8 << 30))
     model_info(config(tmp_path, load_format="dummy", quantization="fp8"))

@@ -1,4 +1,5 @@
-"""Engines of the torch core: files that hold what each rank's engine holds, and what makes them unfit for a run."""
+"""Engines of the torch core: files that hold what each rank's engine holds, and what makes them unfit for a
+run."""
 
 from __future__ import annotations
 
@@ -51,11 +52,21 @@ def config(model: Path | str, **options: Any) -> CoreConfig:
 @pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
 @pytest.mark.parametrize(
     ("preset", "sizes"),
-    [("llama", (1, 1, 1)), ("llama", (2, 2, 1)), ("llama", (8, 1, 1)), ("mixtral", (2, 1, 2)), ("mixtral", (4, 3, 2))],
+    [
+        ("llama", (1, 1, 1)),
+        ("llama", (2, 2, 1)),
+        ("llama", (8, 1, 1)),
+        ("mixtral", (2, 1, 2)),
+        ("mixtral", (4, 3, 2)),
+    ],
     ids=str,
 )
 def test_each_rank_gets_what_it_would_have_cut(
-    request: pytest.FixtureRequest, tmp_path: Path, preset: str, sizes: tuple[int, int, int], quantization: str
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    preset: str,
+    sizes: tuple[int, int, int],
+    quantization: str,
 ) -> None:
     folder = request.getfixturevalue(preset)
     build(folder, tmp_path / "engine", *sizes, dtype="bfloat16", quantization=quantization)
@@ -66,23 +77,33 @@ def test_each_rank_gets_what_it_would_have_cut(
     for layout in layouts(engine.layout):
         shards = Shards(Checkpoint(folder, model), model, layout, torch.bfloat16, quantization=quantization)
         built = Built(engine, model, layout, "cpu")
-        names = {name.removesuffix(".weight") for name in load_file(engine.file(layout)) if name.endswith(".weight")}
+        names = {
+            name.removesuffix(".weight")
+            for name in load_file(engine.file(layout))
+            if name.endswith(".weight")
+        }
         for name in names:
             if "_proj" not in name and ".w" not in name:
                 assert torch.equal(built.get(name), shards.get(name))
                 continue
             (weight, scales), (wanted, wanted_scales) = built.matrix(name), shards.matrix(name)
-            assert weight.dtype == wanted.dtype and torch.equal(weight.view(torch.int8), wanted.view(torch.int8)), name
+            assert weight.dtype == wanted.dtype and torch.equal(
+                weight.view(torch.int8), wanted.view(torch.int8)
+            ), name
             assert (scales is None) == (wanted_scales is None) == (quantization == "none")
             assert scales is None or (wanted_scales is not None and torch.equal(scales, wanted_scales))
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_answers_are_those_of_the_checkpoint(llama: Path, tmp_path: Path, prompts: Tokens, quantization: str) -> None:
+def test_answers_are_those_of_the_checkpoint(
+    llama: Path, tmp_path: Path, prompts: Tokens, quantization: str
+) -> None:
     build(llama, tmp_path / "engine", quantization=quantization)
     core = make_core(llama, engine_dir=str(tmp_path / "engine"))
     assert (core.info.quantization, core.info.dtype) == (quantization, "float32")
-    assert answer(core, make_batch(prompts)) == answer(make_core(llama, quantization=quantization), make_batch(prompts))
+    assert answer(core, make_batch(prompts)) == answer(
+        make_core(llama, quantization=quantization), make_batch(prompts)
+    )
 
 
 def test_weights_are_used_where_they_lie_in_the_file(llama: Path, tmp_path: Path) -> None:
@@ -91,15 +112,21 @@ def test_weights_are_used_where_they_lie_in_the_file(llama: Path, tmp_path: Path
     core = make_core(llama, engine_dir=str(tmp_path / "engine"))
     assert core.worker is not None
     file, address = str(tmp_path / "engine" / "rank0.safetensors"), core.worker.model.embedding.data_ptr()
-    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(file)]
+    ranges = [
+        line.split()[0].split("-")
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(file)
+    ]
     assert any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
-def test_a_preset_and_a_quantised_checkpoint_can_be_built_from(llama: Path, tmp_path: Path, prompts: Tokens) -> None:
+def test_a_preset_and_a_quantised_checkpoint_can_be_built_from(
+    llama: Path, tmp_path: Path, prompts: Tokens
+) -> None:
     build("tiny-llama", tmp_path / "preset")
-    assert answer(make_core("tiny-llama", engine_dir=str(tmp_path / "preset")), make_batch(prompts)) == answer(
-        make_core(llama), make_batch(prompts)
-    )
+    assert answer(
+        make_core("tiny-llama", engine_dir=str(tmp_path / "preset")), make_batch(prompts)
+    ) == answer(make_core(llama), make_batch(prompts))
     quantize(llama, tmp_path / "int8", "int8")
     build(tmp_path / "int8", tmp_path / "engine")
     wanted = answer(make_core(tmp_path / "int8"), make_batch(prompts))
@@ -109,11 +136,25 @@ def test_a_preset_and_a_quantised_checkpoint_can_be_built_from(llama: Path, tmp_
 
 def test_config_json(llama: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    written = build(llama, tmp_path / "engine", 2, 3, build_config={"max_batch_size": 7}, quantization="fp8", progress=lines.append)
+    written = build(
+        llama,
+        tmp_path / "engine",
+        2,
+        3,
+        build_config={"max_batch_size": 7},
+        quantization="fp8",
+        progress=lines.append,
+    )
     assert json.loads((tmp_path / "engine" / "config.json").read_text()) == written
     assert len(lines) == 6
     pretrained = written["pretrained_config"]
-    assert pretrained["mapping"] == {"world_size": 6, "tp_size": 2, "pp_size": 3, "moe_tp_size": 2, "moe_ep_size": 1}
+    assert pretrained["mapping"] == {
+        "world_size": 6,
+        "tp_size": 2,
+        "pp_size": 3,
+        "moe_tp_size": 2,
+        "moe_ep_size": 1,
+    }
     assert pretrained["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": None}
     assert pretrained["architecture"] == "LlamaForCausalLM"
     assert pretrained["dtype"] == "float32" and pretrained["num_hidden_layers"] == 6
@@ -134,7 +175,9 @@ def test_the_memory_of_weights_is_that_of_their_files(mixtral: Path, tmp_path: P
                 pp_rank=layout.pp_rank,
             )
         )
-        assert info.n_bytes == sum(tensor.nbytes for tensor in load_file(tmp_path / "engine" / f"rank{rank}.safetensors").values())
+        assert info.n_bytes == sum(
+            tensor.nbytes for tensor in load_file(tmp_path / "engine" / f"rank{rank}.safetensors").values()
+        )
 
 
 # --- what does not fit ---
@@ -161,19 +204,28 @@ def test_an_engine_for_another_run(llama: Path, engine: Path, tmp_path: Path) ->
         ({"load_format": "dummy"}, "--load_format dummy makes random weights"),
         ({"engine_dir": str(llama)}, r"config\.json: not an engine of format 1"),
         ({"engine_dir": str(tmp_path)}, r"^--engine_dir .*: no config\.json in it \(`python -m"),
-        ({"engine_dir": str(tmp_path / "none")}, r"^--engine_dir .*none: no such folder \(`python -m mpillm generate-engines"),
+        (
+            {"engine_dir": str(tmp_path / "none")},
+            r"^--engine_dir .*none: no such folder \(`python -m mpillm generate-engines",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             check_model(config(llama, **fitting | change))
     check_model(config(other, **fitting))  # the same weights elsewhere
-    save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, other / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1},
+        other / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(ConfigError, match=r"built from other weights than those of .*other; build it again"):
         check_model(config(other, **fitting))
     with pytest.raises(ConfigError, match="built from other weights than those of tiny-llama"):
         check_model(config("tiny-llama", **fitting))
     raw = json.loads((other / "config.json").read_text()) | {"rope_theta": 500000.0}
     (other / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=r"built from another model than .*other: rope_theta 10000\.0, not 500000\.0"):
+    with pytest.raises(
+        ConfigError, match=r"built from another model than .*other: rope_theta 10000\.0, not 500000\.0"
+    ):
         check_model(config(other, **fitting))
 
 
@@ -208,7 +260,9 @@ def test_a_damaged_engine(llama: Path, engine: Path, tmp_path: Path) -> None:
     refused(r"config\.json: not an engine's config\.json \(KeyError: 'pp_size'\)")
 
 
-def test_what_cannot_be_built(llama: Path, mixtral: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_built(
+    llama: Path, mixtral: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "engine"
     wrong: tuple[tuple[Path, tuple[int, int, int], dict[str, Any], str], ...] = (
         (llama, (3, 1, 1), {}, "tensor_parallel_size 3 does not divide the 8 attention heads"),

@@ -37,7 +37,12 @@ def wait_for(log: Path) -> str:
 
 def test_exit_code_and_log(tmp_path: Path) -> None:
     with Children() as children:
-        child = children.start("tool", [sys.executable, "-c", "print('one\\ntwo'); raise SystemExit(3)"], os.environ, tmp_path / "log")
+        child = children.start(
+            "tool",
+            [sys.executable, "-c", "print('one\\ntwo'); raise SystemExit(3)"],
+            os.environ,
+            tmp_path / "log",
+        )
         assert children.wait(child, 20) == 3
     assert child.tail(1) == "  | two"
 
@@ -109,7 +114,10 @@ def test_a_killed_parent(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
-    with Children() as children, pytest.raises(ConfigError, match="tool: can't start /nowhere/tool: No such file"):
+    with (
+        Children() as children,
+        pytest.raises(ConfigError, match="tool: can't start /nowhere/tool: No such file"),
+    ):
         children.start("tool", ["/nowhere/tool"], os.environ, tmp_path / "log")
 
 

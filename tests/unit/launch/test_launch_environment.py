@@ -67,7 +67,14 @@ OPEN_MPI_4 = {
     "PMIX_RANK": "0",
 }
 
-MPICH = {"PMI_RANK": "0", "PMI_FD": "9", "PMI_SIZE": "2", "HYDI_CONTROL_FD": "7", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+MPICH = {
+    "PMI_RANK": "0",
+    "PMI_FD": "9",
+    "PMI_SIZE": "2",
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALRANKID": "0",
+    "MPI_LOCALNRANKS": "2",
+}
 
 SLURM = {
     "SLURM_PROCID": "1",
@@ -79,13 +86,20 @@ SLURM = {
 }
 
 
-@pytest.mark.parametrize("job", [OPEN_MPI_5, OPEN_MPI_4, MPICH, SLURM], ids=["openmpi5", "openmpi4", "mpich", "slurm"])
+@pytest.mark.parametrize(
+    "job", [OPEN_MPI_5, OPEN_MPI_4, MPICH, SLURM], ids=["openmpi5", "openmpi4", "mpich", "slurm"]
+)
 def test_what_a_launcher_set_goes_and_what_a_person_set_stays(job: dict[str, str]) -> None:
     assert clean_environment({**PERSON, **job}) == PERSON
 
 
 def test_outside_a_job_nothing_changes() -> None:
-    env = {**PERSON, "OPAL_PREFIX": "/opt/moved", "LD_LIBRARY_PATH": "/opt/moved/lib", "OMPI_MCA_pmix": "ext3x"}
+    env = {
+        **PERSON,
+        "OPAL_PREFIX": "/opt/moved",
+        "LD_LIBRARY_PATH": "/opt/moved/lib",
+        "OMPI_MCA_pmix": "ext3x",
+    }
     assert clean_environment(env) == env
 
 
@@ -145,7 +159,9 @@ def test_what_mpillm_mpirun_started_is_stopped_by_what_it_passes_on(monkeypatch:
     assert signal.SIGUSR2 in stop_signals()
 
 
-def test_another_rank_waits_until_rank_0_has_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_rank_waits_until_rank_0_has_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited: list[float] = []
     env = {EXIT_FILE: str(tmp_path / "exit_code")}
 
@@ -158,12 +174,17 @@ def test_another_rank_waits_until_rank_0_has_reported(tmp_path: Path, monkeypatc
     assert len(waited) == 1
 
 
-@pytest.mark.parametrize("env, expected", [(OPEN_MPI_5, True), (OPEN_MPI_5 | {EXIT_FILE: "/tmp/x"}, False), (MPICH, False), ({}, False)])
+@pytest.mark.parametrize(
+    "env, expected",
+    [(OPEN_MPI_5, True), (OPEN_MPI_5 | {EXIT_FILE: "/tmp/x"}, False), (MPICH, False), ({}, False)],
+)
 def test_whose_mpirun_drops_what_its_ranks_print(env: dict[str, str], expected: bool) -> None:
     assert mpirun_ends_ranks(env) is expected
 
 
-def test_a_launch_type_that_nothing_reads_is_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_type_that_nothing_reads_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv(LAUNCH_TYPE, "WORKER")
     drop_launch_type("run")
     drop_launch_type("run")

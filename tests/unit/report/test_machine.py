@@ -10,7 +10,9 @@ from mpillm.report.machine import describe_machine
 
 
 def test_this_machine() -> None:
-    machine = describe_machine([Gpu("GPU-1", "NVIDIA H200", 141 << 30, 140 << 30)], ["pytest", "no-such-package"])
+    machine = describe_machine(
+        [Gpu("GPU-1", "NVIDIA H200", 141 << 30, 140 << 30)], ["pytest", "no-such-package"]
+    )
     assert json.loads(json.dumps(machine)) == machine
     assert machine["gpus"] == [{"name": "NVIDIA H200", "memory_bytes": 141 << 30}]
     assert machine["memory_bytes"] > 1 << 28 and machine["storage"]["bytes"] > 1 << 28

@@ -30,7 +30,10 @@ NUMBERS: list[tuple[str, Any]] = [
     ("time to first token", "p50 1.00  ms"),
     ("instance 0", "100 samples, 1000 tokens, busy 50 %"),
 ]
-WHY = [("", "not satisfied: latency limits, early stopping"), ("", "TPOT constrain not met: Reduce target QPS to improve latency.")]
+WHY = [
+    ("", "not satisfied: latency limits, early stopping"),
+    ("", "TPOT constrain not met: Reduce target QPS to improve latency."),
+]
 
 
 @pytest.mark.parametrize(
@@ -43,15 +46,26 @@ WHY = [("", "not satisfied: latency limits, early stopping"), ("", "TPOT constra
 )
 def test_rows(options: list[str], why: list[tuple[str, str]], judge: str | None) -> None:
     """Why a test is INVALID, in LoadGen's words, and which command judges a run that LoadGen does not."""
-    config = parse_run(["--benchmarks", "llama2-70b", "--model_scale", "tiny", "--scenarios", "Server", *options])
+    config = parse_run(
+        ["--benchmarks", "llama2-70b", "--model_scale", "tiny", "--scenarios", "Server", *options]
+    )
     head = ("LoadGen", f"INVALID (Server, {config.test_mode})")
     then = [("judged by", f"python -m mpillm {judge} 'my runs/a'")] if judge else []
-    assert summary_rows(SLOW, config, "my runs/a") == [head, *why, *NUMBERS, *then, ("result", "my runs/a/result.json")]
+    assert summary_rows(SLOW, config, "my runs/a") == [
+        head,
+        *why,
+        *NUMBERS,
+        *then,
+        ("result", "my runs/a/result.json"),
+    ]
 
 
 def test_a_run_that_compiled_something_in_its_test_says_so() -> None:
     rows = dict(summary_rows(SLOW | {"compiled_in_test": 3}, parse_run(["--core_type", "dummy"]), "run"))
-    assert rows["compiled in the test"] == "3 kernels or graphs ('compiled' in result.json), which took time of the test"
+    assert (
+        rows["compiled in the test"]
+        == "3 kernels or graphs ('compiled' in result.json), which took time of the test"
+    )
 
 
 def test_no_accuracy_of_data_without_reference_answers() -> None:
@@ -63,8 +77,15 @@ def test_a_client_that_is_the_limit_says_so() -> None:
     """And tokens that were not the server's, and requests that were sent twice."""
     instance: dict[str, Any] = SLOW["per_instance"][0]
     client = {"client_busy_fraction": 0.91, "retokenized": 7, "retries": 2}
-    result = SLOW | {"per_instance": [{**instance, **client}, {**instance, "client_busy_fraction": 0.5, "retokenized": 0, "retries": 0}]}
-    values = [value for _, value in summary_rows(result, parse_run(["--core_type", "trtllm_endpoint"]), "run")]
+    result = SLOW | {
+        "per_instance": [
+            {**instance, **client},
+            {**instance, "client_busy_fraction": 0.5, "retokenized": 0, "retries": 0},
+        ]
+    }
+    values = [
+        value for _, value in summary_rows(result, parse_run(["--core_type", "trtllm_endpoint"]), "run")
+    ]
     first = values.index("100 samples, 1000 tokens, busy 50 %")
     assert values[first + 1 : -1] == [
         "its client is busy 91 % of the time: start more ranks, the servers may be faster",

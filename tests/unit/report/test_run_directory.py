@@ -20,7 +20,9 @@ lock(Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
-    other = subprocess.Popen([sys.executable, "-c", TAKE, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", TAKE, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert other.stdin is not None and other.stdout is not None
     with other:
         assert other.stdout.readline() == b"taken\n"

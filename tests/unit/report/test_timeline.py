@@ -30,7 +30,10 @@ def test_what_comes_after_the_test_is_not_of_it(tmp_path: Path) -> None:
 
 
 def test_rates_of_the_whole_test_and_of_its_last_seconds(tmp_path: Path) -> None:
-    """Two instances: one computes 100 prompt tokens a second for 20 s, then 10 tokens of answers; the other starts idle."""
+    """Two instances: one computes 100 prompt tokens a second for 20 s, then 10 tokens of answers.
+
+    The other starts idle.
+    """
     timeline = Timeline([0, 1], tmp_path / "timeline.jsonl")
     assert timeline.computed() is None
     for half in range(1, 81):
@@ -54,7 +57,9 @@ def test_rates_of_the_whole_test_and_of_its_last_seconds(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("n_instances", "interval"), [(1, 1.0), (64, 1.0), (256, 4.0)])
-def test_a_line_a_second_for_each_instance_and_fewer_of_many(tmp_path: Path, n_instances: int, interval: float) -> None:
+def test_a_line_a_second_for_each_instance_and_fewer_of_many(
+    tmp_path: Path, n_instances: int, interval: float
+) -> None:
     timeline = Timeline(range(n_instances), tmp_path / "timeline.jsonl")
     for tick in range(1, 65):  # of a heartbeat that is a little late each time
         for instance in range(n_instances):
@@ -82,7 +87,12 @@ def test_its_memory_does_not_grow_with_the_test(tmp_path: Path) -> None:
     for tick in range(1, 2000):
         timeline.add(0, tick / 2, Metrics(tick, tick, 1, 0, 0.5))
         if tick >= 100:
-            sizes.add((len(timeline._tracks[0].recent), sum(map(sys.getsizeof, vars(timeline._tracks[0]).values())) // 1024))
+            sizes.add(
+                (
+                    len(timeline._tracks[0].recent),
+                    sum(map(sys.getsizeof, vars(timeline._tracks[0]).values())) // 1024,
+                )
+            )
     assert len(sizes) == 1
 
 

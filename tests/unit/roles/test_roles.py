@@ -41,7 +41,8 @@ from mpillm.roles.instance import InstanceRole
 
 
 def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
-    """Not even of those that are answered before this rank knows that the warm-up has begun: a context instance may know it earlier."""
+    """Not even of those that are answered before this rank knows that the warm-up has begun: a context
+    instance may know it earlier."""
     sent: list[Tag] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(tag))
     core = DummyCore(CoreConfig("dummy"))
@@ -58,7 +59,9 @@ def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
     assert sent == [Tag.GRANT, Tag.DONE]
 
 
-def test_an_instance_measures_itself_in_the_test(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_instance_measures_itself_in_the_test(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Twice a second, whatever it does meanwhile, and only where it leads; its log has it now and then."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -153,7 +156,8 @@ FIRST_AND_FINAL = ResponseFlag.FIRST | ResponseFlag.FINAL
 
 
 def test_a_context_instance_counts_what_it_hands_over_once() -> None:
-    """Of the test only; an answer of one token is answered with it, although its KV cache may still be under way."""
+    """Of the test only; an answer of one token is answered with it, although its KV cache may still be under
+    way."""
     core, sent = HandoffCore(), []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append((tag, buffer)))
     role = Context(core, route, leader=0, instance=0, receivers={1: 5}, warm_up_receivers=[])
@@ -170,7 +174,12 @@ def test_a_context_instance_counts_what_it_hands_over_once() -> None:
     core.ready = [answered((7, 1, ResponseFlag.FIRST), (8, 1, FIRST_AND_FINAL))]
     role.poll()
     assert counted(role) == (0, 2, 2)
-    flags = {int(row["id"]): int(row["flags"]) for tag, buffer in sent if tag == Tag.DONE for row in DONE.read(buffer).rows[:1]}
+    flags = {
+        int(row["id"]): int(row["flags"])
+        for tag, buffer in sent
+        if tag == Tag.DONE
+        for row in DONE.read(buffer).rows[:1]
+    }
     assert flags[7] == ResponseFlag.CONTEXT_DONE
     assert not role.done("drain")  # the receiver has not let go of the second
     receive(Tag.ACCEPT, ACCEPT.write([(8, NO_SLOT)]))
@@ -213,7 +222,8 @@ def test_a_generation_instance_counts_all_but_first_tokens() -> None:
     [
         [[(1, ResponseFlag.FIRST)], [(4, ResponseFlag.FINAL)]],
         [[(1, ResponseFlag.FIRST), (4, ResponseFlag.FINAL)]],  # a busy instance looks at both at once
-        [[(4, ResponseFlag.FINAL)], [(1, ResponseFlag.FIRST | ResponseFlag.CONTEXT_DONE)]],  # the last one overtook the first
+        # the last one overtook the first
+        [[(4, ResponseFlag.FINAL)], [(1, ResponseFlag.FIRST | ResponseFlag.CONTEXT_DONE)]],
         [[(1, ResponseFlag.FIRST | ResponseFlag.FINAL)]],
     ],
 )
@@ -239,7 +249,9 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
         rows = np.array([(id_, n_tokens, flags) for n_tokens, flags in message], RESPONSE)
         tokens = np.arange(sum(n_tokens for n_tokens, _ in message), dtype=np.int32)
         route.handlers[Tag.ANSWER](Received(1, Tag.ANSWER, ANSWER.write(Batch(rows, tokens))))
-    assert [response.id for response in told["first"]] == [response.id for response in told["complete"]] == [77]
+    assert (
+        [response.id for response in told["first"]] == [response.id for response in told["complete"]] == [77]
+    )
     assert (totals.samples, totals.in_flight) == (1, 0)
 
 
@@ -249,12 +261,15 @@ def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
     route: Any = SimpleNamespace(handlers={})
     harness = Harness(route, 1, dataset, Sampling(8), test, None, False, Totals())
     harness.test()
-    with pytest.raises(RunError, match=r"LoadGen: out of memory: .* --min_query_count.*--offline_expected_qps"):
+    with pytest.raises(
+        RunError, match=r"LoadGen: out of memory: .* --min_query_count.*--offline_expected_qps"
+    ):
         harness.done("test")
 
 
 @pytest.mark.parametrize("ignores", [None, np.array([True, False, True])])
-@pytest.mark.parametrize("sampling", [Sampling(8), Sampling(8, top_k=2**31 - 1, seed=2**31 - 1)])  # the largest that options take
+# the largest that options take
+@pytest.mark.parametrize("sampling", [Sampling(8), Sampling(8, top_k=2**31 - 1, seed=2**31 - 1)])
 def test_only_some_samples_have_stop_words(ignores: Any, sampling: Sampling) -> None:
     sent: list[Batch] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(QUERY.read(buffer)))

@@ -83,8 +83,14 @@ def test_a_large_batch_is_one_message_for_each_instance(policy: str) -> None:
     assert [n for _, n in sent] == [100] * 4
 
 
-@given(st.sampled_from(POLICIES), st.lists(st.tuples(st.integers(0, 6), st.integers(0, 60)), min_size=1, max_size=4), st.data())
-def test_credits_are_never_overdrawn_and_always_come_back(policy: str, granted: list[tuple[int, int]], data: st.DataObject) -> None:
+@given(
+    st.sampled_from(POLICIES),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 60)), min_size=1, max_size=4),
+    st.data(),
+)
+def test_credits_are_never_overdrawn_and_always_come_back(
+    policy: str, granted: list[tuple[int, int]], data: st.DataObject
+) -> None:
     made = pool(policy, [n for n, _ in granted], [t for _, t in granted])
     out: list[tuple[int, int]] = []  # position, need
     for _ in range(data.draw(st.integers(0, 12))):
@@ -97,7 +103,9 @@ def test_credits_are_never_overdrawn_and_always_come_back(policy: str, granted: 
             position, n = made.pick(waiting)
             assert n <= len(needs)
             if n == 0:
-                assert not any(f > 0 and t >= needs[0] for f, t in zip(made.free_requests, made.free_tokens, strict=True))
+                assert not any(
+                    f > 0 and t >= needs[0] for f, t in zip(made.free_requests, made.free_tokens, strict=True)
+                )
             else:
                 made.take(position, waiting[:n])
                 out += [(position, need) for need in needs[:n]]

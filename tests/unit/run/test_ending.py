@@ -35,11 +35,15 @@ class World:
         self.events: list[str] = []
         self.states: list[State] = []
         self.messages: list[Received] = []  # for the watch's transport
-        self.stopped: Stopped | None = Stopped(ExitCode.NOT_READY, True)  # what telling rank 0, or stopping all, comes to
+        # what telling rank 0, or stopping all, comes to
+        self.stopped: Stopped | None = Stopped(ExitCode.NOT_READY, True)
         self.rank0_lost = ""
         self.dead: list[int] = []
         watch = SimpleNamespace(
-            phase="load", enter=lambda *_: None, quiet=self.note("quiet"), note=lambda text: self.events.append(f"note {text}")
+            phase="load",
+            enter=lambda *_: None,
+            quiet=self.note("quiet"),
+            note=lambda text: self.events.append(f"note {text}"),
         )
         transport = SimpleNamespace(rank=rank)
         control: Any = SimpleNamespace(
@@ -48,21 +52,46 @@ class World:
             fail=lambda failure: self.did("told rank 0", self.stopped), say_bye=self.note("bye"),
         )  # fmt: skip
         of_all = SimpleNamespace(
-            ranks=range(3), dead=lambda: self.dead, losses=lambda ranks: tuple(Failure("lost", rank, code=5) for rank in ranks),
-            settle=lambda failures: failures, stop_all=lambda code: self.did("stop all", self.stopped),
-        )  # fmt: skip
-        rank0: Any = SimpleNamespace(control=of_all, failed=lambda failures: self.did(f"told {failures[0].cause}", failures[0].code or 3))
+            ranks=range(3),
+            dead=lambda: self.dead,
+            losses=lambda ranks: tuple(Failure("lost", rank, code=5) for rank in ranks),
+            settle=lambda failures: failures,
+            stop_all=lambda code: self.did("stop all", self.stopped),
+        )
+        rank0: Any = SimpleNamespace(
+            control=of_all,
+            failed=lambda failures: self.did(f"told {failures[0].cause}", failures[0].code or 3),
+        )
         beats: Any = SimpleNamespace(
-            take=self.take, send=lambda dest, tag, buffer: self.events.append(f"{Tag(tag).name} to {dest}"), acknowledge_losses=lambda: None
+            take=self.take,
+            send=lambda dest, tag, buffer: self.events.append(f"{Tag(tag).name} to {dest}"),
+            acknowledge_losses=lambda: None,
         )
         roles: Any = [SimpleNamespace(stop=self.note("role stops"))]
-        self.ending: Ending = Rank0Ending(control, beats, roles, rank0) if rank == 0 else RankEnding(control, beats, roles)
-        mpi = SimpleNamespace(Exception=MPI.Exception, Finalize=self.note("finalize"), COMM_WORLD=SimpleNamespace(Abort=self.abort))
+        self.ending: Ending = (
+            Rank0Ending(control, beats, roles, rank0) if rank == 0 else RankEnding(control, beats, roles)
+        )
+        mpi = SimpleNamespace(
+            Exception=MPI.Exception,
+            Finalize=self.note("finalize"),
+            COMM_WORLD=SimpleNamespace(Abort=self.abort),
+        )
         monkeypatch.setattr(ending, "MPI", mpi)
-        monkeypatch.setattr(ending, "os", SimpleNamespace(_exit=self.exit, kill=lambda pid, number: self.events.append(f"kill {pid}")))
-        names = {name: getattr(signal, name) for name in ("SIG_IGN", "SIG_DFL", "SIGALRM", "SIGKILL", "ITIMER_REAL")}
-        monkeypatch.setattr(ending, "signal", SimpleNamespace(signal=lambda *_: None, setitimer=lambda *_: None, **names))
-        monkeypatch.setattr(ending, "tell_exit_code", lambda code: self.events.append(f"launcher {int(code)}"))
+        monkeypatch.setattr(
+            ending,
+            "os",
+            SimpleNamespace(_exit=self.exit, kill=lambda pid, number: self.events.append(f"kill {pid}")),
+        )
+        names = {
+            name: getattr(signal, name)
+            for name in ("SIG_IGN", "SIG_DFL", "SIGALRM", "SIGKILL", "ITIMER_REAL")
+        }
+        monkeypatch.setattr(
+            ending, "signal", SimpleNamespace(signal=lambda *_: None, setitimer=lambda *_: None, **names)
+        )
+        monkeypatch.setattr(
+            ending, "tell_exit_code", lambda code: self.events.append(f"launcher {int(code)}")
+        )
         monkeypatch.setattr(logging, "shutdown", lambda: None)
         monkeypatch.setattr(time, "sleep", lambda seconds: self.events.append("wait"))
 
@@ -98,13 +127,25 @@ class World:
 
 def test_a_rank_that_fails_tells_rank_0_and_waits_to_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 2)
-    assert world.ended(world.ending.fail, BROKEN) == ["told rank 0", "role stops", "bye", "quiet", "finalize", "exit 3"]
+    assert world.ended(world.ending.fail, BROKEN) == [
+        "told rank 0",
+        "role stops",
+        "bye",
+        "quiet",
+        "finalize",
+        "exit 3",
+    ]
     assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.LEAVING, State.LEAVING]
 
 
 def test_a_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 2)
-    assert world.ended(world.ending.stop, Stopped(4, finalize=False)) == ["role stops", "bye", "quiet", "exit 4"]
+    assert world.ended(world.ending.stop, Stopped(4, finalize=False)) == [
+        "role stops",
+        "bye",
+        "quiet",
+        "exit 4",
+    ]
 
 
 def test_rank_0_tells_the_person_and_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +165,15 @@ def test_without_rank_0_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "runs", lambda pid: True)
     for rank, events in (
         (2, ["quiet", "exit 5"]),
-        (1, ["note rank 0 (harness) on here, pid 1, was lost in phase 'load': silent", "kill 1", "quiet", "exit 5"]),
+        (
+            1,
+            [
+                "note rank 0 (harness) on here, pid 1, was lost in phase 'load': silent",
+                "kill 1",
+                "quiet",
+                "exit 5",
+            ],
+        ),
     ):
         world = World(monkeypatch, rank)
         world.rank0_lost = "silent"
@@ -193,7 +242,10 @@ def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pyt
     world.events.clear()
     assert world.ended(world.ending.abort, "stuck") == ["note stuck", "abort 143"]
     world = World(monkeypatch, 2)
-    assert world.ended(world.ending.abort, "stuck") == ["note stuck\nand rank 0 has not ended the run", "abort 5"]
+    assert world.ended(world.ending.abort, "stuck") == [
+        "note stuck\nand rank 0 has not ended the run",
+        "abort 5",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +256,11 @@ def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pyt
         (ConfigError("--x: wrong"), 0, Failure("--x: wrong", None, code=ExitCode.USAGE)),
         (ConfigError("--x: wrong"), 3, Failure("--x: wrong", 3, code=ExitCode.USAGE)),
         (RunError(*BROKEN), 3, BROKEN[0]),
-        (MPI.Exception(MPI.ERR_OTHER), 3, Failure(f"MPI: {MPI.Exception(MPI.ERR_OTHER)}", 3, code=ExitCode.INSTANCE_LOST)),
+        (
+            MPI.Exception(MPI.ERR_OTHER),
+            3,
+            Failure(f"MPI: {MPI.Exception(MPI.ERR_OTHER)}", 3, code=ExitCode.INSTANCE_LOST),
+        ),
         (OSError(28, "No space left on device", "/f"), 3, Failure("/f: No space left on device", 3)),
     ],
 )
@@ -214,7 +270,9 @@ def test_what_an_error_tells(error: BaseException, rank: int, expected: Failure)
 
 def test_a_file_that_may_not_be_read_is_a_wrong_option_until_all_have_joined() -> None:
     error = PermissionError(13, "Permission denied", "/f")
-    assert failures_of(error, 0, "join", None) == (Failure("/f: Permission denied", None, code=ExitCode.USAGE),)
+    assert failures_of(error, 0, "join", None) == (
+        Failure("/f: Permission denied", None, code=ExitCode.USAGE),
+    )
     assert failures_of(error, 0, "load", None) == (Failure("/f: Permission denied", 0),)
     (unknown,) = failures_of(ZeroDivisionError("x"), 3, "test", None)
     assert (unknown.cause, unknown.rank, unknown.code) == ("ZeroDivisionError: x", 3, None)

@@ -1,4 +1,7 @@
-"""From what ranks say when they join to a run that can be loaded; and what rank 0 makes of it. Without MPI."""
+"""From what ranks say when they join to a run that can be loaded; and what rank 0 makes of it.
+
+Without MPI.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ DUMMY = ("--core_type", "dummy")
 
 def joined(config: RunConfig | None, n: int = 3, **of_rank_1: Any) -> dict[int, JoinReport]:
     """What `n` ranks say that were started alike, but for `of_rank_1`."""
-    alike = JoinReport("node", 100, 5.0, {"mpillm": "1.0", "MPI": "Some MPI 1"}, "", config.digest() if config else "")
+    alike = JoinReport(
+        "node", 100, 5.0, {"mpillm": "1.0", "MPI": "Some MPI 1"}, "", config.digest() if config else ""
+    )
     reports = {rank: alike._replace(pid=100 + rank, started=5.0 + rank) for rank in range(n)}
     return reports | {1: reports[1]._replace(**of_rank_1)}
 
@@ -39,7 +44,19 @@ def nowhere() -> Path:
 
 
 def test_a_run_is_planned_and_prepared() -> None:
-    config = parse_run([*DUMMY, "--dataset", "synthetic", "--num_samples", "70", "--scenarios", "Server", "--server_target_qps", "9"])
+    config = parse_run(
+        [
+            *DUMMY,
+            "--dataset",
+            "synthetic",
+            "--num_samples",
+            "70",
+            "--scenarios",
+            "Server",
+            "--server_target_qps",
+            "9",
+        ]
+    )
     planned = plan_run(config, joined(config, host="other"))
     assert [rank.node for rank in planned.plan.ranks] == ["node", "other", "node"]
     assert [(core.instance, core.rank) for core in planned.cores] == [(0, 1), (1, 2)]
@@ -48,13 +65,17 @@ def test_a_run_is_planned_and_prepared() -> None:
     assert len(prepared.dataset) == 70
     assert prepared.settings.to_json()["target_qps"] == 9
     lines = prepared.announcement("build/here")
-    assert lines[0].startswith("mpillm ") and lines[0].endswith("ranks: 3, nodes: 2, aggregated, core dummy, Some MPI 1")
+    assert lines[0].startswith("mpillm ") and lines[0].endswith(
+        "ranks: 3, nodes: 2, aggregated, core dummy, Some MPI 1"
+    )
     assert "  run directory build/here" in lines
     assert any(line.startswith("  data set ") and ": 70 samples" in line for line in lines)
 
 
 def test_what_is_wrong_with_a_command_line_is_told_once() -> None:
-    wrong = {rank: report._replace(usage_error="--x: no such option") for rank, report in joined(None).items()}
+    wrong = {
+        rank: report._replace(usage_error="--x: no such option") for rank, report in joined(None).items()
+    }
     with pytest.raises(ConfigError) as error:
         plan_run(None, wrong)
     assert str(error.value) == "--x: no such option"
@@ -69,7 +90,9 @@ def test_ranks_must_be_alike() -> None:
     with pytest.raises(ConfigError, match="rank 1 runs MPI Another 2, rank 0 Some MPI 1"):
         plan_run(config, joined(config, versions={"mpillm": "1.0", "MPI": "Another 2"}))
     with pytest.raises(
-        ConfigError, match=r"rank 1 was started with another configuration than rank 0: rank 1: --max_output_len is 7 there"
+        ConfigError,
+        match=r"rank 1 was started with another configuration than rank 0: rank 1: --max_output_len is"
+        r" 7 there",
     ):
         plan_run(config, joined(config, digest=other.digest(), values=other.values))
 
@@ -99,7 +122,9 @@ class Run:
 
     def __init__(self, directory: Path, *words: str) -> None:
         self.directory = directory
-        self.config = parse_run([*DUMMY, "--dataset", "synthetic", "--num_samples", "70", "--log_dir", str(directory), *words])
+        self.config = parse_run(
+            [*DUMMY, "--dataset", "synthetic", "--num_samples", "70", "--log_dir", str(directory), *words]
+        )
         self.transport: Any = Loopback()
         control = RankControl(self.transport, SimpleNamespace(phase="join"), Limits(DEADLINES))  # type: ignore[arg-type]
         self.out, self.err = io.StringIO(), io.StringIO()
@@ -110,8 +135,12 @@ class Run:
         self.transport.sent.clear()
         for rank, report in reports.items():
             assert self.transport.sent == []
-            self.transport.handlers[Tag.ARRIVED](Received(rank, Tag.ARRIVED, ARRIVED.write(Arrived(phase, report))))
-        assert [(dest, tag) for dest, tag, _ in self.transport.sent] == [(rank, Tag.RELEASE) for rank in range(3)]
+            self.transport.handlers[Tag.ARRIVED](
+                Received(rank, Tag.ARRIVED, ARRIVED.write(Arrived(phase, report)))
+            )
+        assert [(dest, tag) for dest, tag, _ in self.transport.sent] == [
+            (rank, Tag.RELEASE) for rank in range(3)
+        ]
         return [RELEASE.read(buffer) for _, _, buffer in self.transport.sent]
 
     def result(self) -> dict[str, Any]:
@@ -127,7 +156,9 @@ def test_rank_0_has_a_session_when_all_have_joined(tmp_path: Path) -> None:
     (setup,) = {(r.phase, r.value.log_dir, r.value.rank0) for r in released}
     assert setup == ("join", str(tmp_path / "run"), ("node", 100))
     assert isinstance(released[0].value, Setup) and len(released[0].value.plan.ranks) == 3
-    assert {"plan.json", "config.json", "ranks.json", "disagg.yaml", "user.conf"} <= {path.name for path in run.directory.iterdir()}
+    assert {"plan.json", "config.json", "ranks.json", "disagg.yaml", "user.conf"} <= {
+        path.name for path in run.directory.iterdir()
+    }
     assert run.rank0.control.ranks[1].describe() == "rank 1 (executor, instance 0), node, pid 101"
     assert run.arrive("load", dict.fromkeys(range(3)))[0] == ("load", None)
     assert run.out.getvalue().count("all ranks agree") == 1
@@ -140,7 +171,12 @@ def test_a_failure_is_told_and_written(tmp_path: Path) -> None:
     result = run.result()
     assert (result["status"], result["phase"], result["exit_code"]) == ("FAILED", "load", ExitCode.NOT_READY)
     assert result["failures"] == [{"rank": 2, "cause": "broken", "traceback": "trace"}]
-    assert (result["samples"], result["mode"], result["world_size"], list(result["phases_s"])) == (0, "aggregated", 3, ["join"])
+    assert (result["samples"], result["mode"], result["world_size"], list(result["phases_s"])) == (
+        0,
+        "aggregated",
+        3,
+        ["join"],
+    )
     error = run.err.getvalue()
     assert "phase 'load'" in error and "broken" in error and "rank_0002.log" in error
 

@@ -43,7 +43,9 @@ def test_a_tiny_workload_gets_its_data_set_once(tmp_path: Path) -> None:
     config = parse_run(list(TINY))
     load_samples(config, [Model()], lambda: tmp_path / "run")
     assert config.dataset_path == str(tmp_path / "run" / "dataset")
-    assert config.source("dataset_path") == "workload mixtral-8x7b (tiny)" and not config.given("dataset_path")
+    assert config.source("dataset_path") == "workload mixtral-8x7b (tiny)" and not config.given(
+        "dataset_path"
+    )
 
 
 def test_a_persons_own(tmp_path: Path) -> None:
@@ -58,12 +60,18 @@ def test_a_persons_own(tmp_path: Path) -> None:
 
 
 def test_synthetic_and_builtin(tmp_path: Path) -> None:
-    assert load(tmp_path, *TINY, "--dataset", "synthetic", "--num_samples", 5, "--input_mean", 8).name == "synthetic"
+    assert (
+        load(tmp_path, *TINY, "--dataset", "synthetic", "--num_samples", 5, "--input_mean", 8).name
+        == "synthetic"
+    )
     assert load(tmp_path, *DUMMY).name == "prompts.jsonl"
 
 
 def test_the_narrowest_model_counts(tmp_path: Path) -> None:
-    """A context and a generation instance may allow different things; a core without a model allows everything."""
+    """A context and a generation instance may allow different things.
+
+    A core without a model allows everything.
+    """
     path = ("--dataset_path", arrays(tmp_path), "--max_output_len", 4)
     wide = Model(10**6, 10**6)
     assert len(load(tmp_path, *DUMMY, *path, models=(wide, Model(8, 8, 4), None))) == 3
@@ -79,11 +87,14 @@ def test_the_narrowest_model_counts(tmp_path: Path) -> None:
 
 
 def test_stop_words_of_a_data_set(tmp_path: Path) -> None:
-    """They must be the run's, unless the run wants none: `use_stop_tokens` of a generation config, or no stop words by a person."""
+    """They must be the run's, unless the run wants none: `use_stop_tokens` of a generation config, or no stop
+    words by a person."""
     arrays(tmp_path)
     np.save(tmp_path / "stop_ids_padded.npy", np.array([[13, 13], [2, 2], [13, 13]], np.int32))
     data = (*DUMMY, "--dataset_path", tmp_path, "--end_ids", 2)
-    with pytest.raises(ConfigError, match=r"sample 0 has stop word \[13, 13\]; those of this run \(--stop_words\) are: none"):
+    with pytest.raises(
+        ConfigError, match=r"sample 0 has stop word \[13, 13\]; those of this run \(--stop_words\) are: none"
+    ):
         load(tmp_path, *data)
     ignores_stop = load(tmp_path, *data, "--stop_words", "[[13, 13]]").ignores_stop
     assert ignores_stop is not None and ignores_stop.tolist() == [False, True, False]
@@ -95,9 +106,14 @@ def test_stop_words_of_a_data_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "option", "value"),
-    [("dataset_path: nowhere.jsonl", "dataset_path", "nowhere.jsonl"), ("max_output_len: 5000", "max_output_len", "5000")],
+    [
+        ("dataset_path: nowhere.jsonl", "dataset_path", "nowhere.jsonl"),
+        ("max_output_len: 5000", "max_output_len", "5000"),
+    ],
 )
-def test_what_does_not_fit_names_the_file_that_set_it(tmp_path: Path, text: str, option: str, value: str) -> None:
+def test_what_does_not_fit_names_the_file_that_set_it(
+    tmp_path: Path, text: str, option: str, value: str
+) -> None:
     yaml = tmp_path / "mine.yaml"
     yaml.write_text(f"core_type: dummy\n{text}\n")
     config = parse_run(["--config_file", str(yaml)])
@@ -109,7 +125,9 @@ def test_what_does_not_fit_names_the_file_that_set_it(tmp_path: Path, text: str,
     assert config.explain(error.value) == str(error.value), "the user has the command line before them"
 
 
-def test_only_the_options_that_an_error_is_about_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_options_that_an_error_is_about_are_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever its text mentions."""
     monkeypatch.chdir(tmp_path)
     Path("d.yaml").write_text("executors: {max_batch_size: 3}")
@@ -136,7 +154,9 @@ def test_end_tokens_of_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", workloads.WORKLOADS)
-def test_a_full_workload_says_which_data_set_it_lacks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_workload_says_which_data_set_it_lacks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     workload = workloads.get(name)
     with pytest.raises(ConfigError) as error:

@@ -1,4 +1,7 @@
-"""Requests that are asked for, streamed and cancelled through all roles of a run; messages come in any order that MPI allows."""
+"""Requests that are asked for, streamed and cancelled through all roles of a run.
+
+Messages come in any order that MPI allows.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,20 @@ from tests.helpers.served import MAX_BATCH, World, whole
 @pytest.mark.parametrize("timed", [False, True])
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 40))
-def test_nothing_is_left_of_requests_whoever_gives_them_up_and_when(disaggregated: bool, timed: bool, seed: int, n: int) -> None:
-    """Each ends once; what is not given up has the tokens that it would have had; ids that are used again are not taken for others."""
+def test_nothing_is_left_of_requests_whoever_gives_them_up_and_when(
+    disaggregated: bool, timed: bool, seed: int, n: int
+) -> None:
+    """Each ends once; what is not given up has the tokens that it would have had.
+
+    Ids that are used again are not taken for others.
+    """
     world = World(seed, disaggregated, **({"ttft_ms": 0.001, "tpot_ms": 0.001} if timed else {}))
     chance, asked = world.chance, list[tuple[Answer, list[int], int]]()
     for _ in range(n):
-        prompt, n_output = [chance.randrange(1000) for _ in range(chance.randrange(1, 5))], chance.randrange(1, 9)
+        prompt, n_output = (
+            [chance.randrange(1000) for _ in range(chance.randrange(1, 5))],
+            chance.randrange(1, 9),
+        )
         asked.append((world.ask(prompt, n_output, chance.random() < 0.7), prompt, n_output))
         for _ in range(chance.randrange(40)):
             world.turn()
@@ -31,7 +42,11 @@ def test_nothing_is_left_of_requests_whoever_gives_them_up_and_when(disaggregate
     for answer, prompt, n_output in asked:
         assert answer.ended and not answer.failed
         expected = whole(prompt, n_output)
-        assert answer.tokens == expected if not answer.given_up else answer.tokens == expected[: len(answer.tokens)]
+        assert (
+            answer.tokens == expected
+            if not answer.given_up
+            else answer.tokens == expected[: len(answer.tokens)]
+        )
     world.check_idle()
 
 
@@ -53,7 +68,8 @@ def test_tokens_come_one_by_one_to_those_who_stream(disaggregated: bool) -> None
 
 def test_a_request_that_waits_at_the_leader_is_cancelled_there() -> None:
     world = World(0, False, ttft_ms=3_600_000.0)
-    answers = [world.ask([i], 2, stream=False) for i in range(4 * MAX_BATCH + 3)]  # as many as the instances hold, and three
+    # as many as the instances hold, and three
+    answers = [world.ask([i], 2, stream=False) for i in range(4 * MAX_BATCH + 3)]
     world.settle()
     assert sum(map(len, world.leader._waiting)) == 3
     world.open.give_up(answers[-2])

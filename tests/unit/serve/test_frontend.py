@@ -36,9 +36,13 @@ class Rank0:
     def __init__(self, drain_s: float = DEADLINE_S) -> None:
         self.network = Network(2, random.Random(0))
         self.queries: list[Batch] = []
-        self.network.routes[1].handlers[Tag.QUERY] = lambda received: self.queries.append(QUERY.read(received.buffer))
+        self.network.routes[1].handlers[Tag.QUERY] = lambda received: self.queries.append(
+            QUERY.read(received.buffer)
+        )
         self.cancelled: list[int] = []
-        self.network.routes[1].handlers[Tag.CANCEL] = lambda received: self.cancelled.extend(CANCEL.read(received.buffer))
+        self.network.routes[1].handlers[Tag.CANCEL] = lambda received: self.cancelled.extend(
+            CANCEL.read(received.buffer)
+        )
         mailbox = Mailbox()
         self.open = OpenRequests(False, mailbox.out.append)
         self.socket = bind("127.0.0.1", 0)
@@ -101,7 +105,9 @@ def test_what_has_not_ended_when_the_time_is_over_is_cancelled() -> None:
     rank0.turn_until(lambda: rank0.queries)
     rank0.role.end_early()
     rank0.turn_until(lambda: rank0.cancelled)
-    rank0.answer((0, 0, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED)), (0, 0, int(ResponseFlag.CANCEL_DONE)))
+    rank0.answer(
+        (0, 0, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED)), (0, 0, int(ResponseFlag.CANCEL_DONE))
+    )
     response = connection.getresponse()
     assert (response.status, json.loads(response.read())["error"]["code"]) == (503, "shutting_down")
     rank0.turn_until(lambda: rank0.role.done("test"))
@@ -144,7 +150,9 @@ def test_a_port_that_is_taken_or_a_host_that_is_not_here() -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: Address already in use; name another port"):
+        with pytest.raises(
+            ConfigError, match=f"--host 127.0.0.1 --port {port}: Address already in use; name another port"
+        ):
             bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid: "):
         bind("no.such.host.invalid", 0)

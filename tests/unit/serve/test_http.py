@@ -118,18 +118,30 @@ def test_a_completion(disaggregated: bool) -> None:
     async def test() -> None:
         async with api(disaggregated, Served(("dummy",), Letters(), Limits(32000, 200))) as a:
             tokens = whole([1, 2, 3], 7)
-            made = await a.answer("/v1/completions", model="dummy", prompt=[1, 2, 3], max_tokens=7, return_token_ids=True)
+            made = await a.answer(
+                "/v1/completions", model="dummy", prompt=[1, 2, 3], max_tokens=7, return_token_ids=True
+            )
             (choice,) = made["choices"]
             assert choice["token_ids"] == tokens and choice["prompt_token_ids"] == [1, 2, 3]
             assert made["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
-            assert (made["object"], made["model"], choice["finish_reason"]) == ("text_completion", "dummy", "length")
+            assert (made["object"], made["model"], choice["finish_reason"]) == (
+                "text_completion",
+                "dummy",
+                "length",
+            )
             events = await a.events(
-                "/v1/completions", prompt=[1, 2, 3], max_tokens=7, return_token_ids=True, stream_options={"include_usage": True}
+                "/v1/completions",
+                prompt=[1, 2, 3],
+                max_tokens=7,
+                return_token_ids=True,
+                stream_options={"include_usage": True},
             )
             *chunks, last = events
             assert last["choices"] == [] and last["usage"] == made["usage"]
             assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == tokens
-            assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+            assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (
+                len(chunks) - 1
+            ) + ["length"]
             assert {chunk["id"] for chunk in events} == {last["id"]} != {made["id"]}
             await a.idle()
 
@@ -139,14 +151,18 @@ def test_a_completion(disaggregated: bool) -> None:
 @BOTH
 def test_a_chat(disaggregated: bool) -> None:
     async def test() -> None:
-        async with api(disaggregated, Served(("dummy",), ByteTokenizer(), Limits(256, 400), max_output_len=9)) as a:
+        async with api(
+            disaggregated, Served(("dummy",), ByteTokenizer(), Limits(256, 400), max_output_len=9)
+        ) as a:
             parts = [{"type": "text", "text": "hé"}, {"type": "text", "text": "llo"}]
             messages = [{"role": "system", "content": "short"}, {"role": "user", "content": parts}]
             made = await a.answer("/v1/chat/completions", messages=messages, return_token_ids=True)
             assert bytes(made["prompt_token_ids"]).decode() == "short\nhéllo"
             assert made["usage"]["completion_tokens"] == 9, "--max_output_len"
             assert made["choices"][0]["message"]["role"] == "assistant"
-            first, *chunks = await a.events("/v1/chat/completions", messages=messages, max_completion_tokens=4)
+            first, *chunks = await a.events(
+                "/v1/chat/completions", messages=messages, max_completion_tokens=4
+            )
             assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
             assert first["object"] == "chat.completion.chunk"
             assert chunks[-1]["choices"][0]["finish_reason"] == "length"
@@ -161,9 +177,13 @@ def test_several_prompts_of_one_body(disaggregated: bool) -> None:
         async with api(disaggregated, Served(("dummy",), Letters(), Limits(32000, 200))) as a:
             prompts = [[5], [6, 7], [8, 9, 10]]
             made = await a.answer("/v1/completions", prompt=prompts, max_tokens=3, return_token_ids=True)
-            assert [choice["token_ids"] for choice in made["choices"]] == [whole(prompt, 3) for prompt in prompts]
+            assert [choice["token_ids"] for choice in made["choices"]] == [
+                whole(prompt, 3) for prompt in prompts
+            ]
             got: dict[int, list[int]] = {0: [], 1: [], 2: []}
-            for chunk in await a.events("/v1/completions", prompt=prompts, max_tokens=3, return_token_ids=True):
+            for chunk in await a.events(
+                "/v1/completions", prompt=prompts, max_tokens=3, return_token_ids=True
+            ):
                 for choice in chunk["choices"]:
                     got[choice["index"]] += choice["token_ids"]
             assert got == {i: whole(prompt, 3) for i, prompt in enumerate(prompts)}
@@ -179,7 +199,9 @@ def test_stop_strings_end_the_request_where_it_is_generated(disaggregated: bool,
 
     async def test() -> None:
         # Tokens from 26 on are a, b, c, …: "de" comes with the fifth.
-        async with api(disaggregated, Served(("dummy",), Letters(), Limits(32000, 32000)), {"tpot_ms": 0.5}) as a:
+        async with api(
+            disaggregated, Served(("dummy",), Letters(), Limits(32000, 32000)), {"tpot_ms": 0.5}
+        ) as a:
             body = {"prompt": [26], "max_tokens": 20_000, "stop": ["zz", "de"]}
             if stream:
                 chunks = await a.events("/v1/completions", **body)
@@ -191,7 +213,9 @@ def test_stop_strings_end_the_request_where_it_is_generated(disaggregated: bool,
                 assert made["usage"]["completion_tokens"] == 5
             assert (text, last["finish_reason"], last["stop_reason"]) == ("abc", "stop", "de")
             late = await a.answer("/v1/completions", **body | {"min_tokens": 6})
-            assert late["choices"][0]["text"] == "abcdefghijklmnopqrstuvwxyzabc", "the one in the first six does not count"
+            assert late["choices"][0]["text"] == "abcdefghijklmnopqrstuvwxyzabc", (
+                "the one in the first six does not count"
+            )
             token = await a.answer("/v1/completions", prompt=[26], max_tokens=20_000, stop_token_ids=[28])
             assert (token["choices"][0]["text"], token["choices"][0]["stop_reason"]) == ("ab", 28)
             await a.idle()
@@ -209,7 +233,9 @@ def test_clients_that_go_away_end_their_requests(disaggregated: bool, path: str,
         async with api(disaggregated, core={"ttft_ms": 0.5, "tpot_ms": HOUR_MS}) as a:
 
             async def ask(i: int) -> None:
-                async with await a.post(path, {**asked(path, str(i)), "max_tokens": 9, "stream": stream}) as response:
+                async with await a.post(
+                    path, {**asked(path, str(i)), "max_tokens": 9, "stream": stream}
+                ) as response:
                     await response.read()
 
             tasks = [asyncio.ensure_future(ask(i)) for i in range(40)]
@@ -224,7 +250,9 @@ def test_clients_that_go_away_end_their_requests(disaggregated: bool, path: str,
 
 
 @BOTH
-def test_clients_that_disconnect_in_the_middle_of_a_stream(disaggregated: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_that_disconnect_in_the_middle_of_a_stream(
+    disaggregated: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is no error of the server."""
 
     async def test() -> None:
@@ -232,14 +260,22 @@ def test_clients_that_disconnect_in_the_middle_of_a_stream(disaggregated: bool, 
             gate = asyncio.Semaphore(50)
 
             async def ask(i: int) -> None:
-                async with gate, await a.post("/v1/completions", {"prompt": [i % 256], "max_tokens": 150, "stream": True}) as response:
+                async with (
+                    gate,
+                    await a.post(
+                        "/v1/completions", {"prompt": [i % 256], "max_tokens": 150, "stream": True}
+                    ) as response,
+                ):
                     assert response.status == 200
                     await response.content.readany()
                     response.close()
 
             await asyncio.gather(*(ask(i) for i in range(200)))
             await a.idle()
-            assert a.service.metrics.aborted + a.service.metrics.totals.samples == 200 and a.service.metrics.aborted > 0
+            assert (
+                a.service.metrics.aborted + a.service.metrics.totals.samples == 200
+                and a.service.metrics.aborted > 0
+            )
         assert not caplog.records
 
     run(test)
@@ -272,7 +308,21 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("include_usage", {"stream_options": {"include_usage": 1}}),
     ("ignore_eos", {"ignore_eos": 1}),
 ]
-WRONG_PROMPTS: list[Any] = [None, 5, "", [], [[]], [256], [-1], [1.0], [True], ["a", 5], {"a": 1}, "\ud800", "x" * 200]
+WRONG_PROMPTS: list[Any] = [
+    None,
+    5,
+    "",
+    [],
+    [[]],
+    [256],
+    [-1],
+    [1.0],
+    [True],
+    ["a", 5],
+    {"a": 1},
+    "\ud800",
+    "x" * 200,
+]
 WRONG_MESSAGES: list[Any] = [
     None,
     "hi",
@@ -292,18 +342,42 @@ def test_what_is_wrong_is_said(path: str) -> None:
         async with api() as a:
             for param, more in WRONG:
                 error = await a.error(400, path, asked(path) | more)
-                assert error["param"] == param and error["type"] == "invalid_request_error" and param in error["message"]
+                assert (
+                    error["param"] == param
+                    and error["type"] == "invalid_request_error"
+                    and param in error["message"]
+                )
             for body in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", b'"text"', b"1" * 5000):
                 assert "body" in (await a.error(400, path, body))["message"]
             for prompt in WRONG_PROMPTS:
                 assert (await a.error(400, "/v1/completions", {"prompt": prompt}))["param"] == "prompt"
             for messages in WRONG_MESSAGES:
-                assert (await a.error(400, "/v1/chat/completions", {"messages": messages}))["param"] == "messages"
+                assert (await a.error(400, "/v1/chat/completions", {"messages": messages}))[
+                    "param"
+                ] == "messages"
             too_long = await a.error(400, path, asked(path, "x" * 150) | {"max_tokens": 51})
             assert too_long["code"] == "context_length_exceeded" and "200 tokens" in too_long["message"]
             assert (await a.error(404, path, asked(path) | {"model": "gpt"}))["code"] == "model_not_found"
-            harmless = {"n": 1, "best_of": 1, "echo": False, "logprobs": False, "tools": [], "user": "me", "logit_bias": {}, "top_k": -1}
-            await a.answer(path, **asked(path), **harmless, temperature=1e-30, top_p=1e-30, seed=-1, stop=None, max_tokens=2)
+            harmless = {
+                "n": 1,
+                "best_of": 1,
+                "echo": False,
+                "logprobs": False,
+                "tools": [],
+                "user": "me",
+                "logit_bias": {},
+                "top_k": -1,
+            }
+            await a.answer(
+                path,
+                **asked(path),
+                **harmless,
+                temperature=1e-30,
+                top_p=1e-30,
+                seed=-1,
+                stop=None,
+                max_tokens=2,
+            )
             await a.idle()
 
     run(test)
@@ -314,13 +388,23 @@ def test_routes_and_methods() -> None:
         async with api() as a:
             async with a.session.get(a.base + "/v1/models") as response:
                 cards = (await response.json())["data"]
-                assert [card["id"] for card in cards] == ["dummy", "other"] and cards[0]["max_model_len"] == 200
-            for path, status in (("/health", 200), ("/version", 200), ("/v1/models/other", 200), ("/v1/models/x", 404), ("/x", 404)):
+                assert [card["id"] for card in cards] == ["dummy", "other"] and cards[0][
+                    "max_model_len"
+                ] == 200
+            for path, status in (
+                ("/health", 200),
+                ("/version", 200),
+                ("/v1/models/other", 200),
+                ("/v1/models/x", 404),
+                ("/x", 404),
+            ):
                 async with a.session.get(a.base + path) as response:
                     assert response.status == status
             async with a.session.get(a.base + "/v1/completions") as response:
                 assert response.status == 405 and response.headers["Allow"] == "POST"
-                assert (await response.json())["error"]["message"] == "GET /v1/completions: Method Not Allowed"
+                assert (await response.json())["error"][
+                    "message"
+                ] == "GET /v1/completions: Method Not Allowed"
 
     run(test)
 
@@ -331,7 +415,10 @@ def test_the_id_of_a_request() -> None:
             for stream in (False, True):
                 body = {"prompt": "x", "max_tokens": 1, "stream": stream}
                 async with await a.post("/v1/completions", body, **{"X-Request-Id": "mine-1"}) as response:
-                    assert response.headers["X-Request-Id"] == "mine-1" and '"cmpl-mine-1"' in await response.text()
+                    assert (
+                        response.headers["X-Request-Id"] == "mine-1"
+                        and '"cmpl-mine-1"' in await response.text()
+                    )
                 async with await a.post("/v1/completions", body, **{"X-Request-Id": "not mine"}) as response:
                     assert len(response.headers["X-Request-Id"]) == 32
 
@@ -342,7 +429,12 @@ def test_the_key() -> None:
     async def test() -> None:
         async with api(api_key="sesame") as a:
             body = {"prompt": "x", "max_tokens": 1}
-            for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "Basic sesame"}, {"Authorization": "Bearer \xe9"}):
+            for headers in (
+                {},
+                {"Authorization": "Bearer open"},
+                {"Authorization": "Basic sesame"},
+                {"Authorization": "Bearer \xe9"},
+            ):
                 assert (await a.error(401, "/v1/completions", body, **headers))["code"] == "invalid_api_key"
             async with await a.post("/v1/completions", body, Authorization="Bearer sesame") as response:
                 assert response.status == 200
@@ -398,15 +490,31 @@ def test_metrics() -> None:
             async with a.session.get(a.base + "/metrics") as response:
                 assert response.content_type == "text/plain"
                 lines = (await response.text()).splitlines()
-            values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+            values = {
+                line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+                for line in lines
+                if not line.startswith("#")
+            }
             label = 'model_name="dummy"'
             assert values[f"mpillm:prompt_tokens_total{{{label}}}"] == 3
             assert values[f"mpillm:generation_tokens_total{{{label}}}"] == 9
             assert values[f'mpillm:request_success_total{{{label},finished_reason="length"}}'] == 2
             assert values[f'mpillm:http_responses_total{{{label},status="400"}}'] == 1
             assert values[f"mpillm:kv_cache_usage_perc{{{label}}}"] == 0.25
-            assert values[f"mpillm:num_requests_running{{{label}}}"] == values[f"mpillm:num_requests_waiting{{{label}}}"] == 0
-            for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_generation_tokens"):
-                assert values[f'mpillm:{name}_bucket{{{label},le="+Inf"}}'] == values[f"mpillm:{name}_count{{{label}}}"] == 2
+            assert (
+                values[f"mpillm:num_requests_running{{{label}}}"]
+                == values[f"mpillm:num_requests_waiting{{{label}}}"]
+                == 0
+            )
+            for name in (
+                "time_to_first_token_seconds",
+                "e2e_request_latency_seconds",
+                "request_generation_tokens",
+            ):
+                assert (
+                    values[f'mpillm:{name}_bucket{{{label},le="+Inf"}}']
+                    == values[f"mpillm:{name}_count{{{label}}}"]
+                    == 2
+                )
 
     run(test)

@@ -48,10 +48,18 @@ def test_gsm8k(text: str, expected: str, right: bool) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected", "score"),
-    [(f"{A} and {B}", f"{A} {B}", 100.0), ("none", A, 0.0), (A, A, 100.0), (f"{A} {A}", A, 50.0), (B, A, 11.11), (A.upper(), A, 100.0)],
+    [
+        (f"{A} and {B}", f"{A} {B}", 100.0),
+        ("none", A, 0.0),
+        (A, A, 100.0),
+        (f"{A} {A}", A, 50.0),
+        (B, A, 11.11),
+        (A.upper(), A, 100.0),
+    ],
 )
 def test_needle(text: str, expected: str, score: float) -> None:
-    """In (B, A) only the four hyphens of the 36 characters occur: a quirk of the reference that the values depend on."""
+    """In (B, A) only the four hyphens of the 36 characters occur: a quirk of the reference that the values
+    depend on."""
     assert matching.needle(text, expected) == score
 
 
@@ -70,13 +78,22 @@ def test_question(text: str, expected: str, score: float) -> None:
 
 
 def test_llama2() -> None:
-    """ROUGE-1 of the second: precision 2/2, recall 2/4; ROUGE-2: 1/1 and 1/3; stemming makes runs and running one."""
+    """ROUGE-1 of the second: precision 2/2, recall 2/4; ROUGE-2: 1/1 and 1/3.
+
+    Stemming makes runs and running one.
+    """
     pytest.importorskip("rouge_score")
-    scores = openorca(answers(" the dog runs. ", "a b"), [{"output": "The dog, running"}, {"output": "a b c d"}])
+    scores = openorca(
+        answers(" the dog runs. ", "a b"), [{"output": "The dog, running"}, {"output": "a b c d"}]
+    )
     assert scores.values["rouge1"] == round(100 * (1 + 2 / 3) / 2, 4)
     assert scores.values["rouge2"] == round(100 * (1 + 0.5) / 2, 4)
     assert scores.values["rougeL"] == scores.values["rougeLsum"] == scores.values["rouge1"]
-    assert (scores.values["gen_len"], scores.values["gen_num"], scores.values["gen_tok_len"]) == (len("the dog runs.") + 3, 2, 7)
+    assert (scores.values["gen_len"], scores.values["gen_num"], scores.values["gen_tok_len"]) == (
+        len("the dog runs.") + 3,
+        2,
+        7,
+    )
     assert scores.values["tokens_per_sample"] == 3.5
 
 
@@ -85,11 +102,15 @@ def test_rouge_is_that_of_the_library_on_many_processes() -> None:
     from mpillm.submission import rouge
 
     words = ["the", "cat", "sat", "on", "a", "mat", "while", "dogs", "were", "running", "home"]
-    texts = [" ".join(words[(i * j) % len(words)] for j in range(1, 3 + i % 7)) for i in range(3 * rouge._CHUNK)]
+    texts = [
+        " ".join(words[(i * j) % len(words)] for j in range(1, 3 + i % 7)) for i in range(3 * rouge._CHUNK)
+    ]
     pairs = list(zip(texts, texts[1:] + texts[:1], strict=True))
     expected = scorer.RougeScorer(["rouge2", "rougeL"], use_stemmer=True)
     found = rouge.scores(["rouge2", "rougeL"], [p for p, _ in pairs], [t for _, t in pairs])
-    assert found == [{name: 100 * s.fmeasure for name, s in expected.score(target, text).items()} for text, target in pairs]
+    assert found == [
+        {name: 100 * s.fmeasure for name, s in expected.score(target, text).items()} for text, target in pairs
+    ]
 
 
 def test_mixtral() -> None:
@@ -104,7 +125,13 @@ def test_mixtral() -> None:
     assert (scores.values["rouge1"], scores.values["gsm8k"], scores.values["gen_num"]) == (100.0, 50.0, 4)
     assert "mbxp" not in scores.values
     assert scores.completions == [
-        {"lang": "python", "prompt": "def f", "test_code": "assert f()", "entry_point": "MBPP/1_f", "response": "return 1"}
+        {
+            "lang": "python",
+            "prompt": "def f",
+            "test_code": "assert f()",
+            "entry_point": "MBPP/1_f",
+            "response": "return 1",
+        }
     ]
 
 
@@ -132,8 +159,16 @@ def test_llama3() -> None:
 @pytest.mark.parametrize(
     ("benchmark", "target", "least"),
     [  # accuracy-target and accuracy-upper-limit of MLCommons' submission checker, v6.0
-        ("llama2-70b", 0.99, {"rouge1": 43.986888, "rouge2": 21.814848, "rougeL": 28.330038, "tokens_per_sample": 265.005}),
-        ("llama2-70b", 0.999, {"rouge1": 44.3867688, "rouge2": 22.0131648, "rougeL": 28.5875838, "tokens_per_sample": 265.005}),
+        (
+            "llama2-70b",
+            0.99,
+            {"rouge1": 43.986888, "rouge2": 21.814848, "rougeL": 28.330038, "tokens_per_sample": 265.005},
+        ),
+        (
+            "llama2-70b",
+            0.999,
+            {"rouge1": 44.3867688, "rouge2": 22.0131648, "rougeL": 28.5875838, "tokens_per_sample": 265.005},
+        ),
         (
             "mixtral-8x7b",
             0.99,
@@ -146,7 +181,11 @@ def test_llama3() -> None:
                 "mbxp": 59.5584,
             },
         ),
-        ("llama3.1-405b", 0.99, {"rougeL": 21.449934, "exact_match": 89.232165, "tokens_per_sample": 616.212}),
+        (
+            "llama3.1-405b",
+            0.99,
+            {"rougeL": 21.449934, "exact_match": 89.232165, "tokens_per_sample": 616.212},
+        ),
     ],
 )
 def test_targets_are_the_checkers(benchmark: str, target: float, least: dict[str, float]) -> None:
@@ -156,7 +195,9 @@ def test_targets_are_the_checkers(benchmark: str, target: float, least: dict[str
     limits = {"llama2-70b": 323.895, "mixtral-8x7b": 160.49, "llama3.1-405b": 753.148}
     assert checks["tokens_per_sample"].at_most == pytest.approx(limits[benchmark])
     assert not any(c.passed for c in check(accuracy, {}, target))
-    assert not any(c.passed for c in check(accuracy, {name: value - 0.01 for name, value in least.items()}, target))
+    assert not any(
+        c.passed for c in check(accuracy, {name: value - 0.01 for name, value in least.items()}, target)
+    )
     above = {name: value + 0.01 for name, value in least.items()}
     assert all(c.passed for c in check(accuracy, above, target))
     assert not all(c.passed for c in check(accuracy, {**above, "tokens_per_sample": 1000.0}, target))
@@ -238,8 +279,15 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny(tmp_path / "run")
     says("name one with reference answers: --dataset_path", run)
     says("cannot be read", run, "--dataset_path", tmp_path / "none.jsonl")
-    says("data set has 1 samples", run, "--dataset_path", references(tmp_path / "less.jsonl", {"output": "x"}))
-    says(":2: no field 'output'", run, "--dataset_path", references(tmp_path / "other.jsonl", {"output": "x"}, {"prompt": "y"}))
+    says(
+        "data set has 1 samples", run, "--dataset_path", references(tmp_path / "less.jsonl", {"output": "x"})
+    )
+    says(
+        ":2: no field 'output'",
+        run,
+        "--dataset_path",
+        references(tmp_path / "other.jsonl", {"output": "x"}, {"prompt": "y"}),
+    )
     says("has no MBXP samples", run, "--mbxp", good)
     says("unknown option --tokeniser (did you mean '--tokenizer'?)", run, "--tokeniser", "x")
     says("there is no tokenizer.json in it", run, "--dataset_path", good, "--tokenizer", tmp_path)
@@ -254,8 +302,13 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (run / "accuracy.txt").exists()
 
 
-def test_without_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "rouge_score", None)
-    run = tiny(tmp_path / "run", dataset_path=str(references(tmp_path / "data.jsonl", {"output": "x"}, {"output": "y"})))
+    run = tiny(
+        tmp_path / "run",
+        dataset_path=str(references(tmp_path / "data.jsonl", {"output": "x"}, {"output": "y"})),
+    )
     assert cli.main(["accuracy", str(run)]) == 2
     assert "pip install 'mpillm[accuracy]'" in capsys.readouterr().err

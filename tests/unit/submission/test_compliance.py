@@ -18,7 +18,9 @@ from tests.helpers.run_directories import log_entry, make_run, write
 EOS = 2
 
 
-def answer(tmp_path: Path, tokens: Sequence[int], first: Sequence[int] | None, count: int | None = None) -> LoggedAnswer:
+def answer(
+    tmp_path: Path, tokens: Sequence[int], first: Sequence[int] | None, count: int | None = None
+) -> LoggedAnswer:
     write(tmp_path / "log.json", [log_entry(0, tokens, first, count)])
     return read_answers(tmp_path / "log.json")[0]
 
@@ -38,7 +40,13 @@ def answer(tmp_path: Path, tokens: Sequence[int], first: Sequence[int] | None, c
         ([5, 6], [5], 3, (True, True, False)),
     ],
 )
-def test_checks(tmp_path: Path, tokens: list[int], first: list[int] | None, count: int | None, expected: tuple[bool, bool, bool]) -> None:
+def test_checks(
+    tmp_path: Path,
+    tokens: list[int],
+    first: list[int] | None,
+    count: int | None,
+    expected: tuple[bool, bool, bool],
+) -> None:
     good = answer(tmp_path, [8, 9], [8])
     result = check_test06([good, answer(tmp_path, tokens, first, count), good], "Server", [EOS])
     assert (result.first_token, result.eos, result.length) == expected
@@ -70,7 +78,11 @@ def test_audit_config(tmp_path: Path) -> None:
     settings.sample_concatenate_permutation = True
     assert settings.FromConfig(file, "*", "Server", 2) == 0
     assert settings.mode == lg.TestMode.PerformanceOnly
-    assert (settings.accuracy_log_sampling_target, settings.min_query_count, settings.min_duration_ms) == (100, 100, 0)
+    assert (settings.accuracy_log_sampling_target, settings.min_query_count, settings.min_duration_ms) == (
+        100,
+        100,
+        0,
+    )
     assert settings.accuracy_log_rng_seed == 720381539243781796
     assert not settings.sample_concatenate_permutation
 
@@ -101,12 +113,16 @@ def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", "TEST06", "Server", [log_entry(i, [5, 10 + i, EOS], [5]) for i in range(3)])
+    run = make_run(
+        tmp_path / "run", "TEST06", "Server", [log_entry(i, [5, 10 + i, EOS], [5]) for i in range(3)]
+    )
     assert cli.main(["compliance", str(run)]) == 0
     verified = (run / "TEST06" / "verify_accuracy.txt").read_text()
     assert verified.endswith("TEST06 verification complete\n")
     assert verified in capsys.readouterr().out
-    assert json.loads((run / "TEST06" / "accuracy" / "mlperf_log_accuracy.json").read_text())[2]["qsl_idx"] == 2
+    assert (
+        json.loads((run / "TEST06" / "accuracy" / "mlperf_log_accuracy.json").read_text())[2]["qsl_idx"] == 2
+    )
     assert cli.main(["compliance", str(run), "--end_ids", "9,1"]) == 0
 
 
@@ -138,14 +154,19 @@ def test_a_log_that_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     detail = make_run(tmp_path / "run", "TEST06") / "mlperf_log_detail.txt"
     detail.write_text("".join(detail.read_text().splitlines(keepends=True)[:2]))
     assert cli.main(["compliance", str(tmp_path / "run")]) == 2
-    assert f"{detail}: LoadGen's log is incomplete: it was cut before result_validity" in capsys.readouterr().err
+    assert (
+        f"{detail}: LoadGen's log is incomplete: it was cut before result_validity" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--compliance_test", "TEST6"], "TEST06"),
-        (["--compliance_test", "TEST06", "--test_mode", "AccuracyOnly"], "is a performance run, not --test_mode AccuracyOnly"),
+        (
+            ["--compliance_test", "TEST06", "--test_mode", "AccuracyOnly"],
+            "is a performance run, not --test_mode AccuracyOnly",
+        ),
         (["--compliance_test", "TEST06", "--audit_conf", __file__], "exclude each other"),
         (["--audit_conf", "/none"], "--audit_conf /none: no such file"),
     ],

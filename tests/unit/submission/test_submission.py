@@ -1,4 +1,5 @@
-"""A submission's files, where the rules want them, and what is said of runs that don't fit, are not there or are not good enough."""
+"""A submission's files, where the rules want them, and what is said of runs that don't fit, are not there or
+are not good enough."""
 
 from __future__ import annotations
 
@@ -35,15 +36,24 @@ class Maker:
         self.folder, self.capsys = folder, capsys
 
     def runs(self, scenario: str = "Offline", name: str = "", **config: Any) -> list[Path]:
-        """The three runs of one result, judged: only accuracy.txt is made by hand, as its scores are no matter here."""
+        """The three runs of one result, judged: only accuracy.txt is made by hand, as its scores are no
+        matter here."""
         first = None if scenario == "Offline" else [5]
         answers = [log_entry(i, [5, *range(10, 30), EOS], first) for i in range(50)]
         samples = get((config.get("benchmarks") or ["llama2-70b"])[0]).n_samples
-        counts = {f"effective_{kind}": samples for kind in ("performance_sample_count", "accuracy_sample_count", "samples_per_query")}
+        counts = {
+            f"effective_{kind}": samples
+            for kind in ("performance_sample_count", "accuracy_sample_count", "samples_per_query")
+        }
         detail = FULL_SIZE | counts | config.pop("detail", {})
         paths = [
             make_run(
-                self.folder / f"{name}{scenario}-{kind}", kind, scenario, answers if kind != "performance" else (), detail=detail, **config
+                self.folder / f"{name}{scenario}-{kind}",
+                kind,
+                scenario,
+                answers if kind != "performance" else (),
+                detail=detail,
+                **config,
             )
             for kind in ("performance", "accuracy", "TEST06")
         ]
@@ -87,7 +97,11 @@ STOPPED = "Run unsuccessful. Processed 100 queries."
 
 def said(out: str) -> list[str]:
     """The list of what is wrong."""
-    return [line.strip() for line in out.splitlines() if line.startswith(("  rejected by the checker", "  against the rules"))]
+    return [
+        line.strip()
+        for line in out.splitlines()
+        if line.startswith(("  rejected by the checker", "  against the rules"))
+    ]
 
 
 def test_layout(maker: Maker) -> None:
@@ -106,13 +120,20 @@ def test_layout(maker: Maker) -> None:
         *(f"TEST06/performance/run_1/mlperf_log_{name}.txt" for name in ("detail", "summary")),
     )
     assert found == {f"{scenario}/{name}" for scenario in ("Offline", "Server") for name in of_one}
-    for name in ("performance/run_1/mlperf_log_detail.txt", "performance/run_1/mlperf_log_summary.txt", "user.conf"):
+    for name in (
+        "performance/run_1/mlperf_log_detail.txt",
+        "performance/run_1/mlperf_log_summary.txt",
+        "user.conf",
+    ):
         assert (root / "Server" / name).read_bytes() == (runs[3] / Path(name).name).read_bytes()
     assert (maker.tree / "src" / "mpillm" / "mpillm" / "cli.py").is_file()
     assert (maker.tree / "src" / "llama2-70b-99.9" / "README.md").is_file()
     assert not list(maker.tree.rglob("__pycache__"))
     readme = (root / "Offline" / "README.md").read_text()
-    assert "python -m mpillm mpirun -n 3 run --benchmarks llama2-70b --scenarios Offline --accuracy_target 0.999" in readme
+    assert (
+        "python -m mpillm mpirun -n 3 run --benchmarks llama2-70b --scenarios Offline --accuracy_target 0.999"
+        in readme
+    )
 
 
 def test_accuracy_log_is_cut_at_both_ends(maker: Maker) -> None:
@@ -120,7 +141,9 @@ def test_accuracy_log_is_cut_at_both_ends(maker: Maker) -> None:
     maker.submit(*runs, code=4)
     whole = (runs[1] / "mlperf_log_accuracy.json").read_bytes()
     assert len(whole) > 10 * 1024
-    cut = (maker.tree / "results/8xH200/llama2-70b-99.9/Offline/accuracy/mlperf_log_accuracy.json").read_bytes()
+    cut = (
+        maker.tree / "results/8xH200/llama2-70b-99.9/Offline/accuracy/mlperf_log_accuracy.json"
+    ).read_bytes()
     assert cut == truncated(whole) == whole[:4096] + b"\n\n...\n\n" + whole[-4096:]
     assert len(cut) < 10 * 1024
     assert truncated(b"short") == b"short"
@@ -163,10 +186,20 @@ def test_system_description(maker: Maker) -> None:
 
 
 def test_a_machine_without_gpus(maker: Maker) -> None:
-    bare = {**MACHINE, "gpus": [], "gpu_driver": "", "network": [], "cpu": {**MACHINE["cpu"], "max_mhz": None}}  # type: ignore[dict-item]
+    bare = {
+        **MACHINE,
+        "gpus": [],
+        "gpu_driver": "",
+        "network": [],
+        "cpu": {**MACHINE["cpu"], "max_mhz": None},  # type: ignore[dict-item]
+    }
     maker.submit(*maker.runs(machine=bare), code=4)
     system = json.loads((maker.tree / "systems" / "8xH200.json").read_text())
-    assert (system["accelerators_per_node"], system["accelerator_model_name"], system["host_networking"]) == ("0", "N/A", "N/A")
+    assert (system["accelerators_per_node"], system["accelerator_model_name"], system["host_networking"]) == (
+        "0",
+        "N/A",
+        "N/A",
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +209,13 @@ def test_a_machine_without_gpus(maker: Maker) -> None:
         ({"dtype": "auto"}, {"config.json": {"torch_dtype": "float16"}}, ("fp16", "none")),
         (
             {"dtype": "auto"},
-            {"config.json": {"quantization_config": {"config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}}}},
+            {
+                "config.json": {
+                    "quantization_config": {
+                        "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}}
+                    }
+                }
+            },
             ("fp8", "quantization (fp8)"),
         ),
         ({"quantization": "int8"}, {"config.json": {"dtype": "bfloat16"}}, ("int8", "quantization (int8)")),
@@ -189,7 +228,9 @@ def test_a_machine_without_gpus(maker: Maker) -> None:
         ({"engine_dir": "engine"}, {"engine": (None, "float16")}, ("fp16", "none")),
     ],
 )
-def test_measurements(maker: Maker, config: dict[str, Any], files: dict[str, Any], expected: tuple[str, str]) -> None:
+def test_measurements(
+    maker: Maker, config: dict[str, Any], files: dict[str, Any], expected: tuple[str, str]
+) -> None:
     model = maker.folder / "Llama-2-70b"
     model.mkdir()
     if "engine" in files:
@@ -203,15 +244,20 @@ def test_measurements(maker: Maker, config: dict[str, Any], files: dict[str, Any
     maker.submit(*maker.runs(model_path=str(model), **config), code=4)
     found = json.loads((maker.tree / "results/8xH200/llama2-70b-99.9/Offline/measurements.json").read_text())
     assert (found["weight_data_types"], found["weight_transformations"]) == expected
-    assert (found["starting_weights_filename"], found["input_data_types"], found["retraining"]) == ("Llama-2-70b", "int32", "N")
+    assert (found["starting_weights_filename"], found["input_data_types"], found["retraining"]) == (
+        "Llama-2-70b",
+        "int32",
+        "N",
+    )
 
 
 def test_what_is_missing_is_listed(maker: Maker) -> None:
     runs = maker.runs()
     maker.scored(runs[1], {"rouge1": 44.1, "rougeL": 28.6, "tokens_per_sample": 600.5})
     assert said(maker.submit(*runs, *measured(maker), code=4))[0] == (
-        f"rejected by the checker (accuracy_result_check): llama2-70b-99.9 Offline: {runs[1]}: the accuracy target is not reached:"
-        " rouge1 44.10 (at least 44.39), rouge2 missing (at least 22.01), tokens_per_sample 600.50 (at least 265.00, at most 323.90)"
+        f"rejected by the checker (accuracy_result_check): llama2-70b-99.9 Offline: {runs[1]}: the accuracy"
+        " target is not reached: rouge1 44.10 (at least 44.39), rouge2 missing (at least 22.01),"
+        " tokens_per_sample 600.50 (at least 265.00, at most 323.90)"
     )
     maker.submit(*runs[:2], *measured(maker), "--division", "open")
     (runs[1] / "accuracy.txt").unlink()
@@ -226,33 +272,51 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
     (invalid / "mlperf_log_summary.txt").write_text("Result is : INVALID\n  Min duration satisfied : NO\n")
     (runs[2] / "TEST06" / "verify_accuracy.txt").write_text("TEST06 verification failed\n")
     out = maker.submit(runs[1], runs[2], invalid, *measured(maker), "--force", code=4)
-    stops, offline, server = "rejected by the checker (it stops there)", "llama2-70b-99.9 Offline", "llama2-70b-99.9 Server"
+    stops, offline, server = (
+        "rejected by the checker (it stops there)",
+        "llama2-70b-99.9 Offline",
+        "llama2-70b-99.9 Server",
+    )
     assert said(out) == [
         f"{stops}: {offline}: no performance run: a run without --test_mode and --compliance_test",
         f"rejected by the checker (accuracy_result_check): {offline}: {runs[1]}: no accuracy.txt:"
         f" `python -m mpillm accuracy {runs[1]}` makes it",
-        f"rejected by the checker (accuracy_check): {offline}: {runs[2]}: TEST06 failed: no First token check pass, no EOS check pass,"
-        f" no Sample length check pass ({runs[2]}/TEST06/verify_accuracy.txt)",
+        f"rejected by the checker (accuracy_check): {offline}: {runs[2]}: TEST06 failed: no First token"
+        " check pass, no EOS check pass, no Sample length check pass"
+        f" ({runs[2]}/TEST06/verify_accuracy.txt)",
         f"{stops}: {server}: no accuracy run: a run with --test_mode AccuracyOnly",
-        f"rejected by the checker (dir_exists_check, accuracy_check): {server}: no TEST06 run: a run with --compliance_test TEST06",
-        f"rejected by the checker (latency_check): {server}: {invalid}: early stopping was not satisfied (TTFT: {STOPPED})",
+        f"rejected by the checker (dir_exists_check, accuracy_check): {server}: no TEST06 run: a run with"
+        " --compliance_test TEST06",
+        f"rejected by the checker (latency_check): {server}: {invalid}: early stopping was not satisfied"
+        f" (TTFT: {STOPPED})",
         f"against the rules: {server}: {invalid}: LoadGen calls it INVALID (not satisfied: minimum duration)",
         f"against the rules: {server}: {invalid}: KV cache reuse was on, which MLPerf forbids",
     ]
-    assert (maker.tree / "results/8xH200/llama2-70b-99.9/Server/performance/run_1/mlperf_log_detail.txt").is_file()
+    assert (
+        maker.tree / "results/8xH200/llama2-70b-99.9/Server/performance/run_1/mlperf_log_detail.txt"
+    ).is_file()
 
 
 def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
-    """LoadGen calls a run VALID that was shortened, has limits of its own, or answers less; the checker and the rules don't."""
+    """LoadGen calls a run VALID that was shortened, has limits of its own, or answers less.
+
+    The checker and the rules don't.
+    """
     shortened = {"effective_min_duration_ms": 10_000, "effective_samples_per_query": 64}
     shortened |= {"effective_performance_sample_count": 48, "effective_accuracy_sample_count": 48}
     options: dict[str, Any] = {"max_output_len": 16, "end_ids": [2, 13], "stop_words": None}
     options |= {"temperature": 0.5, "top_k": 0, "load_format": "dummy"}
     runs = maker.runs(detail=shortened, dataset="synthetic", **options)
-    (runs[0] / "user.conf").write_text("# x.y = 1\n*.Offline.target_qps = 3\nllama2-70b.Server.ttft_latency = 9000\n")
+    (runs[0] / "user.conf").write_text(
+        "# x.y = 1\n*.Offline.target_qps = 3\nllama2-70b.Server.ttft_latency = 9000\n"
+    )
     out = maker.submit(runs[0], runs[1], *measured(maker), code=4)
     rejected, forbidden = (
-        [text.partition(f"Offline: {runs[0]}: ")[2] for text in said(out) if text.startswith(why) and f"{runs[0]}: " in text]
+        [
+            text.partition(f"Offline: {runs[0]}: ")[2]
+            for text in said(out)
+            if text.startswith(why) and f"{runs[0]}: " in text
+        ]
         for why in ("rejected", "against")
     )
     other = [
@@ -271,14 +335,34 @@ def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
     assert rejected == [*less, per_query] and forbidden == [conf, *other]
     assert f"{runs[1]}: accuracy_sample_count was 48 samples; the benchmark has 24576" in out
     out = maker.submit(*runs[:2], *measured(maker), "--division", "open", code=4)
-    assert less[0] in out and less[1] in out and conf in out and not any(line in out for line in [*other, per_query])
-    made: dict[str, Any] = {"top_k": 1, "temperature": 0.5, "max_output_len": 1024, "end_ids": [2], "min_output_len": 1}
-    assert said(maker.submit(*maker.runs(name="again-", **made), *maker.runs("Server"), *measured(maker), "--force")) == []
+    assert (
+        less[0] in out
+        and less[1] in out
+        and conf in out
+        and not any(line in out for line in [*other, per_query])
+    )
+    made: dict[str, Any] = {
+        "top_k": 1,
+        "temperature": 0.5,
+        "max_output_len": 1024,
+        "end_ids": [2],
+        "min_output_len": 1,
+    }
+    assert (
+        said(
+            maker.submit(
+                *maker.runs(name="again-", **made), *maker.runs("Server"), *measured(maker), "--force"
+            )
+        )
+        == []
+    )
 
 
 def test_rounds_and_scenarios(maker: Maker) -> None:
     """mixtral-8x7b is in round v6.0, not in v6.1; its closed division wants Server."""
-    out = maker.submit(*maker.runs(benchmarks=["mixtral-8x7b"], accuracy_target=0.99), *measured(maker), code=4)
+    out = maker.submit(
+        *maker.runs(benchmarks=["mixtral-8x7b"], accuracy_target=0.99), *measured(maker), code=4
+    )
     assert "round v6.1, whose seeds its LoadGen has, has no mixtral-8x7b" in out
     assert "mixtral-8x7b: the closed division needs Server too" in out
     seeds = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed")
@@ -316,14 +400,18 @@ def test_existing_output(maker: Maker) -> None:
     maker.submit(*runs, code=4)
     mark = maker.tree / "mark"
     mark.touch()
-    assert f"{maker.tree} exists: choose another --output, or --force to replace it" in maker.submit(*runs, code=2)
+    assert f"{maker.tree} exists: choose another --output, or --force to replace it" in maker.submit(
+        *runs, code=2
+    )
     assert mark.exists()
     maker.submit(*runs, "--force", code=4)
     assert not mark.exists()
     assert [path.name for path in maker.tree.parent.iterdir()] == ["Us"], "nothing is left beside it"
 
 
-def test_a_submission_that_can_not_be_written_leaves_what_was_there(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_that_can_not_be_written_leaves_what_was_there(
+    maker: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = maker.runs()
 
     def full(*_: object) -> None:
@@ -357,24 +445,55 @@ def test_bad_input(maker: Maker) -> None:
 
     says("no such run directory", maker.folder / "none")
     says("is given twice", performance, performance)
-    says("--division clsed: not one of closed, open (did you mean 'closed'?)", performance, "--division", "clsed")
+    says(
+        "--division clsed: not one of closed, open (did you mean 'closed'?)",
+        performance,
+        "--division",
+        "clsed",
+    )
     says("must be a folder name", performance, "--submitter", "../us")
     says("--submitter '': expected a text that is not empty", performance, "--submitter", "")
     says("unknown option --devision (did you mean '--division'?)", performance, "--devision", "open")
     says(
         "failed in phase 'test': x",
-        make_run(maker.folder / "f", result={"status": "FAILED", "phase": "test", "failures": [{"cause": "x"}]}),
+        make_run(
+            maker.folder / "f", result={"status": "FAILED", "phase": "test", "failures": [{"cause": "x"}]}
+        ),
     )
     says("start one with --benchmarks", make_run(maker.folder / "any", benchmarks=None))
     says("there is no workload resnet50", make_run(maker.folder / "other", benchmarks=["resnet50"]))
-    says("are both the performance run of llama2-70b-99.9 Offline", performance, make_run(maker.folder / "second"))
-    says("--dtype is 'bfloat16' and 'float32'", performance, make_run(maker.folder / "fp32", "accuracy", dtype="float32"))
-    says("--quantization is None and 'int8'", performance, make_run(maker.folder / "int8", "accuracy", quantization="int8"))
+    says(
+        "are both the performance run of llama2-70b-99.9 Offline",
+        performance,
+        make_run(maker.folder / "second"),
+    )
+    says(
+        "--dtype is 'bfloat16' and 'float32'",
+        performance,
+        make_run(maker.folder / "fp32", "accuracy", dtype="float32"),
+    )
+    says(
+        "--quantization is None and 'int8'",
+        performance,
+        make_run(maker.folder / "int8", "accuracy", quantization="int8"),
+    )
     elsewhere = {**MACHINE, "memory_bytes": 256 << 30}
-    says("not made on the same system: memory_bytes", performance, make_run(maker.folder / "else", "accuracy", machine=elsewhere))
+    says(
+        "not made on the same system: memory_bytes",
+        performance,
+        make_run(maker.folder / "else", "accuracy", machine=elsewhere),
+    )
     newer = {**MACHINE, "software": {**MACHINE["software"], "mlcommons-loadgen": "6.0.18"}}  # type: ignore[dict-item]
-    says("system: software: mlcommons-loadgen 6.0.17 and 6.0.18", performance, make_run(maker.folder / "new", "accuracy", machine=newer))
-    says("not made on the same system: workers 2 and 3", performance, make_run(maker.folder / "more", "accuracy", workers=3))
+    says(
+        "system: software: mlcommons-loadgen 6.0.17 and 6.0.18",
+        performance,
+        make_run(maker.folder / "new", "accuracy", machine=newer),
+    )
+    says(
+        "not made on the same system: workers 2 and 3",
+        performance,
+        make_run(maker.folder / "more", "accuracy", workers=3),
+    )
     audit = make_run(maker.folder / "audit", audit_conf="own.config")
     says("with an audit.config that is not TEST06's", audit)
     says("there is no Offline of it", make_run(maker.folder / "inter", benchmarks=["llama2-70b-interactive"]))
@@ -387,7 +506,12 @@ def test_bad_input(maker: Maker) -> None:
     beside = make_run(maker.folder / "beside", "accuracy")
     for i, (name, text) in enumerate(
         (
-            *(("machines.json", "{}"), ("machines.json", '{"n0": {}}'), ("plan.json", "[]"), ("plan.json", '{"ranks": []}')),
+            *(
+                ("machines.json", "{}"),
+                ("machines.json", '{"n0": {}}'),
+                ("plan.json", "[]"),
+                ("plan.json", '{"ranks": []}'),
+            ),
             *(("ranks.json", "[]"), ("result.json", "[]"), ("config.json", "{}")),
             ("result.json", '{"status": "VALID", "test_mode": "PerformanceOnly"}'),  # no scenario
         )
@@ -418,7 +542,10 @@ def test_bad_input(maker: Maker) -> None:
 def test_the_command_gives_the_run_again(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags, whose sources are told one by one, and what stands in the environment, are part of it."""
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "kvcache_free_gpu_mem_frac:0.7")
-    words = "--core_type dummy --core_options a:1,b:true --end_ids 1,2 --save_outputs --triton_grpc_ports h:1,2|i:3 --max_batch_size 4"
+    words = (
+        "--core_type dummy --core_options a:1,b:true --end_ids 1,2 --save_outputs --triton_grpc_ports"
+        " h:1,2|i:3 --max_batch_size 4"
+    )
     flags = "--trtllm_runtime_flags max_num_tokens:99,use_inflight_batching:false --trtllm_build_flags a:x"
     config = parse_run([*words.split(), *flags.split(), "--stop_words", '["#", [1, 2]]'])
     (maker.folder / "config.json").write_text(json.dumps(config.to_json()))

@@ -1,7 +1,7 @@
 """What `submission` lists is what MLCommons' submission checker rejects, check by check, and nothing else.
 
-The expected checks stand here, so that the list is tested everywhere; where MPILLM_INFERENCE_REPO names a clone of mlcommons/inference, the
-checker itself is asked as well (make test-slow).
+The expected checks stand here, so that the list is tested everywhere; where MPILLM_INFERENCE_REPO names a
+clone of mlcommons/inference, the checker itself is asked as well (make test-slow).
 """
 
 from __future__ import annotations
@@ -22,16 +22,36 @@ from tests.helpers.run_directories import FULL_SIZE, MACHINE, SAMPLES, log_entry
 
 GOOD = {"rouge1": 44.4, "rouge2": 22.1, "rougeL": 28.6, "tokens_per_sample": 290.5}
 BOTH = ("Offline", "Server")
-LATENCIES = ("result_first_token_99.00_percentile_latency_ns", "result_time_per_output_token_99.00_percentile_ns")
-V60 = dict(zip(("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed"), ROUNDS[1].seeds, strict=True))
+LATENCIES = (
+    "result_first_token_99.00_percentile_latency_ns",
+    "result_time_per_output_token_99.00_percentile_ns",
+)
+V60 = dict(
+    zip(
+        ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed"),
+        ROUNDS[1].seeds,
+        strict=True,
+    )
+)
 MIXTRAL = {"benchmarks": ["mixtral-8x7b"], "accuracy_target": 0.99}
-OF_MIXTRAL = {f"effective_{key}": 15000 for key in ("performance_sample_count", "accuracy_sample_count", "samples_per_query")}
-MIXTRAL_SCORES = {"rouge1": 45.5, "rouge2": 23.3, "rougeL": 30.4, "gsm8k": 73.7, "mbxp": 60.1, "tokens_per_sample": 145.0}
+OF_MIXTRAL = {
+    f"effective_{key}": 15000
+    for key in ("performance_sample_count", "accuracy_sample_count", "samples_per_query")
+}
+MIXTRAL_SCORES = {
+    "rouge1": 45.5,
+    "rouge2": 23.3,
+    "rougeL": 30.4,
+    "gsm8k": 73.7,
+    "mbxp": 60.1,
+    "tokens_per_sample": 145.0,
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A submission, full-sized and good but for what is said here, and the checks that fail in each division ("Scenario check")."""
+    """A submission, full-sized and good but for what is said here, and the checks that fail in each division
+    ("Scenario check")."""
 
     closed: tuple[str, ...]
     open: tuple[str, ...]
@@ -41,7 +61,9 @@ class Case:
     without: tuple[str, ...] = ()  # kinds of runs
     test06: str | None = None  # verify_accuracy.txt, in the place of our own; empty: none
     error: str = ""  # kind of run in whose log LoadGen has an error
-    measurements: Mapping[str, str] = field(default_factory=lambda: {"starting_weights_filename": "llama", "weight_data_types": "fp8"})
+    measurements: Mapping[str, str] = field(
+        default_factory=lambda: {"starting_weights_filename": "llama", "weight_data_types": "fp8"}
+    )
     system: Mapping[str, Any] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=lambda: MACHINE)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +85,10 @@ def closed_only(checks: tuple[str, ...], **case: Any) -> Case:
 STOPPED = (STOPS,)
 TEST06 = "First token check pass: {}\nEOS check pass: {}\nSample length check pass: True\n"
 OLD_MIXTRAL = {"config": MIXTRAL, "detail": {**OF_MIXTRAL, **V60}, "version": "v6.0"}
-TINY = {f"effective_{key}": 48 for key in ("performance_sample_count", "accuracy_sample_count", "samples_per_query")}
+TINY = {
+    f"effective_{key}": 48
+    for key in ("performance_sample_count", "accuracy_sample_count", "samples_per_query")
+}
 SIZES = ("performance_sample_count_check", "min_duration_check", "dataset_check")
 NO_BENCHMARK = ("performance_sample_count_check", "accuracy_result_check", "dataset_check")
 UNKNOWN_BENCHMARK = (*each(*NO_BENCHMARK), "Offline min_query_count_check")
@@ -78,28 +103,46 @@ CASES = {
         config={"model_scale": "tiny"},
     ),
     "too short": same(each("min_duration_check"), detail={"effective_min_duration_ms": 599_999}),
-    "too few samples": same(each("performance_sample_count_check"), detail={"effective_performance_sample_count": SAMPLES - 1}),
-    "too few samples in the query": closed_only(("Offline min_query_count_check",), detail={"effective_samples_per_query": SAMPLES - 1}),
+    "too few samples": same(
+        each("performance_sample_count_check"), detail={"effective_performance_sample_count": SAMPLES - 1}
+    ),
+    "too few samples in the query": closed_only(
+        ("Offline min_query_count_check",), detail={"effective_samples_per_query": SAMPLES - 1}
+    ),
     "too few answers": same(each("dataset_check"), detail={"effective_accuracy_sample_count": SAMPLES - 1}),
     "too many answers": same(each("dataset_check"), detail={"effective_accuracy_sample_count": SAMPLES + 1}),
     "early stopping": same(("Server latency_check",), detail={"early_stopping_met": False}),
     "a target latency that is allowed": same((), detail={"effective_target_latency_ns": 20_000_000_000}),
-    "a longer target latency": same(("Server latency_check",), detail={"effective_target_latency_ns": 20_000_000_001}),
+    "a longer target latency": same(
+        ("Server latency_check",), detail={"effective_target_latency_ns": 20_000_000_001}
+    ),
     "TTFT at its limit": same(("Server llm_check",), detail={LATENCIES[0]: 2_000_000_000}),
     "TTFT below it": same((), detail={LATENCIES[0]: 1_999_999_999}),
     "TPOT at its limit": same(("Server llm_check",), detail={LATENCIES[1]: 200_000_000}),
     "TTFT and TPOT": same(("Server llm_check",), detail=dict.fromkeys(LATENCIES, 10**10)),
-    "Interactive within Server's limits": same((), detail={LATENCIES[0]: 1_900_000_000}, scenarios=("Offline", "Interactive")),
+    "Interactive within Server's limits": same(
+        (), detail={LATENCIES[0]: 1_900_000_000}, scenarios=("Offline", "Interactive")
+    ),
     "no token latencies": same(
         each("llm_check", "get_performance_metric_check"),
-        detail={"requested_use_token_latencies": False, "result_tokens_per_second": None, "result_completed_tokens_per_second": None}
+        detail={
+            "requested_use_token_latencies": False,
+            "result_tokens_per_second": None,
+            "result_completed_tokens_per_second": None,
+        }
         | dict.fromkeys(LATENCIES),
     ),
     "seeds of no round": same(each("seeds_check"), detail={"effective_qsl_rng_seed": 1}),
     "accuracy too low": closed_only(each("accuracy_result_check"), scores={**GOOD, "rouge2": 22.01}),
-    "answers too long": closed_only(each("accuracy_result_check"), scores={**GOOD, "tokens_per_sample": 324.0}),
-    "answers too short": closed_only(each("accuracy_result_check"), scores={**GOOD, "tokens_per_sample": 265.0}),
-    "a score is missing": closed_only(each("accuracy_result_check"), scores={"rouge1": 44.4, "rougeL": 28.6, "tokens_per_sample": 290.5}),
+    "answers too long": closed_only(
+        each("accuracy_result_check"), scores={**GOOD, "tokens_per_sample": 324.0}
+    ),
+    "answers too short": closed_only(
+        each("accuracy_result_check"), scores={**GOOD, "tokens_per_sample": 265.0}
+    ),
+    "a score is missing": closed_only(
+        each("accuracy_result_check"), scores={"rouge1": 44.4, "rougeL": 28.6, "tokens_per_sample": 290.5}
+    ),
     "no accuracy.txt": same(each("accuracy_result_check"), scores=None),
     "an error in the accuracy log": same(each("loadgen_errors_check"), error="accuracy"),
     "an error in the performance log": same((), error="performance"),
@@ -113,20 +156,25 @@ CASES = {
     "Server only": closed_only(("Server scenarios_check",), scenarios=("Server",)),
     "measurements are not known": same(each("required_fields_check"), measurements={}),
     "a machine of which little is known": same(
-        each("required_fields_check"), machine={**MACHINE, "cpu": {**MACHINE["cpu"], "cores": 0}}  # type: ignore[dict-item]
+        each("required_fields_check"),
+        machine={**MACHINE, "cpu": {**MACHINE["cpu"], "cores": 0}},  # type: ignore[dict-item]
     ),
     "both kinds of system": same((), system={"system_type": "edge,datacenter"}),
     "a system for the edge": closed_only(STOPPED, system={"system_type": "edge"}),
-    "mixtral-8x7b in v6.1": Case(STOPPED, UNKNOWN_BENCHMARK, config=MIXTRAL, detail=OF_MIXTRAL, scores=MIXTRAL_SCORES),
+    "mixtral-8x7b in v6.1": Case(
+        STOPPED, UNKNOWN_BENCHMARK, config=MIXTRAL, detail=OF_MIXTRAL, scores=MIXTRAL_SCORES
+    ),
     "mixtral-8x7b in v6.0": same((), scores=MIXTRAL_SCORES, **OLD_MIXTRAL),
     "mixtral-8x7b without its MBXP score": closed_only(
-        each("accuracy_result_check"), scores={name: value for name, value in MIXTRAL_SCORES.items() if name != "mbxp"}, **OLD_MIXTRAL
+        each("accuracy_result_check"),
+        scores={name: value for name, value in MIXTRAL_SCORES.items() if name != "mbxp"},
+        **OLD_MIXTRAL,
     ),
     "mixtral-8x7b Offline only": closed_only(
         ("Offline scenarios_check",), scores=MIXTRAL_SCORES, scenarios=("Offline",), **OLD_MIXTRAL
     ),
     "an accuracy target of no benchmark": Case(STOPPED, UNKNOWN_BENCHMARK, config={"accuracy_target": 0.995}),
-}  # fmt: skip
+}
 
 
 def make(folder: Path, case: Case) -> list[Path]:
@@ -146,20 +194,28 @@ def make(folder: Path, case: Case) -> list[Path]:
                 **{**config, **case.config},
             )
             if kind == "accuracy" and case.scores is not None:
-                (path / "accuracy.txt").write_text(f"\nResults\n\n{case.scores}\n\nhash={digest(path / 'mlperf_log_accuracy.json')}\n")
+                (path / "accuracy.txt").write_text(
+                    f"\nResults\n\n{case.scores}\n\nhash={digest(path / 'mlperf_log_accuracy.json')}\n"
+                )
             if kind == "TEST06" and case.test06 != "":
                 assert cli.main(["compliance", str(path)]) == 0
                 if case.test06 is not None:
                     (path / "TEST06" / "verify_accuracy.txt").write_text(case.test06)
             if kind == case.error:
-                entry = {"key": "error_runtime", "value": "Ending early", "metadata": {"is_error": True, "is_warning": False}}
+                entry = {
+                    "key": "error_runtime",
+                    "value": "Ending early",
+                    "metadata": {"is_error": True, "is_warning": False},
+                }
                 with (path / "mlperf_log_detail.txt").open("a") as log:
                     log.write(f":::MLLOG {json.dumps(entry)}\n")
             runs.append(path)
     return runs
 
 
-def submit(folder: Path, case: Case, division: str, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str, int]:
+def submit(
+    folder: Path, case: Case, division: str, capsys: pytest.CaptureFixture[str]
+) -> tuple[Path, str, int]:
     """Where the submission is, what was printed, and the exit code."""
     output = folder / "out"
     words = ["--output", output, "--submitter", "Us", "--system_name", "box", "--division", division]

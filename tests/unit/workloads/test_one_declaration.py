@@ -28,7 +28,9 @@ new = Workload(
     frame_file="new.pkl", columns=Columns("ids", references=("gt_output", "metric")), n_samples=5120,
     max_input_len=320, max_output_len=128, end_ids=(7,), min_output_len=2,
     accuracy=Accuracy("long_context", {"rougeL": 50.0}, (10.0, 20.0)),
-    submission=Submission({"v6.1": ("new-7b-99",)}, Limits(1, 2, 3), (("Offline",), ("Server", "Interactive")), two_targets=True),
+    submission=Submission(
+        {"v6.1": ("new-7b-99",)}, Limits(1, 2, 3), (("Offline",), ("Server", "Interactive")), two_targets=True
+    ),
     tiny_model="tiny-llama", tiny_divisor=10,
 )
 benchmarks.WORKLOADS.update({new.name: new, new.interactive().name: new.interactive()})
@@ -85,7 +87,8 @@ tiny = workloads.get("new-7b", "tiny")
 assert (tiny.model_path, tiny.n_samples, tiny.max_input_len, tiny.max_output_len) == ("tiny-llama", 10, 32, 2)
 write_dataset(tiny, folder)
 assert len(loader_of(folder, tiny).load().lengths) == 10
-assert [set(row) for row in read_references(tiny, str(folder / "references.jsonl"))] == [{"gt_output", "metric"}] * 10
+references = read_references(tiny, str(folder / "references.jsonl"))
+assert [set(row) for row in references] == [{"gt_output", "metric"}] * 10
 """,
     "LoadGen": """
 from mpillm.config.options import parse_run
@@ -108,15 +111,24 @@ assert all(c.passed for c in check(new.accuracy, scores.values, 0.99)), scores
 
 
 def test_every_room_takes_a_workload_that_is_declared_in_one_place(tmp_path: Path) -> None:
-    parts = [f"folder = Path(sys.argv[1]) / {name!r}; folder.mkdir()\n{code}" for name, code in CONSUMERS.items()]
+    parts = [
+        f"folder = Path(sys.argv[1]) / {name!r}; folder.mkdir()\n{code}" for name, code in CONSUMERS.items()
+    ]
     script = "\n".join([DECLARED, *parts])
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_no_other_room_names_a_workload() -> None:
     """But bench, which measures with one of them."""
-    names = {name + target for w in WORKLOADS.values() for name in (w.name, *w.aliases) for target in ("", *TARGETS)}
+    names = {
+        name + target
+        for w in WORKLOADS.values()
+        for name in (w.name, *w.aliases)
+        for target in ("", *TARGETS)
+    }
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.value}"
         for path in sorted((ROOT / "mpillm").rglob("*.py"))

@@ -40,16 +40,29 @@ def options(name: str, *more: str, scenario: str = "Server") -> RunConfig:
 def loadgen(config: RunConfig, n_samples: int) -> dict[str, Any]:
     """LoadGen's settings, in a process of their own: it reads its own values once in a process."""
     script = (
-        "import json, sys\nfrom disagg.errors import ConfigError\nfrom mpillm.config.options import parse_run\n"
+        "import json, sys\nfrom disagg.errors import ConfigError\nfrom mpillm.config.options import"
+        " parse_run\n"
         "from mpillm.loadgen.settings import LoadGenConfig, load_settings\n"
-        "try:\n    settings = load_settings(LoadGenConfig.from_run(parse_run(json.loads(sys.argv[1]))), int(sys.argv[2]))\n"
+        "try:\n    settings = load_settings(LoadGenConfig.from_run(parse_run(json.loads(sys.argv[1]))),"
+        " int(sys.argv[2]))\n"
         "    t = settings.test\n"
-        "    more = {n: getattr(t, n) for n in ('use_token_latencies', 'sample_concatenate_permutation', 'ttft_latency')}\n"
+        "    more = {n: getattr(t, n) for n in ('use_token_latencies', 'sample_concatenate_permutation',"
+        " 'ttft_latency')}\n"
         "    print(json.dumps(settings.to_json() | more | {'user_conf': settings.user_conf}))\n"
         "except ConfigError as error:\n    print(json.dumps({'error': str(error)}))\n"
     )
-    argv = [word for name, found in config.found.items() if found.origin.where == "command line" for word in as_option(name, found.value)]
-    done = subprocess.run([sys.executable, "-c", script, json.dumps(argv), str(n_samples)], capture_output=True, text=True, timeout=60)
+    argv = [
+        word
+        for name, found in config.found.items()
+        if found.origin.where == "command line"
+        for word in as_option(name, found.value)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(argv), str(n_samples)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return made
@@ -70,13 +83,19 @@ def test_official_values(name: str) -> None:
     model, n_samples, max_output_len, ttft, tpot = OFFICIAL[name]
     config = options(name, "--server_target_qps", "8")
     assert config.source("max_output_len") == f"workload {name}" and not config.given("max_output_len")
-    assert config.max_output_len == max_output_len and config.min_output_len == (2 if name == "mixtral-8x7b" else 1)
+    assert config.max_output_len == max_output_len and config.min_output_len == (
+        2 if name == "mixtral-8x7b" else 1
+    )
     assert config.temperature == 0 and config.end_ids and config.core_type == "torch"
     assert config.stop_words == ([[13, 13940, 28832, 13]] if name == "mixtral-8x7b" else None)
     settings = loadgen(config, n_samples)
     assert settings["model"] == model and settings["performance_sample_count"] == n_samples
     assert (settings["ttft_latency_ms"], settings["tpot_latency_ms"]) == (ttft, tpot)
-    assert settings["min_duration_ms"] == 600_000 and settings["use_token_latencies"] and settings["sample_concatenate_permutation"]
+    assert (
+        settings["min_duration_ms"] == 600_000
+        and settings["use_token_latencies"]
+        and settings["sample_concatenate_permutation"]
+    )
     # Nothing is laid over LoadGen's own but the rate, of which LoadGen has one for no system.
     assert settings["user_conf"].splitlines()[1:] == ["# options", f"{model}.Server.target_qps = 8.0"]
     assert "has 100 samples, but a test of" in loadgen(config, 100)["error"]
@@ -85,24 +104,35 @@ def test_official_values(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama2-70b", "mixtral-8x7b", "llama3.1-405b"])
 def test_official_values_offline(name: str) -> None:
     settings = loadgen(options(name, "--offline_expected_qps", "37.5", scenario="Offline"), OFFICIAL[name][1])
-    assert settings["min_query_count"] == OFFICIAL[name][1] and settings["target_qps"] == 37.5 and settings["ttft_latency_ms"] is None
+    assert (
+        settings["min_query_count"] == OFFICIAL[name][1]
+        and settings["target_qps"] == 37.5
+        and settings["ttft_latency_ms"] is None
+    )
 
 
 def test_an_interactive_benchmark_is_a_server_test_unless_told_otherwise() -> None:
     config = parse_run(["--benchmarks", "llama2-interactive", "--model_scale", "tiny"])
-    assert (config.scenario, config.origin("scenarios").where) == ("Server", "workload llama2-70b-interactive (tiny)")
+    assert (config.scenario, config.origin("scenarios").where) == (
+        "Server",
+        "workload llama2-70b-interactive (tiny)",
+    )
     config = parse_run(["--benchmarks", "llama2-70b", "--model_scale", "tiny"])
     assert (config.scenario, config.origin("scenarios").where) == ("Offline", "default")
 
 
-@pytest.mark.parametrize(("name", "scenario"), [("llama2-70b", "SingleStream"), ("llama2-70b-interactive", "Offline")])
+@pytest.mark.parametrize(
+    ("name", "scenario"), [("llama2-70b", "SingleStream"), ("llama2-70b-interactive", "Offline")]
+)
 def test_scenarios_that_a_workload_lacks(name: str, scenario: str) -> None:
     with pytest.raises(ConfigError, match=f"--scenarios {scenario}: {name} has "):
         options(name, scenario=scenario)
 
 
 def test_a_person_goes_before_the_workload() -> None:
-    config = options("llama2-70b", "--max_output_len", "7", "--model_path", "llama2-70b", "--load_format", "dummy")
+    config = options(
+        "llama2-70b", "--max_output_len", "7", "--model_path", "llama2-70b", "--load_format", "dummy"
+    )
     assert (config.max_output_len, config.model_path) == (7, "llama2-70b") and config.given("max_output_len")
     assert options("llama2-70b", "--dataset", "synthetic").dataset == "synthetic"
     with pytest.raises(ConfigError, match="exclude each other"):
@@ -111,14 +141,25 @@ def test_a_person_goes_before_the_workload() -> None:
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_presets_fit_the_workloads(name: str) -> None:
-    """The lengths, end tokens and stop words are the model's: of the preset with the full model's shape, and of the tiny one."""
+    """The lengths, end tokens and stop words are the model's: of the preset with the full model's shape, and
+    of the tiny one."""
     preset = name.removesuffix("-interactive")
     for scale in ("full", "tiny"):
         workload = workloads.get(name, scale)
         defaults = {field.name: value for field, value in defaults_of(workload, "Server").items()}
         model_path = preset if scale == "full" else workload.model_path
-        info = model_info(CoreConfig("torch", model_path=model_path, max_seq_len=defaults["max_seq_len"], stop_words=workload.stop_words))
-        assert info.end_ids == workload.end_ids and info.max_seq_len == workload.max_input_len + workload.max_output_len
+        info = model_info(
+            CoreConfig(
+                "torch",
+                model_path=model_path,
+                max_seq_len=defaults["max_seq_len"],
+                stop_words=workload.stop_words,
+            )
+        )
+        assert (
+            info.end_ids == workload.end_ids
+            and info.max_seq_len == workload.max_input_len + workload.max_output_len
+        )
         assert info.n_kv_heads % workload.tensor_parallelism == 0
 
 
@@ -129,7 +170,12 @@ def test_tiny(name: str, tmp_path: Path) -> None:
     write_dataset(workload, tmp_path)
     loader = loader_of(tmp_path, workload)
     limits = Limits(
-        512, workload.max_input_len + workload.max_output_len, workload.max_output_len, None, workload.end_ids, workload.stop_words
+        512,
+        workload.max_input_len + workload.max_output_len,
+        workload.max_output_len,
+        None,
+        workload.end_ids,
+        workload.stop_words,
     )
     dataset = load_dataset(loader, ByteTokenizer(), limits)
     assert len(dataset) == full.n_samples // 512 and dataset.lengths().max() == workload.max_input_len
@@ -137,24 +183,43 @@ def test_tiny(name: str, tmp_path: Path) -> None:
     if dataset.ignores_stop is not None:
         assert 0 < dataset.ignores_stop.sum() < len(dataset)
     references = read_references(workload, str(tmp_path / "references.jsonl"))
-    assert len(references) == len(dataset) and all(tuple(row) == full.columns.references for row in references)
+    assert len(references) == len(dataset) and all(
+        tuple(row) == full.columns.references for row in references
+    )
 
     config = options(name, "--model_scale", "tiny")
-    assert config.load_format == "auto"  # a preset's weights are random without it, and an engine may be given
-    assert config.source("min_duration") == f"workload {name} (tiny)" and config.min_output_len == full.min_output_len
+    # a preset's weights are random without it, and an engine may be given
+    assert config.load_format == "auto"
+    assert (
+        config.source("min_duration") == f"workload {name} (tiny)"
+        and config.min_output_len == full.min_output_len
+    )
     settings = loadgen(config, len(dataset))
     model, _, _, ttft, tpot = OFFICIAL[name]
-    assert settings["model"] == model and (settings["ttft_latency_ms"], settings["tpot_latency_ms"]) == (ttft, tpot)
+    assert settings["model"] == model and (settings["ttft_latency_ms"], settings["tpot_latency_ms"]) == (
+        ttft,
+        tpot,
+    )
     assert settings["performance_sample_count"] == len(dataset) and settings["min_duration_ms"] == 0
-    for word in (str(full.n_samples), full.hf_model, "performance_sample_count", "min_query_count", "min_duration"):
+    for word in (
+        str(full.n_samples),
+        full.hf_model,
+        "performance_sample_count",
+        "min_query_count",
+        "min_duration",
+    ):
         assert word in workload.scaled
 
 
 def test_user_conf_over_tiny_under_options(tmp_path: Path) -> None:
     conf = tmp_path / "user.conf"
     text = "*.Server.min_duration = 5000\n*.Server.target_qps = 3.5\nllama2-70b.*.min_query_count = 0x20"
-    conf.write_text(text, encoding="utf-8-sig")  # as Windows' editor writes it: LoadGen would pass over the first key
-    settings = loadgen(options("llama2-70b", "--model_scale", "tiny", "--user_conf", str(conf), "--server_target_qps", "9"), 48)
+    # as Windows' editor writes it: LoadGen would pass over the first key
+    conf.write_text(text, encoding="utf-8-sig")
+    settings = loadgen(
+        options("llama2-70b", "--model_scale", "tiny", "--user_conf", str(conf), "--server_target_qps", "9"),
+        48,
+    )
     assert (settings["min_duration_ms"], settings["min_query_count"], settings["target_qps"]) == (5000, 32, 9)
     assert f"\n{text}\n" in settings["user_conf"]
 
@@ -162,11 +227,24 @@ def test_user_conf_over_tiny_under_options(tmp_path: Path) -> None:
 def test_without_a_workload(tmp_path: Path) -> None:
     config = parse_run(["--core_type", "dummy", "--scenarios", "Server", "--server_target_qps", "5"])
     settings = loadgen(config, 160)
-    assert settings["model"] == "mpillm" and settings["min_query_count"] == 459 and settings["min_duration_ms"] == 0
-    assert loadgen(config, 500)["min_query_count"] == 500, "each sample once, where these are enough for early stopping"
-    assert settings["ttft_latency_ms"] is None and settings["ttft_latency"] == 10**15 and settings["use_token_latencies"]
+    assert (
+        settings["model"] == "mpillm"
+        and settings["min_query_count"] == 459
+        and settings["min_duration_ms"] == 0
+    )
+    assert loadgen(config, 500)["min_query_count"] == 500, (
+        "each sample once, where these are enough for early stopping"
+    )
+    assert (
+        settings["ttft_latency_ms"] is None
+        and settings["ttft_latency"] == 10**15
+        and settings["use_token_latencies"]
+    )
     offline = loadgen(parse_run(["--core_type", "dummy"]), 160)
-    assert not offline["use_token_latencies"] and (offline["target_qps"], offline["min_query_count"]) == (1, 160)
+    assert not offline["use_token_latencies"] and (offline["target_qps"], offline["min_query_count"]) == (
+        1,
+        160,
+    )
     single = loadgen(parse_run(["--core_type", "dummy", "--scenarios", "SingleStream"]), 20)
     assert (single["target_qps"], single["min_query_count"]) == (None, 64)
 
@@ -174,18 +252,33 @@ def test_without_a_workload(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("*.Server.target_qsp = 1", "user.conf:2: LoadGen takes no target_qsp from a user.conf (did you mean 'target_qps'?)"),
+        (
+            "*.Server.target_qsp = 1",
+            "user.conf:2: LoadGen takes no target_qsp from a user.conf (did you mean 'target_qps'?)",
+        ),
         ("*.Sever.target_qps = 1", "user.conf:2: Sever is not a scenario (did you mean 'Server'?)"),
         ("target_qps = 1", "user.conf:2: target_qps is not a scenario"),
-        ("*.Server.target_qps=1", "user.conf:2: '*.Server.target_qps=1' is not 'model.scenario.key = number'"),
-        ("*.Server.target_qps = fast", "user.conf:2: fast is not a number of at least 0, which target_qps takes"),
+        (
+            "*.Server.target_qps=1",
+            "user.conf:2: '*.Server.target_qps=1' is not 'model.scenario.key = number'",
+        ),
+        (
+            "*.Server.target_qps = fast",
+            "user.conf:2: fast is not a number of at least 0, which target_qps takes",
+        ),
         ("*.Server.target_qps = nan", "user.conf:2: nan is not a number"),
         ("*.Server.target_qps = -1.5", "user.conf:2: -1.5 is not a number"),
         ("*.Server.target_qps = 1_000.5", "user.conf:2: 1_000.5 is not a number"),
-        ("*.Server.min_query_count = -5", "user.conf:2: -5 is not a whole number of at least 0, which min_query_count takes"),
+        (
+            "*.Server.min_query_count = -5",
+            "user.conf:2: -5 is not a whole number of at least 0, which min_query_count takes",
+        ),
         ("*.Server.min_query_count = 24_576", "user.conf:2: 24_576 is not a whole number"),
         ("*.Server.min_query_count = 010", "user.conf:2: 010 is not a whole number"),
-        ("*.Server.min_query_count = 99999999999999999999", "user.conf:2: 99999999999999999999 is not a whole number"),
+        (
+            "*.Server.min_query_count = 99999999999999999999",
+            "user.conf:2: 99999999999999999999 is not a whole number",
+        ),
         ("*.*.min_duration = 6e5", "user.conf:2: 6e5 is not a whole number"),
         ("*.Server.target_latency = 1.5", "user.conf:2: 1.5 is not a whole number"),
         ("*.Server.target_qps = 1 # not more", "user.conf:2: '*.Server.target_qps = 1 # not more' is not"),
@@ -216,4 +309,6 @@ def test_every_default_is_a_field() -> None:
             workload = workloads.get(name, scale)
             for scenario in workload.scenarios:
                 for field, value in defaults_of(workload, scenario).items():
-                    assert field in fields.FIELDS and (value in (None, "") or field.check(value, "x") == value)
+                    assert field in fields.FIELDS and (
+                        value in (None, "") or field.check(value, "x") == value
+                    )

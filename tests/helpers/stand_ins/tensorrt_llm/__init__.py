@@ -18,7 +18,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-RECORD: dict[str, Any] = json.loads((Path(__file__).parents[3] / "data/trtllm/record.json").read_text(encoding="utf-8"))
+RECORD: dict[str, Any] = json.loads(
+    (Path(__file__).parents[3] / "data/trtllm/record.json").read_text(encoding="utf-8")
+)
 REFUSED = 666
 _BLOCK = 32  # tokens
 
@@ -33,7 +35,9 @@ if MPI.Is_initialized():
 # --- what the record allows ---
 
 
-def bound(name: str, overloads: list[list[str]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound(
+    name: str, overloads: list[list[str]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """The arguments by name, of the first overload that takes them; TypeError if none does."""
     for parameters in overloads:
         names = [one.rstrip("=") for one in parameters if one not in ("*", "**")]
@@ -41,9 +45,16 @@ def bound(name: str, overloads: list[list[str]], args: tuple[Any, ...], kwargs: 
         values = dict(zip(names[:first_keyword], args, strict=False))
         required = {one for one in parameters if one not in ("*", "**") and not one.endswith("=")}
         known = kwargs.keys() <= {*names} or "**" in parameters
-        if len(args) <= first_keyword and known and not values.keys() & kwargs.keys() and required <= values.keys() | kwargs.keys():
+        if (
+            len(args) <= first_keyword
+            and known
+            and not values.keys() & kwargs.keys()
+            and required <= values.keys() | kwargs.keys()
+        ):
             return values | kwargs
-    raise TypeError(f"{name}(): incompatible arguments ({len(args)} by position; {', '.join(kwargs)}): takes {overloads}")
+    raise TypeError(
+        f"{name}(): incompatible arguments ({len(args)} by position; {', '.join(kwargs)}): takes {overloads}"
+    )
 
 
 class Bound:
@@ -99,14 +110,20 @@ class Fields:
 
     def __init__(self, **values: Any) -> None:
         if unknown := values.keys() - {field.rstrip("=") for field in fields(type(self).__name__)}:
-            raise ValueError(f"{type(self).__name__}: Extra inputs are not permitted: {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"{type(self).__name__}: Extra inputs are not permitted: {', '.join(sorted(unknown))}"
+            )
         self.__dict__.update(values)
 
 
 def fields(name: str) -> list[str]:
     """Those of its bases included."""
     spec = RECORD["python"].get(name)
-    return [] if spec is None else [*spec["fields"], *(field for base in spec["bases"] for field in fields(base))]
+    return (
+        []
+        if spec is None
+        else [*spec["fields"], *(field for base in spec["bases"] for field in fields(base))]
+    )
 
 
 def called(name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -116,14 +133,18 @@ def called(name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 # --- what answers ---
 
 
-def answer(prompt: list[int], max_tokens: int, end_id: int | None, min_tokens: int, stops: list[list[int]]) -> list[int]:
+def answer(
+    prompt: list[int], max_tokens: int, end_id: int | None, min_tokens: int, stops: list[list[int]]
+) -> list[int]:
     """The prompt backwards, up to an end or its longest."""
     assert all(type(token) is int for token in prompt), "tokens are Python's integers"
     assert type(max_tokens) is int and max_tokens > 0
     tokens: list[int] = []
     for token in prompt[::-1][:max_tokens]:
         tokens.append(token)
-        if len(tokens) >= min_tokens and (token == end_id or any(tokens[-len(stop) :] == stop for stop in stops)):
+        if len(tokens) >= min_tokens and (
+            token == end_id or any(tokens[-len(stop) :] == stop for stop in stops)
+        ):
             break
     return tokens
 
@@ -144,7 +165,9 @@ class Executor(Bound):
         if not self._orchestrates and self._comm.size != ranks:
             raise RuntimeError(f"the engine has {ranks} ranks, the session {self._comm.size}")
         if parallel.device_ids is not None and len(parallel.device_ids) != ranks:
-            raise RuntimeError(f"the engine has {ranks} ranks, and there are {len(parallel.device_ids)} device_ids")
+            raise RuntimeError(
+                f"the engine has {ranks} ranks, and there are {len(parallel.device_ids)} device_ids"
+            )
         self._batch = self._values["executor_config"].max_batch_size
         self._next = 1000
         self._open: dict[int, tuple[Any, list[int]]] = {}
@@ -225,7 +248,9 @@ class Executor(Bound):
             EXECUTOR.KvCacheStats(),
         )
         streamed = all(self._open[id_][0].streaming for id_ in running)
-        step.inflight_batching_stats.num_ctx_tokens = sum(len(self._open[id_][0].input_token_ids) for id_ in begun)
+        step.inflight_batching_stats.num_ctx_tokens = sum(
+            len(self._open[id_][0].input_token_ids) for id_ in begun
+        )
         step.inflight_batching_stats.num_gen_requests = (
             len(running) - len(begun) if streamed else sum(len(self._open[id_][1]) - 1 for id_ in running)
         )
@@ -283,7 +308,9 @@ class MpiCommSession:
         if self.comm.rank != 0:
             raise RuntimeError(f"only rank 0 can start multi-node session, got {self.comm.rank}")
         if self.comm.size != self.n_workers:
-            raise ValueError(f"n_workers must be equal to the number of processes in MPI, got {self.n_workers}")
+            raise ValueError(
+                f"n_workers must be equal to the number of processes in MPI, got {self.n_workers}"
+            )
         from mpi4py.futures import MPICommExecutor
 
         self._mine = ThreadPoolExecutor(1)
@@ -416,7 +443,9 @@ _CONFIGS = (
 )
 bindings = _module("bindings", MpiComm=MpiComm, executor=EXECUTOR)
 sys.modules["tensorrt_llm.bindings.executor"] = EXECUTOR
-LLMAPI = llmapi = _module("llmapi", LLM=LLM, SamplingParams=SamplingParams, **{name: type(name, (Fields,), {}) for name in _CONFIGS})
+LLMAPI = llmapi = _module(
+    "llmapi", LLM=LLM, SamplingParams=SamplingParams, **{name: type(name, (Fields,), {}) for name in _CONFIGS}
+)
 _module("llmapi.mpi_session", MpiCommSession=MpiCommSession)
 _module("_utils", set_mpi_comm=set_mpi_comm)
 _module("_tensorrt_engine", LLM=TrtLLM)
