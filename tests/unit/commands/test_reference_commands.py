@@ -23,6 +23,7 @@ from mpillm.cli import main
 from mpillm.config.options import parse_run
 from mpillm.core_names import BUILT_IN, NOT_BUILT
 from mpillm.cores.registry import BackendRegistry, check_core
+from tests.helpers.skeleton import SKELETON
 from tests.helpers.trtllm_stand_in import make_library, make_model
 
 ROOT = Path(__file__).parents[3]
@@ -359,19 +360,6 @@ def test_a_misspelt_core_is_one_everywhere(command: str, capsys: pytest.CaptureF
 
 # --- the skeleton of the Triton harness's text, as it stands there ---
 
-SKELETON = """
-@ConfigRegistry.register(HarnessType.Triton, AccuracyTarget.k_99, PowerSetting.MaxP)
-class H100_SXM_80GB_Triton_PP2x1(HopperOfflineGPUBaseConfig):
-    system = KnownSystem.YourSystemName
-    use_triton = True
-    triton_num_clients_per_frontend = 1
-    triton_num_frontends_per_model = 1
-    triton_num_servers = 1
-    gpu_batch_size = {'model-name': 2048}
-    offline_expected_qps = 25
-    trtllm_build_flags = {'max_num_tokens': 1024, 'tensor_parallelism': 1, 'pipeline_parallelism': 2}
-    trtllm_runtime_flags = {'max_num_tokens': 1024}
-"""
 IMPORT = f"from {user_config.__name__} import *\n"
 
 
@@ -389,12 +377,12 @@ def test_the_skeleton(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(SKELETON)
     assert main(command) == 2
     assert capsys.readouterr().err == (
-        "mpillm: mine.py:2: NameError: name 'ConfigRegistry' is not defined; ConfigRegistry comes with"
+        "mpillm: mine.py:1: NameError: name 'ConfigRegistry' is not defined; ConfigRegistry comes with"
         f" `{IMPORT.strip()}`, which mine.py lacks\n"
     )
     file.write_text(IMPORT + SKELETON)
     assert main(command) == 2
-    assert "mine.py:10: gpu_batch_size model-name:2048: expected a batch size" in capsys.readouterr().err
+    assert "mine.py:19: gpu_batch_size model-name:2048: expected a batch size" in capsys.readouterr().err
     file.write_text(IMPORT + SKELETON.replace("model-name", "llama2-70b"))
     assert main(command) == 0
     assert "an engine of tp1-pp2" in capsys.readouterr().out

@@ -16,9 +16,9 @@ from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.options import RunConfig, parse, parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.fields import FIELDS, general
+from tests.helpers.skeleton import SKELETON
 
-# The skeleton of triton-harness-readme.md, as it stands there but for the model's name, under the import and
-# the base that it needs.
+# What the skeleton needs above it: the import, and its base.
 HEAD = """\
 from mpillm.user_config import *
 
@@ -26,33 +26,7 @@ class HopperOfflineGPUBaseConfig(OfflineGPUBaseConfig):
     benchmark = Benchmark.LLAMA2
 
 """
-SKELETON = """\
-@ConfigRegistry.register(HarnessType.Triton, AccuracyTarget.k_99, PowerSetting.MaxP)
-class H100_SXM_80GB_Triton_PP2x1(HopperOfflineGPUBaseConfig):
-    system = KnownSystem.YourSystemName
-    
-    # Required for Triton harness
-    use_triton = True
-    
-    # triton_num_clients_per_frontend: 1 for Offline, (2, 4 or 8) for Server
-    triton_num_clients_per_frontend = 1
-
-    # triton_num_frontends_per_model: 1 for Offline, (2, 4 or 8) for Server
-    triton_num_frontends_per_model = 1
-
-    # triton_num_servers: 1 for Offline, num_dp_ranks for Server
-    triton_num_servers = 1
-
-    # Rest of the config below
-    gpu_batch_size = {'llama2-70b': 2048}
-    offline_expected_qps = 25
-    trtllm_build_flags = {
-        'max_num_tokens': 1024,
-        'tensor_parallelism': 1,
-        'pipeline_parallelism': 2,
-    }
-    trtllm_runtime_flags = {'max_num_tokens': 1024}
-"""  # noqa: W293
+IN_LLAMA2 = SKELETON.replace("model-name", "llama2-70b")
 SAME_IN_YAML = """\
 benchmark: llama2
 scenario: Offline
@@ -81,7 +55,7 @@ def written(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("name", "text"), [("mine.py", HEAD + SKELETON), ("mine.yaml", SAME_IN_YAML)])
+@pytest.mark.parametrize(("name", "text"), [("mine.py", HEAD + IN_LLAMA2), ("mine.yaml", SAME_IN_YAML)])
 def test_the_reference_skeleton(tmp_path: Path, name: str, text: str) -> None:
     path = written(tmp_path, name, text)
     config = config_of(path)
@@ -104,8 +78,8 @@ def test_the_reference_skeleton(tmp_path: Path, name: str, text: str) -> None:
 
 
 def test_every_value_says_its_line(tmp_path: Path) -> None:
-    python = written(tmp_path, "mine.py", HEAD + SKELETON)
-    lines = (HEAD + SKELETON).splitlines()
+    python = written(tmp_path, "mine.py", HEAD + IN_LLAMA2)
+    lines = (HEAD + IN_LLAMA2).splitlines()
     json = config_of(python, "--triton_num_servers", "4").to_json()
     at = {lines.index(line) + 1: line for line in lines}
     for name, text in (
