@@ -45,9 +45,9 @@ ENDLESS: list[object] = ["--scenarios", "Server", "--server_target_qps", 100, "-
 def check_failure(
     ended: Ended, code: int, *causes: str, rank: int | None = None, phase: str = "", within: float = START_S
 ) -> None:
-    """Exit code, one message with the causes and the rank, in time.
+    """Check the exit code, the one message with the causes and the rank, and the time.
 
-    And the same in result.json, if the run directory was made.
+    result.json, if the run directory was made, must say the same.
     """
     ended.must(code)
     message = ended.message

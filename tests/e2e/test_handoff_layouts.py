@@ -1,6 +1,6 @@
-"""Greedy tokens equal those of transformers when context and generation instances have different layouts.
+"""Greedy tokens equal those of transformers when context and generation instances differ in layout.
 
-And a lost rank is named.
+A lost rank is named.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def check(
     timeout: float = 60,
     **more: Any,
 ) -> list[dict[str, Any]]:
-    """One run over `ranks` ranks of instances; its answers are the expected ones.
+    """Run over `ranks` ranks of instances, and check the answers.
 
-    What the instances reported, context first.
+    Returns the instances' reports, contexts first.
     """
     dataset, expected = answers
     ended = starter.run(
@@ -288,10 +288,7 @@ def test_experts(one: Starter, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_model(one: Starter, tmp_path: Path) -> None:
-    """Three KV heads on three ranks, then 30 layers on two.
-
-    And one context instance for two generation instances.
-    """
+    """Three KV heads on three ranks, 30 layers on two; a context instance for two generation instances."""
     model = fetch_model("smollm2-135m", ROOT / "build" / "models")
     answers = smollm2_answers(model, tmp_path)
     for name, context, generation, n_generations in (

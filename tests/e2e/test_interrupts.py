@@ -42,9 +42,7 @@ def test_before_mpi_is_there(both: Starter) -> None:
 
 @pytest.mark.parametrize("mpi", ["openmpi"], indirect=True)
 def test_under_a_plain_mpirun_of_open_mpi(both: Starter, tmp_path: Path) -> None:
-    """It drops what its ranks print from then on: they write to its terminal.
-
-    And it returns 1, whatever they do.
+    """It drops what its ranks print from then on, so they write to its terminal; it always returns 1.
 
     It kills them half a second later, whatever they are doing: a machine that stalls for so long gets another
     chance.

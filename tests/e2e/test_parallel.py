@@ -1,6 +1,6 @@
-"""Greedy tokens equal those of transformers when an instance is several ranks, whatever the layout.
+"""Greedy tokens equal those of transformers when an instance is several ranks, in any layout.
 
-And a lost follower is named.
+A lost follower is named.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Runs with 8-bit weights: tokens are those of transformers with the weights multiplied out.
-
-From a checkpoint, and from an engine.
-"""
+"""Runs with 8-bit weights, from a checkpoint or engine: transformers' tokens with dequantised weights."""
 
 from __future__ import annotations
 

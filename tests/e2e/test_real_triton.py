@@ -105,9 +105,9 @@ def test_a_generated_repository_has_what_the_backend_needs(tmp_path: Path, one: 
 
 @contextlib.contextmanager
 def serving(one: Starter, repo: str, model: str) -> Iterator[dict[str, Any]]:
-    """The model's configuration as a tritonserver has it that run-llm-server has started.
+    """The model's configuration in a tritonserver that run-llm-server has started.
 
-    It is stopped afterwards.
+    The server is stopped afterwards.
     """
     options = (
         "--harness_type=triton",

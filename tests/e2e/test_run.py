@@ -471,10 +471,7 @@ def test_the_progress_bar_on_a_terminal(both: Starter) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_what_is_computed_is_shown_before_it_is_answered(both: Starter, samples: Samples, ranks: int) -> None:
-    """Long answers: for seconds no sample is answered, and the instances generate all the time.
-
-    On rank 0 or on others.
-    """
+    """Long answers: for seconds no sample is answered, but the instances generate, on rank 0 or others."""
     options = [
         "--mode",
         "aggregated" if ranks == 1 else "disaggregated",

@@ -78,9 +78,9 @@ def metric(host: str, port: int, name: str) -> float:
 
 
 def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
-    """Streams and answers have the same tokens; clients that go leave no block of a KV cache.
+    """Streams and answers have the same tokens; clients that leave keep no block of a KV cache.
 
-    A signal lets what is open end.
+    After a signal open requests end.
     """
     model = (
         "--model_path",

@@ -1,6 +1,4 @@
-"""From runs to a submission, by the commands that a person types.
-
-And MLCommons' own programs on what they left, where there are any.
+"""From runs to a submission, by the commands that a user types, and MLCommons' own programs on it.
 
 MPILLM_INFERENCE_REPO names a clone of mlcommons/inference; without it the tests with its programs are
 skipped.

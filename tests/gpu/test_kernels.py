@@ -1,6 +1,6 @@
 """The Triton kernels against plain PyTorch, on a GPU.
 
-With TRITON_INTERPRET=1 and Triton installed, slowly, on none.
+They run without a GPU, slowly, with TRITON_INTERPRET=1 and Triton installed.
 """
 
 from __future__ import annotations
@@ -113,10 +113,7 @@ def test_every_fp8_number() -> None:
     [(32, 8, 128, 32), (9, 3, 64, 16), (8, 4, 16, 8), (4, 4, 80, 64), (8, 1, 128, 32)],
 )
 def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dtype, held: str) -> None:
-    """Contexts of many lengths, blocks anywhere, what no row may see is not a number.
-
-    In caches of every type.
-    """
+    """Contexts of many lengths, scattered blocks, NaN where no row may look; caches of every type."""
     torch.manual_seed(heads)
     held_dtype = KV_DTYPES.get(held, dtype)
     # the largest are cut off

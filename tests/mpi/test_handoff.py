@@ -133,9 +133,7 @@ def request(id_: int, instance: int) -> Batch:
 def test_every_request_arrives_once_with_its_own_cache(
     comm: MPI.Intracomm, mover: MpiMover, room: int, n_requests: int
 ) -> None:
-    """With room for one, for a few, and for more than there are slots for caches under way.
-
-    From one context, or from two.
+    """With room for one, for a few, or for more than there are slots; from one context or two.
 
     Instances have the numbers of their ranks. First tokens are told in another order than requests are
     offered in, so some before they are accepted; one in seven ends there.

@@ -124,10 +124,7 @@ def test_the_clock() -> None:
 
 
 def test_metrics_while_an_answer_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens count when the clock says that they are there, not when the answer has ended.
-
-    After the test's start only.
-    """
+    """Tokens count by the clock, before their answer ends, and only after the test's start."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     made = core(ttft_ms=1000.0, tpot_ms=100.0, max_batch_size=2)

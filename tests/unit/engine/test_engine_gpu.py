@@ -319,9 +319,9 @@ def test_decode_is_padded_to_the_ladder(
 def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
     model: str, options: dict[str, Any], n_prompts: int, monkeypatch: pytest.MonkeyPatch, prompts: Tokens
 ) -> None:
-    """Whatever depends on a power of two is the same for some number of rows that the warm-up had.
+    """The warm-up had a number of rows for each power of two that a compilation may depend on.
 
-    And it leaves nothing behind.
+    It leaves nothing behind.
     """
     rows: dict[str, set[int]] = {}
 

@@ -46,7 +46,7 @@ def answer(prompt: list[int], n: int) -> list[int]:
 class FakeGroups(Groups):
     """Steps reach the model as messages.
 
-    With several stages, only when their tokens are asked for, which may be long after.
+    With several stages they do so only when their tokens are asked for, perhaps long after.
     """
 
     def __init__(self, n_stages: int, random: np.random.Generator) -> None:

@@ -549,9 +549,9 @@ def make_pair(
 def hand_over(
     context: TorchCore, generation: TorchCore, batch: Batch, streamed: dict[int, list[int]] | None = None
 ) -> Tokens:
-    """Context on one core, generation on the other, as the roles do it: offers in order, first one first.
+    """Run contexts on one core, generation on the other, as the roles do: offers in order.
 
-    The answers by id.
+    Returns the answers by id.
     """
     requests = {int(request.rows["id"][0]): request for request in batch.split()}
     context.enqueue(batch)
@@ -811,9 +811,9 @@ def test_dummy_weights_depend_on_the_name_alone() -> None:
 
 
 def test_dummy_weights_are_made_where_they_are_asked_for() -> None:
-    """All of this matrix would be 3.5 GB.
+    """The whole matrix would be 3.5 GB.
 
-    And they stay what they are: these are the values of other versions and machines.
+    The values never change: these are from other versions and machines.
     """
     source = DummyWeights(load_model_config("llama3.1-405b"))
     name = "model.layers.0.mlp.gate_proj.weight"

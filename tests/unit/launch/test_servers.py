@@ -129,7 +129,7 @@ def test_it_is_never_ready(tmp_path: Path, taken: int) -> None:
 def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
     """`look` returns at once as long as all is well.
 
-    In a thread that may set no signal handlers, all is the same.
+    The same holds in a thread that may set no signal handlers.
     """
     seen: list[str | None] = []
 
