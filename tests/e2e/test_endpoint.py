@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from tests.e2e.test_faults import check_failure
+from tests.e2e.test_serve import serve
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, answer_of, good
 from tests.helpers.support import DONE, TEST_FAILED, Ended, Starter, make_samples
 
@@ -81,6 +83,28 @@ def test_two_servers(one: Starter, tmp_path: Path) -> None:
             assert sum(asked.get("stream", False) for asked in server.asked()) > 1
     check_answers(ended, samples.prompts)
     assert all(instance["socket_ttft_p50_ms"] > 0 for instance in ended.result["per_instance"])
+
+
+def test_our_own_server(one: Starter, tmp_path: Path) -> None:
+    """mpillm's cores behind `serve` give a run over HTTP the tokens that they give one over MPI."""
+    samples = make_samples(tmp_path / "samples.jsonl", range(1, N + 1))
+    server, host, port = serve(one, 2, "--core_type", "dummy")
+    options = [
+        "--trtllm_server_urls",
+        f"{host}:{port}",
+        "--dataset_path",
+        samples.path,
+        "--max_output_len",
+        6,
+    ]
+    ended = one.run(2, *options, "--save_outputs", core="trtllm_endpoint", log_dir=tmp_path / "client").must(
+        DONE
+    )
+    outputs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
+    assert outputs == {i: samples.answer(i, 6) for i in range(N)}
+    assert (ended.result["status"], ended.result["per_instance"][0]["retokenized"]) == ("VALID", 0)
+    server.process.send_signal(signal.SIGTERM)
+    server.end().must(DONE)
 
 
 def test_a_server_that_dies_in_the_test(one: Starter, tmp_path: Path) -> None:
