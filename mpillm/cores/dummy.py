@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpillm.phases import Phase
 
 VOCAB_SIZE = 32000
+_STREAM = int(RequestFlag.STREAM)  # operations on flags take longer
 _FAULTS = ("none", "raise", "hang", "exit", "slow", "silent")
 _KINDS: dict[str, Callable[..., object]] = {"float": float, "int": int, "str": str}
 _PHASES: tuple[Phase, ...] = ("join", "load", "health", "warmup", "test")
@@ -213,6 +214,8 @@ class DummyCore(LLMCore):
                     queue.append(batch.select(~mine) if mine.any() else batch)
 
     def poll_responses(self) -> Batch | None:
+        if self._instant and not self._given_up and not len(self._streams):
+            return self._answer(self._instant.popleft())
         now = time.perf_counter()
         ready = []
         if self._given_up:
@@ -320,8 +323,8 @@ class DummyCore(LLMCore):
     def _answer(self, requests: Batch) -> Batch:
         """Return all responses of a batch at once: no time is simulated. Streams begin."""
         handed = self._hand_over(requests.rows)
-        streamed = ~handed & ((requests.rows["flags"] & RequestFlag.STREAM) != 0)
-        if streamed.any():
+        if np.bitwise_or.reduce(requests.rows["flags"]) & _STREAM:
+            streamed = ~handed & ((requests.rows["flags"] & _STREAM) != 0)
             self._begin_streams(requests.select(streamed), 0.0)
             requests, handed = requests.select(~streamed), handed[~streamed]
         rows = requests.rows
