@@ -3,7 +3,6 @@ answer health checks."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.make_folder import make_folder
-from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, wait_until
+from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, free_ports, wait_until
 
 SERVER = f"""#!{sys.executable}
 import http.server, os, re, socketserver, sys, time
@@ -76,27 +75,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def free_ports(n: int) -> list[int]:
-    probes = [socket.socket() for _ in range(n)]
-    for probe in probes:
-        probe.bind(("", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
-def ports_in_a_row(n: int) -> int:
-    """The first of `n` free ports."""
-    while True:
-        (first,) = free_ports(1)
-        with contextlib.ExitStack() as probes:
-            try:
-                for port in range(first, first + n):
-                    probes.enter_context(socket.socket()).bind(("", port))
-            except (OSError, OverflowError):
-                continue
-            return first
+# Two servers with three ports each: the gRPC ports are named, the other four follow them.
+N_TRITON_PORTS = 6
 
 
 def triton_options(ports: list[int]) -> list[str]:
@@ -109,7 +89,7 @@ def triton_options(ports: list[int]) -> list[str]:
 
 
 def test_servers_are_started_watched_and_ended(place: Path, one: Starter) -> None:
-    ports = free_ports(2)
+    ports = free_ports(N_TRITON_PORTS)
     command = one.command([one.python, "-m", "mpillm", *triton_options(ports), "--log_dir=logs"])
     wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 30)
     assert f": localhost:{ports[0]},localhost:{ports[1]}\n" in command.out
@@ -119,7 +99,9 @@ def test_servers_are_started_watched_and_ended(place: Path, one: Starter) -> Non
 
 
 def test_a_server_that_dies(place: Path, one: Starter) -> None:
-    command = one.command([one.python, "-m", "mpillm", *triton_options(free_ports(2)), "--log_dir=logs"])
+    command = one.command(
+        [one.python, "-m", "mpillm", *triton_options(free_ports(N_TRITON_PORTS)), "--log_dir=logs"]
+    )
     wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 30)
     (victim,) = [pid for pid in command.pids() if b"repo_1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(victim, signal.SIGKILL)
@@ -131,7 +113,7 @@ def test_a_server_that_dies(place: Path, one: Starter) -> None:
 
 
 def test_a_server_that_never_starts_and_one_that_is_never_ready(place: Path, one: Starter) -> None:
-    options = [one.python, "-m", "mpillm", *triton_options(free_ports(2))]
+    options = [one.python, "-m", "mpillm", *triton_options(free_ports(N_TRITON_PORTS))]
     ended = one.command(options, env={"STAND_IN": "fails"}).end(30).must(NOT_READY)
     assert (
         "ended with exit code 1 before it was ready" in ended.message and "  | no GPU here" in ended.message
@@ -141,15 +123,10 @@ def test_a_server_that_never_starts_and_one_that_is_never_ready(place: Path, one
 
 
 def test_a_taken_port(place: Path, one: Starter) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        ended = (
-            one.command([one.python, "-m", "mpillm", *triton_options([free_ports(1)[0], port])])
-            .end(30)
-            .must(USAGE)
-        )
+    ports = free_ports(N_TRITON_PORTS)
+    port = ports[1]
+    with socket.create_server(("127.0.0.1", port)):
+        ended = one.command([one.python, "-m", "mpillm", *triton_options(ports)]).end(30).must(USAGE)
     assert f"can't listen on port {port} for gRPC of tritonserver 1: process {os.getpid()}" in ended.message
     assert not (place / "build").exists()
 
@@ -185,7 +162,7 @@ def test_endpoints(place: Path, one: Starter) -> None:
 def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> None:
     """mpirun -n N make generate_disagg_config; then workers under mpirun, and a leader under another."""
     make_folder(place)
-    port = ports_in_a_row(3)
+    port = free_ports(3)[0]
     worker_port = port + 1
     args = (
         "--benchmarks=llama2-70b --scenarios=offline --core_type=trtllm_disagg"
@@ -244,7 +221,7 @@ def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> 
 def test_workers_under_mpillm_mpirun(place: Path, both: Starter) -> None:
     """Ctrl-C ends them all."""
     make_folder(place)
-    port = ports_in_a_row(3)
+    port = free_ports(3)[0]
     worker_port = port + 1
     options = ["--core_type=trtllm_disagg", "--trtllm_disagg_config_path=disagg.yaml", "--model_path=llama"]
     ports = [f"--server_port={port}", f"--worker_start_port={worker_port}"]

@@ -7,9 +7,11 @@ import fcntl
 import json
 import os
 import pty
+import random
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -45,6 +47,19 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -
         assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
         time.sleep(_POLL_S)
     return value
+
+
+def free_ports(n: int) -> list[int]:
+    """`n` free ports in a row, below those that the system gives out by itself."""
+    while True:
+        first = random.randrange(10_000, 32_768 - n)
+        with contextlib.ExitStack() as probes:
+            try:
+                for port in range(first, first + n):
+                    probes.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+        return list(range(first, first + n))
 
 
 @dataclass(repr=False)

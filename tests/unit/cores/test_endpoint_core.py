@@ -417,8 +417,8 @@ def test_dead_before_ready() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        words = f"^http://{address} was not ready within 0.9 s: Connection refused$"
-        with core_of(address, "--load_deadline=1") as core, pytest.raises(RunError, match=words):
+        words = f"^http://{address} was not ready within 2.7 s: Connection refused$"
+        with core_of(address, "--load_deadline=3") as core, pytest.raises(RunError, match=words):
             core.load()
 
 
@@ -435,9 +435,9 @@ def test_a_start_that_is_too_slow() -> None:
     health = {"/health": lambda request: plain({"error": "loading"}, "503 Service Unavailable")}
     with (
         ScriptedServer(others=health) as server,
-        core_of(server.address, "--load_deadline=1") as core,
+        core_of(server.address, "--load_deadline=3") as core,
         pytest.raises(
-            RunError, match=f"^{server.url} was not ready within 0.9 s: GET /health: HTTP 503: loading$"
+            RunError, match=f"^{server.url} was not ready within 2.7 s: GET /health: HTTP 503: loading$"
         ),
     ):
         core.load()
@@ -463,9 +463,9 @@ def test_a_server_that_answers_nothing_before_the_test() -> None:
     silent = {"/health": lambda request: Reply([], "hang")}
     with (
         ScriptedServer(others=silent) as server,
-        core_of(server.address, "--load_deadline=1") as core,
+        core_of(server.address, "--load_deadline=3") as core,
         pytest.raises(
-            RunError, match=f"^{server.url} was not ready within 0.9 s: no answer to GET /health within"
+            RunError, match=f"^{server.url} was not ready within 2.7 s: no answer to GET /health within"
         ),
     ):
         core.load()

@@ -19,7 +19,7 @@ from launch import servers as module
 from launch.command import Command
 from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, on_host, write_files
 from launch.signals import stop_signals
-from tests.helpers.support import wait_until
+from tests.helpers.support import free_ports, wait_until
 
 # Answers this many health checks on its port, and then does what the next words say.
 ANSWERS = """
@@ -54,14 +54,8 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
 def answering(then: str, times: int = 1, name: str = "one") -> Server:
-    port = free_port()
+    (port,) = free_ports(1)
     command = Command((sys.executable, "-c", ANSWERS, str(port), str(times), then))
     return Server(name, command, {"HTTP": port}, (f"http://localhost:{port}/",), (f"localhost:{port}",))
 
@@ -116,7 +110,7 @@ def test_it_is_never_ready(tmp_path: Path, taken: int) -> None:
         "one",
         Command((sys.executable, "-c", "import time; time.sleep(600)")),
         {},
-        (f"http://localhost:{free_port()}/",),
+        (f"http://localhost:{free_ports(1)[0]}/",),
     )
     with Servers(tmp_path) as running:
         running.start(hangs)
@@ -262,7 +256,7 @@ def test_a_rank_keeps_its_signal_handlers(tmp_path: Path) -> None:
 
 def test_a_port_for_two() -> None:
     """On one host; another host has its own."""
-    port = free_port()
+    (port,) = free_ports(1)
     one, two = (Server(name, Command(("x",)), {"HTTP": port}, ()) for name in ("one", "two"))
     with pytest.raises(ConfigError, match=f"port {port} is given to both HTTP of two and HTTP of one"):
         check_ports([one, two])
