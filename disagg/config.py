@@ -88,9 +88,8 @@ class DisaggConfig:
     context_servers: ServerConfig | None = None
     generation_servers: ServerConfig | None = None
     executors: ServerConfig | None = None
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # TensorRT-LLM's options for the leader, unchanged
+    # TensorRT-LLM's options for the leader, unchanged.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mode(self) -> str:

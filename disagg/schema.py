@@ -9,11 +9,8 @@ from typing import Any, NoReturn
 from .errors import ConfigError
 from .yaml_text import shown
 
-SECTIONS = (
-    "context_servers",
-    "generation_servers",
-    "executors",
-)  # in the order in which their instances take ranks
+# In the order in which their instances take ranks.
+SECTIONS = ("context_servers", "generation_servers", "executors")
 # From create_router in tensorrt_llm/serve/router.py, which compares in lower case.
 ROUTERS = (
     "round_robin",

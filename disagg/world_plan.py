@@ -187,10 +187,8 @@ def _assign(config: DisaggConfig, workers: range, nodes: Sequence[str]) -> tuple
     for rank in workers:
         on_node.setdefault(nodes[rank], []).append(rank)
     sections = [server for _, server in config.sections]
-    first, last = (
-        sections[0],
-        sections[-1],
-    )  # in an aggregated run the same section: all groups count as the first's
+    # In an aggregated run they are the same section: all groups count as the first's.
+    first, last = sections[0], sections[-1]
     n_groups = [s.num_instances * s.ranks_per_instance // s.tensor_parallel_size for s in sections]
     chosen = place(
         list(on_node.values()),

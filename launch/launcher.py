@@ -50,9 +50,8 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launcher | None:
         return [Launcher(name, number(size), number(rank), protocol, is_srun)] if rank in env else []
 
     namespace = env.get("PMIX_NAMESPACE", "")
-    given: Protocol = (
-        "PMIx" if namespace else "PMI" if "PMI_SIZE" in env else ""
-    )  # by srun or Flux, which speak either
+    # What srun or Flux offers, which speak either.
+    given: Protocol = "PMIx" if namespace else "PMI" if "PMI_SIZE" in env else ""
     found = started(OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMIx")
     if "HYDI_CONTROL_FD" in env or "MPI_LOCALNRANKS" in env:
         found += started(

@@ -45,10 +45,8 @@ from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
 
 Kind = Literal["openmpi", "mpich"]
 
-_END_WITH_MPIRUN = (
-    "generate-disagg-config",
-    "run-llm-server",
-)  # which tell no exit code: mpirun ends all ranks when one fails
+# Commands that tell no exit code: mpirun ends all ranks when one fails.
+_END_WITH_MPIRUN = ("generate-disagg-config", "run-llm-server")
 
 NOT_READY = 3
 """Exit code for a run whose rank 0 was never started."""

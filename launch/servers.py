@@ -50,9 +50,7 @@ class Server:
     health: tuple[str, ...]  # URLs that answer 200 when it is ready; none: there is nothing to ask
     urls: tuple[str, ...] = ()  # where clients reach it
     files: Mapping[Path, str] = field(default_factory=dict)  # that it reads, written before it is started
-    keeps_job: bool = (
-        False  # it takes this process's place as a rank of an mpirun, and needs what that has set
-    )
+    keeps_job: bool = False  # a rank of an mpirun, whose variables it needs, becomes this server
     host: str = ""  # another host
 
 

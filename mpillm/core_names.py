@@ -18,7 +18,7 @@ BUILT_IN = {
     "trtllm_hlapi": "mpillm.cores.trtllm.hlapi:TrtllmHlApiCore",
 }
 
-NOT_BUILT = {"triton_grpc": "mpillm.cores.trtllm_cores:TritonGrpcCore"}
+NOT_BUILT = {"triton_grpc": "mpillm.cores.triton_grpc:TritonGrpcCore"}
 """Cores that cannot run a test yet; other commands work with them."""
 
 TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", "trtllm_hlapi")

@@ -14,7 +14,7 @@ import sys
 from functools import cache
 from typing import Any, cast
 
-from mpillm.cores.openai_client.client_thread import new_loop
+from mpillm.event_loop import new_loop
 
 MODEL = "null"
 _LENGTH = re.compile(rb"content-length: *([0-9]+)", re.IGNORECASE)

@@ -36,9 +36,7 @@ class Dataset:
     name: str  # of the file, or `synthetic`
     tokens: NDArray[np.int32]
     offsets: NDArray[np.int64]  # shape [samples + 1]
-    output_lengths: NDArray[np.int64] | None = (
-        None  # tokens to generate for each sample, if the data set says so
-    )
+    output_lengths: NDArray[np.int64] | None = None  # tokens to generate for each sample, if it says so
     texts: Mapping[int, str] = field(default_factory=dict)  # by sample, the prompts that were given as text
     ignores_stop: NDArray[np.bool_] | None = None  # samples whose answers no stop word ends, if any
     note: str = ""  # for the user: which prompts were left out, or where the converted file is

@@ -26,9 +26,8 @@ class Detokenizer:
             codecs.getincrementaldecoder("utf-8")("replace") if type(tokenizer) is ByteTokenizer else None
         )
         self._tokens: list[int] = []
-        self._context = self._read = (
-            0  # decoded so far are tokens [:read], the last of them from [context:read]
-        )
+        # Decoded so far are tokens [:read], the last of them from [context:read].
+        self._context = self._read = 0
         self._context_text = ""
         self._length = 0  # of the text that was given
 

@@ -158,9 +158,8 @@ class Leader(Role):
             elif self._generation is not None and self._generation_of[id_] >= 0:
                 holders.setdefault(int(self._generation.instances[self._generation_of[id_]]), []).append(id_)
             else:
-                rows.append(
-                    (id_, 0, int(ResponseFlag.CANCEL_DONE))
-                )  # its last row is on the way to the harness
+                # Its last row is on the way to the harness.
+                rows.append((id_, 0, int(ResponseFlag.CANCEL_DONE)))
         for instance, theirs in holders.items():
             DROP.send(self._route, self._rank_of[instance], theirs)
         if rows:

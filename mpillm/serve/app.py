@@ -23,9 +23,8 @@ from mpillm.serve.protocol import ApiError, Asked, Json, Served, encode, read
 from mpillm.serve.shapes import DONE, Shapes, error_event
 
 _log = logging.getLogger(__name__)
-_LONG_TEXT = (
-    20_000  # characters; longer ones become tokens in another thread, so that streams go on meanwhile
-)
+# Characters. Longer texts become tokens in another thread, so that streams go on meanwhile.
+_LONG_TEXT = 20_000
 _RETRY_AFTER_S = "1"
 _GONE = 499  # the client has closed the connection, as nginx counts it
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -52,9 +52,8 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.out: deque[Batch | int] = deque()  # from the HTTP thread
-        self.deliver: Callable[[Batch], None] = lambda batch: (
-            None
-        )  # to the HTTP thread; called in the main thread
+        # To the HTTP thread; called in the main thread.
+        self.deliver: Callable[[Batch], None] = lambda batch: None
 
 
 class Frontend(Role):

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
+from mpillm.event_loop import new_loop
 from mpillm.serve.app import Service
 from mpillm.serve.frontend import Mailbox
 from mpillm.serve.open_requests import OpenRequests
@@ -63,7 +64,7 @@ class HttpThread:
         self._site: web.SockSite | None = None
         self._listening, self._drained = threading.Event(), threading.Event()
         self.error = ""
-        self._loop = _new_loop()
+        self._loop = new_loop()
         self._loop.set_exception_handler(self._on_loop_error)
         mailbox.deliver = lambda batch: self._call(self._take, batch)
         self._thread = threading.Thread(target=self._run, name="mpillm-http", daemon=True)
@@ -147,11 +148,3 @@ class HttpThread:
         if self._runner is not None:
             await self._runner.cleanup()
         self._loop.stop()
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # no wheel for this machine: asyncio's own is slower and does the same
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

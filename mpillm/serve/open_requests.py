@@ -42,9 +42,8 @@ class Answer:
         self.given_up = False  # cancelled by us
         self.opened_at = time.perf_counter()
         self.first_at = self.last_at = 0.0
-        self._held_back: list[
-            int
-        ] = []  # a generation instance's tokens that overtook the context instance's first one
+        # A generation instance's tokens that overtook the context instance's first one.
+        self._held_back: list[int] = []
         self._waiter: asyncio.Future[None] | None = None
 
     async def changed(self) -> None:
@@ -81,9 +80,8 @@ class OpenRequests:
         self._put = put
         self._free: list[int] = []
         self._n_ids = 0
-        self._held: dict[
-            int, int
-        ] = {}  # by id, how many words are still to come: from each holder, and for a cancellation
+        # By id, how many last words are still to come: one from each holder, and one for a cancellation.
+        self._held: dict[int, int] = {}
         self._answers: dict[int, Answer] = {}  # that have not ended
 
     def __len__(self) -> int:

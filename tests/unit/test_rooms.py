@@ -21,7 +21,7 @@ launch
 mpillm.phases
 mpillm.errors mpillm.core_names mpillm.workloads
 mpillm.user_config
-mpillm.files mpillm.devices
+mpillm.files mpillm.devices mpillm.event_loop
 mpillm.configurator
 mpillm.fields
 mpillm.comms

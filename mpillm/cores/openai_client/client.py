@@ -44,22 +44,9 @@ class Call:
     """One request, with all its attempts. Times are time.perf_counter(), 0 before there is one."""
 
     __slots__ = (
-        "_client",
-        "_reply",
-        "_reused",
-        "answer",
-        "connection",
-        "ended_at",
-        "endpoint",
-        "failing_since",
-        "id",
-        "prompt",
-        "retries",
-        "retry_after",
-        "sampling",
-        "sent_at",
-        "status",
-        "submitted_at",
+        "_client", "_reply", "_reused", "answer", "connection", "ended_at", "endpoint",
+        "failing_since", "id", "prompt", "retries", "retry_after", "sampling", "sent_at",
+        "status", "submitted_at",
     )  # fmt: skip
 
     def __init__(self, client: Client, id_: int, prompt: Sequence[int], sampling: Sampling) -> None:

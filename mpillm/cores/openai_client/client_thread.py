@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from mpillm.event_loop import new_loop
+
 T = TypeVar("T")
 
 _END_S = 5.0
@@ -55,13 +57,3 @@ class ClientThread:
         self._thread.join(_END_S)
         if not self._thread.is_alive():
             self._loop.close()
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """An event loop: the faster one of uvloop, if it is installed."""
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop

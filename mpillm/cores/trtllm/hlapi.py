@@ -50,15 +50,13 @@ class TrtllmHlApiCore(LLMCore):
         self._max_batch_size = flags.get("max_batch_size", config.max_batch_size)
         self._max_num_tokens = flags.get("max_num_tokens", config.max_num_tokens)
         self._llm: Any = None
-        self._thread: threading.Thread | None = (
-            None  # of an event loop on the leader, of a worker on the others
-        )
+        # Runs an event loop on the leader, a worker on the others.
+        self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: asyncio.Event | None = None
         self._results: dict[int, Any] = {}  # by request, of the event loop's thread
-        self._came: deque[tuple[int, list[int], bool]] = (
-            deque()
-        )  # from that thread: request, new tokens, whether they are the last
+        # From that thread: request, new tokens, whether they are the last.
+        self._came: deque[tuple[int, list[int], bool]] = deque()
         self._errors: deque[tuple[int | None, BaseException]] = deque()  # of a request, or of the rest
         self._answers = library.Answers(config.rank)
         self._prompts: dict[int, int] = {}  # tokens of each prompt whose answer has not begun

@@ -111,9 +111,8 @@ def _write(folder: Path, arrays: Arrays) -> None:
             with (work / f"{name}.npy").open("wb") as stream:
                 np.save(stream, array)
                 stream.flush()
-                os.fsync(
-                    stream.fileno()
-                )  # a machine's crash must not leave a complete folder of empty blocks
+                # A machine's crash must not leave a complete folder of empty blocks.
+                os.fsync(stream.fileno())
         (work / _CONTENTS).write_text(json.dumps(list(arrays)), encoding="utf-8")
         replace_folder(work, folder, damaged, lambda: _read(folder) is not None)
     finally:

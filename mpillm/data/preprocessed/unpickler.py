@@ -154,9 +154,8 @@ class _Unpickler(pickle._Unpickler):
 
     def _set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        of_kind(self.stack[-1], dict)[of_kind(key, str)] = (
-            value  # hashing nested tuples can overflow the stack
-        )
+        # Only texts: hashing nested tuples can overflow the stack.
+        of_kind(self.stack[-1], dict)[of_kind(key, str)] = value
 
     def _set_items(self) -> None:
         items = self.pop_mark()
@@ -218,9 +217,8 @@ class _Texts:
     def __init__(self, *_: Any) -> None: ...
 
     def build(self, state: Any) -> None:
-        parts = (
-            state.values() if isinstance(state, dict) else of_kind(state, tuple)
-        )  # where in it depends on the version
+        # Where the array is depends on the version of pandas.
+        parts = state.values() if isinstance(state, dict) else of_kind(state, tuple)
         self.values = next((part for part in parts if isinstance(part, np.ndarray)), None)
 
 
