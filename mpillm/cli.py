@@ -161,15 +161,22 @@ def _stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
         return
-    previous = {number: signal.signal(number, _stop) for number in stop_signals()}
+    stopped: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stopped.append(number)
+        raise SystemExit(128 + number)  # as in a shell
+
+    previous = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         yield
+    except Exception:
+        if not stopped:
+            raise
+        # C code may have put an error of its own in its place: NumPy's import says that NumPy is broken.
+        raise SystemExit(128 + stopped[0]) from None
     finally:
         for number, handler in previous.items():
-            if signal.getsignal(number) is _stop:
+            if signal.getsignal(number) is stop:
                 signal.signal(number, handler)
-
-
-def _stop(number: int, _frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    raise SystemExit(128 + number)  # as in a shell

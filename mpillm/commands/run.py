@@ -48,6 +48,9 @@ def start_rank(
     serves: bool,
 ) -> tuple[int, str]:
     """As `start`, for a command with options that `parse` reads; see `Rank`."""
+    for number in STOP_SIGNALS:
+        # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
+        signal.signal(number, signal.SIG_DFL)
     gc.disable()  # a tenth of the time that importing PyTorch takes; `Rank` enables it when the test begins
     config: RunConfig | None = None
     usage_error = ""
@@ -60,9 +63,6 @@ def start_rank(
         usage_error = str(error)  # told when all ranks have joined, once
     except OSError as error:
         usage_error = f"{error.filename}: {error.strerror}"
-    for number in STOP_SIGNALS:
-        # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
-        signal.signal(number, signal.SIG_DFL)
     control = start_mpi([command, *argv], config.join_deadline if config else DEADLINES["join"])
     # imports mpi4py.MPI, which starts MPI: not before start_mpi has prepared it
     from mpillm.run.rank import Rank

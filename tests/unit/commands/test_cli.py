@@ -51,6 +51,27 @@ def test_a_stopped_command_leaves_nothing(
     signal.signal(number, before)
 
 
+def test_a_signal_whose_exception_c_code_replaces(
+    command: Callable[[Callable[[Sequence[str]], int]], None],
+) -> None:
+    """NumPy's import, interrupted in the middle, says that NumPy is badly installed."""
+
+    def main(_: Sequence[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.sigtimedwait([], 5)
+        except SystemExit:
+            raise ImportError("NumPy is badly installed") from None
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    command(main)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["it"])
+    assert stopped.value.code == 128 + signal.SIGTERM
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_signals_are_as_they_were(command: Callable[[Callable[[Sequence[str]], int]], None]) -> None:
     def main(_: Sequence[str]) -> int:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, "nohup"
