@@ -66,7 +66,7 @@ class HttpThread:
         self.error = ""
         self._loop = new_loop()
         self._loop.set_exception_handler(self._on_loop_error)
-        mailbox.deliver = lambda batch: self._call(self._take, batch)
+        mailbox.deliver = self._deliver
         self._thread = threading.Thread(target=self._run, name="mpillm-http", daemon=True)
         self._thread.start()
 
@@ -88,7 +88,13 @@ class HttpThread:
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._close(), self._loop)
             self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            _log.warning("thread %s has not ended within %g s", self._thread.name, _STOP_S)
         self._socket.close()
+
+    def _deliver(self, batch: Batch) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for answers any more
+            self._loop.call_soon_threadsafe(self._take, batch)
 
     # --- in the HTTP thread ---
 
@@ -98,10 +104,6 @@ class HttpThread:
             self._loop.run_forever()
         except BaseException as error:  # noqa: BLE001 - the main thread ends the run with it
             self._fail(error)
-
-    def _call(self, function: object, batch: Batch) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for answers any more
-            self._loop.call_soon_threadsafe(function, batch)  # type: ignore[arg-type]
 
     def _take(self, batch: Batch) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -13,6 +14,7 @@ from mpillm.event_loop import new_loop
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 _END_S = 5.0
 
 
@@ -55,5 +57,7 @@ class ClientThread:
         """End the loop and the thread."""
         self.post(self._loop.stop)
         self._thread.join(_END_S)
-        if not self._thread.is_alive():
+        if self._thread.is_alive():
+            _log.warning("thread %s has not ended within %g s", self._thread.name, _END_S)
+        else:
             self._loop.close()

@@ -197,6 +197,9 @@ class TrtllmEndpointCore(LLMCore):
             return self._thread.run(work, limit_s)
         except EndpointError as error:
             raise RunError(Failure(str(error), self.config.rank)) from None
+        except TimeoutError as error:  # long after its own deadline: the thread is stuck
+            urls = ", ".join(self._urls)
+            raise RunError(Failure(f"the HTTP client of {urls}: {error}", self.config.rank)) from None
 
     def warm_up_requests(self) -> Batch:
         """A request for each server, with an answer that may end at once."""
