@@ -111,7 +111,9 @@ INNER: dict[str, dict[str, Rule]] = {
     },
     "cache_transceiver_config": {"backend": _TEXT, "max_tokens_in_buffer": COUNT},
     "router": {
-        "type": ("one of " + ", ".join(ROUTERS), lambda x: isinstance(x, str) and x.lower() in ROUTERS)
+        "type": ("one of " + ", ".join(ROUTERS), lambda x: isinstance(x, str) and x.lower() in ROUTERS),
+        "max_batch_size": COUNT,
+        "tokens_per_block": COUNT,
     },
 }
 

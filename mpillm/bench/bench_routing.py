@@ -16,6 +16,7 @@ from launch.children import Children
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive, seconds
+from mpillm.fields.topology import TopologyFields
 
 _RUN_DEADLINE_S = 600.0
 
@@ -46,6 +47,13 @@ class Options(Values):
         choices=("aggregated", "disaggregated"),
         group="benchmark",
     )
+    traffic_distribution_policy = Field(
+        "traffic_distribution_policy",
+        "which instance gets a request",
+        default="load_balancing",
+        choices=TopologyFields.traffic_distribution_policy.choices,
+        group="benchmark",
+    )
 
 
 DESCRIPTION = "Measure the routing path with dummy cores of zero cost."
@@ -56,12 +64,13 @@ def main(config: Options) -> int:
     """Print the table; 0 unless a run failed."""
     data = ["--dataset", "synthetic", "--num_samples", "8192", "--input_mean", str(config.input_len)]
     data += ["--output_mean", str(config.output_len), "--max_output_len", str(config.output_len)]
+    where = ["--mode", config.mode, "--traffic_distribution_policy", config.traffic_distribution_policy]
 
     def runs(name: str, *options: str) -> list[dict[str, Any]]:
         results = []
         for i in range(config.repeats):
             print(f"  {name}, run {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
-            results.append(_run(config.n, ["--mode", config.mode, *data, *options]))
+            results.append(_run(config.n, [*where, *data, *options]))
         return results
 
     offline = runs("Offline", "--min_query_count", str(config.offline_samples))
@@ -87,8 +96,8 @@ def main(config: Options) -> int:
         ("start", "last rank's start to ready, s", [r["startup_s"] for r in [*offline, *server]]),
     ]
     print(
-        f"{config.n} ranks, {config.mode}, {config.input_len} tokens in, {config.output_len} out;"
-        " median (least to most)"
+        f"{config.n} ranks, {config.mode}, {config.traffic_distribution_policy},"
+        f" {config.input_len} tokens in, {config.output_len} out; median (least to most)"
     )
     for what, unit, values in rows:
         spread = f"({min(values):,.2f} to {max(values):,.2f})"

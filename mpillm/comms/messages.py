@@ -8,6 +8,7 @@ one uint8 buffer: two int64 (rows, tokens), the rows, the tokens. Reading it mak
 from __future__ import annotations
 
 import enum
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,21 @@ def ragged_take(
     positions = np.arange(total, dtype=np.int64)
     positions += np.repeat(starts - (ends - lengths), lengths)
     return tokens[positions]
+
+
+def by_value(values: NDArray[np.int64], batch: Batch) -> list[tuple[int, Batch]]:
+    """`batch` cut by a value of each row (shape [n]), equal ones together, in their order."""
+    if (values == values[0]).all():
+        return [(int(values[0]), batch)]
+    order = np.argsort(values, kind="stable")
+    rows, offsets = batch.rows[order], batch.offsets()
+    tokens = ragged_take(batch.tokens, offsets[:-1][order], rows["n_tokens"].astype(np.int64))
+    ends = np.cumsum(rows["n_tokens"], dtype=np.int64)
+    cuts = [0, *(np.flatnonzero(np.diff(values[order])) + 1).tolist(), len(rows)]
+    at = [0, *ends.tolist()]
+    return [
+        (int(values[order[a]]), Batch(rows[a:b], tokens[at[a] : at[b]])) for a, b in itertools.pairwise(cuts)
+    ]
 
 
 # --- what each tag carries ---

@@ -67,6 +67,8 @@ SIZES: dict[str, tuple[Place, ...]] = {
 # What every section has.
 EXPERTS = Place(fields.moe_expert_parallelism, ("moe_expert_parallel_size",))
 ROUTER = Place(fields.traffic_distribution_policy, ("router", "type"))
+# What TensorRT-LLM's router kv_cache_aware is given beside its name, of what ours knows.
+ROUTER_ARGUMENTS = ("tokens_per_block", "max_batch_size")
 KV_CACHE_DTYPE = Place(fields.kv_cache_dtype, ("kv_cache_config", "dtype"), also="kv_cache_dtype")
 
 # How its instances run: what `CoreConfig` is made of.
@@ -176,6 +178,8 @@ def with_sections(yaml: DisaggConfig, change: Callable[[str, ServerConfig], Serv
 def without_effect(server: ServerConfig) -> Iterator[str]:
     """The names of a section's settings that none of our cores reads."""
     read = {place.key for place in (EXPERTS, ROUTER, *CORE)} | {(place.also,) for place in CORE}
+    if ROUTER.of(server) == "kv_cache_aware":
+        read |= {("router", name) for name in ROUTER_ARGUMENTS}
     for outer in ("kv_cache_config", "router", *server.extra):
         value = getattr(server, outer) if outer in SERVER else server.extra[outer]
         if value in _NOTHING or (outer,) in read or outer in _THEIR_WAY:

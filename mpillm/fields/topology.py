@@ -62,9 +62,10 @@ class TopologyFields(Options):
     )
     traffic_distribution_policy = Field(
         "traffic_distribution_policy",
-        "which instance gets a request",
+        "which instance gets a request: the one that owes the fewest tokens, the next in turn, or one that"
+        " has the beginning of its prompt cached",
         default="load_balancing",
-        choices=("load_balancing", "round_robin"),
+        choices=("load_balancing", "round_robin", "kv_cache_aware"),
         group="topology",
     )
     world_size = Field(

@@ -43,10 +43,16 @@ class LLMServerFactory:
         """Make a server: cores (all, or those in `core_indices`), scheduler, progress display, warm-up.
 
         `backend_type`: a class, or its name in `BackendRegistry`. ConfigError: that is no `LLMCore` of this
-        room.
+        room, or the policy needs ranks.
         """
         backend = backend_class(backend_type)
         config = HarnessConfig()
+        policy = config.traffic_distribution_policy
+        if policy not in _SCHEDULERS:
+            raise ConfigError(
+                f"--traffic_distribution_policy {policy}: LLMServer has {', '.join(_SCHEDULERS)}",
+                about=["traffic_distribution_policy"],
+            )
         display = LLMServerProgressDisplay(
             enable_render=not disable_progress_display, steady=config.show_steady_state_progress
         )
@@ -63,7 +69,6 @@ class LLMServerFactory:
                 **backend_kwargs,
             )
             cores.append(backend(**values))
-        policy = config.traffic_distribution_policy
         scheduler = _SCHEDULERS[policy](cores)
         return LLMServer(cores, scheduler, display, config, workload, WarmupManager(), verbose, verbose_nvtx)
 

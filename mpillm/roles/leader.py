@@ -23,11 +23,13 @@ from mpillm.comms.messages import (
     Batch,
     Grant,
     ResponseFlag,
+    by_value,
 )
 from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.pool import InstancePool
+from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
 from mpillm.roles.role import Role
 
 _MIN_WINDOW = 2048  # most requests that wait at the leader, unless twice what the instances hold is more
@@ -46,11 +48,12 @@ class Leader(Role):
         entry_policy: str,
         generation_policy: str,
         stall_timeout_s: float,
+        prefix_routing: PrefixRouting = PrefixRouting(),  # noqa: B008 - never changed
     ) -> None:
         """`ranks`: for each world rank its rank in the route communicator.
 
         `entry_policy` chooses among the instances where requests start, `generation_policy` among the
-        generation instances that continue them.
+        generation instances that continue them. `prefix_routing`: of the policy kv_cache_aware.
         """
         self._route = route
         self._plan = plan
@@ -60,7 +63,12 @@ class Leader(Role):
         self._instance_at = {rank: instance for instance, rank in self._rank_of.items()}
         contexts = [i.index for i in plan.instances if i.role == "ctx"]
         # The instances where requests start.
-        self._entry = InstancePool(contexts or [i.index for i in plan.instances], entry_policy)
+        entries = contexts or [i.index for i in plan.instances]
+        self._entry = (
+            PrefixPool(entries, prefix_routing)
+            if entry_policy == "kv_cache_aware"
+            else InstancePool(entries, entry_policy)
+        )
         self._generation = (
             InstancePool([i.index for i in plan.instances if i.role == "gen"], generation_policy)
             if contexts
@@ -197,25 +205,28 @@ class Leader(Role):
         """Send the first requests of `batch`, the head of the queue; return how many."""
         rows = batch.rows[:_MAX_BATCH]
         needs = self._needs[rows["id"]]
-        entry, n = self._entry.pick(needs)
-        if n and self._generation is not None:
-            generation, n_generation = self._generation.pick(needs[:n])
-            n = min(n, n_generation)
+        generation, n = -1, len(rows)
+        if self._generation is not None:
+            generation, n = self._generation.pick(needs)
+            if not n:
+                return 0
+        entries = self._entry.assign(needs[:n], Batch(rows[:n], batch.tokens))
+        n = len(entries)
         if not n:
             return 0
         rows, needs = rows[:n].copy(), needs[:n]
-        self._entry.take(entry, needs)
-        instance = int(self._entry.instances[entry])
-        self._entry_of[rows["id"]] = entry
+        self._entry_of[rows["id"]] = entries
         rows["generation"] = NO_INSTANCE
         if self._generation is not None:
             self._generation.take(generation, needs)
             self._generation_of[rows["id"]] = generation
             rows["generation"] = self._generation.instances[generation]
             self._touch(int(self._generation.instances[generation]))
-        self._touch(instance)
         n_tokens = int(rows["n_tokens"].sum())
-        WORK.send(self._route, self._rank_of[instance], Batch(rows, batch.tokens[:n_tokens]))
+        for entry, part in by_value(entries, Batch(rows, batch.tokens[:n_tokens])):
+            instance = int(self._entry.instances[entry])
+            self._touch(instance)
+            WORK.send(self._route, self._rank_of[instance], part)
         if n == len(batch):
             self._waiting.popleft()
         else:

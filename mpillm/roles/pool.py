@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.comms.messages import Batch
+
 
 class InstancePool:
     """The instances of one role as the leader sees them: what each can still hold and what it owes.
@@ -26,6 +28,8 @@ class InstancePool:
         self._choose: Callable[[NDArray[np.int64]], int] = {
             "round_robin": self._next_in_turn,
             "load_balancing": self._fewest_owed_tokens,
+            # Of instances without cached prompts. Of those with them: `prefix_pool.PrefixPool`.
+            "kv_cache_aware": self._fewest_owed_tokens,
         }[policy]
         self._turn = 0
         self._position = {instance: i for i, instance in enumerate(instances)}
@@ -38,6 +42,16 @@ class InstancePool:
         """Add credit: the instance can hold this much more."""
         self.free_requests[position] += requests
         self.free_tokens[position] += tokens
+
+    def assign(self, needs: NDArray[np.int64], requests: Batch) -> NDArray[np.int64]:
+        """Take credit for the first requests; the position of the instance that gets each (shape [sent]).
+
+        `needs`: KV tokens of each of `requests`. Empty: there is no room for the first one.
+        """
+        position, n = self.pick(needs)
+        if n:
+            self.take(position, needs[:n])
+        return np.full(n, position, np.int64)
 
     def pick(self, needs: NDArray[np.int64]) -> tuple[int, int]:
         """The position of the instance for the next requests, and how many; (-1, 0) if none has room.

@@ -17,7 +17,15 @@ from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
 from mpillm.config.backends import TrtllmHarnessConfig
 from mpillm.config.core_config import CoreConfig
-from mpillm.config.disagg_values import CORE, KV_CACHE_DTYPE, ROUTER, with_sections, without_effect, written
+from mpillm.config.disagg_values import (
+    CORE,
+    KV_CACHE_DTYPE,
+    ROUTER,
+    ROUTER_ARGUMENTS,
+    with_sections,
+    without_effect,
+    written,
+)
 from mpillm.config.options import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
@@ -28,6 +36,7 @@ from mpillm.roles.generation import Generation
 from mpillm.roles.importer import Importer
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
+from mpillm.roles.prefix_pool import PrefixRouting
 from mpillm.roles.role import Role
 
 _LIMITS = ("max_batch_size", "max_num_tokens")  # CoreConfig has their defaults
@@ -98,7 +107,30 @@ def check_honoured(config: RunConfig) -> list[str]:
             lines.append(f"{section}: mpillm has no router {asked}; it uses {policy} instead")
         if ignored := ", ".join(without_effect(server)):
             lines.append(f"{section}: has no effect on the {config.core_type} core: {ignored}")
+    if BackendRegistry.get(config.core_type).needs_model and _finds_nothing(config):
+        lines.append(
+            "kv_cache_aware finds no cached prompts: reuse is off (--enable_kv_cache_reuse, or"
+            " kv_cache_config.enable_block_reuse); it only looks at open requests"
+        )
     return lines
+
+
+def _finds_nothing(config: RunConfig) -> bool:
+    """Whether requests start at instances that reuse no KV cache, but are to go where it can be reused."""
+    of = _entry_section(config)
+    return of.traffic_distribution_policy == "kv_cache_aware" and not of.enable_kv_cache_reuse
+
+
+def _entry_section(config: RunConfig) -> RunConfig:
+    """The values of the instances where requests start."""
+    return config.of(config.yaml.sections[0][0]) if config.yaml else config
+
+
+def prefix_routing(config: RunConfig) -> PrefixRouting:
+    """As the YAML has it; otherwise with the blocks of the instances where requests start."""
+    router = config.yaml.sections[0][1].router if config.yaml else {}
+    stated = {name: router[name] for name in ROUTER_ARGUMENTS if router.get(name) is not None}
+    return PrefixRouting(**{"tokens_per_block": _entry_section(config).tokens_per_block, **stated})
 
 
 def _check_precision(config: RunConfig, server: ServerConfig, where: str) -> None:
@@ -189,7 +221,9 @@ def make_roles(
         entry, generation = (
             config.of(_SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1)
         )
-        roles.append(Leader(route, ranks, plan, entry, generation, config.stall_timeout))
+        roles.append(
+            Leader(route, ranks, plan, entry, generation, config.stall_timeout, prefix_routing(config))
+        )
     if route is not None and make_harness is not None:
         roles.append(make_harness(route, ranks[plan.leader_rank]))
     return roles

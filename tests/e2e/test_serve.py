@@ -148,3 +148,28 @@ def test_a_signal_ends_a_server_and_says_what_it_did(both: Starter) -> None:
     ended = command.end(TIMEOUT_S).must(DONE)
     assert "1 requests answered, 0 given up by their clients, 0 errors" in ended.out
     assert json.loads((ended.log_dir / "config.json").read_text())["served_model_name"]["value"] == "mine"
+
+
+def test_cached_prompts_are_found_by_the_policy_that_looks_for_them(one: Starter) -> None:
+    """6 beginnings of 4 blocks (of 32 tokens), 4 prompts with each, two instances, one request at a time.
+
+    In turn every beginning is computed by both instances, and then found: 6 x 2 x 4 blocks. By cached
+    prompts it is computed by one: 6 x 3 x 4 blocks.
+    """
+    yaml = one.folder / "aware.yaml"
+    yaml.write_text(
+        "executors: {num_instances: 2, router: {type: kv_cache_aware},"
+        " kv_cache_config: {enable_block_reuse: true}}"
+    )
+    in_turn = ("--traffic_distribution_policy", "round_robin", "--enable_kv_cache_reuse")
+    reused = []
+    for options in in_turn, ("--disagg_config", yaml):
+        command, host, port = serve(one, 3, "--model_path", "tiny-llama", "--max_seq_len", 256, *options)
+        for i in range(24):
+            beginning = [1 + i // 4] * 128
+            answer(host, port, "/v1/completions", prompt=[*beginning, 50 + i], max_tokens=2)
+        command.process.send_signal(signal.SIGTERM)
+        instances = command.end(TIMEOUT_S).must(DONE).result["per_instance"]
+        assert sum(instance["samples"] for instance in instances) == 24
+        reused.append(sum(instance["reused_blocks"] for instance in instances))
+    assert reused == [48, 72]

@@ -21,8 +21,9 @@ from mpillm.config.options import RunConfig, parse_run
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.registry import check_core
 from mpillm.fields import traffic_distribution_policy
+from mpillm.roles.prefix_pool import PrefixRouting
 from mpillm.run.choose_samples import load_samples
-from mpillm.run.rank_roles import check_handoff, check_honoured, core_configs, what_runs
+from mpillm.run.rank_roles import check_handoff, check_honoured, core_configs, prefix_routing, what_runs
 
 DUMMY = ["--core_type", "dummy"]
 TORCH = ["--core_type", "torch"]
@@ -438,7 +439,7 @@ def test_what_our_cores_do_without_is_told(file: Path) -> None:
     config = given(
         file,
         context_servers={
-            "router": {"type": "kv_cache_aware"},
+            "router": {"type": "conversation"},
             "kv_cache_config": kv_cache,
             "cuda_graph_config": None,
         },
@@ -449,7 +450,7 @@ def test_what_our_cores_do_without_is_told(file: Path) -> None:
         },
     )
     assert check_honoured(config) == [
-        "context_servers: mpillm has no router kv_cache_aware; it uses load_balancing instead",
+        "context_servers: mpillm has no router conversation; it uses load_balancing instead",
         "context_servers: has no effect on the dummy core: kv_cache_config.event_buffer_max_size",
         "generation_servers: has no effect on the dummy core: cuda_graph_config",
     ]
@@ -466,6 +467,23 @@ def test_routers_that_are_policies_of_ours_are_taken_and_others_leave_the_choice
     assert policies == ["round_robin", traffic_distribution_policy.default]
     config = given(file, "--traffic_distribution_policy", "round_robin", **content)
     assert [config.of(name).traffic_distribution_policy for name in content] == ["round_robin", "round_robin"]
+
+
+def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lacks(file: Path) -> None:
+    router = {"type": "KV_Cache_Aware", "max_batch_size": 8, "use_tokens": True}
+    config = given(
+        file,
+        context_servers={"router": router, "kv_cache_config": {"tokens_per_block": 16}},
+        generation_servers={},
+    )
+    assert config.of("context_servers").traffic_distribution_policy == "kv_cache_aware"
+    assert prefix_routing(config) == PrefixRouting(tokens_per_block=16, max_batch_size=8)
+    assert check_honoured(config) == ["context_servers: has no effect on the dummy core: router.use_tokens"]
+    torch = ["--core_type", "torch", "--model_path", "tiny-llama", "--traffic_distribution_policy"]
+    (line,) = check_honoured(parse_run([*torch, "kv_cache_aware"]))
+    assert "reuse is off (--enable_kv_cache_reuse" in line
+    assert check_honoured(parse_run([*torch, "kv_cache_aware", "--enable_kv_cache_reuse"])) == []
+    assert check_honoured(parse_run([*torch, "round_robin"])) == []
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,11 @@ def test_a_server_spreads_a_batch_and_waits_for_it(told: Told, policy: str) -> N
         cores[0].enqueue(requests(1))
 
 
+def test_a_policy_that_needs_ranks_is_refused(told: Told) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_aware: LLMServer has round_robin, load_balancing"):
+        make(told, "kv_cache_aware", n=2)
+
+
 def test_streaming(told: Told) -> None:
     server = make(told, values=STREAMING, n=1)
     (core,) = (core for core in server.cores if isinstance(core, Core))
