@@ -47,7 +47,9 @@ REQUEST = np.dtype(
 RESPONSE = np.dtype(
     [
         ("id", "<u4"),
-        ("n_tokens", "<u4"),  # FIRST: 1. FINAL: the whole answer, the first token and the end token included
+        # FIRST: 1. FINAL: the whole answer, the first token and the end token included. TIMES: 3 numbers.
+        # CONTEXT_DONE: 1 number if the request has TIMES, otherwise 0.
+        ("n_tokens", "<u4"),
         ("flags", "<u4"),  # a ResponseFlag
     ]
 )
@@ -59,6 +61,7 @@ class RequestFlag(enum.IntFlag):
     IGNORE_STOP = 1  # no stop word ends the answer
     IGNORE_END = 2  # no end token does; it is generated like any other
     STREAM = 4  # whoever asks wants the tokens as they come
+    TIMES = 8  # and when they were computed
 
 
 class ResponseFlag(enum.IntFlag):
@@ -70,11 +73,16 @@ class ResponseFlag(enum.IntFlag):
 
     FIRST = 1  # the first token; the row's tokens are that token, unless FINAL is set too
     FINAL = 2  # the answer is complete; the request's id is free again
-    CONTEXT_DONE = 4  # the KV cache is handed over; the context instance holds nothing of the request
+    # The KV cache is handed over; the context instance holds nothing of the request. Of a request with TIMES:
+    # how many µs it was on its way.
+    CONTEXT_DONE = 4
     ERROR = 8  # the request could not be answered (set with FINAL, no tokens)
     CANCELLED = 16  # its sender has given it up (set with FINAL, no tokens)
     PARTIAL = 32  # with STREAM: the tokens behind those of the rows before; FINAL has them all again
     CANCEL_DONE = 64  # no CANCEL or DROP of this id is under way (alone without tokens, or set with FINAL)
+    # Of a request with TIMES, right before FIRST. Its tokens are no tokens: µs since the request came to the
+    # instance, µs since its first step began, KV cache blocks of its prompt that were there already.
+    TIMES = 128
 
 
 _HEADER_BYTES = 16

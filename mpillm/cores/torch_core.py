@@ -39,6 +39,7 @@ _HEALTH_PAUSE_S = 0.0005
 _CACHE_TO_BUFFERS = 32
 # Plain numbers: operations on flags take longer than the rest of a row.
 _FINAL, _ERROR, _CANCELLED = int(ResponseFlag.FINAL), int(ResponseFlag.ERROR), int(ResponseFlag.CANCELLED)
+_TIMES = int(ResponseFlag.TIMES)
 _FLAGS = {  # by whether a row has the first and the last token
     (False, False): int(ResponseFlag.PARTIAL),
     (False, True): _FINAL,
@@ -280,6 +281,9 @@ class TorchCore(LLMCore):
                 told = sequence.output[:1]  # the second token may be there by now
             else:
                 told = sequence.output[sequence.n_passed_on :]
+            if is_first and sequence.times:
+                rows.append((sequence.id, 3, _TIMES))
+                tokens += _times(sequence)
             if told:  # what several steps have added is passed on at once
                 sequence.n_passed_on = len(told) if is_first else sequence.n_passed_on + len(told)
                 rows.append((sequence.id, len(told), _FLAGS[is_first, is_final]))
@@ -349,4 +353,15 @@ def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
         ignore_stop=bool(flags & RequestFlag.IGNORE_STOP),
         ignore_end=bool(flags & RequestFlag.IGNORE_END),
         stream=bool(flags & RequestFlag.STREAM),
+        times=bool(flags & RequestFlag.TIMES),
+        added_at=time.perf_counter(),
     )
+
+
+def _times(sequence: Sequence) -> list[int]:
+    """See `ResponseFlag.TIMES`."""
+    now = time.perf_counter()
+    waited, computed = (
+        min(int(1e6 * (now - at)), 2**31 - 1) for at in (sequence.added_at, sequence.started_at)
+    )
+    return [waited, computed, sequence.n_reused]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections import deque
 
 from mpillm.engine.cache.kv_cache import BlockAllocator
@@ -228,6 +229,7 @@ class Scheduler:
 
     def _start(self) -> Sequence:
         sequence = self.waiting.popleft()
+        sequence.started_at = sequence.started_at or time.perf_counter()
         self._reuse(sequence)
         sequence.blocks += self._blocks.take(self._blocks_for(sequence.n_context) - len(sequence.blocks))
         self._n_owed += self._blocks_for(sequence.n_cached_at_most) - len(sequence.blocks)
@@ -243,6 +245,7 @@ class Scheduler:
             self._blocks.give_back(sequence.blocks[part])
             sequence.blocks = [*sequence.blocks[:first], *known, *sequence.blocks[part.stop :]]
             sequence.n_cached += len(known) * self._tokens_per_block
+            sequence.n_reused += len(known)
             sequence.n_told = 0
 
     def _take_slot(self, sequence: Sequence) -> None:

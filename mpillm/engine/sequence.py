@@ -36,6 +36,10 @@ class Sequence:
     n_told: int = 0  # how many of its blocks the instance's other ranks know
     is_cancelled: bool = False
     n_passed_on: int = 0  # tokens of the answer that whoever asks has got, if they want them as they come
+    added_at: float = 0.0  # time.perf_counter()
+    started_at: float = 0.0  # the same, when it first got blocks
+    times: bool = False  # whoever asks wants to know these
+    n_reused: int = 0  # blocks that held its prompt already
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
 
     @property

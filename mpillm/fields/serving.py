@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
-from mpillm.configurator.parsers import port_or_any, positive, secret
+from mpillm.configurator.parsers import natural, port_or_any, positive, secret
 
 
 class ServingFields(Options):
@@ -36,6 +36,13 @@ class ServingFields(Options):
         "requests without a first token, beyond which clients are told to come again (429)",
         positive,
         default=1024,
+        group="serve",
+    )
+    perf_metrics_max_requests = Field(
+        "perf_metrics_max_requests",
+        "how many requests /perf_metrics keeps until it is read; 0: none, as in TensorRT-LLM",
+        natural,
+        default=0,
         group="serve",
     )
     max_body_bytes = Field(

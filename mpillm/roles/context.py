@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import CANCEL, NO_INSTANCE, Batch, ResponseFlag, concat
+from mpillm.comms.messages import CANCEL, DONE, NO_INSTANCE, RESPONSE, Batch, ResponseFlag, concat
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
@@ -85,6 +85,8 @@ class Context(InstanceRole):
         self._offer()  # the requests that this step started: no other can have a response
         first_tokens: dict[int, int | None] = {}
         for row, start in zip(responses.rows, responses.offsets(), strict=False):
+            if row["flags"] & ResponseFlag.TIMES:
+                continue
             id_, final = int(row["id"]), bool(row["flags"] & ResponseFlag.FINAL)
             if id_ in self._sender:
                 first_tokens[id_] = None if final else int(responses.tokens[start])
@@ -100,12 +102,16 @@ class Context(InstanceRole):
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
         """The first tokens, also of answers that continue elsewhere."""
-        return int(rows["n_tokens"].sum())
+        return int(rows["n_tokens"][(rows["flags"] & ResponseFlag.TIMES) == 0].sum())
 
     def _on_handed_over(self, handed_over: list[HandedOver]) -> None:
-        ids = [id_ for id_, _ in handed_over]
         if not self._in_test:
-            self._warming.difference_update(ids)
+            self._warming.difference_update(one.id for one in handed_over)
             return
-        self._ended(sum(not ended for _, ended in handed_over))  # the others ended with their first token
-        self._tell_of(ids, ResponseFlag.CONTEXT_DONE)
+        self._ended(sum(not one.ended for one in handed_over))  # the others ended with their first token
+        rows = np.zeros(len(handed_over), RESPONSE)
+        rows["id"] = [one.id for one in handed_over]
+        rows["flags"] = ResponseFlag.CONTEXT_DONE
+        rows["n_tokens"] = [one.moved_us is not None for one in handed_over]
+        moved_us = [one.moved_us for one in handed_over if one.moved_us is not None]
+        DONE.send(self._route, self._leader, Batch(rows, np.array(moved_us, np.int32)))

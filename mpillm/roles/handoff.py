@@ -20,11 +20,24 @@ id stays in use until both sides have released the request.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpillm.comms.messages import ACCEPT, DROP, FIRST, NO_SLOT, NO_TOKEN, OFFER, WARM_UP, Batch, Pairs, concat
+from mpillm.comms.messages import (
+    ACCEPT,
+    DROP,
+    FIRST,
+    NO_SLOT,
+    NO_TOKEN,
+    OFFER,
+    WARM_UP,
+    Batch,
+    Pairs,
+    RequestFlag,
+    concat,
+)
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 
@@ -41,6 +54,9 @@ class _Given:
     told: bool = False  # the receiver knows the first token, or that the answer ended with it
     ended: bool = False  # with its first token
     let_go: bool = False  # the receiver has dropped it
+    timed: bool = False  # whoever asks wants to know how long the KV cache took
+    moves_since: float = 0.0  # time.perf_counter()
+    moved_us: int | None = None  # how long that took, if `timed`
 
     @property
     def done(self) -> bool:
@@ -56,6 +72,7 @@ class HandedOver(NamedTuple):
 
     id: int
     ended: bool  # with its first token
+    moved_us: int | None = None  # from both instances being ready to the last byte's leaving, if asked for
 
 
 @dataclass
@@ -96,7 +113,8 @@ class HandoffSender:
         for request in requests:
             instance = int(request.rows["generation"][0])
             by_instance.setdefault(instance, []).append(request)
-            self._given[int(request.rows["id"][0])] = _Given(instance)
+            timed = bool(request.rows["flags"][0] & RequestFlag.TIMES)
+            self._given[int(request.rows["id"][0])] = _Given(instance, timed=timed)
         for instance, batches in by_instance.items():
             OFFER.send(self._transport, self._receivers[instance], concat(batches))
 
@@ -131,13 +149,17 @@ class HandoffSender:
     def poll(self) -> list[HandedOver]:
         """Release finished requests; return those of which this instance holds nothing any more."""
         for id_ in self._core.poll_kv():
-            self._given[id_].left = True
+            given = self._given[id_]
+            given.left = True
+            if given.timed:
+                given.moved_us = min(int(1e6 * (time.perf_counter() - given.moves_since)), 2**31 - 1)
             self._maybe_done.append(id_)
         done = [id_ for id_ in dict.fromkeys(self._maybe_done) if self._given[id_].done]
         self._maybe_done = []
         for id_ in done:
             self._core.release_kv(id_)
-        return [HandedOver(id_, self._given.pop(id_).ended) for id_ in done]
+        gone = [(id_, self._given.pop(id_)) for id_ in done]
+        return [HandedOver(id_, given.ended, given.moved_us) for id_, given in gone]
 
     def _on_accept(self, source: int, accepted: Pairs) -> None:
         for id_, slot in accepted:
@@ -146,7 +168,7 @@ class HandoffSender:
                 given.let_go = True
                 self._maybe_done.append(id_)
             else:
-                given.accepted = True
+                given.accepted, given.moves_since = True, time.perf_counter()
                 self._core.send_kv(id_, given.instance, slot)
 
 

@@ -63,6 +63,7 @@ class ServeSession:
             api_key=config.api_key.text if config.api_key else None,
             max_queue_size=config.max_queue_size,
             max_body_bytes=config.max_body_bytes,
+            perf_metrics_max_requests=config.perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,
         )
         self._metrics = service.metrics

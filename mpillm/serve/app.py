@@ -16,8 +16,10 @@ from typing import Any
 from aiohttp import web
 
 from mpillm import __version__
+from mpillm.comms.messages import RequestFlag
 from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.open_requests import OpenRequests
+from mpillm.serve.perf_metrics import PerfMetrics
 from mpillm.serve.prometheus import ServeMetrics
 from mpillm.serve.protocol import ApiError, Asked, Json, Served, encode, read
 from mpillm.serve.shapes import DONE, Shapes, error_event
@@ -30,6 +32,7 @@ _GONE = 499  # the client has closed the connection, as nginx counts it
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
+_came_at: ContextVar[float] = ContextVar("came_at")  # time.perf_counter()
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -45,6 +48,7 @@ class Service:
         api_key: str | None = None,
         max_queue_size: int = 1024,
         max_body_bytes: int = 1 << 24,
+        perf_metrics_max_requests: int = 0,
         kv_cache_usage: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`max_queue_size`: requests without a first token; with more, clients get 429.
@@ -52,6 +56,7 @@ class Service:
         `kv_cache_usage`: of the fullest instance; None: unknown.
         """
         self.metrics = ServeMetrics()
+        self.perf_metrics = PerfMetrics(perf_metrics_max_requests)
         self.draining = False
         self.active = 0  # handlers at work
         self._served = served
@@ -72,6 +77,7 @@ class Service:
                 web.get("/v1/models/{model:.+}", self._model),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
+                web.get("/perf_metrics", self._perf_metrics),
                 web.get("/version", self._version),
             ]
         )
@@ -85,6 +91,7 @@ class Service:
         given = request.headers.get("X-Request-Id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         _request_id.set(request_id)
+        _came_at.set(time.perf_counter())
         self.active += 1
         try:
             self._check_key(request)
@@ -172,6 +179,9 @@ class Service:
         text = self.metrics.text(self._served.names[0], gauges)
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
+    async def _perf_metrics(self, request: web.Request) -> web.Response:
+        return web.json_response(self.perf_metrics.take())
+
     # --- answers ---
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -214,6 +224,8 @@ class Service:
 
     def _open(self, index: int, prompt: list[int], wanted: int, asked: Asked) -> Choice:
         row = asked.row | {"max_output": wanted, "min_output": min(asked.min_tokens, wanted)}
+        if self.perf_metrics.wanted:
+            row["flags"] = int(row["flags"]) | RequestFlag.TIMES
         return Choice(index, self._requests.open(row, prompt), prompt, wanted, asked, self._served)
 
     async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
@@ -245,6 +257,8 @@ class Service:
             raise
         finally:
             self.metrics.finished(answer, reason, choice.n_tokens)
+            if self.perf_metrics.wanted and reason in ("stop", "length"):
+                self.perf_metrics.add(_request_id.get(), _came_at.get(), answer)
 
     async def _stream(
         self, request: web.Request, asked: Asked, shapes: Shapes, choices: list[Choice]

@@ -13,6 +13,7 @@ from mpillm.comms.messages import REQUEST, Batch, ResponseFlag
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CANCELLED, _PARTIAL = int(ResponseFlag.CANCELLED), int(ResponseFlag.PARTIAL)
 _CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.CANCEL_DONE)
+_TIMES = int(ResponseFlag.TIMES)
 _ALONE = _FIRST | _FINAL
 
 
@@ -28,8 +29,11 @@ class Answer:
         "given_up",
         "id",
         "last_at",
+        "moved",
         "n_prompt",
         "opened_at",
+        "released",
+        "times",
         "tokens",
     )
 
@@ -42,6 +46,10 @@ class Answer:
         self.given_up = False  # cancelled by us
         self.opened_at = time.perf_counter()
         self.first_at = self.last_at = 0.0
+        # If asked for: the numbers of `ResponseFlag.TIMES`, and when the KV cache had moved, after how many µs.
+        self.times: list[int] | None = None
+        self.moved: tuple[float, int] | None = None
+        self.released = False  # no rank can speak of it any more
         # A generation instance's tokens that overtook the context instance's first one.
         self._held_back: list[int] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -82,7 +90,7 @@ class OpenRequests:
         self._n_ids = 0
         # By id, how many last words are still to come: one from each holder, and one for a cancellation.
         self._held: dict[int, int] = {}
-        self._answers: dict[int, Answer] = {}  # that have not ended
+        self._answers: dict[int, Answer] = {}  # of the same ids
 
     def __len__(self) -> int:
         """Ids in use: also of requests that have ended for whoever asked."""
@@ -91,12 +99,12 @@ class OpenRequests:
     @property
     def waiting(self) -> int:
         """Requests without a first token."""
-        return sum(not answer.tokens for answer in self._answers.values())
+        return sum(not answer.tokens and not answer.ended for answer in self._answers.values())
 
     @property
     def running(self) -> int:
         """Requests that have one, and not the last."""
-        return len(self._answers) - self.waiting
+        return sum(bool(answer.tokens) and not answer.ended for answer in self._answers.values())
 
     def open(self, row: Mapping[str, float], prompt: list[int]) -> Answer:
         """Ask for an answer; `row`: the fields of REQUEST but `id` and `n_tokens`."""
@@ -130,8 +138,13 @@ class OpenRequests:
         for id_, n, flags in zip(
             rows["id"].tolist(), rows["n_tokens"].tolist(), rows["flags"].tolist(), strict=True
         ):
-            if flags & (_FIRST | _FINAL | _PARTIAL) and (answer := self._answers.get(id_)) is not None:
+            answer = self._answers[id_]
+            if flags & (_FIRST | _FINAL | _PARTIAL) and not answer.ended:
                 answer.add(tokens[at : at + n], flags)
+            elif flags & _TIMES:
+                answer.times = tokens[at : at + n]
+            elif flags & _CONTEXT_DONE and n:
+                answer.moved = time.perf_counter(), tokens[at]
             at += n
             if flags & (_FINAL | _CONTEXT_DONE | _CANCEL_DONE):
                 self._let_go(id_, flags)
@@ -141,8 +154,6 @@ class OpenRequests:
 
         A request that was handed over ends twice, in either order: with FINAL and with CONTEXT_DONE.
         """
-        if flags & _FINAL:
-            self._answers.pop(id_, None)
         # First token and last one at once: nothing was handed over.
         self._held[id_] -= (
             self._holders if flags & _ALONE == _ALONE else bool(flags & (_FINAL | _CONTEXT_DONE))
@@ -150,4 +161,5 @@ class OpenRequests:
         self._held[id_] -= bool(flags & _CANCEL_DONE)
         if not self._held[id_]:
             del self._held[id_]
+            self._answers.pop(id_).released = True
             self._free.append(id_)

@@ -91,6 +91,8 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
         512,
         "--max_batch_size",
         4,
+        "--perf_metrics_max_requests",
+        2,
     )
     command, host, port = serve(one, 4, *model)
     body = {
@@ -112,6 +114,18 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
         ignore_eos=True,
     )
     assert chat["usage"]["completion_tokens"] == 5
+
+    connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
+    connection.request("GET", "/perf_metrics")
+    told = json.loads(connection.getresponse().read())
+    assert len(told) == 2
+    for metrics in (entry["perf_metrics"] for entry in told):
+        times = metrics["timing_metrics"]
+        order = ["server_arrival_time", "arrival_time", "first_scheduled_time", "first_token_time"]
+        order.append("last_token_time")
+        assert sorted(order, key=times.__getitem__) == order, times
+        assert times["kv_cache_transfer_start"] < times["kv_cache_transfer_end"]
+        assert metrics["kv_cache_metrics"] == {"num_reused_blocks": 0}
 
     leaving = [
         post(host, port, "/v1/completions", **{**body, "max_tokens": 500}, stream=True) for _ in range(12)

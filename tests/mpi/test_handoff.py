@@ -160,7 +160,7 @@ def test_every_request_arrives_once_with_its_own_cache(
             told, to_tell = to_tell[:4], to_tell[4:]
             sender.tell_first({id_: first_token(id_) for id_ in told})
             transport.dispatch()
-            done = [id_ for id_, _ in sender.poll()]
+            done = [one.id for one in sender.poll()]
             assert not set(done) & context.held  # released before it is told
             left += done
         assert sorted(left) == mine
@@ -211,14 +211,14 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
         while not set(left) >= {2} | ({4} if roomy else set()):
             assert time.monotonic() < end
             transport.dispatch()
-            left += [id_ for id_, _ in sender.poll()]
+            left += [one.id for one in sender.poll()]
         assert not waiting & set(left)
         assert context.sent == ([4] if roomy else [])
         quiet = comm.Ibarrier()
         while len(left) < (5 if roomy else 4):
             assert time.monotonic() < end
             transport.dispatch()
-            left += [id_ for id_, _ in sender.poll()]
+            left += [one.id for one in sender.poll()]
         assert [id_ for id_ in left if id_ in waiting] == [0, 1, 3]
         assert context.sent == ([4] if roomy else []) + [0, 1, 3]
         quiet.Wait()

@@ -518,3 +518,32 @@ def test_metrics() -> None:
                 )
 
     run(test)
+
+
+@BOTH
+def test_times_of_requests_are_told_once_and_of_the_last_ones_only(disaggregated: bool) -> None:
+    """The dummy core says nothing of its own: tests/e2e/test_serve.py has one that does."""
+
+    async def test() -> None:
+        async with api(disaggregated, perf_metrics_max_requests=3) as a:
+            for i in range(5):
+                body = {"prompt": [1, 2, 3], "max_tokens": 4}
+                async with await a.post("/v1/completions", body, **{"X-Request-Id": f"r{i}"}) as response:
+                    assert response.status == 200
+            await a.idle()
+            async with a.session.get(f"{a.base}/perf_metrics") as response:
+                told = await response.json()
+            assert [one["request_id"] for one in told] == ["r2", "r3", "r4"]
+            for one in told:
+                times = one["perf_metrics"]["timing_metrics"]
+                order = ["server_arrival_time", "arrival_time", "first_token_time", "last_token_time"]
+                assert sorted(order, key=times.__getitem__) == order
+                assert times["first_token_time"] == times["server_first_token_time"]
+            async with a.session.get(f"{a.base}/perf_metrics") as response:
+                assert await response.json() == []
+        async with api(disaggregated) as a:
+            await a.answer("/v1/completions", prompt="hello", max_tokens=4)
+            async with a.session.get(f"{a.base}/perf_metrics") as response:
+                assert await response.json() == []
+
+    run(test)

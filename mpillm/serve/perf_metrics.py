@@ -1,0 +1,65 @@
+"""What `/perf_metrics` says: when each of the last requests came, was begun, and got its tokens.
+
+Path and names are those of `trtllm-serve` (`get_perf_metrics` in tensorrt_llm/serve/openai_server.py). Times are seconds of this machine's steady clock. An instance says how long before the first token it got and
+began a request; from when that token came here follows the rest, so that clocks of other nodes do not matter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from mpillm.serve.open_requests import Answer
+from mpillm.serve.protocol import Json
+
+
+class _Request(NamedTuple):
+    id: str
+    came_at: float  # time.perf_counter(), before its prompt became tokens
+    answer: Answer
+
+
+class PerfMetrics:
+    """Of the last requests that have ended well, until they are read."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: requests that are kept; 0: none."""
+        self._requests: deque[_Request] = deque(maxlen=most)
+
+    @property
+    def wanted(self) -> bool:
+        return self._requests.maxlen != 0
+
+    def add(self, request_id: str, came_at: float, answer: Answer) -> None:
+        """Note an answer that has ended."""
+        self._requests.append(_Request(request_id, came_at, answer))
+
+    def take(self) -> list[Json]:
+        """Those of which everything is known, the oldest first, each once."""
+        ready = [request for request in self._requests if request.answer.released]
+        left = [request for request in self._requests if not request.answer.released]
+        self._requests.clear()
+        self._requests.extend(left)
+        return [_shown(request) for request in ready]
+
+
+def _shown(request: _Request) -> Json:
+    answer = request.answer
+    timing: Json = {
+        "server_arrival_time": request.came_at,
+        "arrival_time": answer.opened_at,
+        "first_scheduled_time": None,
+        "first_token_time": answer.first_at,
+        "server_first_token_time": answer.first_at,
+        "last_token_time": answer.last_at,
+    }
+    metrics: Json = {"timing_metrics": timing}
+    if answer.times is not None:
+        at_instance_us, begun_us, n_reused = answer.times
+        timing["arrival_time"] = answer.first_at - 1e-6 * at_instance_us
+        timing["first_scheduled_time"] = answer.first_at - 1e-6 * begun_us
+        metrics["kv_cache_metrics"] = {"num_reused_blocks": n_reused}
+    if answer.moved is not None:
+        end, us = answer.moved
+        timing |= {"kv_cache_transfer_start": end - 1e-6 * us, "kv_cache_transfer_end": end}
+    return {"request_id": request.id, "perf_metrics": metrics}
