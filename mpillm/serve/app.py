@@ -202,13 +202,14 @@ class Service:
         else:
             prompts = encode(asked, self._served)
         self._check_open()
-        if self._requests.waiting + len(prompts) > self._max_queue_size:
+        if self._requests.waiting + asked.n * len(prompts) > self._max_queue_size:
             raise ApiError(
                 429,
                 f"more than {self._max_queue_size} requests wait (--max_queue_size); try again",
                 code="queue_full",
             )
-        choices = [self._open(i, prompt, wanted, asked) for i, (prompt, wanted) in enumerate(prompts)]
+        each = [one for one in prompts for _ in range(asked.n)]
+        choices = [self._open(i, prompt, wanted, asked) for i, (prompt, wanted) in enumerate(each)]
         shapes = Shapes(asked, _request_id.get(), self._served.names[0])
         try:
             if asked.stream:
@@ -224,6 +225,9 @@ class Service:
 
     def _open(self, index: int, prompt: list[int], wanted: int, asked: Asked) -> Choice:
         row = asked.row | {"max_output": wanted, "min_output": min(asked.min_tokens, wanted)}
+        row["seed"] = (
+            int(row["seed"]) + index % asked.n
+        ) & 0xFFFFFFFF  # or sampled answers would be the same
         if self.perf_metrics.wanted:
             row["flags"] = int(row["flags"]) | RequestFlag.TIMES
         return Choice(index, self._requests.open(row, prompt), prompt, wanted, asked, self._served)

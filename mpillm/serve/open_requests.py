@@ -46,7 +46,7 @@ class Answer:
         self.given_up = False  # cancelled by us
         self.opened_at = time.perf_counter()
         self.first_at = self.last_at = 0.0
-        # If asked for: the numbers of `ResponseFlag.TIMES`, and when the KV cache had moved, after how many µs.
+        # If asked for, numbers of `ResponseFlag.TIMES`; when the KV cache had moved, and after how many µs.
         self.times: list[int] | None = None
         self.moved: tuple[float, int] | None = None
         self.released = False  # no rank can speak of it any more

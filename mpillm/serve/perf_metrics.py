@@ -1,7 +1,8 @@
 """What `/perf_metrics` says: when each of the last requests came, was begun, and got its tokens.
 
-Path and names are those of `trtllm-serve` (`get_perf_metrics` in tensorrt_llm/serve/openai_server.py). Times are seconds of this machine's steady clock. An instance says how long before the first token it got and
-began a request; from when that token came here follows the rest, so that clocks of other nodes do not matter.
+Path and names are those of `trtllm-serve` (`get_perf_metrics` in tensorrt_llm/serve/openai_server.py). Times
+are seconds of this machine's steady clock. An instance says how long before the first token it got a request
+and began it. That is counted back from when the token came here: clocks of other nodes do not matter.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ _TYPES = {
 }
 _LEAST_TEMPERATURE = 0.01  # smaller ones overflow the division; as vLLM, which takes this in their place
 _MOST_PROMPTS = 2048  # of one body
+_MOST_ANSWERS = 128  # to each of them; as OpenAI's API
 _MOST_STOPS = 64
 _MOST_TOKENS = 1 << 20  # of prompt and answer, where neither the model nor an option says less
 _OPENAI_COMPLETION_TOKENS = 16  # of a text completion that does not say how many
 
 # Names with the values that ask for nothing; any other asks for what is not here.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -68,7 +68,10 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-_WHY = {"n": "one answer for each prompt", "logprobs": "the engine gives no log probabilities"}
+_WHY = {
+    "tools": "answers are text, never calls of functions; leave it out",
+    "logprobs": "the engine gives no log probabilities",
+}
 
 
 class ApiError(Exception):
@@ -120,6 +123,7 @@ class Asked:
     messages: Messages
     max_tokens: int | None
     row: dict[str, float]  # fields of REQUEST
+    n: int = 1  # answers to each prompt
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -177,11 +181,16 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
     flags = RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP if ignore_eos else RequestFlag(0)
     if stream or stop or stop_token_ids:  # then its tokens are looked at as they come
         flags |= RequestFlag.STREAM
+    prompts = () if chat else _prompts(body, served.vocab_size)
+    n = int(_number(body, "n", 1, _MOST_ANSWERS, whole=True) or 1)
+    if n * len(prompts) > _MOST_PROMPTS:
+        raise ApiError(400, f"n {n}: {n * len(prompts)} answers; at most {_MOST_PROMPTS}", "n")
     return Asked(
         chat=chat,
-        prompts=() if chat else _prompts(body, served.vocab_size),
+        prompts=prompts,
         messages=_messages(body) if chat else (),
         max_tokens=None if max_tokens is None else int(max_tokens),
+        n=n,
         row=_sampling(body, served) | {"flags": int(flags), "generation": NO_INSTANCE},
         min_tokens=int(served.min_output_len if min_tokens is None else min_tokens),
         stop=stop,

@@ -13,12 +13,10 @@ from mpillm.serve.protocol import Asked, Json
 DONE = b"data: [DONE]\n\n"
 
 
-def usage(choices: Sequence[Choice]) -> Json:
-    """Tokens of prompts and answers; end tokens count."""
-    prompt, completion = (
-        sum(len(choice.prompt) for choice in choices),
-        sum(choice.n_tokens for choice in choices),
-    )
+def usage(choices: Sequence[Choice], n: int) -> Json:
+    """Tokens of prompts, each once for its `n` answers, and of answers; end tokens count."""
+    prompt = sum(len(choice.prompt) for choice in choices[::n])
+    completion = sum(choice.n_tokens for choice in choices)
     return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
 
@@ -51,7 +49,7 @@ class Shapes:
                 if not self._asked.chat:
                     one["prompt_token_ids"] = choice.prompt
             made.append(one)
-        whole = self._head | {"choices": made, "usage": usage(choices)}
+        whole = self._head | {"choices": made, "usage": usage(choices, self._asked.n)}
         if self._asked.chat and self._asked.return_token_ids:
             whole["prompt_token_ids"] = choices[0].prompt
         return whole
@@ -87,10 +85,11 @@ class Shapes:
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """The last chunk of a stream whose client wants to know."""
-        return self._event(f'{self._chunk_head}, "choices": [], "usage": {json.dumps(usage(choices))}}}')
+        total = json.dumps(usage(choices, self._asked.n))
+        return self._event(f'{self._chunk_head}, "choices": [], "usage": {total}}}')
 
     def _usage_so_far(self, choice: Choice) -> dict[str, Any]:
-        return {"usage": usage([choice])} if self._asked.continuous_usage else {}
+        return {"usage": usage([choice], 1)} if self._asked.continuous_usage else {}
 
     @staticmethod
     def _event(text: str) -> bytes:

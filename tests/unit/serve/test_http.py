@@ -193,6 +193,46 @@ def test_several_prompts_of_one_body(disaggregated: bool) -> None:
 
 
 @BOTH
+def test_several_answers_to_each_prompt(disaggregated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of their own, with seeds of their own; a prompt's tokens count once."""
+
+    async def test() -> None:
+        async with api(disaggregated) as a:
+            rows: list[Any] = []
+            plain = a.world.open.open
+
+            def note(row: Any, prompt: list[int]) -> Any:
+                rows.append((row["seed"], prompt))
+                return plain(row, prompt)
+
+            monkeypatch.setattr(a.world.open, "open", note)
+            body: dict[str, Any] = {"max_tokens": 3, "n": 2, "seed": 2**32 - 1, "return_token_ids": True}
+            made = await a.answer("/v1/completions", prompt=[[5, 6], [7]], **body)
+            assert rows == [(2**32 - 1, [5, 6]), (0, [5, 6]), (2**32 - 1, [7]), (0, [7])]
+            told = [(choice["index"], choice["token_ids"]) for choice in made["choices"]]
+            assert told == [(i, whole(prompt, 3)) for i, (_, prompt) in enumerate(rows)]
+            assert made["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+            chat = {
+                "messages": [{"role": "user", "content": "hi"}],
+                "stream_options": {"include_usage": True},
+            }
+            *chunks, last = await a.events("/v1/chat/completions", **body, **chat)
+            n_prompt = len(rows[-1][1])
+            assert last["usage"] == {
+                "prompt_tokens": n_prompt,
+                "completion_tokens": 6,
+                "total_tokens": n_prompt + 6,
+            }
+            ends = [one["index"] for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
+            assert sorted(ends) == [0, 1]
+            error = await a.error(400, "/v1/completions", {"prompt": [[1]] * 2000, "n": 2})
+            assert error["param"] == "n" and "4000 answers; at most 2048" in error["message"]
+            await a.idle()
+
+    run(test)
+
+
+@BOTH
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_end_the_request_where_it_is_generated(disaggregated: bool, stream: bool) -> None:
     """The core would go on for an hour."""
@@ -282,7 +322,10 @@ def test_clients_that_disconnect_in_the_middle_of_a_stream(
 
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
-    ("n", {"n": 2}),
+    ("n", {"n": 0}),
+    ("n", {"n": 129}),
+    ("n", {"n": True}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     ("logprobs", {"logprobs": 0}),
     ("logprobs", {"logprobs": True}),
     ("echo", {"echo": True}),
