@@ -21,6 +21,7 @@ from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSe
 _BUSY = (429, 503)  # it has not begun, and may later
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
+_SHOWN_TOKENS = 12  # of a prompt, in messages
 _WATCH_S = 1.0  # how often silence is looked for
 
 
@@ -45,7 +46,7 @@ class Call:
 
     __slots__ = (
         "_client", "_reply", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "id", "prompt", "retries", "retry_after", "sampling", "sent_at",
+        "failing_since", "heard_at", "id", "prompt", "retries", "retry_after", "sampling", "sent_at",
         "status", "submitted_at",
     )  # fmt: skip
 
@@ -53,7 +54,7 @@ class Call:
         self.id = id_
         self.prompt = prompt
         self.sampling = sampling
-        self.submitted_at = self.sent_at = self.ended_at = self.failing_since = 0.0
+        self.submitted_at = self.sent_at = self.heard_at = self.ended_at = self.failing_since = 0.0
         self.retries = 0
         self.endpoint: Endpoint | None = None
         self.answer = Answer(client.stream)
@@ -75,7 +76,7 @@ class Call:
 
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
         """An attempt goes out."""
-        self.connection, self._reused, self.sent_at = connection, reused, at
+        self.connection, self._reused, self.sent_at, self.heard_at = connection, reused, at, at
 
     @property
     def stale(self) -> bool:
@@ -86,12 +87,12 @@ class Call:
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         assert self.endpoint is not None
-        self.endpoint.heard_at = time.perf_counter()
+        self.endpoint.heard_at = self.heard_at = time.perf_counter()
         self.status, self.retry_after = status, headers.get("retry-after")
 
     def on_body(self, data: bytes, at: float) -> None:
         assert self.endpoint is not None
-        self.endpoint.heard_at = at
+        self.endpoint.heard_at = self.heard_at = at
         if self.status != 200:
             self._reply.append(data)
             return
@@ -185,6 +186,8 @@ class Client:
                 self._fail(call, error)
             else:
                 del self.calls[call.id]
+                assert call.endpoint is not None
+                call.endpoint.answered = max(call.endpoint.answered, call.sent_at)
 
     def broken(self, call: Call, error: Exception) -> None:
         """No more of a response will arrive, and it is incomplete."""
@@ -246,7 +249,7 @@ class Client:
         self.listener.on_failed(call, EndpointError(f"{call.endpoint.url}{COMPLETIONS}: {error}"))
 
     def _watch(self) -> None:
-        """Look for a server that owes answers but is silent."""
+        """Look for a server that owes answers but is silent, and for an answer that does not come."""
         now = time.perf_counter()
         for endpoint in self.endpoints:
             if endpoint.calls and now - endpoint.heard_at > self._silence_s:
@@ -255,8 +258,32 @@ class Client:
                     endpoint.release(call, call.connection, whole=False)
                     error = f"it has said nothing for {self._silence_s:g} s, and owes {len(owed)} answers"
                     self._fail(call, AnswerError(error))
+        for call in [call for call in self.calls.values() if self._hangs(call, now)]:
+            assert call.endpoint is not None
+            call.endpoint.release(call, call.connection, whole=False)
+            self._fail(call, AnswerError(self._hang_text(call)))
         pause = min(_WATCH_S, self._silence_s / 4)
         self._watching = asyncio.get_running_loop().call_later(pause, self._watch)
+
+    def _hangs(self, call: Call, now: float) -> bool:
+        """Whether an answer has stopped in the middle, or has not begun though its turn is long past.
+
+        Its turn: servers begin requests in the order in which they come. So a request that is late only
+        because the server has much to do is not taken for one that hangs.
+        """
+        if call.endpoint is None or call not in call.endpoint.calls or not call.sent_at:
+            return False
+        if now - call.heard_at <= self._silence_s:
+            return False
+        return bool(call.answer.size) or call.endpoint.answered - call.sent_at > self._silence_s
+
+    def _hang_text(self, call: Call) -> str:
+        n, first = len(call.prompt), ", ".join(map(str, call.prompt[:_SHOWN_TOKENS]))
+        prompt = f"[{first}{', …' if n > _SHOWN_TOKENS else ''}] ({n} tokens)"
+        return (
+            f"the request with the prompt {prompt} has got nothing for {self._silence_s:g} s, while others"
+            f" were answered; answered before: {call.answer.size} of its tokens"
+        )
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -54,6 +54,7 @@ class Endpoint:
         self.dialect: Dialect = DIALECTS[0]
         self.calls: set[Owed] = set()  # that it owes
         self.heard_at = 0.0  # when it last said something, or was first asked again
+        self.answered = 0.0  # when it was sent the latest of the requests that it has answered
         self.connections = 0  # made
         self._idle: list[HttpConnection] = []
         self._used: set[HttpConnection] = set()

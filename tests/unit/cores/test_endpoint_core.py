@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,9 @@ from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, RequestFlag, Resp
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.options import parse_run
 from mpillm.cores.base import LLMCore
+from mpillm.cores.openai_client.client import Call, Client, Listener
+from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.cores.openai_client.endpoint import Endpoint
 from mpillm.cores.openai_client.endpoint_core import TrtllmEndpointCore, share_of
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import RunError
@@ -611,6 +614,53 @@ def test_a_server_that_stops_in_the_middle_and_stays_connected() -> None:
         assert (
             failure(core) == f"{server.url}/v1/completions: it has said nothing for 0.9 s, and owes 1 answers"
         )
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_request_that_hangs_while_others_are_answered(begun: bool) -> None:
+    """Begun or not. The server never falls silent: new requests come, and are answered."""
+
+    def completions(request: Request) -> Reply:
+        if request.json["prompt"] == [1, 2]:
+            return Reply([STREAM, FIRST_TOKEN] if begun else [], "hang")
+        return good(request)
+
+    with ScriptedServer(completions) as server, started(server, SERVER, "--stall_timeout=1") as core:
+        core.enqueue(requests([[1, 2]]))
+        rows, asked = Rows(core), 0
+
+        def ask_on() -> bool:
+            nonlocal asked
+            if len(rows.poll()) == asked:
+                asked += 1
+                core.enqueue(requests([[5]], id=100 + asked))
+            return False
+
+        with pytest.raises(RunError) as caught:
+            wait_until(ask_on, "a failure")
+    who, what = (
+        f"{server.url}/v1/completions: the request with the prompt [1, 2] (2 tokens)",
+        "has got nothing",
+    )
+    came = f"answered before: {int(begun)} of its tokens"
+    assert caught.value.failures[0].cause == f"{who} {what} for 0.9 s, while others were answered; {came}"
+
+
+def test_a_request_that_waits_for_its_turn_does_not_hang() -> None:
+    endpoint, listener = Endpoint("host:1"), cast(Listener, None)
+    client = Client([endpoint], listener, str, stream=True, silence_s=10, retry_s=0)
+    call = Call(client, 1, [5], cast(Sampling, None))
+    assert not client._hangs(call, 1000.0), "it is not sent yet"
+    call.endpoint, call.sent_at, call.heard_at = endpoint, 100.0, 100.0
+    assert not client._hangs(call, 1000.0), "it is to be sent again"
+    endpoint.calls.add(call)
+    endpoint.answered = 109.0
+    assert not client._hangs(call, 1000.0), "of all that were sent 10 s later none is answered yet"
+    endpoint.answered = 111.0
+    assert client._hangs(call, 1000.0)
+    assert not client._hangs(call, 109.0)
+    call.heard_at = 995.0
+    assert not client._hangs(call, 1000.0)
 
 
 def test_dead_in_the_test() -> None:
