@@ -247,9 +247,10 @@ def _products(worker: GpuWorker, batch: int) -> float:
         if shape not in inputs:
             inputs[shape] = torch.randn(shape, device="cuda").to(dtype)
         x: Any = inputs[shape]
-        if may_be_rounded and linear.rounds(n_rows):
+        if may_be_rounded and not choice and linear.rounds:
             x = fp8_kernels.quantize_rows(x)
-        products.append(lambda: linear(x, *choice))
+        product = linear if choice else linear.unscaled  # as the engine takes it
+        products.append(lambda: product(x, *choice))
 
     with torch.inference_mode():
         for layer in model.layers:

@@ -22,6 +22,7 @@ from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import NULL_BLOCK, KVCache
 from mpillm.engine.model.attention import Span
 from mpillm.engine.model.model_info import ModelInfo
+from mpillm.engine.model.ops import Unscaled
 from mpillm.engine.model.transformer import Mixture
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.sampler import SamplingParams, sample
@@ -57,18 +58,18 @@ class PagedAttention:
         self._n_decode = n_decode
         self._tiles = tiles
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor | Unscaled) -> Tensor:
         cache, n = self._cache, self._n_decode
         held = cache.keys[layer], cache.values[layer], None if cache.scales is None else cache.scales[layer]
-        self._kernels.rotate_store(
+        turned = self._kernels.rotate_store(
             qkv, *held, self._rotations, self._table, self._slots, self._positions, self._n_heads
         )
-        out = qkv.new_empty(len(qkv), self._n_heads * qkv.shape[2])
+        out: Tensor = turned.new_empty(len(turned), self._n_heads * turned.shape[2])
         if n:
             rows = self._table, self._slots[:n], self._positions[:n]
-            self._kernels.decode_attention(qkv[:n], *held, *rows, out[:n], self._n_heads)
+            self._kernels.decode_attention(turned[:n], *held, *rows, out[:n], self._n_heads)
         if self._tiles is not None:
-            self._kernels.context_attention(qkv, *held, self._table, self._tiles, out, self._n_heads)
+            self._kernels.context_attention(turned, *held, self._table, self._tiles, out, self._n_heads)
         return out
 
 

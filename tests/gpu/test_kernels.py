@@ -19,7 +19,7 @@ from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
 from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
-from mpillm.engine.model.ops import Choice, Rounded  # noqa: E402
+from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
 from mpillm.engine.weights.quantize import quantize_rows  # noqa: E402
 from tests.helpers import plain_kernels as plain  # noqa: E402
 
@@ -72,6 +72,47 @@ def test_between_the_products(dtype: torch.dtype) -> None:
     )
 
 
+def new_product(n: int, width: int, dtype: torch.dtype) -> tuple[Unscaled, torch.Tensor]:
+    """A product before its scales, and with them."""
+    numbers = (100 * torch.randn(n, width, device=DEVICE)).to(dtype)
+    row_scales = torch.rand(n, 1, device=DEVICE) + 0.01
+    scales = torch.rand(1, width, device=DEVICE) / 100
+    return Unscaled(numbers, row_scales, scales), (numbers.float() * row_scales * scales).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_without_their_scales(dtype: torch.dtype) -> None:
+    for n, width in ((1, 64), (3, 576), (70, 4096)):
+        product, whole = new_product(n, width, dtype)
+        assert error(kernels.scaled(product), whole) < 1e-6
+        x, weight = (
+            torch.randn(n, width, device=DEVICE).to(dtype),
+            torch.randn(width, device=DEVICE).to(dtype),
+        )
+        x2 = x.clone()
+        found, wanted = (
+            kernels.add_norm(x, product, weight, 1e-5), plain.add_norm(x2, whole, weight, 1e-5),
+        )  # fmt: skip
+        assert error(found, wanted) < limit(dtype) and error(x, x2) < limit(dtype)
+        assert error(kernels.silu_mul(product), plain.silu_mul(whole.clone())) < limit(dtype)
+        rows, rows_too = kernels.silu_mul(product, True), kernels.silu_mul(whole, True)
+        assert isinstance(rows, Rounded) and isinstance(rows_too, Rounded)
+        assert error(rows.scales, rows_too.scales) < limit(dtype)
+    heads, kv_heads, d, size, n = 6, 2, 64, 16, 5
+    product, whole = new_product(n, (heads + 2 * kv_heads) * d, dtype)
+    shape = n, heads + 2 * kv_heads, d
+    ours, theirs = torch.zeros(2, 2, n + 1, kv_heads, size, d, device=DEVICE).to(dtype)
+    rotations = torch.randn(100, d, device=DEVICE)
+    slots, positions = torch.arange(n, device=DEVICE), torch.arange(n, device=DEVICE) + 3
+    where = rotations, torch.arange(1, n + 1, device=DEVICE).to(torch.int32)[:, None], slots, positions, heads
+    found = kernels.rotate_store(
+        product._replace(numbers=product.numbers.view(shape)), ours[0], ours[1], None, *where
+    )
+    wanted = plain.rotate_store(whole.view(shape), theirs[0], theirs[1], None, *where)
+    assert error(found[:, :heads], wanted[:, :heads]) < limit(dtype)
+    assert error(ours, theirs) < limit(dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_in_fp8(dtype: torch.dtype) -> None:
     """The same bits as in PyTorch, but where a quotient lies within a rounding error of the middle between
@@ -88,22 +129,6 @@ def test_rows_in_fp8(dtype: torch.dtype) -> None:
         # Triton's interpreter loses the carry where a number is rounded up to a power of two.
         assert differing.float().mean() < (0.04 if INTERPRETED else 1e-3)
         assert not differing[n // 2].any()
-
-
-@pytest.mark.skipif(INTERPRETED, reason="has assembly")
-def test_every_fp8_number() -> None:
-    """Is itself when it is multiplied by one, subnormal numbers too, by a split sum as well."""
-    codes = torch.arange(256, device=DEVICE).to(torch.uint8)
-    codes = codes[codes & 0x7F != 0x7F]  # what is no number
-    weight = codes.repeat(16, 32).view(torch.float8_e4m3fn)
-    arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    for start in range(0, 254, 8):
-        x = torch.zeros(8, weight.shape[1], device=DEVICE)
-        n = min(8, 254 - start)
-        x[torch.arange(n), 254 * 13 + start + torch.arange(n)] = 1
-        found = fp8_kernels.product(x, None, weight, torch.ones(16, device=DEVICE), arrived, x.dtype)
-        assert torch.equal(found[:n, 3], codes[start : start + n].view(torch.float8_e4m3fn).float())
-    assert not arrived.any()
 
 
 @pytest.mark.parametrize("held", ["as computed", "bfloat16", "fp8"])

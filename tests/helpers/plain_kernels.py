@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.cache.kv_cache import rounded, widened
-from mpillm.engine.model.ops import add_norm, combine, route, silu_mul
+from mpillm.engine.model.ops import add_norm, combine, route, scaled, silu_mul
 
 __all__ = [
     "add_norm",
@@ -17,6 +17,7 @@ __all__ = [
     "embed",
     "rotate_store",
     "route",
+    "scaled",
     "silu_mul",
 ]
 
@@ -37,7 +38,7 @@ def rotate_store(
     slots: Tensor,
     positions: Tensor,
     n_heads: int,
-) -> None:
+) -> Tensor:
     n, d = len(qkv), qkv.shape[2]
     k, size = keys.shape[1:3]
     pairs = qkv[:, : n_heads + k].float().view(n, n_heads + k, d // 2, 2)
@@ -47,6 +48,7 @@ def rotate_store(
     key_scales, value_scales = (None, None) if scales is None else scales
     keys[block, :, positions % size] = rounded(qkv[:, n_heads : n_heads + k], keys.dtype, key_scales)
     values[block, :, positions % size] = rounded(qkv[:, n_heads + k :], values.dtype, value_scales)
+    return qkv
 
 
 def _attend(

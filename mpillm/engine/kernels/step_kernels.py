@@ -24,8 +24,9 @@ from torch import Tensor
 
 from mpillm.engine.kernels.expert_kernels import combine as combine
 from mpillm.engine.kernels.expert_kernels import route as route
-from mpillm.engine.kernels.fp8_kernels import new_rounded, store_rounded
-from mpillm.engine.model.ops import Rounded
+from mpillm.engine.kernels.fp8_kernels import load_scaled, new_rounded, parts_of, store_rounded
+from mpillm.engine.kernels.fp8_kernels import scaled as scaled
+from mpillm.engine.model.ops import Rounded, Unscaled
 
 _LOG2_E = math.log2(math.e)
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none
@@ -69,14 +70,17 @@ def embed(weight: Tensor, tokens: Tensor, slots: Tensor, last: Tensor, first: in
 
 @triton.jit
 def _add_norm(
-    out, scales, x, delta, weight, width, eps, ADDS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64) * width
+    out, scales, x, delta, row_scales, column_scales, weight, width, eps,
+    ADDS: tl.constexpr, UNSCALED: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64)
+    row = index * width
     column = tl.arange(0, BLOCK)
     real = column < width
     value = tl.load(x + row + column, mask=real, other=0.0)
     if ADDS:
-        value += tl.load(delta + row + column, mask=real, other=0.0)
+        added = load_scaled(delta, row_scales, column_scales, index, width, column, real, UNSCALED)
+        value = (value.to(tl.float32) + added).to(x.dtype.element_ty)
         tl.store(x + row + column, value, mask=real)
     value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / width + eps)
@@ -86,7 +90,7 @@ def _add_norm(
         store_rounded(
             out,
             scales,
-            tl.program_id(0).to(tl.int64),
+            index,
             width,
             column,
             normed.to(x.dtype.element_ty).to(tl.float32),
@@ -97,7 +101,7 @@ def _add_norm(
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounds: bool = False
+    x: Tensor, delta: Tensor | Unscaled | None, weight: Tensor, eps: float, rounds: bool = False
 ) -> Tensor | Rounded:
     """As `ops.add_norm`: x, delta [n, hidden]; with `rounds` the result is fp8 (see `Linear.rounds`)."""
     n, width = x.shape
@@ -105,54 +109,61 @@ def add_norm(
     adds = delta is not None
     out: Tensor | Rounded = new_rounded(n, width, x) if rounds else torch.empty_like(x)
     to, scales = (out.numbers, out.scales) if isinstance(out, Rounded) else (out, out)
+    added, unscaled = parts_of(x if delta is None else delta)
     _add_norm[(n,)](
-        to, scales, x, delta if adds else x, weight, width, eps,
-        ADDS=adds, ROUNDS=rounds, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        to, scales, x, *added, weight, width, eps,
+        ADDS=adds, UNSCALED=unscaled, ROUNDS=rounds, BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_mul(out, gate_up, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _activated(gate_up, row_scales, scales, row, width, column, UNSCALED: tl.constexpr):
     real = column < width
-    gate = tl.load(gate_up + row * 2 * width + column, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (row * 2 + 1) * width + column, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=real)
+    gate = load_scaled(gate_up, row_scales, scales, row, 2 * width, column, real, UNSCALED)
+    up = load_scaled(gate_up, row_scales, scales, row, 2 * width, width + column, real, UNSCALED)
+    return (gate * tl.sigmoid(gate) * up).to(gate_up.dtype.element_ty)
 
 
 @triton.jit
-def _silu_mul_rounded(out, scales, gate_up, width, BLOCK: tl.constexpr):
+def _silu_mul(out, gate_up, row_scales, column_scales, width, UNSCALED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = _activated(gate_up, row_scales, column_scales, row, width, column, UNSCALED)
+    tl.store(out + row * width + column, value, mask=column < width)
+
+
+@triton.jit
+def _silu_mul_rounded(
+    out, scales, gate_up, row_scales, column_scales, width, UNSCALED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    real = column < width
-    gate = tl.load(gate_up + row * 2 * width + column, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (row * 2 + 1) * width + column, mask=real, other=0.0).to(tl.float32)
-    value = (gate * tl.sigmoid(gate) * up).to(gate_up.dtype.element_ty).to(tl.float32)
+    value = _activated(gate_up, row_scales, column_scales, row, width, column, UNSCALED).to(tl.float32)
     store_rounded(out, scales, row, width, column, value, _LARGEST)
 
 
-def silu_mul(gate_up: Tensor, rounds: bool = False) -> Tensor | Rounded:
+def silu_mul(gate_up: Tensor | Unscaled, rounds: bool = False) -> Tensor | Rounded:
     """As `ops.silu_mul`: gate_up [n, 2 * intermediate]; with `rounds` in fp8 (see `Linear.rounds`)."""
-    n, width = len(gate_up), gate_up.shape[1] // 2
+    parts, unscaled = parts_of(gate_up)
+    n, width = len(parts.numbers), parts.numbers.shape[1] // 2
     if rounds:
-        rounded, block = new_rounded(n, width, gate_up), triton.next_power_of_2(width)
+        rounded, block = new_rounded(n, width, parts.numbers), triton.next_power_of_2(width)
         n_warps = min(32, max(1, block // 512))
         _silu_mul_rounded[(n,)](
-            rounded.numbers, rounded.scales, gate_up, width, BLOCK=block, num_warps=n_warps
+            rounded.numbers, rounded.scales, *parts, width, UNSCALED=unscaled, BLOCK=block, num_warps=n_warps
         )
         return rounded
-    out = gate_up.new_empty(n, width)
-    _silu_mul[(n, triton.cdiv(width, 1024))](out, gate_up, width, BLOCK=1024)
+    out = parts.numbers.new_empty(n, width)
+    _silu_mul[(n, triton.cdiv(width, 1024))](out, *parts, width, UNSCALED=unscaled, BLOCK=1024)
     return out
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _rotate_store(
-    qkv, keys, values, scales, rotations, table, slots, positions, n_per_slot,
+    qkv, row_scales, column_scales, keys, values, scales, rotations, table, slots, positions, n_per_slot,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_D: tl.constexpr, UNSCALED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -160,17 +171,21 @@ def _rotate_store(
     position = tl.load(positions + row)
     block = tl.load(table + tl.load(slots + row) * n_per_slot + position // SIZE).to(tl.int64)
     real = (head < H + 2 * K) & (column < D)
-    at = qkv + (row * (H + 2 * K) + head) * D
-    x = tl.load(at + column, mask=real, other=0.0)
+    at = head * D + column
+    width = (H + 2 * K) * D
+    x = load_scaled(qkv, row_scales, column_scales, row, width, at, real, UNSCALED)
     # The other value of the pair.
-    other = tl.load(at + (column ^ 1), mask=real & (head < H + K), other=0.0).to(tl.float32)
+    is_turned = real & (head < H + K)
+    other = load_scaled(
+        qkv, row_scales, column_scales, row, width, head * D + (column ^ 1), is_turned, UNSCALED
+    )
     turn = rotations + position * D + (column // 2) * 2
     cosine, sine = tl.load(turn, mask=column < D, other=0.0), tl.load(turn + 1, mask=column < D, other=0.0)
-    turned = (x.to(tl.float32) * cosine + tl.where(column % 2 == 0, -other, other) * sine).to(x.dtype)
+    turned = (x * cosine + tl.where(column % 2 == 0, -other, other) * sine).to(qkv.dtype.element_ty)
     tl.debug_barrier()  # another thread than the writer has read `other`
-    tl.store(at + column, turned, mask=real & (head < H))
+    tl.store(qkv + row * width + at, turned, mask=real & (head < H))
     cell = ((block * K + (head - H) % K) * SIZE + position % SIZE) * D + column
-    held = tl.where(head < H + K, turned, x)
+    held = tl.where(head < H + K, turned, x.to(qkv.dtype.element_ty))
     if SCALED:
         held = held.to(tl.float32) / tl.load(
             scales + head - H, mask=(head >= H) & (head < H + 2 * K), other=1.0
@@ -182,7 +197,7 @@ def _rotate_store(
 
 
 def rotate_store(
-    qkv: Tensor,
+    qkv: Tensor | Unscaled,
     keys: Tensor,
     values: Tensor,
     scales: Tensor | None,
@@ -191,20 +206,23 @@ def rotate_store(
     slots: Tensor,
     positions: Tensor,
     n_heads: int,
-) -> None:
+) -> Tensor:
     """Rotate queries in place; store rotated keys, and values, in the cache.
 
     qkv [n, heads + 2 * kv_heads, head_dim]; keys, values, scales: a layer's cache; rotations [positions,
-    head_dim] (float32): cosine and sine of each pair; slots, positions [n] (int64).
+    head_dim] (float32): cosine and sine of each pair; slots, positions [n] (int64). Returns qkv, of which
+    only the queries count.
     """
-    n, all_heads, d = qkv.shape
+    parts, unscaled = parts_of(qkv)
+    n, all_heads, d = parts.numbers.shape
     k, size = keys.shape[1:3]
     heads = 8
     _rotate_store[(n, triton.cdiv(all_heads, heads))](
-        qkv, keys, values, rotations if scales is None else scales, rotations, table, slots, positions,
+        *parts, keys, values, rotations if scales is None else scales, rotations, table, slots, positions,
         table.stride(0), H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=triton.next_power_of_2(d),
-        SCALED=scales is not None, num_warps=4,
+        UNSCALED=unscaled, SCALED=scales is not None, num_warps=4,
     )  # fmt: skip
+    return parts.numbers
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpillm.engine.model.ops import Choice, Rounded
+from mpillm.engine.model.ops import Choice, Rounded, Unscaled
 from mpillm.engine.weights.quantize import dequantize_rows
 
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; it works for any number of rows
@@ -23,6 +23,8 @@ _PIECE = 1 << 20  # int8 numbers widened at a time: they fit a core's cache
 
 class Linear:
     """``x @ weight.T``: x [n, in], weight [out, in]; the result is [n, out], with the dtype of x."""
+
+    rounds = False  # takes x as `Rounded`: rounding it where it is made saves a pass
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` has the dtype of x.
@@ -37,9 +39,9 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return _product(x, self._weight)
 
-    def rounds(self, n_rows: int) -> bool:
-        """Return whether it takes this many rows as `Rounded`: rounding x where it is made saves a pass."""
-        return False
+    def unscaled(self, x: Tensor) -> Tensor | Unscaled:
+        """Return the product, or leave its scales to the next operation: that saves a pass."""
+        return self(x)
 
 
 class Int8Linear(Linear):
@@ -68,48 +70,41 @@ class Int8Linear(Linear):
 
 
 class Fp8Linear(Linear):
-    """float8_e4m3fn weights with a scale for each output, on a GPU.
+    """float8_e4m3fn weights with a scale for each output, on a GPU. Rows of x are rounded to fp8, too."""
 
-    Rows of x are rounded to fp8, with a scale each, unless they are few.
-    """
+    rounds = True
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
         """float8_e4m3fn [out, in], both multiples of 16 (see `check_fp8`); float32 [out, 1]."""
         self.out_features, self.in_features = weight.shape
         self._weight = weight
         self._scales = scales.view(1, -1)
-        self._arrived = torch.zeros(self.out_features // 16, dtype=torch.int32, device=weight.device)
+        self._one = torch.ones((), device=weight.device)
 
     def __call__(self, x: Tensor | Rounded) -> Tensor:
         from mpillm.engine.kernels import fp8_kernels
 
-        n, dtype = (len(x.numbers), x.dtype) if isinstance(x, Rounded) else (len(x), x.dtype)
-        if n <= fp8_kernels.WIDENED_ROWS:
-            assert isinstance(x, Tensor)
-            return fp8_kernels.product(x, None, self._weight, self._scales, self._arrived, dtype)
-        numbers, row_scales, _ = x if isinstance(x, Rounded) else fp8_kernels.quantize_rows(x)
-        if n <= fp8_kernels.MOST_ROWS:
-            return fp8_kernels.product(numbers, row_scales, self._weight, self._scales, self._arrived, dtype)
-        # With scales for rows the result is always bfloat16.
-        return torch._scaled_mm(
-            numbers,
-            self._weight.t(),
-            scale_a=row_scales,
-            scale_b=self._scales,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        ).to(dtype)
+        return fp8_kernels.scaled(self.unscaled(x))
 
-    def rounds(self, n_rows: int) -> bool:
+    def unscaled(self, x: Tensor | Rounded) -> Unscaled:
         from mpillm.engine.kernels import fp8_kernels
 
-        return n_rows > fp8_kernels.WIDENED_ROWS
+        numbers, row_scales, dtype = x if isinstance(x, Rounded) else fp8_kernels.quantize_rows(x)
+        # cuBLAS has one kernel for products with scales of rows and outputs. Without them it chooses among
+        # many, which saves 3 to 40 % of the time up to 512 rows (docs/quantization.md).
+        product = torch._scaled_mm(
+            numbers,
+            self._weight.t(),
+            scale_a=self._one,
+            scale_b=self._one,
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
+        return Unscaled(product, row_scales, self._scales)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Run every kernel that any number of rows of `dtype` can need."""
-        from mpillm.engine.kernels import fp8_kernels
-
-        for n_rows in fp8_kernels.ROW_CLASSES:
+        for n_rows in (1, 16):
             self(torch.zeros(n_rows, self.in_features, dtype=dtype, device=self._weight.device))
 
 
@@ -126,10 +121,6 @@ class GroupedLinear:
         self._stacked: Tensor | None = None
         if linears[0]._weight.device.type != "cpu" and type(linears[0]) is Linear:
             self._stacked, self._linears = torch.stack([linear._weight for linear in linears]), []
-
-    def rounds(self, n_rows: int) -> bool:
-        """As `Linear.rounds`; here each expert rounds its own rows."""
-        return False
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """As `Fp8Linear`; the router decides how many rows an expert gets."""

@@ -17,24 +17,40 @@ class Rounded(NamedTuple):
     dtype: torch.dtype  # of the original rows and of the product
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounds: bool = False) -> Tensor:
+class Unscaled(NamedTuple):
+    """A product with fp8 weights before its scales: the operation that reads it next applies them."""
+
+    numbers: Tensor  # floats [n, out]
+    row_scales: Tensor  # float32 [n, 1], of the input's rows
+    scales: Tensor  # float32 [1, out], of the weights
+
+
+def scaled(product: Tensor | Unscaled) -> Tensor:
+    """Return a product with its scales, [n, out]. Only GPUs have products without."""
+    assert isinstance(product, Tensor)
+    return product
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | Unscaled | None, weight: Tensor, eps: float, rounds: bool = False
+) -> Tensor:
     """Add delta to x in place and return the RMS norm of x times weight: x, delta [n, hidden].
 
     `rounds` (see `Linear.rounds`) is for GPUs.
     """
     assert not rounds
     if delta is not None:
-        x.add_(delta)
+        x.add_(scaled(delta))
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def silu_mul(gate_up: Tensor, rounds: bool = False) -> Tensor:
+def silu_mul(gate_up: Tensor | Unscaled, rounds: bool = False) -> Tensor:
     """Return silu(gate) * up of gate_up [n, 2 * intermediate], the gate's columns first.
 
     gate_up may be changed. `rounds` as in `add_norm`.
     """
     assert not rounds
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = scaled(gate_up).chunk(2, dim=-1)
     return F.silu(gate, inplace=True) * up
 
 

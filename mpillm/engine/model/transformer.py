@@ -23,7 +23,7 @@ from torch import Tensor
 from mpillm.engine.model import ops
 from mpillm.engine.model.linear import GroupedLinear, Linear
 from mpillm.engine.model.model_config import ModelConfig, RopeScaling
-from mpillm.engine.model.ops import Choice
+from mpillm.engine.model.ops import Choice, Unscaled
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.weights.parameters import Weights
 
@@ -31,20 +31,23 @@ from mpillm.engine.weights.parameters import Weights
 class Attention(Protocol):
     """Attention of a step: qkv [rows, heads + 2 * kv_heads, head_dim] to [rows, heads * head_dim].
 
-    It rotates queries and keys by their positions, stores keys and values, and attends.
+    It rotates queries and keys by their positions, stores keys and values, and attends. On a GPU qkv may be
+    `Unscaled`.
     """
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, qkv: Any) -> Tensor: ...
 
 
 class Ops(Protocol):
     """See `ops`."""
 
     def add_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounds: bool = False
+        self, x: Tensor, delta: Tensor | Unscaled | None, weight: Tensor, eps: float, rounds: bool = False
     ) -> Any: ...
 
-    def silu_mul(self, gate_up: Tensor, rounds: bool = False) -> Any: ...
+    def silu_mul(self, gate_up: Tensor | Unscaled, rounds: bool = False) -> Any: ...
+
+    def scaled(self, product: Tensor | Unscaled) -> Tensor: ...
 
     def route(self, scores: Tensor, n_chosen: int, experts: range) -> Choice: ...
 
@@ -58,18 +61,17 @@ class Mlp:
         self._ops = ops
         self.gate_up = weights.linear(gate_up)
         self.down = weights.linear(down)
+        self.rounds = self.gate_up.rounds
 
-    def __call__(self, x: Any) -> Tensor:
-        gate_up = self.gate_up(x)
-        return self.down(self._ops.silu_mul(gate_up, self.down.rounds(len(gate_up))))
-
-    def rounds(self, n_rows: int) -> bool:
-        """As `Linear.rounds`, for its input."""
-        return self.gate_up.rounds(n_rows)
+    def __call__(self, x: Any) -> Tensor | Unscaled:
+        hidden = self._ops.silu_mul(self.gate_up.unscaled(x), self.down.rounds)
+        return self.down.unscaled(hidden)
 
 
 class Mixture:
     """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
+
+    rounds = False  # the router needs floats
 
     def __init__(self, weights: Weights, prefix: str, experts: range, ops: Ops) -> None:
         self._ops = ops
@@ -83,10 +85,6 @@ class Mixture:
         choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
         hidden = self._ops.silu_mul(self.gate_up(x, choice))
         return self._ops.combine(self.down(hidden, choice), choice.weights)
-
-    def rounds(self, n_rows: int) -> bool:
-        """Always False (see `Linear.rounds`): the router needs floats."""
-        return False
 
 
 class Layer:
@@ -148,29 +146,40 @@ class Llama:
         The last stage returns the rows `wanted` (int64; None: all), normed. `layer_stored` is called with
         each of this stage's layers as soon as the cache has its keys and values.
         """
-        all_reduce, eps = self._groups.all_reduce, self.config.rms_norm_eps
-        normed = self._ops.add_norm(
-            x, None, self.layers[0].input_norm, eps, self.layers[0].qkv.rounds(len(x))
-        )
+        eps = self.config.rms_norm_eps
+        normed = self._ops.add_norm(x, None, self.layers[0].input_norm, eps, self.layers[0].qkv.rounds)
         for i, layer in enumerate(self.layers):
-            attended = attention(i, layer.qkv(normed).view(len(x), self._n_heads, self.config.head_dim))
+            attended = attention(i, self._by_head(layer.qkv.unscaled(normed)))
             if layer_stored is not None:
                 layer_stored(i)
             is_last = i == len(self.layers) - 1
             if self.lm_head is not None and is_last and wanted is not None:  # nothing reads the other rows
                 x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
-            normed = self._ops.add_norm(
-                x, all_reduce(layer.o(attended)), layer.post_norm, eps, layer.mlp.rounds(len(x))
-            )
-            delta = all_reduce(layer.mlp(normed))
+            delta = self._sum(layer.o.unscaled(attended))
+            normed = self._ops.add_norm(x, delta, layer.post_norm, eps, layer.mlp.rounds)
+            delta = self._sum(layer.mlp(normed))
             if is_last and self.lm_head is None:
-                return x.add_(delta)
+                return x.add_(self._ops.scaled(delta))
             if is_last:
                 break
             following = self.layers[i + 1]
-            normed = self._ops.add_norm(x, delta, following.input_norm, eps, following.qkv.rounds(len(x)))
+            normed = self._ops.add_norm(x, delta, following.input_norm, eps, following.qkv.rounds)
         last: Tensor = self._ops.add_norm(x, delta, self._norm, eps)
         return last
+
+    def _by_head(self, qkv: Tensor | Unscaled) -> Tensor | Unscaled:
+        if isinstance(qkv, Unscaled):
+            return qkv._replace(numbers=qkv.numbers.view(-1, self._n_heads, self.config.head_dim))
+        return qkv.view(-1, self._n_heads, self.config.head_dim)
+
+    def _sum(self, product: Tensor | Unscaled) -> Tensor | Unscaled:
+        """Sum over the TP group, whose ranks have scales of their own.
+
+        Alone, leave the scales to what follows.
+        """
+        if self._groups.layout.tp_size == 1:
+            return product
+        return self._groups.all_reduce(self._ops.scaled(product))
 
     def logits(self, normed: Tensor) -> Tensor:
         """Return this rank's columns of the logits, in the weights' dtype, from `forward`'s last stage."""
