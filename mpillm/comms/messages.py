@@ -41,6 +41,7 @@ REQUEST = np.dtype(
         ("seed", "<u4"),
         ("flags", "<u4"),  # RequestFlags
         ("generation", "<u4"),  # the instance that receives the KV cache, or NO_INSTANCE
+        ("logprobs", "<u4"),  # 0: none are wanted. 1 + k: that of each token, and the k likeliest
     ]
 )
 
@@ -48,7 +49,7 @@ RESPONSE = np.dtype(
     [
         ("id", "<u4"),
         # FIRST: 1. FINAL: the whole answer, the first token and the end token included. TIMES: 3 numbers.
-        # CONTEXT_DONE: 1 number if the request has TIMES, otherwise 0.
+        # CONTEXT_DONE: 1 number if the request has TIMES, otherwise 0. LOGPROBS: see there.
         ("n_tokens", "<u4"),
         ("flags", "<u4"),  # a ResponseFlag
     ]
@@ -83,7 +84,14 @@ class ResponseFlag(enum.IntFlag):
     # Of a request with TIMES, right before FIRST. Its tokens are no tokens: µs since the request came to the
     # instance, µs since its first step began, KV cache blocks of its prompt that were there already.
     TIMES = 128
+    # Of a request with `logprobs` 1 + k, right before FIRST, PARTIAL or FINAL. Its tokens are no tokens: the
+    # place in the answer of the first token that it is about, then 1 + 2k numbers for each token: its log
+    # probability, the k likeliest tokens in order, and their log probabilities, as the bits of float32.
+    LOGPROBS = 256
 
+
+NO_TOKENS = ResponseFlag.TIMES | ResponseFlag.LOGPROBS
+"""Rows with these have numbers in the place of tokens."""
 
 _HEADER_BYTES = 16
 

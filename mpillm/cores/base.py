@@ -64,6 +64,8 @@ class LLMCore(ABC):
     needs_model: ClassVar[bool] = False
     # A client of servers elsewhere: each worker rank is an executor, whatever the servers' layout.
     is_client: ClassVar[bool] = False
+    # Answers requests with `logprobs` with LOGPROBS rows.
+    gives_logprobs: ClassVar[bool] = False
     # ``module:function``: from a RunConfig to the last stage of `generate-engines`.
     engine_stages: ClassVar[str | None] = None
     # ``module:function``: from a RunConfig to what `run-llm-server` starts.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import re
 import time
@@ -39,7 +40,7 @@ _HEALTH_PAUSE_S = 0.0005
 _CACHE_TO_BUFFERS = 32
 # Plain numbers: operations on flags take longer than the rest of a row.
 _FINAL, _ERROR, _CANCELLED = int(ResponseFlag.FINAL), int(ResponseFlag.ERROR), int(ResponseFlag.CANCELLED)
-_TIMES = int(ResponseFlag.TIMES)
+_TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
 _FLAGS = {  # by whether a row has the first and the last token
     (False, False): int(ResponseFlag.PARTIAL),
     (False, True): _FINAL,
@@ -284,6 +285,12 @@ class TorchCore(LLMCore):
             if is_first and sequence.times:
                 rows.append((sequence.id, 3, _TIMES))
                 tokens += _times(sequence)
+            if sequence.logprobs:
+                numbers = [sequence.n_logprobs_told, *itertools.chain(*sequence.logprobs)]
+                rows.append((sequence.id, len(numbers), _LOGPROBS))
+                tokens += numbers
+                sequence.n_logprobs_told += len(sequence.logprobs)
+                sequence.logprobs.clear()
             if told:  # what several steps have added is passed on at once
                 sequence.n_passed_on = len(told) if is_first else sequence.n_passed_on + len(told)
                 rows.append((sequence.id, len(told), _FLAGS[is_first, is_final]))
@@ -321,7 +328,7 @@ class TorchCore(LLMCore):
         sequence = _sequence(request.rows[0], request.tokens)
         sequence.hand_over = False
         sequence.output = [first_token]
-        sequence.n_passed_on = 1
+        sequence.n_passed_on = sequence.n_logprobs_told = 1
         self.engine.admit(sequence)
 
 
@@ -354,6 +361,7 @@ def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
         ignore_end=bool(flags & RequestFlag.IGNORE_END),
         stream=bool(flags & RequestFlag.STREAM),
         times=bool(flags & RequestFlag.TIMES),
+        wants_logprobs=int(row["logprobs"]),
         added_at=time.perf_counter(),
     )
 

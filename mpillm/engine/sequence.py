@@ -36,6 +36,9 @@ class Sequence:
     n_told: int = 0  # how many of its blocks the instance's other ranks know
     is_cancelled: bool = False
     n_passed_on: int = 0  # tokens of the answer that whoever asks has got, if they want them as they come
+    wants_logprobs: int = 0  # 0: none; 1 + k: that of each token, and the k likeliest tokens with theirs
+    logprobs: list[list[int]] = field(default_factory=list)  # not passed on; see `ResponseFlag.LOGPROBS`
+    n_logprobs_told: int = 0  # tokens of the answer whose are
     added_at: float = 0.0  # time.perf_counter()
     started_at: float = 0.0  # the same, when it first got blocks
     times: bool = False  # whoever asks wants to know these

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import CANCEL, DONE, NO_INSTANCE, RESPONSE, Batch, ResponseFlag, concat
+from mpillm.comms.messages import CANCEL, DONE, NO_INSTANCE, NO_TOKENS, RESPONSE, Batch, ResponseFlag, concat
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
@@ -85,7 +85,7 @@ class Context(InstanceRole):
         self._offer()  # the requests that this step started: no other can have a response
         first_tokens: dict[int, int | None] = {}
         for row, start in zip(responses.rows, responses.offsets(), strict=False):
-            if row["flags"] & ResponseFlag.TIMES:
+            if row["flags"] & NO_TOKENS:
                 continue
             id_, final = int(row["id"]), bool(row["flags"] & ResponseFlag.FINAL)
             if id_ in self._sender:
@@ -102,7 +102,7 @@ class Context(InstanceRole):
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
         """The first tokens, also of answers that continue elsewhere."""
-        return int(rows["n_tokens"][(rows["flags"] & ResponseFlag.TIMES) == 0].sum())
+        return int(rows["n_tokens"][(rows["flags"] & NO_TOKENS) == 0].sum())
 
     def _on_handed_over(self, handed_over: list[HandedOver]) -> None:
         if not self._in_test:

@@ -13,6 +13,7 @@ from mpillm.comms.control import Rank0Control
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig, model_name, plain_name
+from mpillm.cores.registry import BackendRegistry
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.report.console import Console
@@ -40,7 +41,7 @@ class ServeSession:
             from mpillm.serve.app import Service
             from mpillm.serve.http_thread import HttpThread, bind, url
         except ImportError as error:
-            raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
+            raise ConfigError(f"serve needs the extra http ({error}): pip install 'mpillm[http]'") from error
         config, plan = planned.config, planned.plan
         self._plan = plan
         self._console = console
@@ -139,7 +140,7 @@ def _served(planned: Planned) -> Served:
         name.strip() for name in (config.served_model_name or model_name(config)).split(",") if name.strip()
     )
     if not names:
-        raise ConfigError(f"{config.named('served_model_name')}: no name")
+        raise ConfigError(f"{config.named('served_model_name')}: names no model")
     given = {
         name: getattr(config, name) if config.given(name) else None
         for name in ("temperature", "top_k", "top_p", "seed")
@@ -151,6 +152,7 @@ def _served(planned: Planned) -> Served:
         end_ids=frozenset(id_ for model in models for id_ in getattr(model, "end_ids", ())),
         max_output_len=config.max_output_len,
         min_output_len=config.min_output_len,
+        gives_logprobs=BackendRegistry.get(config.core_type).gives_logprobs,
         **given,
     )
 

@@ -38,7 +38,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Service:
-    """What the routes share."""
+    """The routes, and what they share."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Service:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors in OpenAI's form, the key, the request's id."""
+        """Give the request its id, check the key, and answer errors in OpenAI's form."""
         given = request.headers.get("X-Request-Id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         _request_id.set(request_id)
@@ -113,7 +113,7 @@ class Service:
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
             _log.exception("request %s", request_id)
             response = _error_response(
-                ApiError(500, f"an error of the server; its log has more of request {request_id}")
+                ApiError(500, f"internal error; the server's log has the traceback of request {request_id}")
             )
         finally:
             self.active -= 1
@@ -148,7 +148,7 @@ class Service:
         if name not in self._served.names:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; there is {self._served.names[0]}",
+                f"the model {name!r} does not exist; this server has {self._served.names[0]}",
                 "model",
                 "model_not_found",
             )
@@ -205,7 +205,7 @@ class Service:
         if self._requests.waiting + asked.n * len(prompts) > self._max_queue_size:
             raise ApiError(
                 429,
-                f"more than {self._max_queue_size} requests wait (--max_queue_size); try again",
+                f"{self._max_queue_size} requests are waiting already (--max_queue_size); try again later",
                 code="queue_full",
             )
         each = [one for one in prompts for _ in range(asked.n)]
@@ -233,7 +233,7 @@ class Service:
         return Choice(index, self._requests.open(row, prompt), prompt, wanted, asked, self._served)
 
     async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
-        """Of one choice, as they come; counted. ApiError: there will be no answer."""
+        """Yield the pieces of a choice as they come, and count them. ApiError: there will be no answer."""
         answer, reason, seen_at = choice.answer, "abort", 0.0
         try:
             while True:
@@ -299,7 +299,7 @@ class Service:
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """All at once; when one fails or this is cancelled, the others are cancelled and waited for."""
+    """Run all at once; when one fails or this is cancelled, cancel the others and wait for them."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpillm.data.detokenizer import Detokenizer, StopStrings
+from mpillm.serve import logprobs
 from mpillm.serve.open_requests import Answer
-from mpillm.serve.protocol import Asked, Served
+from mpillm.serve.protocol import Asked, Json, Served
 
 
 class Piece(NamedTuple):
@@ -31,9 +32,27 @@ class Choice:
         self._max_tokens = max_tokens
         self._asked = asked
         self._end_ids = served.end_ids if not asked.ignore_eos else frozenset()
+        self._tokenizer = served.tokenizer
         self._detokenizer = Detokenizer(served.tokenizer)
+        self._n_characters = 0  # of the tokens whose log probabilities were told
         self._stop = StopStrings(asked.stop)
         self._one_by_one = bool(asked.stop or asked.stop_token_ids)
+
+    def logprobs(self, first: int, tokens: list[int]) -> Json | None:
+        """Return those of `tokens`, the answer's from place `first` on; None if they were not asked for.
+
+        Call it in the order of the answer: offsets in the text are counted.
+        """
+        if self._asked.logprobs is None:
+            return None
+        entries = [
+            logprobs.read(token, self.answer.logprobs[place]) for place, token in enumerate(tokens, first)
+        ]
+        if self._asked.chat:
+            return logprobs.chat(entries, self._tokenizer)
+        made = logprobs.completion(entries, self._tokenizer, self._n_characters)
+        self._n_characters += sum(map(len, made["tokens"]))
+        return made
 
     def take(self) -> Piece | None:
         """The next piece; None if nothing has come."""
@@ -49,7 +68,7 @@ class Choice:
         return Piece(text + self._detokenizer.end(), new, self._reason())
 
     def _take_one_by_one(self, new: list[int]) -> Piece:
-        """The answer ends with the first token that makes a stop string whole, or is a stop token."""
+        """As `take`; the first token that completes a stop string, or is a stop token, ends the answer."""
         text = ""
         for i, token in enumerate(new):
             self.n_tokens += 1
@@ -71,6 +90,6 @@ class Choice:
         return Piece(text, new, "stop" if self._stop.found is not None else self._reason(), self._stop.found)
 
     def _reason(self) -> str:
-        """Of an answer that has ended by itself."""
+        """Return why an answer has ended that was not cut by a stop string or a stop token."""
         tokens = self.answer.tokens
         return "length" if len(tokens) >= self._max_tokens and tokens[-1] not in self._end_ids else "stop"

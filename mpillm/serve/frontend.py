@@ -93,7 +93,7 @@ class Frontend(Role):
 
     def done(self, phase: Phase) -> bool:
         if error := self._endpoint.error:
-            raise RunError(Failure(f"the HTTP server ended: {error}"))
+            raise RunError(Failure(f"the HTTP server failed: {error}"))
         if phase == "ready":
             return self._window > 0 and self._endpoint.listening
         return phase != "test" or self._endpoint.drained

@@ -26,7 +26,7 @@ _STOP_S = 2.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound and does not listen yet; ConfigError if that can't be."""
+    """Return a socket that is bound, but does not listen yet. ConfigError: the address can't be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -46,7 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(bound: socket.socket) -> str:
-    """Of the API behind a bound socket."""
+    """The URL of the API behind a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -116,7 +116,7 @@ class HttpThread:
         self.error = self.error or f"{type(error).__name__}: {error}"
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """Of a connection, as a rule: the others go on."""
+        """Log an error. As a rule it is one connection's, and the others go on."""
         error = context.get("exception")
         _log.error("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
 

@@ -13,14 +13,15 @@ from mpillm.comms.messages import REQUEST, Batch, ResponseFlag
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CANCELLED, _PARTIAL = int(ResponseFlag.CANCELLED), int(ResponseFlag.PARTIAL)
 _CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.CANCEL_DONE)
-_TIMES = int(ResponseFlag.TIMES)
+_TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
 _ALONE = _FIRST | _FINAL
 
 
 class Answer:
-    """Of one prompt, as far as it is there."""
+    """The answer to one prompt, as far as it has come."""
 
     __slots__ = (
+        "_final",
         "_held_back",
         "_waiter",
         "ended",
@@ -29,15 +30,18 @@ class Answer:
         "given_up",
         "id",
         "last_at",
+        "logprobs",
         "moved",
         "n_prompt",
         "opened_at",
         "released",
         "times",
         "tokens",
+        "wants_logprobs",
     )
 
-    def __init__(self, id_: int, n_prompt: int) -> None:
+    def __init__(self, id_: int, n_prompt: int, n_logprobs: int = 0) -> None:
+        """`n_logprobs`: see `REQUEST`."""
         self.id = id_
         self.n_prompt = n_prompt
         self.tokens: list[int] = []
@@ -49,6 +53,10 @@ class Answer:
         # If asked for, numbers of `ResponseFlag.TIMES`; when the KV cache had moved, and after how many µs.
         self.times: list[int] | None = None
         self.moved: tuple[float, int] | None = None
+        self.wants_logprobs = n_logprobs
+        self.logprobs: dict[int, list[int]] = {}  # by place; see `ResponseFlag.LOGPROBS`
+        # The whole answer, which has overtaken the context instance's log probabilities.
+        self._final: list[int] | None = None
         self.released = False  # no rank can speak of it any more
         # A generation instance's tokens that overtook the context instance's first one.
         self._held_back: list[int] = []
@@ -61,6 +69,9 @@ class Answer:
 
     def add(self, tokens: list[int], flags: int) -> None:
         """Take a row's tokens."""
+        if flags & _FINAL and self._lacks_logprobs(tokens):
+            self._final = tokens
+            return
         if flags & _FINAL:
             self.ended, self.failed = True, bool(flags & _ERROR)
             if not flags & (_ERROR | _CANCELLED):
@@ -77,6 +88,17 @@ class Answer:
             self.first_at = self.first_at or self.last_at
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def add_logprobs(self, numbers: list[int]) -> None:
+        """Take a row's log probabilities."""
+        width = 2 * self.wants_logprobs - 1
+        for i, at in enumerate(range(1, len(numbers), width)):
+            self.logprobs[numbers[0] + i] = numbers[at : at + width]
+        if self._final is not None and not self._lacks_logprobs(self._final):
+            self.add(self._final, _FINAL)
+
+    def _lacks_logprobs(self, tokens: list[int]) -> bool:
+        return bool(self.wants_logprobs) and len(self.logprobs) < len(tokens)
 
 
 class OpenRequests:
@@ -103,7 +125,7 @@ class OpenRequests:
 
     @property
     def running(self) -> int:
-        """Requests that have one, and not the last."""
+        """Requests with a first token, but not the last."""
         return sum(bool(answer.tokens) and not answer.ended for answer in self._answers.values())
 
     def open(self, row: Mapping[str, float], prompt: list[int]) -> Answer:
@@ -116,7 +138,7 @@ class OpenRequests:
         for name, value in row.items():
             rows[name] = value
         rows["id"], rows["n_tokens"] = id_, len(prompt)
-        answer = self._answers[id_] = Answer(id_, len(prompt))
+        answer = self._answers[id_] = Answer(id_, len(prompt), int(row.get("logprobs", 0)))
         self._held[id_] = self._holders
         self._put(Batch(rows, np.array(prompt, np.int32)))
         return answer
@@ -133,7 +155,7 @@ class OpenRequests:
             self.give_up(answer)
 
     def take(self, batch: Batch) -> None:
-        """Rows from the ranks."""
+        """Take rows from the ranks."""
         rows, tokens, at = batch.rows, batch.tokens.tolist(), 0
         for id_, n, flags in zip(
             rows["id"].tolist(), rows["n_tokens"].tolist(), rows["flags"].tolist(), strict=True
@@ -141,6 +163,8 @@ class OpenRequests:
             answer = self._answers[id_]
             if flags & (_FIRST | _FINAL | _PARTIAL) and not answer.ended:
                 answer.add(tokens[at : at + n], flags)
+            elif flags & _LOGPROBS:
+                answer.add_logprobs(tokens[at : at + n])
             elif flags & _TIMES:
                 answer.times = tokens[at : at + n]
             elif flags & _CONTEXT_DONE and n:

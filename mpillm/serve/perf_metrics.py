@@ -21,7 +21,7 @@ class _Request(NamedTuple):
 
 
 class PerfMetrics:
-    """Of the last requests that have ended well, until they are read."""
+    """The times of the last requests that have ended well, until they are read."""
 
     def __init__(self, most: int) -> None:
         """`most`: requests that are kept; 0: none."""
@@ -36,7 +36,7 @@ class PerfMetrics:
         self._requests.append(_Request(request_id, came_at, answer))
 
     def take(self) -> list[Json]:
-        """Those of which everything is known, the oldest first, each once."""
+        """Return, once, the requests of which everything is known, the oldest first."""
         ready = [request for request in self._requests if request.answer.released]
         left = [request for request in self._requests if not request.answer.released]
         self._requests.clear()

@@ -71,11 +71,14 @@ class ServeMetrics:
         self._prompt_tokens += answer.n_prompt
 
     def more_tokens(self, n: int, seconds: float) -> None:
-        """`n` tokens, `seconds` after those before them."""
+        """Count `n` tokens that came `seconds` after those before them."""
         self._histograms["inter_token_latency_seconds"].add(seconds / n, n)
 
     def finished(self, answer: Answer, reason: str, n_tokens: int) -> None:
-        """`reason`: stop, length, abort (the client has gone), error; `n_tokens` were passed on."""
+        """Count a request that has ended, of whose answer `n_tokens` were passed on.
+
+        `reason`: stop, length, abort (the client has gone), error.
+        """
         self._finished[reason] += 1
         self._generated_tokens += n_tokens
         totals = self.totals
@@ -97,7 +100,7 @@ class ServeMetrics:
         return self._finished["abort"]
 
     def text(self, model: str, gauges: Mapping[str, float]) -> str:
-        """Prometheus' text format, version 0.0.4; `gauges`: of what is now, by name."""
+        """Return Prometheus' text format, version 0.0.4. `gauges`: values that hold now, by name."""
         label = f'model_name="{_escaped(model)}"'
         lines = []
         for name, value in gauges.items():

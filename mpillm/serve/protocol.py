@@ -32,6 +32,7 @@ _LEAST_TEMPERATURE = 0.01  # smaller ones overflow the division; as vLLM, which 
 _MOST_PROMPTS = 2048  # of one body
 _MOST_ANSWERS = 128  # to each of them; as OpenAI's API
 _MOST_STOPS = 64
+_MOST_LOGPROBS = 20  # of the likeliest tokens; as OpenAI's API
 _MOST_TOKENS = 1 << 20  # of prompt and answer, where neither the model nor an option says less
 _OPENAI_COMPLETION_TOKENS = 16  # of a text completion that does not say how many
 
@@ -40,8 +41,6 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -68,10 +67,7 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-_WHY = {
-    "tools": "answers are text, never calls of functions; leave it out",
-    "logprobs": "the engine gives no log probabilities",
-}
+_WHY = {"tools": "answers are text, never calls of functions; leave it out"}
 
 
 class ApiError(Exception):
@@ -103,6 +99,7 @@ class Served:
     top_p: float | None = None
     seed: int | None = None
     min_output_len: int = 0
+    gives_logprobs: bool = False  # the core does
 
     @property
     def max_model_len(self) -> int:
@@ -116,7 +113,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Asked:
-    """A body that can be answered, but for the lengths of its prompts."""
+    """What a body asks for. Whether its prompts are too long is not checked yet."""
 
     chat: bool
     prompts: Sequence[str | list[int]]  # one, for a chat: empty
@@ -124,6 +121,7 @@ class Asked:
     max_tokens: int | None
     row: dict[str, float]  # fields of REQUEST
     n: int = 1  # answers to each prompt
+    logprobs: int | None = None  # how many of the likeliest tokens are told with each token; None: nothing is
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -135,25 +133,25 @@ class Asked:
 
     @property
     def n_characters(self) -> int:
-        """Of what has to become tokens."""
+        """Characters that have to become tokens."""
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)) + sum(
             len(m["content"]) for m in self.messages
         )
 
 
 def read(data: bytes, chat: bool, served: Served) -> Asked:
-    """What a body asks for; ApiError."""
+    """Return what a body asks for. ApiError: it makes no sense, or can't be done here."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise ApiError(400, f"the body is {_kind(body)}, not an object")
+        raise ApiError(400, f"the body must be an object; it is {_kind(body)}")
     model = body.get("model")
     if model is not None and model not in served.names:
         raise ApiError(
             404,
-            f"the model {_shown(model)} does not exist; there is {served.names[0]}",
+            f"the model {_shown(model)} does not exist; this server has {served.names[0]}",
             "model",
             "model_not_found",
         )
@@ -182,16 +180,23 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
     if stream or stop or stop_token_ids:  # then its tokens are looked at as they come
         flags |= RequestFlag.STREAM
     prompts = () if chat else _prompts(body, served.vocab_size)
+    logprobs = _logprobs(body, chat, served)
     n = int(_number(body, "n", 1, _MOST_ANSWERS, whole=True) or 1)
     if n * len(prompts) > _MOST_PROMPTS:
-        raise ApiError(400, f"n {n}: {n * len(prompts)} answers; at most {_MOST_PROMPTS}", "n")
+        raise ApiError(400, f"n {n}: {n * len(prompts)} answers; a request may have {_MOST_PROMPTS}", "n")
     return Asked(
         chat=chat,
         prompts=prompts,
         messages=_messages(body) if chat else (),
         max_tokens=None if max_tokens is None else int(max_tokens),
         n=n,
-        row=_sampling(body, served) | {"flags": int(flags), "generation": NO_INSTANCE},
+        logprobs=logprobs,
+        row={
+            **_sampling(body, served),
+            "flags": int(flags),
+            "generation": NO_INSTANCE,
+            "logprobs": 0 if logprobs is None else 1 + logprobs,
+        },
         min_tokens=int(served.min_output_len if min_tokens is None else min_tokens),
         stop=stop,
         stop_token_ids=frozenset(stop_token_ids),
@@ -220,20 +225,24 @@ def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:
     for prompt in prompts:
         n, most = len(prompt), served.max_model_len
         if not prompt:
-            raise ApiError(400, f"{param}: no tokens", param)
+            raise ApiError(400, f"{param} is empty: it has no tokens", param)
         room = most - n
         wanted = asked.max_tokens or max(1, min(served.max_output_len, room))
         if wanted > room:
             both = f"{n} of the prompt and {wanted} of the answer are {n + wanted}"
-            message = f"the model's context length is {most} tokens; {both}"
+            message = f"the model's context is {most} tokens; {both}"
             raise ApiError(400, message, param, "context_length_exceeded")
         if limits.max_prompt_len is not None and n > limits.max_prompt_len:
-            message = f"{param}: {n} tokens; without chunked context it may have {limits.max_prompt_len}"
+            most = limits.max_prompt_len
+            message = (
+                f"{param}: {n} tokens; at most {most} without chunked context (--enable_chunked_context)"
+            )
             raise ApiError(400, message, param, "context_length_exceeded")
         if max(prompt) >= served.vocab_size:
             raise ApiError(
                 400,
-                f"{param}: the model knows {served.vocab_size} tokens, the tokenizer made {max(prompt)}",
+                f"{param}: the tokenizer gave token {max(prompt)}, but the model has {served.vocab_size}:"
+                " the server's tokenizer and model do not match",
                 param,
             )
         made.append((prompt, wanted))
@@ -241,18 +250,18 @@ def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:
 
 
 def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
-    """A text, token ids, or an array of either."""
+    """Return texts and token ids: the body has one of either, or an array."""
     prompt = body.get("prompt")
     if prompt is None:
         raise ApiError(400, "prompt is missing", "prompt")
     if isinstance(prompt, str):
         return [_text(prompt, "prompt")]
     if not isinstance(prompt, list) or not prompt:
-        raise ApiError(400, "prompt: expected a text, token ids, or an array of either", "prompt")
+        raise ApiError(400, "prompt: expected a string, token ids, or an array of either", "prompt")
     if isinstance(prompt[0], int):
         return [_token_ids(prompt, "prompt", vocab_size)]
     if len(prompt) > _MOST_PROMPTS:
-        raise ApiError(400, f"prompt: {len(prompt)} prompts; at most {_MOST_PROMPTS}", "prompt")
+        raise ApiError(400, f"prompt: {len(prompt)} prompts; a request may have {_MOST_PROMPTS}", "prompt")
     return [
         _token_ids(p, "prompt", vocab_size) if isinstance(p, list) else _text(p, "prompt") for p in prompt
     ]
@@ -267,7 +276,7 @@ def _messages(body: Json) -> Messages:
 
 def _message(message: Any) -> Json:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ApiError(400, "messages: expected objects with role and content", "messages")
+        raise ApiError(400, "messages: each must be an object with a role and content", "messages")
     content = message.get("content")
     if isinstance(content, list):  # of parts
         parts = [
@@ -275,12 +284,10 @@ def _message(message: Any) -> Json:
             for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            raise ApiError(
-                400, "messages: a part of a content that is no text: the model reads text alone", "messages"
-            )
+            raise ApiError(400, "messages: content may only have parts of type text", "messages")
         content = "".join(map(str, parts))
     if message.get("tool_calls"):
-        raise ApiError(400, "messages: tool_calls is not supported", "messages")
+        raise ApiError(400, "messages: tool_calls are not supported; leave them out", "messages")
     return {"role": _text(message["role"], "messages"), "content": _text(content, "messages")}
 
 
@@ -303,6 +310,31 @@ def _sampling(body: Json, served: Served) -> dict[str, float]:
     }
 
 
+def _logprobs(body: Json, chat: bool, served: Served) -> int | None:
+    """Return how many likeliest tokens are wanted, None for no log probabilities.
+
+    A text completion has the number; a chat has true or false, and the number in `top_logprobs`.
+    """
+    if chat:
+        wanted = _number(body, "top_logprobs", 0, _MOST_LOGPROBS, whole=True)
+        if not _flag(body, "logprobs"):
+            if wanted:
+                raise ApiError(400, "top_logprobs: needs logprobs true", "top_logprobs")
+            return None
+        wanted = wanted or 0
+    elif isinstance(body.get("logprobs"), bool):
+        wanted = 0 if body["logprobs"] else None
+    else:
+        wanted = _number(body, "logprobs", 0, _MOST_LOGPROBS, whole=True)
+    if wanted is None:
+        return None
+    if not served.gives_logprobs:
+        raise ApiError(
+            400, "logprobs: the core here gives no log probabilities", "logprobs", "unsupported_parameter"
+        )
+    return int(wanted)
+
+
 def _stops(body: Json) -> tuple[str, ...]:
     stop = body.get("stop")
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
@@ -311,7 +343,7 @@ def _stops(body: Json) -> tuple[str, ...]:
         or not all(isinstance(one, str) for one in strings)
         or len(strings) > _MOST_STOPS
     ):
-        raise ApiError(400, f"stop: expected a text, or an array of at most {_MOST_STOPS} texts", "stop")
+        raise ApiError(400, f"stop: expected a string, or an array of at most {_MOST_STOPS} strings", "stop")
     return tuple(_text(one, "stop") for one in strings if one)
 
 
@@ -323,11 +355,13 @@ def _token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
 
 def _text(value: Any, param: str) -> str:
     if not isinstance(value, str):
-        raise ApiError(400, f"{param}: {_kind(value)}, not a text", param)
+        raise ApiError(400, f"{param}: expected a string, got {_kind(value)}", param)
     try:
         value.encode()
     except UnicodeEncodeError:  # half of a pair of \\u escapes
-        raise ApiError(400, f"{param}: not a text that UTF-8 can hold", param) from None
+        raise ApiError(
+            400, f"{param}: has half of a surrogate pair, which is not a character", param
+        ) from None
     return value
 
 
@@ -374,10 +408,10 @@ def _shown(value: Any) -> str:
 def _kind(value: Any) -> str:
     names = {
         type(None): "null",
-        bool: "a truth value",
+        bool: "a boolean",
         int: "a number",
         float: "a number",
-        str: "a text",
+        str: "a string",
         list: "an array",
         dict: "an object",
     }

@@ -21,7 +21,7 @@ def usage(choices: Sequence[Choice], n: int) -> Json:
 
 
 class Shapes:
-    """Of one request."""
+    """Makes the objects that answer one request."""
 
     def __init__(self, asked: Asked, request_id: str, model: str) -> None:
         self._asked = asked
@@ -42,10 +42,11 @@ class Shapes:
             content: Json = (
                 {"message": {"role": "assistant", "content": text}} if self._asked.chat else {"text": text}
             )
-            one = {"index": choice.index, **content, "logprobs": None}
+            tokens = [token for part in parts for token in part.tokens]
+            one = {"index": choice.index, **content, "logprobs": choice.logprobs(0, tokens)}
             one |= {"finish_reason": parts[-1].finish_reason, "stop_reason": parts[-1].stop_reason}
             if self._asked.return_token_ids:
-                one["token_ids"] = [token for part in parts for token in part.tokens]
+                one["token_ids"] = tokens
                 if not self._asked.chat:
                     one["prompt_token_ids"] = choice.prompt
             made.append(one)
@@ -66,10 +67,11 @@ class Shapes:
         return self._event(self._chunk_head + ", " + json.dumps(made | self._usage_so_far(choice))[1:])
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        """A piece of a streamed answer."""
+        """Make the chunk of a piece of a streamed answer."""
         text = json.dumps(piece.text)
         content = f'"delta": {{"content": {text}}}' if self._asked.chat else f'"text": {text}'
-        made = f'{{"index": {choice.index}, {content}, "logprobs": null, "finish_reason": '
+        logprobs = choice.logprobs(choice.n_tokens - len(piece.tokens), piece.tokens)
+        made = f'{{"index": {choice.index}, {content}, "logprobs": {json.dumps(logprobs)}, "finish_reason": '
         made += (
             f'"{piece.finish_reason}", "stop_reason": {json.dumps(piece.stop_reason)}'
             if piece.finish_reason

@@ -66,9 +66,9 @@ class Answer:
         try:
             message = json.loads(data)
         except ValueError:
-            raise AnswerError(f"it sent what is no JSON: {data[:80]!r}") from None
+            raise AnswerError(f"it sent something that is not JSON: {data[:80]!r}") from None
         if not isinstance(message, dict):
-            raise AnswerError(f"it sent JSON that is no completion: {data[:80]!r}")
+            raise AnswerError(f"it sent JSON that is not a completion: {data[:80]!r}")
         if message.get("error") is not None or message.get("object") == "error":
             raise AnswerError(f"it sent an error: {error_text(message)}")
         try:
@@ -78,7 +78,7 @@ class Answer:
                 self.prompt_tokens = usage.get("prompt_tokens")
                 self.completion_tokens = usage.get("completion_tokens")
         except (AttributeError, TypeError) as error:
-            raise AnswerError(f"it sent JSON that is no completion: {data[:80]!r} ({error})") from None
+            raise AnswerError(f"it sent JSON that is not a completion: {data[:80]!r} ({error})") from None
 
     def _choose(self, choice: Mapping[str, Any], at: float) -> None:
         tokens, text = choice.get("token_ids"), choice.get("text")

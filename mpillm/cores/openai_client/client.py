@@ -204,7 +204,7 @@ class Client:
         call.endpoint.release(call, call.connection, whole)
 
     def _start(self, call: Call) -> None:
-        """Send it to the server that owes the least, if possible not the one where it failed."""
+        """Send `call` to the server that owes the least, if possible not to the one where it failed."""
         failed = call.endpoint
         endpoint = min(self.endpoints, key=lambda one: (one is failed, len(one.calls)))
         call.endpoint = endpoint
@@ -249,7 +249,7 @@ class Client:
         self.listener.on_failed(call, EndpointError(f"{call.endpoint.url}{COMPLETIONS}: {error}"))
 
     def _watch(self) -> None:
-        """Look for a server that owes answers but is silent, and for an answer that does not come."""
+        """Fail the calls of a server that owes answers but is silent, and single calls that hang."""
         now = time.perf_counter()
         for endpoint in self.endpoints:
             if endpoint.calls and now - endpoint.heard_at > self._silence_s:
@@ -266,10 +266,10 @@ class Client:
         self._watching = asyncio.get_running_loop().call_later(pause, self._watch)
 
     def _hangs(self, call: Call, now: float) -> bool:
-        """Whether an answer has stopped in the middle, or has not begun though its turn is long past.
+        """Whether an answer stopped in the middle, or has not begun although later requests were answered.
 
-        Its turn: servers begin requests in the order in which they come. So a request that is late only
-        because the server has much to do is not taken for one that hangs.
+        Servers begin requests in the order in which they come. So a request that only waits for its turn
+        does not count as hanging.
         """
         if call.endpoint is None or call not in call.endpoint.calls or not call.sent_at:
             return False

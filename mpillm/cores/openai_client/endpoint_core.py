@@ -57,14 +57,14 @@ class EndpointOptions:
                     f" it has: {', '.join(known)}"
                 )
             if key == "retry_s" and not (isinstance(value, (int, float)) and value >= 0):
-                raise ConfigError(f"--core_options {key}:{value}: not a number of at least 0")
+                raise ConfigError(f"--core_options {key}:{value}: expected a number, at least 0")
         if "model" in options:
             options = {**options, "model": str(options["model"])}
         return EndpointOptions(**options)
 
 
 class EndpointLimits(NamedTuple):
-    """Of a server that is not asked: it refuses what it can't do."""
+    """No limits: the server refuses what it can't do."""
 
     vocab_size: int = 1 << 31
     max_seq_len: int = 1 << 31
@@ -72,7 +72,7 @@ class EndpointLimits(NamedTuple):
 
 
 class _Statistics:
-    """Of a test; written on the client's thread."""
+    """Counts and latencies of a test; written on the client's thread."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = dict.fromkeys(
@@ -388,7 +388,7 @@ def _allow_files(n_connections: int) -> None:
     if allowed < wanted:
         raise RunError(
             Failure(
-                f"{n_connections} connections need more open files than this system allows ({hard}):"
-                " ulimit -n"
+                f"{n_connections} connections need more open files than this process may have ({hard}): raise"
+                " ulimit -n, or lower max_concurrency"
             )
         )

@@ -122,14 +122,14 @@ class HttpConnection(asyncio.Protocol):
                 if len(self._buffer) > _MOST_HEAD:
                     raise HttpError(f"its headers are longer than {_MOST_HEAD} bytes")
                 if not b"HTTP/1.".startswith(self._buffer[:7]):
-                    raise HttpError(f"it speaks no HTTP: {bytes(self._buffer[:60])!r}")
+                    raise HttpError(f"it sent something that is not HTTP: {bytes(self._buffer[:60])!r}")
                 return False
             first, *lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
             del self._buffer[: end + 4]
             version, _, rest = first.partition(" ")
             code = rest[:3]
             if version not in ("HTTP/1.1", "HTTP/1.0") or not (code.isascii() and code.isdigit()):
-                raise HttpError(f"it speaks no HTTP: {first[:60]!r}")
+                raise HttpError(f"it sent something that is not HTTP: {first[:60]!r}")
             status = int(code)
             if status >= 200:
                 break  # before it there may be informational responses, such as 100 (Continue)
@@ -172,7 +172,9 @@ class HttpConnection(asyncio.Protocol):
         while (end := buffer.find(b"\r\n", start, start + _MOST_CHUNK_LINE)) >= 0:
             text = bytes(buffer[start:end]).partition(b";")[0].strip()
             if not text or text.strip(_HEX):
-                raise HttpError(f"it sent {bytes(buffer[start:end])[:60]!r} in place of the size of a chunk")
+                raise HttpError(
+                    f"it sent {bytes(buffer[start:end])[:60]!r} where the size of a chunk belongs"
+                )
             size = int(text, 16)
             if size > _MOST_CHUNK:
                 raise HttpError(f"it sent a chunk of {size} bytes")

@@ -47,7 +47,7 @@ async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
                 last = str(error)
         if status in (401, 403):
             raise EndpointError(
-                f"{endpoint.url}: {last}; the key is what the environment variable {API_KEY} says"
+                f"{endpoint.url}: {last}; the key sent was that in the environment variable {API_KEY}"
             )
         if time.monotonic() - logged > _LOG_S:
             logged = time.monotonic()
@@ -67,7 +67,9 @@ async def find_model(endpoint: Endpoint, wanted: str | None, model_path: str | N
     except HttpError as error:
         raise EndpointError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError):
-        raise EndpointError(f"{where}: it sent what is no list of models: {reply[:80]!r}") from None
+        raise EndpointError(
+            f"{where}: it sent something that is not a list of models: {reply[:80]!r}"
+        ) from None
     if wanted is None and model_path is not None:
         said = (model_path, str(Path(model_path).resolve()), Path(model_path).name)
         wanted = next((name for name in said if name in names), None)
@@ -120,14 +122,14 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
                 continue  # it has passed over what it does not know
             if not dialect.token_ids and not has_tokenizer:
                 raise EndpointError(
-                    f"{where} gives no token ids: name a folder with its tokenizer, --model_path"
+                    f"{where} gives no token ids: name the folder of its tokenizer with --model_path"
                 )
             endpoint.dialect = dialect
             return
         if not 400 <= status < 500 or status == 429:
             raise EndpointError(f"{where}: {failure_text(status, reply)}")
         if status in (401, 403):
-            key = f"the key is what the environment variable {API_KEY} says"
+            key = f"the key sent was that in the environment variable {API_KEY}"
             raise EndpointError(f"{where}: {failure_text(status, reply)}; {key}")
         refusals.append(f"{dialect.name}: {failure_text(status, reply)}")
     raise EndpointError("\n  ".join([f"{where} refused a request of one token in every form:", *refusals]))

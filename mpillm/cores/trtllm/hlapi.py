@@ -114,7 +114,7 @@ class TrtllmHlApiCore(LLMCore):
             )
 
     def _arguments(self) -> dict[str, Any]:
-        """Of `LLM`. TensorRT-LLM refuses, by name, a flag that it does not have."""
+        """The arguments of `LLM`. TensorRT-LLM refuses, by name, a flag that it does not have."""
         config, api = self.config, importlib.import_module("tensorrt_llm.llmapi")
         pytorch = self._harness.backend_type == "pytorch"
         cache = {
@@ -159,7 +159,7 @@ class TrtllmHlApiCore(LLMCore):
             self._errors.append((None, error))
 
     def _serve(self) -> None:
-        """A follower's part: whatever rank 0's session submits, until it is shut down."""
+        """Do a follower's part: run whatever rank 0's session submits, until it is shut down."""
         from mpi4py.futures import MPICommExecutor
 
         assert self.comms is not None
@@ -198,7 +198,7 @@ class TrtllmHlApiCore(LLMCore):
         return self._loop
 
     async def _live(self, ready: threading.Event) -> None:
-        """Until the core stops. What is open then is given up."""
+        """Run until the core stops; requests that are open then are given up."""
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         watch = asyncio.create_task(self._watch())
         ready.set()

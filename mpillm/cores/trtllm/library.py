@@ -79,7 +79,7 @@ def no_engines(config: CoreConfig) -> ConfigError:
 
 
 def engine_limits(config: CoreConfig, engine: EngineConfig) -> Limits:
-    """Of an engine of `trtllm-build`; without chunked context a prompt must fit into one step."""
+    """The limits of an engine of `trtllm-build`; without chunked context a prompt must fit into one step."""
     build = engine.build_config
     longest = None if config.enable_chunked_context else min(config.max_num_tokens, build.max_num_tokens)
     return Limits(
@@ -91,7 +91,7 @@ def engine_limits(config: CoreConfig, engine: EngineConfig) -> Limits:
 
 @about("core_type", "model_path")
 def folder_limits(config: CoreConfig) -> Limits:
-    """Of a Hugging Face folder; ConfigError if `config` names none."""
+    """The limits of the model in a Hugging Face folder. ConfigError: `config` names no folder."""
     path = Path(config.model_path or "")
     if not config.model_path or not (path / "config.json").is_file():
         which = f", which {path} is not" if config.model_path else ""
@@ -109,7 +109,7 @@ def folder_limits(config: CoreConfig) -> Limits:
 def end_ids(config: CoreConfig) -> tuple[int, ...]:
     """The tokens that end an answer: those of the options, else those of the model's folder.
 
-    An engine has none of its own. ConfigError if nobody says them.
+    An engine has none of its own. ConfigError: no option or file names them.
     """
     if config.end_ids is not None:
         return config.end_ids
@@ -144,7 +144,7 @@ def ends_of(row: np.void, ends: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def stops(config: CoreConfig, row: np.void, ends: tuple[int, ...]) -> list[list[int]]:
-    """What ends an answer beside its first end token: further ones and stop words, as lists of tokens."""
+    """What ends an answer, beside its first end token: other end tokens and stop words, as tokens."""
     words = () if row["flags"] & RequestFlag.IGNORE_STOP else config.stop_words
     return [
         *([end] for end in ends_of(row, ends)[1:]),
@@ -153,7 +153,7 @@ def stops(config: CoreConfig, row: np.void, ends: tuple[int, ...]) -> list[list[
 
 
 def others(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Runtime flags that only TensorRT-LLM knows: it is passed them as they are given."""
+    """Runtime flags that only TensorRT-LLM knows, which are passed to it as they are given."""
     return {name: value for name, value in flags.items() if name not in _OURS and value is not None}
 
 
@@ -222,13 +222,13 @@ class Answers:
             self._row(id_, ResponseFlag.PARTIAL, answer[passed_on:])
 
     def failed(self, id_: int, cause: object) -> RunError:
-        """The end of the run: TensorRT-LLM could not answer a request."""
+        """End the run: TensorRT-LLM could not answer a request."""
         return RunError(
             Failure(f"TensorRT-LLM, request {id_}: {cause}", self._rank, code=ExitCode.TEST_FAILED)
         )
 
     def take(self) -> Batch | None:
-        """RESPONSE rows since the last call."""
+        """Return the RESPONSE rows since the last call."""
         if not self._rows:
             return None
         batch = Batch(np.array(self._rows, RESPONSE), np.array(self._tokens, np.int32))

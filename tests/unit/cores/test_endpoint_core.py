@@ -396,7 +396,7 @@ def test_the_model_of_several() -> None:
             "--core_options modle: this core has no such option .did you mean 'model'..; it has:"
             " model, retry_s",
         ),
-        ({"retry_s": "soon"}, "--core_options retry_s:soon: not a number"),
+        ({"retry_s": "soon"}, "--core_options retry_s:soon: expected a number"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], words: str) -> None:
@@ -500,24 +500,27 @@ FIRST_TOKEN = chunk(event(choice([5], "t")))
 FAULTS: dict[str, tuple[Reply, str]] = {
     "an event that is no JSON": (
         Reply([STREAM, FIRST_TOKEN, chunk(b'data: {"choices": [{"te\n\n')]),
-        "it sent what is no JSON",
+        "it sent something that is not JSON",
     ),
     "a line that is no event": (
         Reply([STREAM, FIRST_TOKEN, chunk(b"HTTP/1.1 500 Internal Server Error\r\n\r\n")]),
         "it sent a line that is no server-sent event: b'HTTP/1.1 500",
     ),
-    "JSON that is no completion": (Reply([STREAM, chunk(event([1]))]), "it sent JSON that is no completion"),
+    "JSON that is no completion": (
+        Reply([STREAM, chunk(event([1]))]),
+        "it sent JSON that is not a completion",
+    ),
     "choices that are none": (
         Reply([STREAM, chunk(event({"choices": [7]}))]),
-        "it sent JSON that is no completion",
+        "it sent JSON that is not a completion",
     ),
     "token ids that are none": (
         Reply([STREAM, chunk(event(choice("ab")))]),  # type: ignore[arg-type]
-        "it sent JSON that is no completion",
+        "it sent JSON that is not a completion",
     ),
     "HTTP 500 in the middle of a stream": (
         Reply([STREAM, FIRST_TOKEN, head("500 Internal Server Error", Content_Length=0)]),
-        "in place of the size of a chunk",
+        "where the size of a chunk belongs",
     ),
     "an error in the middle of a stream": (
         Reply(
@@ -570,7 +573,10 @@ FAULTS: dict[str, tuple[Reply, str]] = {
         "HTTP 500: it broke$",
     ),
     "HTTP 404": (plain({"detail": "no such model"}, "404 Not Found"), "HTTP 404: no such model$"),
-    "what is no HTTP": (Reply([b"220 mail.example.org ESMTP\r\n\r\n"]), "it speaks no HTTP: '220 mai"),
+    "what is no HTTP": (
+        Reply([b"220 mail.example.org ESMTP\r\n\r\n"]),
+        "it sent something that is not HTTP: '220 mai",
+    ),
     "a chunk without a size": (Reply([STREAM, b"hello" * 1000]), "it sent a chunk without a size"),
     "a chunk of a wrong size": (
         Reply([STREAM, b"3\r\nabcdef\r\n"]),

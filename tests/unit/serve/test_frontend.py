@@ -141,7 +141,7 @@ def test_an_answer_to_nobody_ends_the_run() -> None:
     rank0.serve()
     rank0.answer((7, 1, FIRST_AND_FINAL))
     rank0.turn_until(lambda: rank0.http.error)
-    with pytest.raises(RunError, match="the HTTP server ended: KeyError"):
+    with pytest.raises(RunError, match="the HTTP server failed: KeyError"):
         rank0.role.done("test")
     rank0.role.stop()
 
