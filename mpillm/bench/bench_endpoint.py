@@ -137,7 +137,7 @@ def main(config: Options) -> int:
     tokenizer = load_tokenizer(folder, apply_chat_template=True)
     dataset = _dataset(config, tokenizer, values)
     try:
-        with _null_server() if config.null else contextlib.nullcontext(config.url or "") as url:
+        with null_server() if config.null else contextlib.nullcontext(config.url or "") as url:
             result, test = _measure(config, url, tokenizer, dataset, values)
     except EndpointError as error:
         print(f"mpillm: {error}", file=sys.stderr)
@@ -243,8 +243,8 @@ def _percentiles(text: str) -> list[float]:
 
 
 @contextlib.contextmanager
-def _null_server() -> Iterator[str]:
-    """The URL of a `null_server` in a process of its own, which ends with this one."""
+def null_server() -> Iterator[str]:
+    """The URL of a `mpillm.bench.null_server` in a process of its own, which ends with this one."""
     command = [sys.executable, "-m", "mpillm.bench.null_server"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=clean_environment(os.environ), **pipes) as process:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from disagg.errors import ConfigError
-from launch.children import Children
-from launch.supervisor import MPIRUN_GRACE_S
+from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive, seconds
 from mpillm.fields.topology import TopologyFields
-
-_RUN_DEADLINE_S = 600.0
 
 
 class Options(Values):
@@ -64,13 +55,20 @@ def main(config: Options) -> int:
     """Print the table; 0 unless a run failed."""
     data = ["--dataset", "synthetic", "--num_samples", "8192", "--input_mean", str(config.input_len)]
     data += ["--output_mean", str(config.output_len), "--max_output_len", str(config.output_len)]
-    where = ["--mode", config.mode, "--traffic_distribution_policy", config.traffic_distribution_policy]
+    where = [
+        "--core_type",
+        "dummy",
+        "--mode",
+        config.mode,
+        "--traffic_distribution_policy",
+        config.traffic_distribution_policy,
+    ]
 
     def runs(name: str, *options: str) -> list[dict[str, Any]]:
         results = []
         for i in range(config.repeats):
             print(f"  {name}, run {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
-            results.append(_run(config.n, [*where, *data, *options]))
+            results.append(run_once(config.n, *where, *data, *options))
         return results
 
     offline = runs("Offline", "--min_query_count", str(config.offline_samples))
@@ -103,21 +101,3 @@ def main(config: Options) -> int:
         spread = f"({min(values):,.2f} to {max(values):,.2f})"
         print(f"  {what:<16} {unit:<30} {statistics.median(values):>12,.2f}  {spread}")
     return 0
-
-
-def _run(n: int, options: Sequence[str]) -> dict[str, Any]:
-    """Run the program once; return its result."""
-    with (
-        tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory,
-        Children(MPIRUN_GRACE_S, pass_on=True) as children,
-    ):
-        mpirun = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(n)]
-        command = [*mpirun, "run", "--core_type", "dummy", "--log_dir", directory, *options]
-        run = children.start("a run of the benchmark", command, os.environ, Path(directory) / "output.txt")
-        code = children.wait(run, _RUN_DEADLINE_S)
-        if code is None:
-            raise ConfigError(f"{run.name} did not end within {_RUN_DEADLINE_S:g} s")
-        if code:
-            raise ConfigError(f"{run.name} failed ({code}):\n{run.tail()}")
-        result: dict[str, Any] = json.loads((Path(directory) / "result.json").read_text())
-        return result

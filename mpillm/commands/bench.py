@@ -12,6 +12,7 @@ from mpillm.errors import ExitCode
 BENCHES = {
     "routing": "what everything around the model costs, with dummy cores",
     "endpoint": "a load test of a server over HTTP, reported as `vllm bench serve` does",
+    "http": "what HTTP costs beside the same work through MPI, with cores of zero cost",
     "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
     "table": "whole runs beside the throughput that TensorRT-LLM publishes for one H200",
     "load": "loading weights from an engine's files against loading them from a checkpoint",

@@ -108,6 +108,10 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench endpoint --null": Elsewhere(
         "20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"
     ),
+    r".* bench http --peers .*": Elsewhere("other people's programs must be there: make test-peers"),
+    r".* bench http": Typed(
+        "--repeats 1 --parts streams,clients --requests 400", says="tokens/s.*\\n.*trtllm_endpoint"
+    ),
     r".* bench table.*": Elsewhere("whole runs of a model of 16 GB, on a GPU"),
     r".* --config_file closed/NVIDIA/.*": Elsewhere(
         "NVIDIA's repository is not here; tests/unit has files of its form"

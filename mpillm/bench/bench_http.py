@@ -1,0 +1,177 @@
+"""``bench http``: what HTTP costs beside the same work through MPI, with cores of zero cost; our client."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from disagg.errors import ConfigError, nearest
+from mpillm.bench.bench_endpoint import null_server
+from mpillm.bench.other_clients import Load, request_rates
+from mpillm.bench.whole_runs import load_test, run_once, served
+from mpillm.config.values import Values
+from mpillm.fields import Field, positive
+
+# Answers of a core that takes its time: at 100 requests per second of 0.93 s, about 100 are under way.
+_STREAMS = 100
+_TIMED_LEN = 45
+_OTHERS = {"openai": 2000, "vllm": 10_000, "aiperf": 5000}
+
+
+class Options(Values):
+    """Options of ``bench http``."""
+
+    parts = Field(
+        "parts", "what to measure, with commas between them [default: all]", default="", group="benchmark"
+    )
+    repeats = Field("repeats", "of all; the median is printed", positive, default=3, group="benchmark")
+    requests = Field(
+        "requests",
+        "of a run through HTTP; ten times as many through MPI",
+        positive,
+        default=8000,
+        group="benchmark",
+    )
+    input_len = Field("input_len", "prompt tokens", positive, default=128, group="benchmark")
+    output_len = Field("output_len", "answer tokens", positive, default=16, group="benchmark")
+    qps = Field(
+        "qps", "queries per second where latency is measured", positive, default=200, group="benchmark"
+    )
+    server_s = Field(
+        "server_s", "length of a test at a rate, seconds", positive, default=8, group="benchmark"
+    )
+    max_concurrency = Field(
+        "max_concurrency", "requests at once at the zero-cost server", positive, default=64, group="benchmark"
+    )
+    peers = Field(
+        "peers",
+        "an environment with openai, vllm and aiperf, as make test-peers makes it: their rates, too",
+        group="benchmark",
+    )
+    model_path = Field(
+        "model_path", "a folder with a tokenizer, which vllm and aiperf want", group="benchmark"
+    )
+
+
+DESCRIPTION = "Measure what HTTP adds to the same work through MPI, with cores of zero cost."
+EPILOG = "example:\n  python -m mpillm bench http --peers .venv-peers --model_path build/models/smollm2-135m"
+
+
+class _Row(NamedTuple):
+    what: str
+    unit: str
+
+
+def main(config: Options) -> int:
+    """Print the table; 0 unless something failed."""
+    if config.peers and not config.model_path:
+        raise ConfigError(
+            "--peers needs --model_path: vllm and aiperf want a tokenizer", about=["model_path"]
+        )
+    parts = config.parts.split(",") if config.parts else [*_PARTS]
+    for name in parts:
+        if name not in _PARTS:
+            raise ConfigError(f"--parts {name}: not one of {', '.join(_PARTS)}{nearest(name, _PARTS)}")
+    found: dict[_Row, list[float]] = defaultdict(list)
+    for i in range(config.repeats):
+        for name in parts:
+            print(f"{name}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
+            for row, value in _PARTS[name](config).items():
+                found[row].append(value)
+    print(
+        f"zero-cost cores, {config.input_len} tokens in, {config.output_len} out;"
+        f" median of {config.repeats} (least to most)"
+    )
+    for (what, unit), values in found.items():
+        spread = f"({min(values):,.2f} to {max(values):,.2f})"
+        print(f"  {what:<46} {unit:<11} {statistics.median(values):>10,.2f}  {spread}")
+    return 0
+
+
+def _runs(config: Options) -> dict[_Row, float]:
+    """Requests per second, and time to the first token, of a test through MPI and one through HTTP."""
+    data = _data(config, config.output_len)
+    server = _words(scenarios="Server", server_target_qps=config.qps, min_duration=0)
+    server += _words(min_query_count=config.server_s * config.qps)
+
+    def both(n: int, **core: str) -> tuple[float, float]:
+        offline = run_once(2, *_words(**core), *data, *_words(min_query_count=n))
+        return offline["samples_per_second"], run_once(2, *_words(**core), *data, *server)["ttft_ms"]["p50"]
+
+    mpi = both(10 * config.requests, core_type="dummy")
+    with served(2, *_words(core_type="dummy")) as url:
+        http = both(config.requests, core_type="trtllm_endpoint", trtllm_server_urls=_root(url))
+    return {
+        _Row("run through MPI, Offline", "requests/s"): mpi[0],
+        _Row("run through HTTP: trtllm_endpoint and serve", "requests/s"): http[0],
+        _Row("  MPI over HTTP", "times"): mpi[0] / http[0],
+        _Row(f"run through MPI, Server at {config.qps}/s: first token", "p50, ms"): mpi[1],
+        _Row("run through HTTP: first token", "p50, ms"): http[1],
+        _Row("  MPI over HTTP", "part"): mpi[1] / http[1],
+    }
+
+
+def _first_tokens(config: Options) -> dict[_Row, float]:
+    """Of answers that take their time, from the same core through `run` and through `serve`."""
+    core = _words(core_type="dummy", core_options="ttft_ms:50,tpot_ms:20", max_batch_size=1024)
+    n = config.server_s * _STREAMS
+    rate = _words(scenarios="Server", server_target_qps=_STREAMS, min_duration=0, min_query_count=n)
+    run = run_once(2, *core, *_data(config, _TIMED_LEN), *rate)
+    with served(2, *core) as url:
+        length = _words(input_len=config.input_len, output_len=_TIMED_LEN)
+        test = load_test(url, *_words(request_rate=_STREAMS, num_prompts=n), *length)
+    return {
+        _Row(f"{_STREAMS} streams of 50 tokens/s: first token, run", "p50, ms"): run["ttft_ms"]["p50"],
+        _Row("  the same core behind serve", "p50, ms"): test["median_ttft_ms"],
+        _Row("  serve adds", "ms"): test["median_ttft_ms"] - run["ttft_ms"]["p50"],
+    }
+
+
+def _streams(config: Options) -> dict[_Row, float]:
+    """Tokens per second through `serve`, of answers that are there at once, and token by token."""
+    load = _words(max_concurrency=_STREAMS, num_prompts=max(_STREAMS, config.requests // 4))
+    load += _words(input_len=config.input_len, output_len=128)
+    every_ms = _words(core_options="ttft_ms:1,tpot_ms:1", max_batch_size=1024)
+    made = {}
+    for what, core in (("whole answers", []), ("a token per ms", every_ms)):
+        with served(2, *_words(core_type="dummy"), *core) as url:
+            test = load_test(url, *load)
+        made[_Row(f"{_STREAMS} streams of 128 tokens, {what}", "tokens/s")] = test["output_throughput"]
+    return made
+
+
+def _clients(config: Options) -> dict[_Row, float]:
+    """Streamed requests per second of one client rank, and of other clients, against a zero-cost server."""
+    at_once, n = config.max_concurrency, 2 * config.requests
+    made = {}
+    with null_server() as url:
+        words = _words(core_type="trtllm_endpoint", trtllm_server_urls=_root(url), scenarios="Server")
+        words += _words(trtllm_runtime_flags=f"max_concurrency:{at_once}", server_target_qps=100_000)
+        words += _words(min_duration=0, min_query_count=n)
+        ours = run_once(2, *words, *_data(config, config.output_len))
+        made[_Row(f"trtllm_endpoint, one rank, {at_once} at once", "requests/s")] = ours["samples_per_second"]
+        if config.peers and config.model_path:
+            load = Load(url, config.model_path, at_once, config.input_len, config.output_len)
+            for name, rate in request_rates(Path(config.peers), load, _OTHERS):
+                made[_Row(f"  {name}", "requests/s")] = rate
+    return made
+
+
+_PARTS = {"runs": _runs, "first_tokens": _first_tokens, "streams": _streams, "clients": _clients}
+
+
+def _data(config: Options, output_len: int) -> list[str]:
+    length = _words(input_mean=config.input_len, output_mean=output_len, max_output_len=output_len)
+    return [*_words(dataset="synthetic", num_samples=8192), *length]
+
+
+def _words(**options: object) -> list[str]:
+    """Of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def _root(url: str) -> str:
+    return url.removeprefix("http://").removesuffix("/v1")
