@@ -167,20 +167,19 @@ def _logits(core: Any, prompts: list[list[int]]) -> NDArray[np.float32]:
     """Logits of every token of as many of the last prompts as fit; call this on all ranks of the instance."""
     import torch
 
-    from mpillm.engine.model.attention import Span
-    from mpillm.engine.step import Step
+    from mpillm.engine.step import Span, Step
 
     step, block = Step(), 1
     for slot, prompt in enumerate(reversed(prompts)):
         if len(prompt) < 2 or len(step.tokens) + len(prompt) > min(_MOST_ROWS, core.config.max_num_tokens):
             break
         n_blocks = -(-len(prompt) // core.config.tokens_per_block)
-        step.spans.append(Span(0, len(prompt), list(range(block, block + n_blocks)), slot))
+        step.spans.append(Span(slot, 0, len(prompt), 0, list(range(block, block + n_blocks))))
         step.tokens += prompt
         block += n_blocks
     step.wanted = list(range(len(step.tokens)))
     worker = core.worker
     with torch.inference_mode():
-        logits = worker.model.logits(worker.forward(step)).float()
-        whole = worker.groups.gather(logits, core.info.layout.vocabulary_sizes(core.info.config))
+        sizes = core.info.layout.vocabulary_sizes(core.info.config)
+        whole = worker.part.groups.gather(worker.logits(step).float(), sizes)
     return np.empty(0, np.float32) if whole is None else whole.cpu().numpy()

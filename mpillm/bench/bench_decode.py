@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpillm.engine.engine import Engine
-    from mpillm.engine.gpu_worker import GpuWorker
+    from mpillm.engine.model_part import ModelPart
     from mpillm.engine.sequence import Sequence
+    from mpillm.engine.worker import Worker
 
 _WARM_UP = 4  # steps
 _PAUSE_S = 50e-6
@@ -120,15 +121,16 @@ def bench_decode(config: Options) -> int:
 
     import torch
 
-    from mpillm.engine.gpu_worker import GpuWorker
     from mpillm.engine.parallel.groups import Groups
+    from mpillm.engine.worker import Worker
 
     started = time.perf_counter()
-    worker = GpuWorker(info, block, Groups(), core.max_batch_size, dummy=info.folder is None, device="cuda:0")
+    dummy = info.folder is None
+    worker = Worker.on_gpu(info, block, Groups(), core.max_batch_size, dummy=dummy, device="cuda:0")
     torch.cuda.synchronize()
     startup = time.perf_counter() - started
     with torch.inference_mode():
-        for pool in (worker.cache.keys, worker.cache.values):
+        for pool in (worker.part.cache.keys, worker.part.cache.values):
             for layer in pool:
                 layer.copy_(torch.randn(layer.shape, device=layer.device))
     dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
@@ -144,7 +146,8 @@ def bench_decode(config: Options) -> int:
         step_s = statistics.median(steps)
         n_bytes = _weight_bytes(info, batch) + n_context * info.config.kv_bytes_per_token(info.kv_dtype)
         floor_s = n_bytes / (config.bandwidth * 1e12)
-        attention_s, products_s = _attention(worker, batch, n_context // batch), _products(worker, batch)
+        attention_s = _attention(worker.part, batch, n_context // batch)
+        products_s = _products(worker.part, batch)
         print(
             f"  {batch:>6} {step_s * 1e3:>9.3f} {floor_s * 1e3:>9.3f} {step_s / floor_s:>6.2f}"
             f" {batch / step_s:>9.0f} {attention_s * 1e3:>10.3f} {products_s * 1e3:>9.3f}",
@@ -168,7 +171,7 @@ def _weight_bytes(info: ModelInfo, batch: int) -> int:
 
 
 def _decode(
-    worker: GpuWorker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int
+    worker: Worker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int
 ) -> tuple[list[float], int]:
     """Seconds between the tokens of consecutive steps of the whole engine; tokens in the cache half way."""
     from mpillm.engine.engine import Engine, EngineLimits
@@ -201,13 +204,13 @@ def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
     return sequence
 
 
-def _attention(worker: GpuWorker, batch: int, n_tokens: int) -> float:
+def _attention(part: ModelPart, batch: int, n_tokens: int) -> float:
     """Seconds for the attention of all layers, over `n_tokens` of each sequence."""
     import torch
 
     from mpillm.engine.kernels import step_kernels as kernels
 
-    keys, values, scales = worker.cache.keys, worker.cache.values, worker.cache.scales
+    keys, values, scales = part.cache.keys, part.cache.values, part.cache.scales
     n_layers, n_blocks, k, size, d = keys.shape
     per_sequence = -(-n_tokens // size)
     table = (
@@ -216,8 +219,8 @@ def _attention(worker: GpuWorker, batch: int, n_tokens: int) -> float:
         .to(torch.int32)
     )
     slots, positions = torch.arange(batch, device="cuda"), torch.full((batch,), n_tokens - 1, device="cuda")
-    n_heads = worker.model.config.n_heads
-    qkv = torch.randn(batch, n_heads + 2 * k, d, device="cuda").to(worker.dtype)
+    n_heads = part.model.config.n_heads
+    qkv = torch.randn(batch, n_heads + 2 * k, d, device="cuda").to(part.dtype)
     out = qkv.new_empty(batch, n_heads * d)
 
     def work() -> None:
@@ -228,7 +231,7 @@ def _attention(worker: GpuWorker, batch: int, n_tokens: int) -> float:
     return _graph_time(work)
 
 
-def _products(worker: GpuWorker, batch: int) -> float:
+def _products(part: ModelPart, batch: int) -> float:
     """Seconds for all matrix products with weights."""
     import torch
 
@@ -236,7 +239,7 @@ def _products(worker: GpuWorker, batch: int) -> float:
     from mpillm.engine.kernels import step_kernels as kernels
     from mpillm.engine.model.transformer import Mixture
 
-    model, dtype = worker.model, worker.dtype
+    model, dtype = part.model, part.dtype
     assert model.lm_head is not None
     inputs: dict[tuple[int, int], Tensor] = {}
     products: list[Callable[[], Tensor]] = []

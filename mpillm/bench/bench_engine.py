@@ -141,20 +141,21 @@ class _Engine:
     def __init__(self, core: CoreConfig, info: ModelInfo) -> None:
         from mpillm.engine.engine import Engine, EngineLimits
         from mpillm.engine.parallel.groups import Groups
-        from mpillm.engine.step import Worker
+        from mpillm.engine.worker import Worker
 
         limits = EngineLimits(core.max_batch_size, core.max_num_tokens, core.tokens_per_block)
         self._engine: Engine = Engine(
-            info, limits, Worker(info, core.tokens_per_block, Groups(), dummy=False)
+            info, limits, Worker.on_cpu(info, core.tokens_per_block, Groups(), dummy=False)
         )
         self._steps: list[tuple[int, int]] = []  # rows, rows with logits
-        forward = self._engine.worker.model.forward
+        part = self._engine.worker.part
+        forward = part.model.forward
 
         def counted(x: Any, attention: Any, wanted: Any, layer_stored: Any = None) -> Any:
             self._steps.append((len(x), len(wanted)))
             return forward(x, attention, wanted, layer_stored)
 
-        self._engine.worker.model.forward = counted  # type: ignore[method-assign]
+        part.model.forward = counted  # type: ignore[method-assign]
 
     def answer(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
         from mpillm.engine.sampler import SamplingParams
@@ -177,7 +178,7 @@ class _Engine:
 
         from mpillm.engine.model.transformer import Mlp
 
-        model, dtype = self._engine.worker.model, self._engine.worker.dtype
+        model, dtype = self._engine.worker.part.model, self._engine.worker.part.dtype
         layers = [
             (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
             for layer in model.layers

@@ -162,19 +162,19 @@ def _measured(core: CoreConfig) -> Loaded:
 def _load(core: CoreConfig, sender: Connection[Loaded, None]) -> None:
     import torch
 
-    from mpillm.engine.model.attention import Span
     from mpillm.engine.parallel.groups import Groups
-    from mpillm.engine.step import Step, Worker
+    from mpillm.engine.step import Span, Step
+    from mpillm.engine.worker import Worker
 
     torch.set_num_threads(core.n_threads)
     imports = _peak_bytes()
     started, cpu_before = time.perf_counter(), time.process_time()
     info = model_info(core)
     # Without the sums over the TP group, which change nothing about loading.
-    worker = Worker(info, core.tokens_per_block, Groups(info.layout), dummy=False)
+    worker = Worker.on_cpu(info, core.tokens_per_block, Groups(info.layout), dummy=False)
     load_s = time.perf_counter() - started
     with torch.inference_mode():
-        worker.model.logits(worker.forward(Step([Span(0, 1, [1], 0)], [0], [0])))
+        worker.logits(Step([Span(0, 0, 1, 0, [1])], [0], [0]))
     first_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_before
     sender.send(Loaded(load_s, first_s, cpu_s, _peak_bytes(), imports))
 

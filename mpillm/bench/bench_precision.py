@@ -212,14 +212,13 @@ def _groups(texts: Tokens) -> Iterator[Tokens]:
 
 def _logits(core: Any, texts: Tokens) -> Any:
     """Logits of every token, from one step of an idle engine."""
-    from mpillm.engine.model.attention import Span
-    from mpillm.engine.step import Step
+    from mpillm.engine.step import Span, Step
 
     step, block = Step(), 1
     for slot, text in enumerate(texts):
         n_blocks = -(-len(text) // core.config.tokens_per_block)
-        step.spans.append(Span(0, len(text), list(range(block, block + n_blocks)), slot))
+        step.spans.append(Span(slot, 0, len(text), 0, list(range(block, block + n_blocks))))
         step.tokens += text
         block += n_blocks
     step.wanted = list(range(len(step.tokens)))
-    return core.worker.model.logits(core.worker.forward(step))
+    return core.worker.logits(step)

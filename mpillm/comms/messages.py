@@ -274,9 +274,9 @@ class Message(Generic[T]):
         read = self.read
         transport.handlers[self.tag] = lambda received: handler(received.source, read(received.buffer))
 
-    def take(self, transport: Transport, source: int) -> T | None:
+    def take(self, transport: Transport, source: int, tries: int = 32) -> T | None:
         """The value of a waiting message of `source`, out of turn; None if there is none."""
-        received = transport.take(source, self.tag)
+        received = transport.take(source, self.tag, tries)
         return None if received is None else self.read(received.buffer)
 
 

@@ -8,7 +8,7 @@ import enum
 class Tag(enum.IntEnum):
     """Tags are unique over all communicators, so that a stray message shows what its sender meant.
 
-    `messages.py` says what those of control and route carry, the engine's files say it of their own.
+    `messages.py` says what those of control and route carry, `engine/engine_messages.py` those of the engine.
     """
 
     # control
@@ -33,11 +33,11 @@ class Tag(enum.IntEnum):
     FIRST = 22  # first tokens
     WARM_UP = 23  # how many requests of the warm-up will be offered
     # instance and pp: inside the engine
-    PLAN = 24  # leader to the other ranks of its instance: a step (engine/step.py)
-    TOKENS = 25  # last stage to leader: int32 tokens that a step sampled (engine/parallel/groups.py)
-    HIDDEN = 26  # stage to stage: the activations of a step (engine/parallel/groups.py)
-    MOVED = 27  # rank to leader: int32 tickets of KV caches sent or received (engine/handoff/transfer.py)
+    PLAN = 24  # a step; leader to the other ranks of its instance
+    TOKENS = 25  # the tokens that a step sampled; first rank of the last stage to leader
+    HIDDEN = 26  # the activations of a step; stage to stage
+    MOVED = 27  # which KV caches have left or arrived; rank to leader
     # handoff, up to the last slot
-    NCCL_ID = 28  # bytes: the id of an NCCL communicator between two ranks
-    NOTICE = 29  # int64 tag, int64 bytes: what comes next over NCCL (engine/handoff/nccl_mover.py)
+    NCCL_ID = 28  # the id of an NCCL communicator between two ranks; sender to receiver
+    NOTICE = 29  # what comes next over NCCL; sender to receiver
     KV = 32  # + slot: pieces of a KV cache

@@ -46,6 +46,7 @@ class Transport:
         if dest == self.rank:
             self._local.append(Received(dest, tag, buffer))
             return
+        self.reap()
         request = self.comm.Isend((buffer, MPI.BYTE), dest, tag)
         if not request.Test():
             self._sending.append((request, buffer))
@@ -80,9 +81,12 @@ class Transport:
             return self._arriving.popleft()[1]
         return None
 
-    def take(self, source: int, tag: Tag) -> Received | None:
-        """A small waiting message of this source and tag, out of turn; None if there is none."""
-        for _ in range(32):  # MPICH advances by one waiting message per call
+    def take(self, source: int, tag: Tag, tries: int = 32) -> Received | None:
+        """A small waiting message of this source and tag, out of turn; None if there is none.
+
+        MPICH advances by one waiting message per try. One is enough for who asks again soon.
+        """
+        for _ in range(tries):
             message = self.comm.Improbe(source, tag, self._status)
             if message is not None:
                 buffer = np.empty(self._status.Get_count(MPI.BYTE), np.uint8)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
     from mpillm.engine.handoff.transfer import Transfers
     from mpillm.engine.sequence import Sequence
-    from mpillm.engine.step import Follower, Worker
+    from mpillm.engine.worker import Follower, Worker
 
 _log = logging.getLogger(__name__)
 _MAX_WARM_UP = 64  # requests
@@ -89,14 +89,14 @@ class TorchCore(LLMCore):
         import torch
 
         from mpillm.engine.engine import Engine, EngineLimits
-        from mpillm.engine.step import Follower
+        from mpillm.engine.worker import Follower
 
         c = self.config
         torch.set_num_threads(c.n_threads)
         worker = self.worker = self._make_worker()
         max_moving_tokens = None if c.gpu_bytes is None else self.info.kv_cache_tokens // _CACHE_TO_BUFFERS
         if self._handoff is not None:
-            worker.transfers = self._make_transfers(worker.cache, *self._handoff)
+            worker.transfers = self._make_transfers(worker.part.cache, *self._handoff)
         worker.warm_up(c.max_num_tokens)
         if c.tp_rank == c.pp_rank == 0:
             limits = EngineLimits(
@@ -133,19 +133,18 @@ class TorchCore(LLMCore):
         import torch
 
         from mpillm.engine.parallel.groups import Groups, MpiGroups
-        from mpillm.engine.step import Worker
+        from mpillm.engine.worker import Worker
 
         c, layout, dummy = self.config, self.info.layout, self.config.load_format == "dummy"
         alone = self.comms is None or self.comms.instance.size == 1
         if c.gpu_bytes is None:
             groups = Groups(layout) if self.comms is None or alone else MpiGroups(layout, self.comms)
-            return Worker(self.info, c.tokens_per_block, groups, dummy=dummy)
-        from mpillm.engine.gpu_worker import GpuWorker
+            return Worker.on_cpu(self.info, c.tokens_per_block, groups, dummy=dummy)
         from mpillm.engine.parallel.nccl import NcclGroups
 
         torch.cuda.set_device(c.device or 0)
         groups = Groups(layout) if self.comms is None or alone else NcclGroups(layout, self.comms)
-        return GpuWorker(
+        return Worker.on_gpu(
             self.info,
             c.tokens_per_block,
             groups,

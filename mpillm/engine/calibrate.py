@@ -10,10 +10,11 @@ from torch import Tensor
 
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.fp8 import LARGEST
-from mpillm.engine.model.attention import Span, StepAttention
+from mpillm.engine.model.attention import StepAttention
 from mpillm.engine.model.model_info import check_model
+from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.step import Worker
+from mpillm.engine.step import Span
 from mpillm.engine.weights.quantization import kv_scale_names
 
 # Headroom of a scale for keys and values larger than those seen: they would be clipped, and a float loses
@@ -56,17 +57,13 @@ def kv_scales(
         )
     )
     torch.set_num_threads(n_threads)
-    worker = Worker(info, _TOKENS_PER_BLOCK, Groups(), dummy=False)
-    model, blocks = worker.model, list(range(1, 1 + -(-longest // _TOKENS_PER_BLOCK)))
+    part = ModelPart(info, _TOKENS_PER_BLOCK, Groups(), dummy=False)
+    model, blocks = part.model, list(range(1, 1 + -(-longest // _TOKENS_PER_BLOCK)))
     largest = torch.zeros(info.config.n_layers, 2)
     with torch.inference_mode():
         for i, prompt in enumerate(prompts):
             attention = _Seen(
-                [Span(0, len(prompt), blocks)],
-                worker.cache,
-                info.config.n_heads,
-                model.rotations,
-                worker.dtype,
+                [Span(0, 0, len(prompt))], {0: blocks}, part.cache, part.n_heads, model.rotations, part.dtype
             )
             attention.largest = largest
             model.forward(model.embed(torch.tensor(prompt)), attention, torch.tensor([len(prompt) - 1]))

@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out, one step at a time.
 
-It decides what a step holds; `step.Worker` runs it, here and on the instance's other ranks.
+It decides what a step holds; `Worker` runs it, here and on the instance's other ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.staging import Sampled
-from mpillm.engine.step import Step, Worker, pack
+from mpillm.engine.step import Step
+from mpillm.engine.worker import Worker
 
 
 class Progress(NamedTuple):
@@ -43,17 +44,16 @@ class EngineLimits:
 
 
 class Engine:
-    """One copy of a model: on this rank, or on this and those that follow it (see `step.Follower`)."""
+    """One copy of a model: on this rank, or on this and those that follow it (see `worker.Follower`)."""
 
     def __init__(self, info: ModelInfo, limits: EngineLimits, worker: Worker) -> None:
         self.info = info
         self.limits = limits
         self.worker = worker
-        self.cache = worker.cache
         self._peers = worker.peers
-        self._layout = worker.groups.layout
+        self._layout = worker.part.groups.layout
         self._n_stages = self._layout.pp_size
-        self._depth = self._n_stages + worker.n_ahead  # steps in flight
+        self._depth = self._n_stages + worker.steps.n_ahead  # steps in flight
         size, n_blocks = limits.tokens_per_block, info.kv_cache_tokens // limits.tokens_per_block
         self.blocks = PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
         self.scheduler = Scheduler(
@@ -167,14 +167,14 @@ class Engine:
             step.transfers = self._take_transfers(sampled)
             self.scheduler.publish(plan)
             if self._peers is not None:
-                self._peers.send_plan(pack(step, sequences))
+                self._peers.send_plan(step)
             for sequence in sampled:
                 sequence.n_unread += 1
             for sequence, n_new in plan:
                 if sequence.n_cached - n_new < len(sequence.prompt):
                     self.prompt_tokens += n_new
                 most = 1 if sequence.hand_over else sequence.max_output
-                sequence.in_flight = not self.worker.n_ahead or sequence.n_output >= most
+                sequence.in_flight = not self.worker.steps.n_ahead or sequence.n_output >= most
             tokens_to_come = self.worker.run(step)
             if plan:
                 self._in_flight.append((sequences, sampled, tokens_to_come))

@@ -33,7 +33,7 @@ class Sequence:
     in_flight: bool = False  # in a step whose tokens must come back before it can be in another
     is_done: bool = False  # drop what steps in flight still give it
     slot: int = -1  # while it runs: its own number below max_batch_size
-    n_told: int = 0  # how many of its blocks the instance's other ranks know
+    n_told: int = 0  # how many of its blocks steps have named under its slot
     is_cancelled: bool = False
     n_passed_on: int = 0  # tokens of the answer that whoever asks has got, if they want them as they come
     wants_logprobs: int = 0  # 0: none; 1 + k: that of each token, and the k likeliest tokens with theirs

@@ -19,7 +19,7 @@ import triton
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import Held, KVCache
-from mpillm.engine.gpu_worker import GpuWorker, ladder
+from mpillm.engine.gpu_steps import GpuSteps, ladder
 from mpillm.engine.kernels import expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.model.linear import Fp8Linear, Linear
@@ -67,7 +67,7 @@ def test_tokens(preset: str, tmp_path: Path) -> None:
         {"tokens_per_block": 64, "max_batch_size": 100},
     ):
         core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, **options)
-        assert core.engine.cache.keys.is_cuda
+        assert core.engine.worker.part.cache.keys.is_cuda
         found = answer(core, make_batch(prompts))
         # A router's choice is a near tie now and then, and sums on a GPU end differently in their last bits.
         assert sum(a == b for a, b in zip(found, expected, strict=True)) >= (
@@ -102,9 +102,9 @@ def test_a_mixture_is_a_graph_like_any_model() -> None:
     wanted = Answers().run(on_cpu).tokens()
     for options in ({}, {"max_batch_size": 3, "max_num_tokens": 50}):
         core = make_core("tiny-mixtral", dtype="float32", gpu_bytes=8 << 30, device=0, **options)
-        worker: Any = core.worker
-        assert list(worker._graphs) == ladder(core.config.max_batch_size)
-        forward = worker.forward
+        steps: Any = core.engine.worker.steps
+        assert list(steps._graphs) == ladder(core.config.max_batch_size)
+        forward = steps.forward
 
         def without_waiting(*arguments: Any, forward: Any = forward) -> Any:
             torch.cuda.set_sync_debug_mode("error")
@@ -114,7 +114,7 @@ def test_a_mixture_is_a_graph_like_any_model() -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
         answer(core, make_batch(prompts[:2]))  # compiles kernels
-        worker.forward = without_waiting
+        steps.forward = without_waiting
         # A router's choice is a near tie now and then, and sums on a GPU end differently in their last bits.
         assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 61
 
@@ -172,7 +172,7 @@ def test_nothing_is_compiled_after_the_load(
 def test_what_is_compiled_in_a_test_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a warm-up: kernels of contexts, and others whose number of rows no graph has."""
     forget_kernels()
-    monkeypatch.setattr(GpuWorker, "warm_up", lambda *_: None)
+    monkeypatch.setattr(GpuSteps, "warm_up", lambda *_: None)
     core = make_core("tiny-mixtral", dtype="bfloat16", gpu_bytes=8 << 30, device=0, max_batch_size=3)
     core.start_test()
     answer(core, make_batch(random_prompts([20, 100, 200])))
@@ -200,7 +200,7 @@ def test_pieces_of_a_handoff_are_one_kernel_each_way() -> None:
     assert compilations.count() == before + 2, compilations.since(before)
 
 
-class Watched(GpuWorker):
+class Watched(GpuSteps):
     """Notes the positions that lie in the buffers whenever kernels are launched, but for a capture: nothing
     runs then."""
 
@@ -216,7 +216,7 @@ def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     """With more slots than positions: what the larger size left in the buffers was taken for positions, past
     the tables' end."""
     monkeypatch.setattr(Watched, "highest", {}, raising=False)
-    monkeypatch.setattr("mpillm.engine.gpu_worker.GpuWorker", Watched)
+    monkeypatch.setattr("mpillm.engine.worker.GpuSteps", Watched)
     core = make_core(
         "tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=200, max_seq_len=48
     )
@@ -299,7 +299,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> No
         options = {"engine_dir": str(tmp_path / "engine")}
     core = make_core(folder, gpu_bytes=8 << 30, device=0, **options)
     assert core.info.quantization == "fp8"
-    assert core.worker is not None and type(core.worker.model.layers[0].qkv) is Fp8Linear
+    assert core.worker is not None and type(core.worker.part.model.layers[0].qkv) is Fp8Linear
     found = answer(core, make_batch(prompts))
     same = sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True))
     parted = [
@@ -323,5 +323,5 @@ def test_a_cache_in_fp8(tmp_path: Path, options: dict[str, Any]) -> None:
     on_cpu.enqueue(make_batch(prompts))
     wanted = Answers().run(on_cpu).tokens()
     core = make_core(tmp_path, kv_cache_dtype="fp8", gpu_bytes=8 << 30, device=0, **options)
-    assert core.engine.cache.keys.dtype == torch.float8_e4m3fn
+    assert core.engine.worker.part.cache.keys.dtype == torch.float8_e4m3fn
     assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 17

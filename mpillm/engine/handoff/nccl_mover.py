@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpillm.comms.tags import Tag
+from mpillm.engine.engine_messages import NCCL_ID, NOTICE, Notice
 from mpillm.engine.parallel.nccl import NcclComm
 
 
@@ -29,13 +29,6 @@ class Event(Protocol):
     def query(self) -> bool:
         """Return whether everything before it is done."""
         ...
-
-
-class Notice(NamedTuple):
-    """Tells the receiver of a buffer whose send was launched."""
-
-    tag: int
-    n_bytes: int
 
 
 _TOGETHER = 64 << 20  # bytes; the buffer that passes it is the last to go together with others
@@ -73,10 +66,12 @@ class NcclLink:
         self._notifying: deque[MPI.Request] = deque()
 
         def tell(unique: bytes) -> bytes:
-            if not sends:
-                return bytes(comm.recv(source=peer, tag=Tag.NCCL_ID))
-            comm.send(unique, peer, Tag.NCCL_ID)
-            return unique
+            buffer = NCCL_ID.write(unique).copy()
+            if sends:
+                comm.Send((buffer, MPI.BYTE), peer, NCCL_ID.tag)
+            else:
+                comm.Recv((buffer, MPI.BYTE), peer, NCCL_ID.tag)
+            return NCCL_ID.read(buffer)
 
         self._nccl = NcclComm(0 if sends else 1, 2, tell)
         # High priority: a transfer's few thread blocks run between those of a step's kernels.
@@ -94,14 +89,15 @@ class NcclLink:
     def notify(self, together: list[Notice]) -> None:
         while self._notifying and self._notifying[0].Test():
             self._notifying.popleft()
-        self._notifying.append(self._comm.Isend(np.array(together, np.int64), self._peer, Tag.NOTICE))
+        buffer = NOTICE.write(together)
+        self._notifying.append(self._comm.Isend((buffer, MPI.BYTE), self._peer, NOTICE.tag))
 
     def notices(self) -> list[list[Notice]]:
         came, status = [], MPI.Status()
-        while self._comm.Iprobe(self._peer, Tag.NOTICE, status):
-            numbers = np.empty((status.Get_count(MPI.INT64_T) // 2, 2), np.int64)
-            self._comm.Recv(numbers, self._peer, Tag.NOTICE)
-            came.append([Notice(*row) for row in numbers.tolist()])
+        while self._comm.Iprobe(self._peer, NOTICE.tag, status):
+            buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self._comm.Recv((buffer, MPI.BYTE), self._peer, NOTICE.tag)
+            came.append(NOTICE.read(buffer))
         return came
 
     def send(self, buffers: list[Tensor]) -> Event:

@@ -19,9 +19,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mpillm.comms.tags import Tag
 from mpillm.engine.cache.kv_cache import Held
 from mpillm.engine.parallel.layout import MAX_PIECES, Layout, cuts
@@ -50,27 +47,6 @@ class Transfer:
     slot: int  # at the receiver
     n_tokens: int
     blocks: list[int]
-
-
-_HEAD = 6  # numbers of a transfer in a message: kind, ticket, peer, slot, tokens, blocks
-
-
-def pack_transfers(transfers: list[Transfer]) -> list[int]:
-    """Return numbers for a step plan: the count of transfers, their heads, their blocks."""
-    heads = [x for t in transfers for x in (t.kind, t.ticket, t.peer, t.slot, t.n_tokens, len(t.blocks))]
-    return [len(transfers), *heads, *(block for t in transfers for block in t.blocks)]
-
-
-def unpack_transfers(message: NDArray[np.int32]) -> tuple[list[Transfer], NDArray[np.int32]]:
-    """Return what `pack_transfers` was given, and the rest of the message."""
-    at = 1 + int(message[0]) * _HEAD
-    transfers = []
-    for kind, ticket, peer, slot, n_tokens, n_blocks in message[1:at].reshape(-1, _HEAD).tolist():
-        transfers.append(
-            Transfer(Kind(kind), ticket, peer, slot, n_tokens, message[at : at + n_blocks].tolist())
-        )
-        at += n_blocks
-    return transfers, message[at:]
 
 
 class _Piece(NamedTuple):

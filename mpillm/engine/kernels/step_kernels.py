@@ -8,7 +8,7 @@ decode is split over the context as in Flash-Decoding (Dao et al., 2023): all qu
 are rows of one product. All sums are float32.
 
 A kernel's compilation may depend on the number of rows only through powers of two, or the warm-up would miss
-variants (see `gpu_worker`). So it must not depend on alignment, which varies with where parts of a buffer
+variants (see `gpu_steps`). So it must not depend on alignment, which varies with where parts of a buffer
 begin.
 """
 

@@ -13,6 +13,7 @@ is in the cache already.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,19 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpillm.engine.cache.kv_cache import NULL_BLOCK, KVCache, rounded, widened
+from mpillm.engine.step import Span
 
 _MAX_PADDING = 1.25  # padded rows over real ones, for contexts computed together
 _MAX_UNOWNED = 1.5  # blocks from the first to the last over blocks wanted, for products in place
-
-
-@dataclass(frozen=True)
-class Span:
-    """A sequence's part of a step: `n_new` tokens after `n_cached`, with keys and values in `blocks`."""
-
-    n_cached: int
-    n_new: int
-    blocks: list[int]
-    slot: int = -1  # see `Sequence`
 
 
 class _Pool(NamedTuple):
@@ -91,13 +83,20 @@ class StepAttention:
     """What all layers of a step share: made once per step, called once per layer."""
 
     def __init__(
-        self, spans: list[Span], cache: KVCache, n_heads: int, rotations: Tensor, dtype: torch.dtype
+        self,
+        spans: list[Span],
+        tables: Mapping[int, list[int]],
+        cache: KVCache,
+        n_heads: int,
+        rotations: Tensor,
+        dtype: torch.dtype,
     ) -> None:
-        """`spans` in the order of the step's rows, those with one new token first.
+        """`spans` in the order of the step's rows, those with one new token first; `tables`: slot -> blocks.
 
         `rotations`: complex64 [positions, head_dim / 2]. `dtype` is that of queries, keys and values; the
         cache may have another.
         """
+        self._tables = tables
         self._cache = cache
         self._dtype = dtype
         self._n_heads = n_heads
@@ -108,7 +107,7 @@ class StepAttention:
         positions = np.concatenate([np.arange(span.n_cached, span.n_cached + span.n_new) for span in spans])
         blocks = np.concatenate(
             [
-                np.repeat(_used(span, self._size), self._size)[span.n_cached : span.n_cached + span.n_new]
+                np.repeat(self._blocks_of(span), self._size)[span.n_cached : span.n_cached + span.n_new]
                 for span in spans
             ]
         )
@@ -116,7 +115,7 @@ class StepAttention:
         self._slots = (torch.from_numpy(blocks), torch.from_numpy(positions % self._size))
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        """As `model.Attention`."""
+        """As `transformer.Attention`."""
         h, k = self._n_heads, self._n_kv_heads
         _rotate(qkv[:, : h + k], self._rotations)
         pools = self._pools(layer)
@@ -146,6 +145,11 @@ class StepAttention:
             _Pool(self._cache.values[layer], None if scales is None else scales[layer, 1]),
         )
 
+    def _blocks_of(self, span: Span) -> NDArray[np.int64]:
+        """Return the blocks that hold the span's tokens and those before them."""
+        n_blocks = self._cache.blocks_for(span.n_cached + span.n_new)
+        return np.array(self._tables[span.slot][:n_blocks], np.int64)
+
     # --- one new token ---
 
     def _plan_decode(self, spans: list[Span]) -> _Decode:
@@ -153,7 +157,9 @@ class StepAttention:
         lengths = np.array([span.n_cached + 1 for span in spans])
         counts = -(-lengths // size)
         wanted = np.fromiter(
-            itertools.chain.from_iterable(span.blocks[:c] for span, c in zip(spans, counts, strict=True)),
+            itertools.chain.from_iterable(
+                self._tables[span.slot][:c] for span, c in zip(spans, counts, strict=True)
+            ),
             np.int64,
         )
         # Sequences with a common prefix share blocks: each gets a copy, because here a block has one owner.
@@ -222,7 +228,7 @@ class StepAttention:
                 n = span.n_cached + span.n_new
                 visible = torch.arange(n) <= torch.arange(span.n_cached, n)[:, None]
                 plans.append(
-                    _Behind(row, row + span.n_new, torch.from_numpy(_used(span, self._size)), n, visible)
+                    _Behind(row, row + span.n_new, torch.from_numpy(self._blocks_of(span)), n, visible)
                 )
             row += span.n_new
         fresh.sort(reverse=True)
@@ -269,8 +275,3 @@ def _rotate(x: Tensor, rotations: Tensor) -> None:
     else:
         turned = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(rotations)
         x.copy_(torch.view_as_real(turned).view(x.shape))
-
-
-def _used(span: Span, size: int) -> NDArray[np.int64]:
-    """Return the blocks that hold the span's tokens."""
-    return np.array(span.blocks[: -(-(span.n_cached + span.n_new) // size)], np.int64)

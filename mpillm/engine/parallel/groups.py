@@ -10,23 +10,18 @@ is about to run, in the same order.
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from mpillm.comms.tags import Tag
+from mpillm.engine.engine_messages import HIDDEN, MOVED, PLAN, TOKENS
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.step import Step
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpillm.comms.communicators import InstanceComms
-
-Plan = NDArray[np.int32]
 
 
 class Groups:
@@ -44,7 +39,7 @@ class Groups:
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Return TP rank 0's x on all ranks of the TP group."""
+        """Return TP rank 0's x on all ranks to which `gather` gives the whole."""
         return x
 
 
@@ -55,12 +50,13 @@ class MpiGroups(Groups):
         super().__init__(layout)
         from mpi4py import MPI
 
+        from mpillm.comms.transport import Transport
+
         self._mpi = MPI
-        self._instance, self._tp, self._pp = comms.instance, comms.tp, comms.pp
-        self._sampler = self._instance.size - layout.tp_size  # the first rank of the last stage
-        self._sending: deque[tuple[MPI.Request, Any]] = deque()
-        self._hidden: tuple[MPI.Request, NDArray[np.uint8]] | None = None
-        self._status = MPI.Status()
+        self._tp = comms.tp
+        self._instance, self._stages = Transport(comms.instance), Transport(comms.pp)
+        self._sampler = comms.instance.size - layout.tp_size  # the first rank of the last stage
+        self._hidden: Tensor | None = None
 
     # --- tensors ---
 
@@ -76,7 +72,8 @@ class MpiGroups(Groups):
             return x
         sizes = [len(x) * width * x.element_size() for width in widths]
         gathered = np.empty(sum(sizes), np.uint8) if self._tp.rank == 0 else None
-        self._tp.Gatherv((_bytes(x), self._mpi.BYTE), (gathered, sizes, None, self._mpi.BYTE), 0)
+        mine = x.contiguous().view(torch.uint8).numpy()
+        self._tp.Gatherv((mine, self._mpi.BYTE), (gathered, sizes, None, self._mpi.BYTE), 0)
         if gathered is None:
             return None
         parts = torch.split(torch.from_numpy(gathered), sizes)
@@ -87,69 +84,44 @@ class MpiGroups(Groups):
 
     def send_hidden(self, x: Tensor) -> None:
         """Send x to the next stage; x must not change afterwards."""
-        self._send(self._pp, self._pp.rank + 1, Tag.HIDDEN, _bytes(x))
+        HIDDEN.send(self._stages, self._stages.rank + 1, x)
 
     def has_hidden(self) -> bool:
         """Return whether something from the previous stage has arrived."""
-        if (
-            self._hidden is None
-            and (message := self._pp.Improbe(self._pp.rank - 1, Tag.HIDDEN, self._status)) is not None
-        ):
-            buffer = np.empty(self._status.Get_count(self._mpi.BYTE), np.uint8)
-            # Not Mrecv: a large message needs its sender's help, and the sender may be in its next step.
-            self._hidden = message.Irecv((buffer, self._mpi.BYTE)), buffer
-        return self._hidden is not None and self._hidden[0].Test()
+        if self._hidden is None and (received := self._stages.poll()) is not None:
+            self._hidden = HIDDEN.read(received.buffer)
+        return self._hidden is not None
 
     def receive_hidden(self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return what `has_hidden` has found: [n_rows, width]."""
         assert self._hidden is not None
-        buffer, self._hidden = self._hidden[1], None
-        return torch.from_numpy(buffer).view(dtype).view(n_rows, width)
+        x, self._hidden = self._hidden, None
+        return x.view(dtype).view(n_rows, width)
 
     # --- plans and tokens ---
 
-    def send_plan(self, plan: Plan) -> None:
+    def send_plan(self, step: Step) -> None:
         """Send the leader's plan to all others."""
-        for rank in range(1, self._instance.size):
-            self._send(self._instance, rank, Tag.PLAN, plan)
+        plan = PLAN.write(step)
+        for rank in range(1, self._instance.comm.size):
+            self._instance.send(rank, PLAN.tag, plan)
 
-    def take_plan(self) -> Plan | None:
+    def take_plan(self) -> Step | None:
         """Return the leader's next plan, if it has arrived."""
-        return self._take(0, Tag.PLAN)
+        return PLAN.take(self._instance, 0, tries=1)
 
     def send_tokens(self, tokens: list[int]) -> None:
         """Send tokens from the first rank of the last stage to the leader."""
-        self._send(self._instance, 0, Tag.TOKENS, np.array(tokens, np.int32))
+        TOKENS.send(self._instance, 0, tokens)
 
     def take_tokens(self) -> list[int] | None:
         """Return the tokens of the oldest step not taken yet, if they have arrived."""
-        tokens = self._take(self._sampler, Tag.TOKENS)
-        return None if tokens is None else tokens.tolist()
+        return TOKENS.take(self._instance, self._sampler, tries=1)
 
     def send_moved(self, tickets: list[int]) -> None:
         """Tell the leader that these transfers are done on this rank."""
-        self._send(self._instance, 0, Tag.MOVED, np.array(tickets, np.int32))
+        MOVED.send(self._instance, 0, tickets)
 
     def take_moved(self) -> list[int] | None:
         """Return what one of the other ranks has sent, if anything has arrived."""
-        tickets = self._take(self._mpi.ANY_SOURCE, Tag.MOVED)
-        return None if tickets is None else tickets.tolist()
-
-    def _send(self, comm: MPI.Intracomm, rank: int, tag: Tag, buffer: NDArray[Any]) -> None:
-        while self._sending and self._sending[0][0].Test():
-            self._sending.popleft()
-        self._sending.append((comm.Isend((buffer, self._mpi.BYTE), rank, tag), buffer))
-
-    def _take(self, rank: int, tag: Tag) -> Plan | None:
-        message = self._instance.Improbe(rank, tag, self._status)
-        if message is None:
-            return None
-        buffer = np.empty(self._status.Get_count(self._mpi.BYTE) // 4, np.int32)
-        message.Recv((buffer, self._mpi.BYTE))
-        return buffer
-
-
-def _bytes(x: Tensor) -> NDArray[np.uint8]:
-    """Return the memory of x, or of a contiguous copy."""
-    raw: NDArray[np.uint8] = x.contiguous().view(torch.uint8).numpy()
-    return raw
+        return MOVED.take(self._instance, self._mpi.ANY_SOURCE, tries=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpillm.engine.parallel.groups import MpiGroups, Plan
+from mpillm.engine.parallel.groups import MpiGroups
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.step import Step
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -172,12 +174,10 @@ class NcclGroups(MpiGroups):
     def broadcast(self, x: Tensor) -> Tensor:
         return x if self._tp_gpus is None else self._tp_gpus.broadcast(x, 0)
 
-    def send_plan(self, plan: Plan) -> None:
+    def send_plan(self, step: Step) -> None:
         """Send the plan and wait until all have it: this host may block on its GPU, which needs theirs."""
-        super().send_plan(plan)
-        for request, _ in self._sending:
-            request.Wait()
-        self._sending.clear()
+        super().send_plan(step)
+        self._instance.flush(math.inf)
 
     def send_hidden(self, x: Tensor) -> None:
         assert self._pp_gpus is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.model_config import PRESETS
-from mpillm.engine.model.model_info import model_info
+from mpillm.engine.model.model_info import ModelInfo, model_info
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.checkpoint_folder import Entry, check_room, digests, new_folder, write_safetensors
 from mpillm.engine.weights.engine_folder import (
@@ -24,7 +24,7 @@ from mpillm.engine.weights.engine_folder import (
     layouts,
     preset_digest,
 )
-from mpillm.engine.weights.parameters import Checkpoint, DummyWeights, Shards, Weights
+from mpillm.engine.weights.parameters import Checkpoint, DummyWeights, Shards, Weights, WeightSource
 from mpillm.engine.weights.quantization import held_kv_scales, is_linear, scale_name
 from mpillm.files import read_object, write_json
 
@@ -115,6 +115,21 @@ def _held(shards: Shards, planned: Mapping[str, Entry], layers: range) -> Iterat
         yield name, weight
         if scales is not None:
             yield scale_name(name), scales
+
+
+def open_weights(info: ModelInfo, layout: Layout, device: str, *, dummy: bool) -> Weights:
+    """Return a rank's weights: of a built engine, of a checkpoint, or random (`dummy`, or a preset's).
+
+    ConfigError: a file cannot be opened.
+    """
+    if info.engine is not None:
+        return Built(info.engine, info.config, layout, device)
+    source: WeightSource
+    if dummy or info.folder is None:
+        source = DummyWeights(info.config, device)
+    else:
+        source = Checkpoint(info.folder, info.config)
+    return Shards(source, info.config, layout, TORCH_DTYPES[info.dtype], device, info.quantization)
 
 
 class Built(Weights):

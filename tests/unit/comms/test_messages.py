@@ -109,7 +109,9 @@ def test_a_message_is_read_as_it_was_written(tag: Tag) -> None:
     transport: Any = SimpleNamespace(
         handlers={},
         send=lambda dest, tag, buffer: sent.append(Received(dest, tag, buffer)),
-        take=lambda source, tag: next((one for one in sent if (one.source, one.tag) == (source, tag)), None),
+        take=lambda source, tag, tries: next(
+            (one for one in sent if (one.source, one.tag) == (source, tag)), None
+        ),
     )
     got: list[tuple[int, Any]] = []
     message = MESSAGES[tag]

@@ -13,23 +13,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from mpillm.comms.messages import ResponseFlag
+from mpillm.comms.transport import Buffer
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine import step
+from mpillm.engine import worker as worker_module
 from mpillm.engine.engine import Engine, EngineLimits
-from mpillm.engine.gpu_worker import GpuWorker, ladder
+from mpillm.engine.engine_messages import PLAN
+from mpillm.engine.gpu_steps import ladder
 from mpillm.engine.model.model_info import check_model
-from mpillm.engine.parallel.groups import Groups, MpiGroups, Plan
+from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.staging import Sampled
-from mpillm.engine.step import Step, Worker, unpack
+from mpillm.engine.step import Step
+from mpillm.engine.worker import Worker
 from tests.helpers import plain_kernels
 from tests.unit.engine.test_engine_torch import (
     N_OUTPUT,
@@ -54,32 +56,34 @@ class Late(Sampled):
         return self._looks > 3
 
 
-class Repacked(GpuWorker):
+class Repacked(Worker):
     """What the other ranks of an instance get: the step out of a message."""
 
-    tables: dict[int, list[int]]
-    message: Plan
+    message: Buffer
 
     def run(self, step: Step) -> Sampled | None:
-        told = unpack(self.message, self.tables)
+        told = PLAN.read(self.message)
         assert told == step
         return super().run(told)
 
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "Sampled", Late)
+    monkeypatch.setattr(worker_module, "Sampled", Late)
 
 
-def make_engine(model: Path, kind: type[Worker] = GpuWorker, **options: Any) -> Engine:
+def make_engine(model: Path, kind: type[Worker] = Worker, on_gpu: bool = True, **options: Any) -> Engine:
     torch.set_num_threads(1)
     defaults: dict[str, Any] = {"tokens_per_block": 8, "end_ids": (), "max_seq_len": 256}
     config = CoreConfig("torch", model_path=str(model), **(defaults | options))
     info = check_model(config)
-    arguments: dict[str, Any] = {"dummy": False}
-    if kind is not Worker:
-        arguments |= {"max_batch_size": config.max_batch_size, "device": "cpu", "kernels": plain_kernels}
-    worker = kind(info, config.tokens_per_block, Groups(), **arguments)
+    arguments = info, config.tokens_per_block, Groups()
+    if on_gpu:
+        worker = kind.on_gpu(
+            *arguments, config.max_batch_size, dummy=False, device="cpu", kernels=plain_kernels
+        )
+    else:
+        worker = kind.on_cpu(*arguments, dummy=False)
     return Engine(
         info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker
     )
@@ -99,7 +103,7 @@ def answer(
     while not engine.is_idle():
         progress += engine.step()
         most = max(most, len(engine._in_flight))
-    assert most == 1 + engine.worker.n_ahead
+    assert most == 1 + engine.worker.steps.n_ahead
     assert sorted(p.sequence.id for p in progress if p.is_final) == list(range(len(prompts)))
     assert engine.blocks.n_free == engine.blocks.n_blocks
     assert sorted(engine.scheduler._slots) == list(range(engine.limits.max_batch_size))
@@ -126,7 +130,7 @@ def test_tokens_fed_on_the_device_are_transformers(
 
 
 def test_a_mixture(prompts: Tokens) -> None:
-    wanted = answer(make_engine(Path("tiny-mixtral"), Worker), prompts)
+    wanted = answer(make_engine(Path("tiny-mixtral"), on_gpu=False), prompts)
     assert answer(make_engine(Path("tiny-mixtral")), prompts) == wanted
 
 
@@ -144,7 +148,7 @@ def test_a_sequence_that_has_ended_when_its_next_step_runs(
     """Its row is dropped; its slot and blocks may have been given to another one meanwhile."""
     ends = (expected[3][5], expected[6][2], expected[8][1])
     for min_output in (0, 9):
-        wanted = answer(make_engine(folder, Worker, end_ids=ends), prompts, min_output=min_output)
+        wanted = answer(make_engine(folder, on_gpu=False, end_ids=ends), prompts, min_output=min_output)
         assert max(1, min_output) <= min(map(len, wanted)) < N_OUTPUT
         assert answer(make_engine(folder, end_ids=ends, **options), prompts, min_output=min_output) == wanted
 
@@ -153,7 +157,7 @@ def test_sampled_tokens_are_those_of_the_cpu(folder: Path, prompts: Tokens) -> N
     sampling = [
         SamplingParams(i % 3 * 0.5, [0, 20][i % 2], [1, 1, 0.7, 0.9][i % 4], i) for i in range(len(prompts))
     ]
-    wanted = answer(make_engine(folder, Worker), prompts, sampling)
+    wanted = answer(make_engine(folder, on_gpu=False), prompts, sampling)
     assert answer(make_engine(folder), prompts, sampling) == wanted
     assert answer(make_engine(folder, kv_cache_tokens=160, max_seq_len=None), prompts, sampling) == wanted
 
@@ -162,11 +166,10 @@ def test_a_follower_needs_the_message_alone(folder: Path, prompts: Tokens, expec
     """Tokens that nobody on the host knows, and blocks told once, through preemptions."""
     engine = make_engine(folder, Repacked, kv_cache_tokens=160, max_seq_len=None)
     worker: Any = engine.worker
-    worker.tables = {}
 
     class Sending:
-        def send_plan(self, plan: np.ndarray) -> None:
-            worker.message = plan
+        def send_plan(self, step: Step) -> None:
+            worker.message = PLAN.write(step)
 
     peers: Any = Sending()
     engine._peers = peers
@@ -186,7 +189,7 @@ class ThreadGroups(MpiGroups):
         hidden: queue.Queue[torch.Tensor],
     ) -> None:
         Groups.__init__(self, layout)
-        self._meeting, self._brought, self._stages = meeting, brought, hidden
+        self._meeting, self._brought, self._between = meeting, brought, hidden
 
     def _all(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
         self._brought[self.layout.tp_rank] = what, x.clone()
@@ -208,12 +211,12 @@ class ThreadGroups(MpiGroups):
         return self._all(f"broadcast {len(x)}", x)[0] if self.layout.tp_size > 1 else x
 
     def send_hidden(self, x: torch.Tensor) -> None:
-        self._stages.put(x.clone())
+        self._between.put(x.clone())
 
     def receive_hidden(
         self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        x = self._stages.get(timeout=30)
+        x = self._between.get(timeout=30)
         assert (x.shape, x.dtype) == ((n_rows, width), dtype)
         return x
 
@@ -236,7 +239,7 @@ def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[in
             max_seq_len=64,
         )
         groups = ThreadGroups(Layout(*shape, 1, tp_rank, pp_rank), meeting, brought, hidden)
-        worker = GpuWorker(
+        worker = Worker.on_gpu(
             check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=plain_kernels
         )
         worker.warm_up(100)
@@ -257,8 +260,8 @@ def test_first_tokens_when_two_steps_end_between_two_looks(
         def ready(self) -> bool:
             return ready
 
-    def on_cpu(core: TorchCore) -> GpuWorker:
-        return GpuWorker(
+    def on_cpu(core: TorchCore) -> Worker:
+        return Worker.on_gpu(
             core.info,
             8,
             Groups(),
@@ -270,7 +273,7 @@ def test_first_tokens_when_two_steps_end_between_two_looks(
 
     monkeypatch.setattr(TorchCore, "_make_worker", on_cpu)
     core = make_core(folder)
-    monkeypatch.setattr(step, "Sampled", Together)
+    monkeypatch.setattr(worker_module, "Sampled", Together)
     core.enqueue(make_batch(prompts[:4], max_output=[1, 2, 3, 4]))
     for _ in range(3):
         assert core.poll_responses() is None
@@ -288,19 +291,19 @@ def test_decode_is_padded_to_the_ladder(
 ) -> None:
     """With a stand-in for graphs: rows of nobody's touch no sequence."""
     engine = make_engine(folder, max_num_tokens=100)
-    worker: Any = engine.worker
+    steps: Any = engine.worker.steps
     sizes = []
 
     class Graph:
         def __init__(self, size: int) -> None:
-            self.size, self.out = size, torch.empty(size, worker._config.hidden_size)
+            self.size, self.out = size, torch.empty(size, engine.info.config.hidden_size)
 
         def replay(self) -> None:
             sizes.append(self.size)
-            self.out.copy_(worker._forward_decode(self.size))
+            self.out.copy_(steps._forward_decode(self.size))
 
     graphs = {size: Graph(size) for size in (4, 16, 64)}  # 20 prompts
-    worker._graphs = {size: (graph, graph.out) for size, graph in graphs.items()}
+    steps._graphs = {size: (graph, graph.out) for size, graph in graphs.items()}
     assert answer(engine, prompts) == expected
     assert set(sizes) == {4, 16, 64}
 
@@ -341,12 +344,11 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
     ):
         monkeypatch.setattr(plain_kernels, name, noting(name, place, getattr(plain_kernels, name)))
     engine = make_engine(Path(model), max_seq_len=90, **options)
-    worker: Any = engine.worker
-    worker.warm_up(engine.limits.max_num_tokens)
+    engine.worker.warm_up(engine.limits.max_num_tokens)
     warmed = dict(rows)
     rows.clear()
-    assert not worker._told
-    assert all(not pool[:, 1:].any() for pool in (worker.cache.keys, worker.cache.values)), (
+    cache = engine.worker.part.cache
+    assert all(not pool[:, 1:].any() for pool in (cache.keys, cache.values)), (
         "it wrote to a block that somebody could have"
     )
     prompts = [prompt[:60] for prompt in prompts[:n_prompts]]

@@ -8,17 +8,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
 from mpillm.comms.mover import Peer
 from mpillm.comms.tags import Tag
 from mpillm.engine.cache.kv_cache import KVCache
-from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers, pack_transfers, unpack_transfers
+from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
 from mpillm.engine.model.model_config import ModelConfig, load_model_config
 from mpillm.engine.parallel.layout import Layout, cuts
-from mpillm.engine.step import Step, pack, unpack
 from tests.helpers.loopback import Wire
 
 SIZES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (8, 3)]  # TP, PP; 4 KV heads, 6 or 5 layers
@@ -78,23 +76,6 @@ def test_cuts_of_equal_layouts() -> None:
         assert {(cut.source, cut.dest) for cut in cuts(config, size, size)} == {
             (rank, rank) for rank in range(size[0] * size[1])
         }
-
-
-def test_transfers_travel_in_a_message() -> None:
-    transfers = [
-        Transfer(Kind.SEND, 7, 3, 255, 33, [5, 1, 9]),
-        Transfer(Kind.RECEIVE, 8, 0, 0, 1, [2]),
-        Transfer(Kind.SEND_LAYERS, 9, 1, 2, 0, []),
-    ]
-    for sent in (transfers, transfers[:1], []):
-        told, rest = unpack_transfers(np.array([*pack_transfers(sent), 11, 12], np.int32))
-        assert told == sent
-        assert rest.tolist() == [11, 12]
-
-
-def test_a_step_may_hold_transfers_alone() -> None:
-    step = Step(transfers=[Transfer(Kind.RECEIVE, 8, 0, 0, 1, [2])])
-    assert unpack(pack(step, []), {}) == step
 
 
 class Instance:

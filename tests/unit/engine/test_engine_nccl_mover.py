@@ -12,8 +12,9 @@ import torch
 
 from mpillm.comms.mover import Peer
 from mpillm.engine.cache.kv_cache import KVCache
+from mpillm.engine.engine_messages import Notice
 from mpillm.engine.handoff import nccl_mover
-from mpillm.engine.handoff.nccl_mover import NcclMover, Notice
+from mpillm.engine.handoff.nccl_mover import NcclMover
 from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.parallel.layout import Layout

@@ -17,15 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpillm.comms.transport import Buffer
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.cache.prefix_cache import PrefixCache
 from mpillm.engine.engine import Engine, EngineLimits
+from mpillm.engine.engine_messages import PLAN
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import UNREAD, Sequence
-from mpillm.engine.step import Step, unpack
+from mpillm.engine.step import Step
 
 VOCAB, SIZE = 97, 4  # tokens per block
 POLICIES = ["max_util", "no_evict", "static"]
@@ -52,32 +54,36 @@ class FakeGroups(Groups):
     def __init__(self, n_stages: int, random: np.random.Generator) -> None:
         super().__init__(Layout(pp_size=n_stages))
         self._random = random
-        self._messages: deque[Any] = deque()
+        self._messages: deque[Buffer] = deque()
         self._tables: dict[int, list[int]] = {}
         self._memory: dict[tuple[int, int], int] = {}  # block and place in it: token
         self._last: dict[int, int] = {}  # by slot: what a row takes whose token the engine has not read
 
-    def send_plan(self, plan: Any) -> None:
-        self._messages.append(plan.copy())
+    def send_plan(self, step: Step) -> None:
+        self._messages.append(PLAN.write(step))
 
     def take_tokens(self) -> list[int] | None:
         return self.run_oldest() if self._messages and self._random.random() < 0.5 else None
 
     def run_oldest(self) -> list[int]:
-        step = unpack(self._messages.popleft(), self._tables)
+        step = PLAN.read(self._messages.popleft())
         first = 0
         for span in step.spans:
+            blocks = self._tables.setdefault(span.slot, [])
+            blocks[span.n_told :] = span.blocks
             for i in range(span.n_new):
                 position = span.n_cached + i
                 token = step.tokens[first + i]
-                self._memory[span.blocks[position // SIZE], position % SIZE] = (
+                self._memory[blocks[position // SIZE], position % SIZE] = (
                     self._last[span.slot] if token == UNREAD else token
                 )
             first += span.n_new
         ends = np.cumsum([span.n_new for span in step.spans]) - 1
         spans = [step.spans[int(np.flatnonzero(ends == row)[0])] for row in step.wanted]
         tokens = [
-            next_token([self._memory[s.blocks[p // SIZE], p % SIZE] for p in range(s.n_cached + s.n_new)])
+            next_token(
+                [self._memory[self._tables[s.slot][p // SIZE], p % SIZE] for p in range(s.n_cached + s.n_new)]
+            )
             for s in spans
         ]
         self._last |= {s.slot: token for s, token in zip(spans, tokens, strict=True)}
@@ -99,17 +105,15 @@ class FakeSampled:
 
 
 class FakeWorker:
-    cache = None
-
     def __init__(self, groups: FakeGroups, n_ahead: int, random: np.random.Generator) -> None:
-        self.groups = self.peers = groups
-        self.n_ahead = n_ahead
+        self.part, self.steps = SimpleNamespace(groups=groups), SimpleNamespace(n_ahead=n_ahead)
+        self.peers = groups
         self._random = random
 
     def run(self, step: Step) -> FakeSampled | None:
-        if self.groups.layout.pp_size > 1:
+        if self.peers.layout.pp_size > 1:
             return None
-        return FakeSampled(self.groups, self._random if self.n_ahead else None)
+        return FakeSampled(self.peers, self._random if self.steps.n_ahead else None)
 
 
 def make_engine(

@@ -17,10 +17,11 @@ from mpillm.comms.mover import Peer
 from mpillm.cores.base import CoreConfig, Metrics
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.cache.kv_cache import KVCache
-from mpillm.engine.model.attention import Span, StepAttention
+from mpillm.engine.model.attention import StepAttention
 from mpillm.engine.model.model_config import load_model_config, preset_json
 from mpillm.engine.model.transformer import _rotations
 from mpillm.engine.sampler import SamplingParams, sample
+from mpillm.engine.step import Span
 from mpillm.engine.weights.parameters import DummyWeights, save_preset
 from tests.helpers.loopback import Wire
 
@@ -370,7 +371,7 @@ def test_mixtral_equals_transformers(prompts: Tokens, tmp_path: Path) -> None:
 def test_bfloat16_runs_and_starts_like_float32(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     core = make_core(folder, dtype="bfloat16", max_num_tokens=40)
     answers = answer(core, make_batch(prompts))
-    assert core.engine.cache.keys.dtype == torch.bfloat16
+    assert core.engine.worker.part.cache.keys.dtype == torch.bfloat16
     assert all(len(tokens) == N_OUTPUT for tokens in answers)
     assert sum(a[0] == b[0] for a, b in zip(answers, expected, strict=True)) >= 0.8 * len(prompts)
 
@@ -383,17 +384,19 @@ def test_decode_attention_equals_the_plain_formula(blocks: str) -> None:
     cache = KVCache(1, 100, 2, 4, 8, torch.float32)
     lengths = [0, 3, 4, 17]
     numbers = iter(range(1, 100, 9) if blocks == "scattered" else range(1, 20))
-    spans = [Span(n, 1, [next(numbers) for _ in range(n // 4 + 1)]) for n in lengths]
+    tables = {slot: [next(numbers) for _ in range(n // 4 + 1)] for slot, n in enumerate(lengths)}
     if blocks == "shared":
-        spans.append(Span(14, 1, [*spans[-1].blocks[:3], next(numbers)]))
+        lengths.append(14)
+        tables[4] = [*tables[3][:3], next(numbers)]
+    spans = [Span(slot, n, 1) for slot, n in enumerate(lengths)]
     for pool in (cache.keys, cache.values):
         pool.normal_()
     qkv = torch.randn(len(spans), 6 + 2 + 2, 8)
     unturned = torch.ones(32, 4, dtype=torch.complex64)
-    attended = StepAttention(spans, cache, 6, unturned, torch.float32)(0, qkv.clone())
+    attended = StepAttention(spans, tables, cache, 6, unturned, torch.float32)(0, qkv.clone())
     for i, span in enumerate(spans):
         keys, values = (
-            pool[0, span.blocks]
+            pool[0, tables[span.slot]]
             .transpose(0, 1)
             .reshape(2, -1, 8)[:, : span.n_cached + 1]
             .repeat_interleave(3, 0)

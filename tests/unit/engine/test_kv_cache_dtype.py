@@ -24,14 +24,15 @@ from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.cache.kv_cache import Held, KVCache, rounded, widened
 from mpillm.engine.calibrate import kv_scales
 from mpillm.engine.fp8 import FP8, to_fp8, widen
-from mpillm.engine.gpu_worker import GpuWorker
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import model_info
+from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.parameters import Checkpoint, Shards, save_preset
 from mpillm.engine.weights.quantization import quantization_config
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.shards import build
+from mpillm.engine.worker import Worker
 from mpillm.run.rank_roles import check_handoff
 from tests.helpers import plain_kernels
 from tests.unit.engine.test_engine_torch import (
@@ -175,7 +176,7 @@ def test_answers_are_those_of_attention_over_rounded_keys_and_values(
     """Where a key lies in the middle between two fp8 numbers, the last bit of another sum rounds it to the
     other one."""
     core = make_core(folder, **options)
-    assert core.info.kv_dtype == "fp8" and core.engine.cache.keys.dtype == FP8
+    assert core.info.kv_dtype == "fp8" and core.engine.worker.part.cache.keys.dtype == FP8
     found = answer(core, make_batch(prompts))
     assert same(found, expected) >= len(prompts) - 1
     plain = answer(make_core(folder, kv_cache_dtype="bfloat16"), make_batch(prompts))
@@ -189,7 +190,7 @@ def test_a_bfloat16_cache_of_a_float32_model(prompts: Tokens, tmp_path: Path) ->
     save_preset("tiny-llama", tmp_path)
     wanted = oracle(tmp_path, prompts, lambda layer, is_value, x: x.bfloat16().float())
     core = make_core(tmp_path, kv_cache_dtype="bfloat16", max_num_tokens=50)
-    assert (core.info.dtype, core.info.kv_dtype, core.engine.cache.keys.dtype) == (
+    assert (core.info.dtype, core.info.kv_dtype, core.engine.worker.part.cache.keys.dtype) == (
         "float32",
         "bfloat16",
         torch.bfloat16,
@@ -201,8 +202,8 @@ def test_fp8_without_scales_has_scale_1(prompts: Tokens, tmp_path: Path) -> None
     save_preset("tiny-llama", tmp_path)
     wanted = oracle(tmp_path, prompts, lambda layer, is_value, x: x.clamp(-448, 448).to(FP8).float())
     core = make_core(tmp_path, kv_cache_dtype="fp8")
-    assert core.engine.cache.scales is not None and torch.equal(
-        core.engine.cache.scales, torch.ones(N_LAYERS, 2, N_KV_HEADS)
+    assert core.engine.worker.part.cache.scales is not None and torch.equal(
+        core.engine.worker.part.cache.scales, torch.ones(N_LAYERS, 2, N_KV_HEADS)
     )
     assert same(answer(core, make_batch(prompts)), wanted) >= len(prompts) - 1
 
@@ -212,11 +213,9 @@ def test_the_steps_of_a_gpu(
 ) -> None:
     """With plain kernels in the place of Triton's: what goes to them, and where."""
 
-    def on_cpu(self: TorchCore) -> GpuWorker:
-        from mpillm.engine.parallel.groups import Groups
-
+    def on_cpu(self: TorchCore) -> Worker:
         c = self.config
-        return GpuWorker(
+        return Worker.on_gpu(
             self.info,
             c.tokens_per_block,
             Groups(),
@@ -346,12 +345,11 @@ def test_generate_engines_calibrates(
             "fp8",
             "none" if qformat == "full_prec" else "fp8",
         )
-        assert core.engine.cache.scales is not None and of_checkpoint.engine.cache.scales is not None
-        assert torch.equal(core.engine.cache.scales, of_checkpoint.engine.cache.scales)
-        assert (
-            core.engine.cache.scales[2, 1].tolist()
-            == held["model.layers.2.self_attn.v_scale"].tolist() * N_KV_HEADS
-        )
+        scales_there = core.engine.worker.part.cache.scales
+        assert scales_there is not None
+        for layer, pair in enumerate(scales_there):
+            for one, name in zip(pair, ("k_scale", "v_scale"), strict=True):
+                assert one.tolist() == held[f"model.layers.{layer}.self_attn.{name}"].tolist() * N_KV_HEADS
     few = make_batch(prompts[:4])
     assert answer(of_checkpoint, few) == answer(of_engine, few)
 

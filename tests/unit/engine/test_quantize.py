@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.model.attention import Span
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import check_model, model_info
 from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.step import Step
+from mpillm.engine.step import Span, Step
 from mpillm.engine.weights.parameters import Checkpoint, Shards, save_preset
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
 from tests.helpers.quantized_models import dequantized
@@ -62,8 +61,8 @@ def logits(core: TorchCore, prompt: list[int]) -> torch.Tensor:
     worker, n = core.worker, len(prompt)
     assert worker is not None
     with torch.inference_mode():
-        step = Step([Span(0, n, list(range(1, 2 + n // 8)), 0)], prompt, list(range(n)))
-        return worker.model.logits(worker.forward(step)).float()
+        step = Step([Span(0, 0, n, 0, list(range(1, 2 + n // 8)))], prompt, list(range(n)))
+        return worker.logits(step).float()
 
 
 # --- arithmetic ---

@@ -111,7 +111,8 @@ def test_weights_are_used_where_they_lie_in_the_file(llama: Path, tmp_path: Path
     build(llama, tmp_path / "engine")
     core = make_core(llama, engine_dir=str(tmp_path / "engine"))
     assert core.worker is not None
-    file, address = str(tmp_path / "engine" / "rank0.safetensors"), core.worker.model.embedding.data_ptr()
+    file = str(tmp_path / "engine" / "rank0.safetensors")
+    address = core.worker.part.model.embedding.data_ptr()
     ranges = [
         line.split()[0].split("-")
         for line in Path("/proc/self/maps").read_text().splitlines()

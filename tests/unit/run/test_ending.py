@@ -103,7 +103,7 @@ class World:
         self.states.append(self.ending.state)
         return value
 
-    def take(self, source: int, tag: Tag) -> Received | None:
+    def take(self, source: int, tag: Tag, tries: int) -> Received | None:
         for received in self.messages:
             if (received.source, received.tag) == (source, tag):
                 self.messages.remove(received)

@@ -1,11 +1,11 @@
-"""A rank's part of the model on a GPU: the same model, with `kernels` between products. No host waits.
+"""How a GPU computes steps: the same model, with `kernels` between products. No host waits.
 
 Only a step's tokens go back to the host, and they are read while the next step runs: a new token stays on the
 device, by its sequence's slot, and a row whose token the host does not know yet (`UNREAD`) takes it from
-there. Block tables are on the device too; the host sends its changes. A step in which every sequence adds one
-token (decode) is a CUDA graph, captured at load for each size of a ladder; a step of fewer rows is padded
-with rows of an unused slot, whose block is `NULL_BLOCK`. Other steps are launched kernel by kernel: they are
-long enough to hide the launches.
+there. Block tables are on the device, too. A step in which every sequence adds one token (decode) is a CUDA
+graph, captured at load for each size of a ladder; a step of fewer rows is padded with rows of an unused slot,
+whose block is `NULL_BLOCK`. Other steps are launched kernel by kernel: they are long enough to hide the
+launches.
 """
 
 from __future__ import annotations
@@ -16,61 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mpillm.engine import compilations
-from mpillm.engine.cache.kv_cache import NULL_BLOCK, KVCache
-from mpillm.engine.model.attention import Span
-from mpillm.engine.model.model_info import ModelInfo
-from mpillm.engine.model.ops import Unscaled
+from mpillm.engine.cache.kv_cache import NULL_BLOCK
+from mpillm.engine.model.paged_attention import PagedAttention
 from mpillm.engine.model.transformer import Mixture
-from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.sampler import SamplingParams, sample
+from mpillm.engine.model_part import ModelPart
+from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.staging import to_device
-from mpillm.engine.step import Step, Worker
+from mpillm.engine.step import Span, Step
 
 _SAMPLED_ROWS = 16  # in the warm-up: only PyTorch's kernels, and more rows of a vocabulary take gigabytes
-
-
-class PagedAttention:
-    """A step's attention (see `model.Attention`): `n_decode` rows that add one token, then `tiles`."""
-
-    def __init__(
-        self,
-        kernels: Any,
-        cache: KVCache,
-        n_heads: int,
-        rotations: Tensor,
-        table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        n_decode: int,
-        tiles: Tensor | None,
-    ) -> None:
-        """Return it as arguments of `kernels`."""
-        self._kernels = kernels
-        self._cache = cache
-        self._n_heads = n_heads
-        self._rotations = rotations
-        self._table = table
-        self._slots = slots
-        self._positions = positions
-        self._n_decode = n_decode
-        self._tiles = tiles
-
-    def __call__(self, layer: int, qkv: Tensor | Unscaled) -> Tensor:
-        cache, n = self._cache, self._n_decode
-        held = cache.keys[layer], cache.values[layer], None if cache.scales is None else cache.scales[layer]
-        turned = self._kernels.rotate_store(
-            qkv, *held, self._rotations, self._table, self._slots, self._positions, self._n_heads
-        )
-        out: Tensor = turned.new_empty(len(turned), self._n_heads * turned.shape[2])
-        if n:
-            rows = self._table, self._slots[:n], self._positions[:n]
-            self._kernels.decode_attention(turned[:n], *held, *rows, out[:n], self._n_heads)
-        if self._tiles is not None:
-            self._kernels.context_attention(turned, *held, self._table, self._tiles, out, self._n_heads)
-        return out
 
 
 def ladder(max_batch_size: int) -> list[int]:
@@ -82,49 +40,40 @@ def ladder(max_batch_size: int) -> list[int]:
     return [*sizes, max_batch_size]
 
 
-class GpuWorker(Worker):
-    """Runs on `device`; a CPU with plain `kernels` works too, slowly and without graphs."""
+def use_gpu(device: str) -> Any:
+    """Make `device` PyTorch's current one, and return the kernels for it."""
+    torch.cuda.set_device(torch.device(device))
+    compilations.watch_triton()
+    return importlib.import_module("mpillm.engine.kernels.step_kernels")
 
-    def __init__(
-        self,
-        info: ModelInfo,
-        tokens_per_block: int,
-        groups: Groups,
-        max_batch_size: int,
-        *,
-        dummy: bool,
-        device: str,
-        kernels: Any = None,
-    ) -> None:
-        """Load the weights and capture the graphs: seconds, or minutes for a large model."""
-        self.device = torch.device(device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            compilations.watch_triton()
-        self._kernels = kernels or importlib.import_module("mpillm.engine.kernels.step_kernels")
-        super().__init__(info, tokens_per_block, groups, dummy=dummy, device=device, ops=self._kernels)
+
+class GpuSteps:
+    """As `worker.Steps`. On a CPU it works with plain `kernels`, slowly and without graphs."""
+
+    def __init__(self, part: ModelPart, max_batch_size: int, kernels: Any) -> None:
+        """Capture the graphs: seconds."""
+        info, device = part.info, part.device
+        self._part = part
+        self._kernels = kernels
         # Every rank of the TP group feeds a token to its sequence's next step itself. With stages, another
         # rank would need it.
-        self.n_ahead = 1 if groups.layout.pp_size == 1 else 0
-        self._tokens_per_block = tokens_per_block
-        self._max_batch_size, self._max_seq_len = max_batch_size, info.max_seq_len
+        self.n_ahead = 1 if part.groups.layout.pp_size == 1 else 0
+        self._max_batch_size = max_batch_size
         self._nobody = max_batch_size  # the slot of rows that pad a graph
         with torch.inference_mode():
-            self._rotations = torch.view_as_real(self.model.rotations).flatten(1).contiguous()
-            n_per_slot = -(-info.max_seq_len // tokens_per_block)
-            self._table = torch.zeros(max_batch_size + 1, n_per_slot, dtype=torch.int32, device=self.device)
-            self._last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=self.device)
+            self._rotations = torch.view_as_real(part.model.rotations).flatten(1).contiguous()
+            n_per_slot = part.cache.blocks_for(info.max_seq_len)
+            self._table = torch.zeros(max_batch_size + 1, n_per_slot, dtype=torch.int32, device=device)
+            self._last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=device)
             # Tokens, slots, positions.
-            self._rows = torch.zeros(3 * max_batch_size, dtype=torch.int64, device=self.device)
+            self._rows = torch.zeros(3 * max_batch_size, dtype=torch.int64, device=device)
             self._hidden = torch.zeros(
-                max_batch_size, self._config.hidden_size, dtype=self.dtype, device=self.device
+                max_batch_size, info.config.hidden_size, dtype=part.dtype, device=device
             )
-            self._forbidden = self._forbidden.to(self.device)
-        # Slot -> its sequence's blocks, and how many of them `table` has.
-        self._told: dict[int, tuple[list[int], int]] = {}
+        self._slots_wanted = self._last[:0]  # slots of the rows that the last `forward` returned
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         # Products with a mixture's quantised weights read the router's choice on the host.
-        if self.device.type == "cuda" and (info.quantization == "none" or not self._config.n_experts):
+        if device.type == "cuda" and (info.quantization == "none" or not info.config.n_experts):
             self._capture(ladder(max_batch_size))
 
     # --- a step ---
@@ -138,11 +87,8 @@ class GpuWorker(Worker):
             x, self._slots_wanted = self._mixed(step, slots, layer_stored)
         return x
 
-    def _sample(self, logits: Tensor, step: Step) -> Tensor:
-        """As in `Worker`, but on every rank of the TP group: each feeds its own next step."""
-        tokens = self._pick(logits, step)
+    def feed(self, tokens: Tensor) -> None:
         self._last.index_copy_(0, self._slots_wanted, tokens)
-        return tokens
 
     def _decode(self, step: Step, slots: list[int]) -> tuple[Tensor, Tensor]:
         """Run a step where every sequence adds a token and gets one.
@@ -154,9 +100,9 @@ class GpuWorker(Worker):
         rows = np.zeros((3, size), np.int64)
         rows[1] = self._nobody
         rows[:, :n] = step.tokens, slots, [span.n_cached for span in step.spans]
-        self._rows[: 3 * size].copy_(to_device(rows.reshape(-1), self.device))
-        if not self.groups.layout.is_first_stage:
-            self._hidden[:n] = self._receive_hidden(n)
+        self._rows[: 3 * size].copy_(to_device(rows.reshape(-1), self._part.device))
+        if not self._part.groups.layout.is_first_stage:
+            self._hidden[:n] = self._part.receive_hidden(n)
         if size in self._graphs:
             graph, out = self._graphs[size]
             graph.replay()
@@ -167,8 +113,8 @@ class GpuWorker(Worker):
     def _forward_decode(self, size: int) -> Tensor:
         """Run a decode step on the content of the buffers."""
         tokens, slots, positions = self._rows[: 3 * size].view(3, size)
-        x = self._embed(tokens, slots) if self.groups.layout.is_first_stage else self._hidden[:size]
-        return self.model.forward(x, self._attention(slots, positions, size, None), None)
+        x = self._embed(tokens, slots) if self._part.groups.layout.is_first_stage else self._hidden[:size]
+        return self._part.model.forward(x, self._attention(slots, positions, size, None), None)
 
     def _mixed(
         self, step: Step, slots: list[int], layer_stored: Callable[[int], None] | None
@@ -189,19 +135,19 @@ class GpuWorker(Worker):
         wanted = np.array(step.wanted, np.int64)
         parts = [np.array(step.tokens), row_slots, positions, wanted, row_slots[wanted], tiles.reshape(-1)]
         at = np.cumsum([len(part) for part in parts])[:-1].tolist()
-        inputs = to_device(np.concatenate(parts), self.device).tensor_split(at)
+        inputs = to_device(np.concatenate(parts), self._part.device).tensor_split(at)
         tokens, slots_there, positions_there, wanted_there, slots_wanted, tiles_there = inputs
-        x = self._embed(tokens, slots_there) if self.groups.layout.is_first_stage else self._receive_hidden(n)
+        is_first = self._part.groups.layout.is_first_stage
+        x = self._embed(tokens, slots_there) if is_first else self._part.receive_hidden(n)
         attention = self._attention(
             slots_there, positions_there, n_decode, tiles_there.view(-1, 4) if len(tiles) else None
         )
-        return self.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
+        return self._part.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
 
-    def _tiles(
-        self, spans: list[Span], starts: np.ndarray[Any, np.dtype[np.int64]]
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _tiles(self, spans: list[Span], starts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the tiles of `kernels.context_attention`, long ones first."""
-        size = self._kernels.context_tile(self._n_heads, self.cache.keys.shape[2], self.dtype)
+        part = self._part
+        size = self._kernels.context_tile(part.n_heads, part.cache.keys.shape[2], part.dtype)
         tiles = [
             (start + at, min(size, span.n_new - at), span.n_cached + at, span.slot)
             for span, start in zip(spans, starts.tolist(), strict=True)
@@ -210,18 +156,17 @@ class GpuWorker(Worker):
         return np.array(sorted(tiles, key=lambda tile: -tile[2]), np.int64).reshape(-1, 4)
 
     def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        x: Tensor = self._kernels.embed(
-            self.model.embedding, tokens, slots, self._last, self.model.vocabulary.start
-        )
-        return self.groups.all_reduce(x)
+        model = self._part.model
+        x: Tensor = self._kernels.embed(model.embedding, tokens, slots, self._last, model.vocabulary.start)
+        return self._part.groups.all_reduce(x)
 
     def _attention(
         self, slots: Tensor, positions: Tensor, n_decode: int, tiles: Tensor | None
     ) -> PagedAttention:
         return PagedAttention(
             self._kernels,
-            self.cache,
-            self._n_heads,
+            self._part.cache,
+            self._part.n_heads,
             self._rotations,
             self._table,
             slots,
@@ -231,42 +176,17 @@ class GpuWorker(Worker):
         )
 
     def _tell_blocks(self, spans: list[Span]) -> None:
-        """Update the tables.
-
-        A sequence's list of blocks only grows; another list is another sequence or a new start.
-        """
+        """Write the blocks that spans name to the tables."""
         at: list[int] = []
         blocks: list[int] = []
         width = self._table.shape[1]
         for span in spans:
-            known, n = self._told.get(span.slot, (None, 0))
-            if known is not span.blocks:
-                n = 0
-            elif n == len(known):
-                continue
-            at += range(span.slot * width + n, span.slot * width + len(span.blocks))
-            blocks += span.blocks[n:]
-            self._told[span.slot] = span.blocks, len(span.blocks)
+            first = span.slot * width + span.n_told
+            at += range(first, first + len(span.blocks))
+            blocks += span.blocks
         if at:
-            places, values = to_device(np.array([at, blocks]), self.device)
+            places, values = to_device(np.array([at, blocks]), self._part.device)
             self._table.view(-1).index_copy_(0, places, values.to(torch.int32))
-
-    def _pick(self, logits: Tensor, step: Step) -> Tensor:
-        """Return a token per row: int64, the same on every rank of the TP group."""
-        groups, layout = self.groups, self.groups.layout
-        if step.not_end and len(self._forbidden):
-            rows = to_device(step.not_end, self.device)
-            logits[rows[:, None], self._forbidden] = -torch.inf
-        if step.sampling is not None:
-            whole = groups.gather(logits.float(), layout.vocabulary_sizes(self._config))
-            assert whole is not None  # NCCL gathers everywhere
-            # A GPU's sums may differ in the last bits from rank to rank; the choice must not.
-            return groups.broadcast(sample(whole, step.sampling, step.places))
-        if layout.tp_size == 1:
-            return logits.argmax(-1)
-        tokens = self._best_of_all(*logits.max(-1))
-        assert tokens is not None  # NCCL gathers everywhere
-        return tokens
 
     # --- graphs ---
 
@@ -291,15 +211,14 @@ class GpuWorker(Worker):
     # --- warm-up ---
 
     @torch.inference_mode()
-    def warm_up(self, max_num_tokens: int) -> None:
+    def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
         for step in self._nobodys_steps(max_num_tokens):
-            self.run(step)
-        del self._told[self._nobody]
-        mlp = self.model.layers[0].mlp
+            run(step)
+        mlp = self._part.model.layers[0].mlp
         if isinstance(mlp, Mixture):
-            mlp.gate_up.warm_up(self.dtype)
-            mlp.down.warm_up(self.dtype)
-        if self.device.type == "cuda":
+            mlp.gate_up.warm_up(self._part.dtype)
+            mlp.down.warm_up(self._part.dtype)
+        if self._part.device.type == "cuda":
             torch.cuda.synchronize()
 
     def _nobodys_steps(self, max_num_tokens: int) -> Iterator[Step]:
@@ -307,7 +226,7 @@ class GpuWorker(Worker):
 
         A kernel's compilation depends on the number of rows at most through the power of two below it.
         """
-        longest, most = self._max_seq_len, self._max_batch_size
+        longest, most = self._part.info.max_seq_len, self._max_batch_size
         largest = min(max_num_tokens, most * longest)
         for n_tokens in [largest, *(1 << i for i in reversed(range(1, (largest - 1).bit_length())))]:
             ones = 1 if n_tokens > 2 and most > 1 else 0  # decode and contexts
@@ -326,12 +245,11 @@ class GpuWorker(Worker):
 
     def _nobodys(self, counts: list[int], sampling: SamplingParams | None = None) -> Step:
         """Return a step whose sequences add these numbers of tokens (ones first) and each get one more."""
-        blocks = self._told.get(self._nobody, ([NULL_BLOCK] * self._table.shape[1], 0))[0]
-        step = Step(
-            [Span(0, n, blocks, self._nobody) for n in counts],
-            [0] * sum(counts),
-            (np.cumsum(counts) - 1).tolist(),
-        )
+        width = self._table.shape[1]
+        # As with any sequences, one of them begins a table, and others have theirs.
+        spans = [Span(self._nobody, 0, counts[0], 0, [NULL_BLOCK] * width)]
+        spans += [Span(self._nobody, 0, n, width) for n in counts[1:]]
+        step = Step(spans, [0] * sum(counts), (np.cumsum(counts) - 1).tolist())
         if sampling is not None:
             step.sampling, step.places, step.not_end = (
                 [sampling] * len(counts),

@@ -1,0 +1,43 @@
+"""How a CPU computes steps: each as it comes, with attention in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.model.attention import StepAttention
+from mpillm.engine.model_part import ModelPart
+from mpillm.engine.step import Step
+
+
+class CpuSteps:
+    """As `worker.Steps`. A step needs the tokens of the step before it, so nothing runs ahead."""
+
+    n_ahead = 0
+
+    def __init__(self, part: ModelPart) -> None:
+        self._part = part
+        self._tables: dict[int, list[int]] = {}  # slot -> its sequence's blocks
+
+    def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
+        part = self._part
+        for span in step.spans:
+            if span.blocks:
+                self._tables.setdefault(span.slot, [])[span.n_told :] = span.blocks
+        attention = StepAttention(
+            step.spans, self._tables, part.cache, part.n_heads, part.model.rotations, part.dtype
+        )
+        x = (
+            part.model.embed(torch.tensor(step.tokens))
+            if part.groups.layout.is_first_stage
+            else part.receive_hidden(len(step.tokens))
+        )
+        return part.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
+
+    def feed(self, tokens: Tensor) -> None:
+        """Nothing to do: the host reads tokens before it plans the steps that they are in."""
+
+    def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
+        """Nothing to do: nothing is compiled."""

@@ -1,0 +1,55 @@
+"""A rank's part of a model, in the memory of its device: weights and KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.cache.kv_cache import KV_DTYPES, KVCache
+from mpillm.engine.model import ops
+from mpillm.engine.model.model_info import ModelInfo
+from mpillm.engine.model.transformer import Llama, Ops
+from mpillm.engine.parallel.groups import Groups, MpiGroups
+from mpillm.engine.weights.shards import open_weights
+
+
+class ModelPart:
+    """What a rank's steps compute with. It knows nothing of sequences."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokens_per_block: int,
+        groups: Groups,
+        *,
+        dummy: bool,
+        device: str = "cpu",
+        ops: Ops = ops,
+    ) -> None:
+        """Load the weights: minutes for a large model. ConfigError: see `open_weights`."""
+        config, layout = info.config, groups.layout
+        self.info = info
+        self.groups = groups
+        self.peers = groups if isinstance(groups, MpiGroups) else None  # if this is one of several ranks
+        self.device = torch.device(device)
+        self.n_heads = layout.n_heads(config)
+        with torch.inference_mode():
+            weights = open_weights(info, layout, device, dummy=dummy)
+            self.dtype = weights.dtype  # of rows, and of weights that are not quantised
+            self.model = Llama(config, weights, info.max_seq_len, groups, ops)
+            layers, kv_heads = layout.layers(config), layout.kv_heads(config)
+            self.cache = KVCache(
+                len(layers),
+                info.kv_cache_tokens // tokens_per_block,
+                kv_heads.stop - kv_heads.start,
+                tokens_per_block,
+                config.head_dim,
+                KV_DTYPES[info.kv_dtype],
+                device,
+                weights.kv_scales(layers) if info.kv_dtype == "fp8" else None,
+            )
+
+    def receive_hidden(self, n_rows: int) -> Tensor:
+        """Return the rows of a step from the previous stage: [n_rows, hidden]."""
+        assert self.peers is not None
+        return self.peers.receive_hidden(n_rows, self.info.config.hidden_size, self.dtype, self.device)

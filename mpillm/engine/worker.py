@@ -1,0 +1,189 @@
+"""A rank of an instance at work: it runs steps, its own engine's or those that another rank's engine sends.
+
+What all devices share is here; `cpu_steps` and `gpu_steps` compute a step on theirs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mpillm.engine.cpu_steps import CpuSteps
+from mpillm.engine.gpu_steps import GpuSteps, use_gpu
+from mpillm.engine.handoff.transfer import Kind, Transfers
+from mpillm.engine.model.model_info import ModelInfo
+from mpillm.engine.model_part import ModelPart
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.sampler import sample
+from mpillm.engine.staging import Sampled, to_device
+from mpillm.engine.step import Step
+
+
+class Steps(Protocol):
+    """How a device computes steps: `CpuSteps`, `GpuSteps`. It keeps what the device knows of each slot."""
+
+    n_ahead: int  # steps that may start before the tokens of the step before them are read
+
+    def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
+        """Return the wanted rows for `Llama.logits`, or all for the next stage; see `Llama.forward`."""
+        ...
+
+    def feed(self, tokens: Tensor) -> None:
+        """Take the tokens chosen from the last `forward`'s wanted rows: the next step may need them."""
+        ...
+
+    def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
+        """As `Worker.warm_up`; `run` is `Worker.run`."""
+        ...
+
+
+class Worker:
+    """This rank's part of each step."""
+
+    def __init__(self, part: ModelPart, steps: Steps) -> None:
+        self.part = part
+        self.steps = steps
+        self.peers = part.peers
+        self.transfers: Transfers | None = None  # if this rank sends or receives KV caches
+        mine = part.groups.layout.vocabulary(part.info.config)
+        self._forbidden = torch.tensor(
+            [id_ - mine.start for id_ in part.info.end_ids if mine.start <= id_ < mine.stop],
+            dtype=torch.int64,
+            device=part.device,
+        )
+
+    @classmethod
+    def on_cpu(cls, info: ModelInfo, tokens_per_block: int, groups: Groups, *, dummy: bool) -> Worker:
+        """Load the weights: minutes for a large model."""
+        part = ModelPart(info, tokens_per_block, groups, dummy=dummy)
+        return cls(part, CpuSteps(part))
+
+    @classmethod
+    def on_gpu(
+        cls,
+        info: ModelInfo,
+        tokens_per_block: int,
+        groups: Groups,
+        max_batch_size: int,
+        *,
+        dummy: bool,
+        device: str,
+        kernels: Any = None,
+    ) -> Worker:
+        """Load the weights and capture the graphs: seconds, or minutes for a large model.
+
+        `device` may be a CPU with plain `kernels`, slowly and without graphs.
+        """
+        kernels = kernels or use_gpu(device)
+        part = ModelPart(info, tokens_per_block, groups, dummy=dummy, device=device, ops=kernels)
+        return cls(part, GpuSteps(part, max_batch_size, kernels))
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Sampled | None:
+        """Run a step: a token for each wanted row on the first rank of the last stage.
+
+        None on the other ranks, and for a step without tokens.
+        """
+        layer_stored = None
+        if step.transfers:
+            assert self.transfers is not None
+            self.transfers.start(step.transfers)
+            if any(transfer.kind == Kind.SEND_LAYERS for transfer in step.transfers):
+                layer_stored = self.transfers.layer_stored
+            if not step.spans:
+                return None
+        layout = self.part.groups.layout
+        x = self.steps.forward(step, layer_stored)
+        if not layout.is_last_stage:
+            assert self.peers is not None
+            self.peers.send_hidden(x)
+            return None
+        if not step.wanted:
+            return None if layout.tp_rank else Sampled(torch.empty(0, dtype=torch.int64))
+        tokens = self._choose(self.part.model.logits(x), step)
+        if tokens is None:
+            return None
+        self.steps.feed(tokens)
+        return None if layout.tp_rank else Sampled(tokens)
+
+    def logits(self, step: Step) -> Tensor:
+        """Run a step as far as the logits: this rank's columns for each wanted row.
+
+        For an instance of one stage, on all its ranks.
+        """
+        return self.part.model.logits(self.steps.forward(step))
+
+    def warm_up(self, max_num_tokens: int) -> None:
+        """Run what steps of up to `max_num_tokens` can run, so that nothing is compiled later. Collective."""
+        self.steps.warm_up(max_num_tokens, self.run)
+
+    def _choose(self, logits: Tensor, step: Step) -> Tensor | None:
+        """Return a token for each row (int64) where `Groups.gather` returns the whole; else None.
+
+        `logits`: this rank's columns; may be changed.
+        """
+        groups, layout = self.part.groups, self.part.groups.layout
+        if logits.device.type == "cpu":
+            # PyTorch's argmax of bfloat16 takes three times as long as this and that of float32.
+            logits = logits.float()
+        if step.not_end and len(self._forbidden):
+            rows = to_device(step.not_end, logits.device)
+            logits[rows[:, None], self._forbidden] = -torch.inf
+        if step.sampling is not None:
+            whole = groups.gather(logits.float(), layout.vocabulary_sizes(self.part.info.config))
+            # A GPU's sums may differ in the last bits from rank to rank; the choice must not.
+            return None if whole is None else groups.broadcast(sample(whole, step.sampling, step.places))
+        if layout.tp_size == 1:
+            return logits.argmax(-1)
+        return self._best_of_all(*logits.max(-1))
+
+    def _best_of_all(self, best: Tensor, at: Tensor) -> Tensor | None:
+        """Return each row's likeliest token, from each rank's likeliest, where `gather` returns the whole."""
+        groups, layout = self.part.groups, self.part.groups.layout
+        # float64 holds both exactly.
+        mine = torch.stack([best.double(), (at + self.part.model.vocabulary.start).double()], dim=1)
+        pairs = groups.gather(mine, [2] * layout.tp_size)
+        if pairs is None:
+            return None
+        pairs = pairs.view(len(best), layout.tp_size, 2)
+        return pairs[:, :, 1].gather(1, pairs[:, :, 0].argmax(1, keepdim=True))[:, 0].long()
+
+
+class Follower:
+    """A rank that does not lead: it runs the leader's steps in order, as soon as it has what they need."""
+
+    def __init__(self, worker: Worker) -> None:
+        assert worker.peers is not None
+        self._worker = worker
+        self._peers = worker.peers
+        self._step: Step | None = None
+        self._sampled: deque[Sampled] = deque()  # tokens that the leader waits for
+
+    def has_work(self) -> bool:
+        if self._sampled and self._sampled[0].ready():
+            return True
+        if self._step is None:
+            self._step = self._peers.take_plan()
+        return self._step is not None and self._can_run()
+
+    def run(self) -> None:
+        """Do what `has_work` has found."""
+        if self._step is not None and self._can_run():
+            step, self._step = self._step, None
+            if (sampled := self._worker.run(step)) is not None:
+                self._sampled.append(sampled)
+        while self._sampled and self._sampled[0].ready():
+            self._peers.send_tokens(self._sampled.popleft().take())
+
+    def poll_kv(self) -> None:
+        """Tell the leader which transfers are done on this rank."""
+        if self._worker.transfers is not None and (done := self._worker.transfers.poll()):
+            self._peers.send_moved(done)
+
+    def _can_run(self) -> bool:
+        assert self._step is not None
+        return self._peers.layout.is_first_stage or not self._step.spans or self._peers.has_hidden()

@@ -1,0 +1,63 @@
+"""Every tag of the engine has a message, and a message is read as it was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpillm.comms.messages import Message
+from mpillm.comms.tags import Tag
+from mpillm.engine import engine_messages
+from mpillm.engine.engine_messages import HIDDEN, Notice
+from mpillm.engine.handoff.transfer import Kind, Transfer
+from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.step import Span, Step
+
+TRANSFERS = [
+    Transfer(Kind.SEND, 7, 3, 255, 33, [5, 1, 9]),
+    Transfer(Kind.RECEIVE, 2**31 - 1, 0, 0, 1, [2]),
+    Transfer(Kind.SEND_LAYERS, 9, 1, 2, 0, []),
+]
+SPANS = [Span(3, 40, 1, 2, [17]), Span(0, 9, 1, 1), Span(5, 0, 4, 0, [4, 2])]
+GREEDY = Step(SPANS, [-1, 7, 8, 9, 10, 11], [0, 5], [1])
+SAMPLED = Step(
+    SPANS[:1],
+    [31999],
+    [0],
+    [],
+    [SamplingParams(0.5, 7, 0.25, 2**32 - 1)],
+    [12],
+    TRANSFERS[:1],
+)
+SENT: dict[Tag, list[Any]] = {
+    Tag.PLAN: [GREEDY, SAMPLED, Step(transfers=TRANSFERS), Step(SPANS[2:], [1, 2, 3, 4])],
+    Tag.TOKENS: [[0, 128255], []],
+    Tag.MOVED: [[2**31 - 1], []],
+    Tag.NCCL_ID: [bytes(range(128))],
+    Tag.NOTICE: [[Notice(Tag.KV + 255, 2**40), Notice(Tag.KV, 0)], []],
+}
+MESSAGES: dict[Tag, Message[Any]] = {
+    value.tag: value for value in vars(engine_messages).values() if isinstance(value, Message)
+}
+
+
+def test_every_tag_has_a_message() -> None:
+    assert sorted(MESSAGES) == sorted([*SENT, Tag.HIDDEN])
+    assert sorted(MESSAGES) == [tag for tag in Tag if Tag.PLAN <= tag < Tag.KV]
+
+
+@pytest.mark.parametrize(("tag", "value"), [(tag, value) for tag, some in SENT.items() for value in some])
+def test_what_is_written_is_read(tag: Tag, value: Any) -> None:
+    buffer = MESSAGES[tag].write(value)
+    assert buffer.dtype == np.uint8 and buffer.ndim == 1
+    found = MESSAGES[tag].read(np.frombuffer(buffer.tobytes(), np.uint8))
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_stage_keep_every_bit(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 5).to(dtype).T
+    assert torch.equal(HIDDEN.read(HIDDEN.write(x).copy()).view(dtype).view(5, 6), x)
