@@ -97,6 +97,15 @@ class DisaggConfig:
         return "disaggregated" if self.executors is None else "aggregated"
 
     @property
+    def is_half(self) -> bool:
+        """Whether it has one context or generation instance, and the other half is another run's."""
+        return (
+            self.mode == "disaggregated"
+            and len(self.sections) == 1
+            and self.sections[0][1].num_instances == 1
+        )
+
+    @property
     def sections(self) -> tuple[tuple[str, ServerConfig], ...]:
         """Name and content of the sections present, in the order in which their instances take ranks."""
         named = ((name, getattr(self, name)) for name in SECTIONS)

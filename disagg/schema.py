@@ -109,7 +109,11 @@ INNER: dict[str, dict[str, Rule]] = {
         "capacity_scheduler_policy": _one_of("MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH"),
         "context_chunking_policy": _one_of("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS"),
     },
-    "cache_transceiver_config": {"backend": _TEXT, "max_tokens_in_buffer": COUNT},
+    "cache_transceiver_config": {
+        "backend": _TEXT,
+        "max_tokens_in_buffer": COUNT,
+        "kv_transfer_timeout_ms": COUNT,
+    },
     "router": {
         "type": ("one of " + ", ".join(ROUTERS), lambda x: isinstance(x, str) and x.lower() in ROUTERS),
         "max_batch_size": COUNT,

@@ -2,7 +2,7 @@
 
 Rank 0 is always control. With workers + 1 ranks, rank 0 is the harness and the leader; with workers + 2, rank
 0 is the harness and rank 1 the leader. A world of one rank has every role on it (one executor, for
-debugging).
+debugging), and so has the first rank of an instance that is a run by itself (`DisaggConfig.is_half`).
 
 Instances are numbered in the file's order (context, generation, executors) and take the worker ranks in that
 order, contiguously, as in TensorRT-LLM. Only if that would split TP groups over more nodes than necessary
@@ -112,7 +112,7 @@ def plan(config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = No
     n_workers = config.n_workers
     n_control = world_size - n_workers
     alone = world_size == 1 and n_workers == 1 and config.mode == "aggregated"
-    if n_control not in (1, 2) and not alone:
+    if n_control not in (1, 2) and not alone and not (n_control == 0 and config.is_half):
         raise ConfigError(_wrong_size(config, world_size))
     if nodes is None:
         nodes = ["localhost"] * world_size

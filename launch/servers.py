@@ -52,6 +52,7 @@ class Server:
     files: Mapping[Path, str] = field(default_factory=dict)  # that it reads, written before it is started
     keeps_job: bool = False  # a rank of an mpirun, whose variables it needs, becomes this server
     host: str = ""  # another host
+    log: str = ""  # the log's file name; without it, made of the name
 
 
 class ServerFailed(Exception):
@@ -86,7 +87,7 @@ class Servers:
 
     def start(self, server: Server) -> Path:
         """Start a server; its log. ConfigError if its program can't be started."""
-        log = self._folder / f"{server.name.replace(' ', '_')}.log"
+        log = self._folder / (server.log or f"{server.name.replace(' ', '_')}.log")
         log.write_text(f"$ {server.command}\n", encoding="utf-8")
         self._children.start(
             server.name, server.command.argv, server.command.environment(server.keeps_job), log

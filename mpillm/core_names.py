@@ -21,6 +21,9 @@ BUILT_IN = {
 NOT_BUILT = {"triton_grpc": "mpillm.cores.triton_grpc:TritonGrpcCore"}
 """Cores that cannot run a test yet; other commands work with them."""
 
+DISAGGREGATED = (DEFAULT, "trtllm_disagg")
+"""Cores whose `run-llm-server` starts the servers of a disaggregation YAML."""
+
 TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", "trtllm_hlapi")
 """Cores with TensorRT-LLM behind them: its flags vary with the model, and are passed as they are given."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 from disagg.errors import ConfigError, about
 from launch.command import NotHere
@@ -21,7 +22,7 @@ from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.options import RunConfig
 
 
-def triton_servers(config: RunConfig) -> list[Server]:
+def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     """A `tritonserver` for each model repository."""
     if config.triton_skip_server_spawn:
         raise ConfigError(

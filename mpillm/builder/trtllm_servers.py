@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -11,8 +12,9 @@ from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from launch import trtllm_serve
 from launch.command import NotHere
-from launch.environment import LAUNCH_TYPE, launch_type
-from launch.launcher import EveryRankError, one_of_several
+from launch.disagg_servers import disaggregated_servers as launched
+from launch.environment import launch_type
+from launch.launcher import one_of_several
 from launch.servers import Server, ports_here
 from mpillm.builder.preconditions import check_gpus, lacking, program_or_name
 from mpillm.builder.served import check_agreement, llm_api_options, on_this_host, served
@@ -24,7 +26,7 @@ from mpillm.devices import visible_gpus
 _EXTRA_OPTIONS = Path("build/servers/extra_llm_api_options.yaml")
 
 
-def endpoint_servers(config: RunConfig) -> list[Server]:
+def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     """A `trtllm-serve` for each URL on this host, each with its share of the GPUs."""
     harness = config.build(TrtllmEndpointConfig)
     what = served(config)
@@ -77,7 +79,7 @@ def endpoint_servers(config: RunConfig) -> list[Server]:
     )
 
 
-def disaggregated_servers(config: RunConfig) -> list[Server]:
+def disaggregated_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     """Workers, leader or both.
 
     A worker is a rank of the mpirun around this process if there is one; else an mpirun of all workers is
@@ -95,21 +97,8 @@ def disaggregated_servers(config: RunConfig) -> list[Server]:
     if made.mode != "disaggregated":
         raise ConfigError(f"{path}: {made.mode}; trtllm-serve needs context_servers and generation_servers")
     serve = program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL)
-    if launcher and kind == "worker":
-        return [trtllm_serve.worker_rank(serve, path, made, launcher)]
-    if launcher:
-        what = (
-            "one leader is started alone, or by mpirun -n 1"
-            if kind
-            else f"{LAUNCH_TYPE}=worker makes each a worker"
-        )
-        raise EveryRankError(
-            f"{launcher.name} started {launcher.size or 'several'} ranks of run-llm-server: {what}"
-        )
-    servers = [] if kind == "leader" else [trtllm_serve.workers(serve, path, made)]
-    if kind != "worker":
-        servers.append(trtllm_serve.leader(serve, path, made, config.load_deadline, config.stall_timeout))
-    return servers
+    programs = trtllm_serve.disaggregated(serve, path, config.load_deadline, config.stall_timeout)
+    return launched(programs, path, made, kind, launcher)
 
 
 def _yaml(config: RunConfig, path: str, size: int | None) -> DisaggConfig:

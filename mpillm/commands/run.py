@@ -18,8 +18,11 @@ from mpillm.errors import STOP_SIGNALS, Interrupted
 from mpillm.fields import DEADLINES
 
 if TYPE_CHECKING:  # they need MPI
+    from mpi4py import MPI
+
     from mpillm.run.rank import Rank
     from mpillm.run.rank0 import Purpose
+    from mpillm.run.worker import Share
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,8 +49,12 @@ def start_rank(
     purpose: Callable[[], Purpose],
     *,
     serves: bool,
+    share: Callable[[RunConfig, MPI.Intracomm], Share] | None = None,
 ) -> tuple[int, str]:
-    """As `start`, for a command with options that `parse` reads; see `Rank`."""
+    """As `start`, for a command with options that `parse` reads; see `Rank`.
+
+    `share`: this rank belongs to one of several runs.
+    """
     for number in STOP_SIGNALS:
         # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
         signal.signal(number, signal.SIG_DFL)
@@ -65,10 +72,15 @@ def start_rank(
         usage_error = f"{error.filename}: {error.strerror}"
     control = start_mpi([command, *argv], config.join_deadline if config else DEADLINES["join"])
     # imports mpi4py.MPI, which starts MPI: not before start_mpi has prepared it
+    from mpi4py import MPI
+
     from mpillm.run.rank import Rank
 
+    world: MPI.Intracomm = MPI.COMM_WORLD
+    if share is not None and config is not None and not usage_error:
+        config, control, world = share(config, control)
     try:
-        rank = Rank(control, config, usage_error, purpose, serves=serves)
+        rank = Rank(control, world, config, usage_error, purpose, serves=serves)
         for number in STOP_SIGNALS:
             signal.signal(number, partial(_interrupt, rank))
         return rank.live(), rank.log_dir

@@ -1,18 +1,20 @@
 """``python -m mpillm run-llm-server``: start the servers that a core needs, and wait until they end.
 
-`triton_grpc` and `--harness_type=triton`: a `tritonserver` for each model repository. `trtllm_endpoint`: a
-`trtllm-serve` for each URL. `trtllm_disagg`: the workers and the leader of a disaggregation YAML, or one of
-the two: MLPERF_DISAGG_LAUNCH_TYPE says which.
+`torch`: the workers and the leader of a disaggregation YAML, or one of the two: MLPERF_DISAGG_LAUNCH_TYPE
+says which. `trtllm_disagg`: the same with `trtllm-serve`. `trtllm_endpoint`: a `trtllm-serve` for each URL.
+`triton_grpc` and `--harness_type=triton`: a `tritonserver` for each model repository.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from launch.ancestors import end_with_launcher
 from launch.check_world import check_world
 from launch.environment import LAUNCH_TYPE, drop_launch_type, launch_type
 from launch.launcher import one_of_several
@@ -20,7 +22,7 @@ from launch.servers import Server, ServerFailed, Servers, check_ports, files_of,
 from mpillm.comms.start import mpi_library
 from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import BUILT_IN, NOT_BUILT
+from mpillm.core_names import BUILT_IN, DISAGGREGATED, NOT_BUILT
 from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
@@ -50,10 +52,12 @@ def main(argv: Sequence[str]) -> int:
         " build/triton_model_repo\n"
         "  python -m mpillm run-llm-server --core_type=trtllm_endpoint --model_path DIR"
         " --tensor_parallelism 2\n"
-        "  python -m mpillm run-llm-server --core_type=trtllm_disagg --trtllm_disagg_config_path=disagg.yaml",
+        "  python -m mpillm run-llm-server --core_type=trtllm_disagg"
+        " --trtllm_disagg_config_path=disagg.yaml\n"
+        "  python -m mpillm run-llm-server --core_type=torch --trtllm_disagg_config_path=disagg.yaml",
     )
     config = parse(argv, parser, _SHOWN)
-    if config.core_type == "trtllm_disagg":
+    if config.core_type in DISAGGREGATED:
         if launch_type() == "worker" and one_of_several():
             check_world(mpi_library(), None, ["run-llm-server", *argv], variables={LAUNCH_TYPE: "worker"})
     else:
@@ -65,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
             f"--core_type {config.core_type} needs no server; these cores do: {', '.join(able)}"
         )
     with config.autoapply():
-        servers: list[Server] = function(kind)(config)
+        servers: list[Server] = function(kind)(config, [word for word in argv if word != "--dry_run"])
+    os.environ.pop(LAUNCH_TYPE, None)  # it is for this command, not for what it starts
     if config.dry_run:
         for path, text in files_of(servers).items():
             print(f"mkdir -p {path.parent} && cat > {path} <<'END'\n{text}END")
@@ -80,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         write_files(folder, servers)
     try:
         with Servers(folder) as running:
+            end_with_launcher()
             for server in servers:
                 print(f"  {server.name}: log {running.start(server)}", flush=True)
             seconds = running.wait_ready(config.load_deadline)

@@ -1,21 +1,47 @@
-"""``python -m mpillm serve``: an HTTP endpoint before the ranks, until a signal ends it."""
+"""``python -m mpillm serve``: an HTTP endpoint before the ranks, until a signal ends it.
+
+With --server_role leader it fronts other servers: that needs no MPI.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from disagg.errors import ConfigError
 from mpillm.commands.run import start_rank
 from mpillm.config.options import parse_serve
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they need MPI
+    from mpi4py import MPI
+
+    from mpillm.config.options import RunConfig
     from mpillm.run.rank0 import Purpose
+    from mpillm.run.worker import Share
 
 
 def main(argv: Sequence[str]) -> int:
     """On one rank."""
-    code, _ = start_rank("serve", argv, parse_serve, _serve, serves=True)
+    if any("leader" in word for word in argv):  # otherwise errors are told once for all ranks
+        config = parse_serve(argv)
+        if config.server_role == "leader":
+            try:
+                from mpillm.serve.leader_run import lead
+            except ImportError as error:
+                raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
+            return lead(config)
+    code, _ = start_rank("serve", argv, parse_serve, _serve, serves=True, share=_share)
     return code
+
+
+def _share(config: RunConfig, control: MPI.Intracomm) -> Share:
+    from mpi4py import MPI
+
+    from mpillm.run.worker import Share, share
+
+    if config.server_role == "worker":
+        return share(config, control)
+    return Share(config, control, MPI.COMM_WORLD)
 
 
 def _serve() -> Purpose:

@@ -69,6 +69,9 @@ EXPERTS = Place(fields.moe_expert_parallelism, ("moe_expert_parallel_size",))
 ROUTER = Place(fields.traffic_distribution_policy, ("router", "type"))
 # What TensorRT-LLM's router kv_cache_aware is given beside its name, of what ours knows.
 ROUTER_ARGUMENTS = ("tokens_per_block", "max_batch_size")
+KV_TRANSFER_TIMEOUT = Place(
+    fields.kv_transfer_timeout_ms, ("cache_transceiver_config", "kv_transfer_timeout_ms")
+)
 KV_CACHE_DTYPE = Place(fields.kv_cache_dtype, ("kv_cache_config", "dtype"), also="kv_cache_dtype")
 
 # How its instances run: what `CoreConfig` is made of.
@@ -121,7 +124,10 @@ def of_a_section(section: str, server: ServerConfig, path: str) -> dict[str, Sta
     """What it states about a section's instances, by option; TensorRT-LLM's own routers: nothing."""
     theirs = [place for place in (ROUTER, KV_CACHE_DTYPE) if place.of(server) not in place.field.choices]
     return _stated(
-        tuple(place for place in (EXPERTS, *CORE, ROUTER) if place not in theirs), section, server, path
+        tuple(place for place in (EXPERTS, *CORE, ROUTER, KV_TRANSFER_TIMEOUT) if place not in theirs),
+        section,
+        server,
+        path,
     )
 
 

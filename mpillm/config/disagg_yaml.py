@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import disagg
 from disagg import DisaggConfig
 from disagg.errors import ConfigError
@@ -9,6 +12,9 @@ from disagg.schema import SECTIONS
 from mpillm.config.disagg_values import CORE, EXPERTS, ROUTER, SIZES, with_sections, written
 from mpillm.config.options import RunConfig
 from mpillm.configurator import Level
+
+HALVES = {"context": SECTIONS[0], "generation": SECTIONS[1]}
+"""The section of a server that is one half of disaggregated serving, by its role."""
 
 PORTS = ("server_port", "worker_start_port")
 """Options for the addresses in a generated configuration."""
@@ -22,8 +28,22 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
     """
     if clients:
         return disagg.generate("aggregated", world_size, model=config.model_path)
+    if config.half:
+        return _half(config, HALVES[config.half])
     yaml = config.yaml or config.with_yaml().yaml
     return generated(config, world_size) if yaml is None else yaml
+
+
+def _half(config: RunConfig, section: str) -> DisaggConfig:
+    """One instance of a section: the YAML's, or one of the options' sizes."""
+    yaml = config.yaml or config.with_yaml().yaml
+    if yaml is not None:
+        (server,) = (server for name, server in yaml.sections if name == section)
+        server = replace(server, num_instances=1, urls=())
+    else:
+        ((_, server),) = generated(config, None).sections
+    halves: dict[str, Any] = {section: server}
+    return DisaggConfig(model=config.model_path, **halves)
 
 
 def generated(config: RunConfig, world_size: int | None) -> DisaggConfig:

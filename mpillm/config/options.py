@@ -15,6 +15,7 @@ from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from mpillm import fields, workloads
 from mpillm.config import disagg_values, layers
+from mpillm.config.part import Part
 from mpillm.config.resolution import resolve
 from mpillm.config.values import Values
 from mpillm.configurator import COMMAND_LINE, Configuration, Field, Found, Level
@@ -49,6 +50,8 @@ class RunConfig(Values, AllFields):
         self.stated = dict(stated or found)
         self.yaml: DisaggConfig | None = None
         self.sections: Mapping[str, RunConfig] = {}
+        self.half = ""  # of disaggregated serving, if the run is one: context or generation
+        self.part: Part | None = None
         self._built: dict[type, Any] = {}
 
     @property
@@ -296,6 +299,8 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
     )
     config = parse(argv, parser, SERVE_FIELDS).with_yaml()
     _check_together(config)
+    if config.server_role in ("context", "generation"):
+        config.half = config.server_role
     return config
 
 

@@ -22,6 +22,7 @@ __all__ = ["CoreConfig", "Credits", "LLMCore", "Metrics", "ModelLimits"]
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.comms.mover import Mover, Peer
+    from mpillm.engine.handoff.host_end import HostEnd
 
 
 class Credits(NamedTuple):
@@ -62,13 +63,14 @@ class LLMCore(ABC):
     uses_gpus: ClassVar[bool] = False  # each rank takes a GPU where there is one
     # Computes a model in this process: needs --model_path, and supports the precisions of our options.
     needs_model: ClassVar[bool] = False
+    has_host_end: ClassVar[bool] = False  # see `host_end`
     # A client of servers elsewhere: each worker rank is an executor, whatever the servers' layout.
     is_client: ClassVar[bool] = False
     # Answers requests with `logprobs` with LOGPROBS rows.
     gives_logprobs: ClassVar[bool] = False
     # ``module:function``: from a RunConfig to the last stage of `generate-engines`.
     engine_stages: ClassVar[str | None] = None
-    # ``module:function``: from a RunConfig to what `run-llm-server` starts.
+    # ``module:function``: from a RunConfig and the command's words to what `run-llm-server` starts.
     servers: ClassVar[str | None] = None
     # A package whose import is collective over MPI.COMM_WORLD: every rank imports it in phase load.
     world_import: ClassVar[str | None] = None
@@ -174,6 +176,14 @@ class LLMCore(ABC):
     def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
         """Set the mover, and the peers by instance; called before `load` on every rank with a handoff."""
         raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over, and takes none")
+
+    def host_end(self) -> HostEnd:
+        """The other end of the handoff in this rank's memory, for a server whose partner is another run.
+
+        Called on the instance's leader after `load`, if `connect` has named a single peer of one rank: this
+        one.
+        """
+        raise RuntimeError(f"core {self.config.core_type} hands its KV caches over to its own run only")
 
     def poll_kv(self) -> list[int]:
         """Ids of requests whose whole KV cache has left this instance, or arrived. Polled on every rank."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpillm.comms.mover import Mover, Peer
     from mpillm.engine.cache.kv_cache import KVCache
     from mpillm.engine.engine import Engine
+    from mpillm.engine.handoff.host_end import HostEnd
     from mpillm.engine.handoff.transfer import Transfers
     from mpillm.engine.sequence import Sequence
     from mpillm.engine.worker import Follower, Worker
@@ -57,7 +58,9 @@ class TorchCore(LLMCore):
 
     uses_gpus = True
     needs_model = True
+    has_host_end = True
     engine_stages = "mpillm.builder.torch_engine:engine_stages"
+    servers = "mpillm.builder.torch_servers:torch_servers"
     framework = "PyTorch"
     packages = ("torch", "triton")
 
@@ -302,6 +305,15 @@ class TorchCore(LLMCore):
 
     def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
         self._handoff = mover, peers
+
+    def host_end(self) -> HostEnd:
+        from mpillm.comms.mover import Peer
+        from mpillm.engine.handoff.host_end import HostEnd
+
+        assert self._handoff is not None
+        c, kv_bytes = self.config, self.info.config.kv_bytes_per_token(self.info.kv_dtype)
+        instance = Peer(0, c.tp_size, c.pp_size)
+        return HostEnd(self.info.config, kv_bytes, self._handoff[0], instance, takes=c.role == "context")
 
     def poll_kv(self) -> list[int]:
         if self._follower is not None:

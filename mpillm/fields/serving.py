@@ -48,3 +48,18 @@ class ServingFields(Options):
     max_body_bytes = Field(
         "max_body_bytes", "the largest body of a request", positive, default=1 << 24, group="serve"
     )
+    server_role = Field(
+        "server_role",
+        "this server's part in disaggregated serving over HTTP; worker: each instance of the YAML is a server"
+        " of its own; leader: it fronts the YAML's servers",
+        choices=("context", "generation", "worker", "leader"),
+        group="serve",
+    )
+    kv_transfer_timeout_ms = Field(
+        "kv_transfer_timeout_ms",
+        "how long a context server keeps a KV cache that nobody fetches, and a generation server waits for"
+        " one, milliseconds",
+        positive,
+        default=60_000,
+        group="serve",
+    )

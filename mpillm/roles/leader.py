@@ -71,7 +71,7 @@ class Leader(Role):
         )
         self._generation = (
             InstancePool([i.index for i in plan.instances if i.role == "gen"], generation_policy)
-            if contexts
+            if contexts and any(i.role == "gen" for i in plan.instances)
             else None
         )
         self._granted: set[int] = set()

@@ -57,19 +57,23 @@ class Rank:
     def __init__(
         self,
         comm: MPI.Intracomm,
+        world: MPI.Intracomm,
         config: RunConfig | None,
         usage_error: str,
         purpose: Callable[[], Purpose],
         *,
         serves: bool,
     ) -> None:
-        """`comm`: for control; `config`: None if the command line is wrong, as `usage_error` says.
+        """`comm`: for control; `world`: of the same ranks, for nothing else but to make communicators.
+
+        `config`: None if the command line is wrong, as `usage_error` says.
 
         `purpose`: imports what rank 0 needs; called there alone. `serves`: the test has no deadline, and the
         first signal ends it in an orderly way.
         """
         self.rank, self.size = comm.rank, comm.size
         self._comm = comm
+        self._world = world
         self._config = config
         self._usage_error = usage_error
         limits = Limits(DEADLINES)
@@ -181,11 +185,16 @@ class Rank:
             open_rank_log(Path(setup.log_dir), self.rank)
         except OSError as error:
             raise RunError(Failure(f"{error.filename or setup.log_dir}: {error.strerror}")) from error
-        comms = create_communicators(MPI.COMM_WORLD, self._comm, setup.plan)
+        comms = create_communicators(self._world, self._comm, setup.plan)
         route = Transport(comms.route) if comms.route is not None else None
         session = self._rank0.session if self._rank0 else None
         self._roles += make_roles(
-            self._config, setup, comms, route, session.make_harness if session else None
+            self._config,
+            setup,
+            comms,
+            route,
+            session.make_harness if session else None,
+            session.make_half if session else None,
         )
         if route:
             self._loop.pollers.append(route.dispatch)

@@ -10,11 +10,13 @@ from mpillm.comms.control import Rank0Control, RankControl
 from mpillm.comms.messages import DrainReport, JoinReport, Setup
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig
+from mpillm.cores.base import LLMCore
 from mpillm.errors import ExitCode, Failure, exit_code
 from mpillm.phases import Phase
 from mpillm.report.console import Console
 from mpillm.report.result import failures_json
 from mpillm.report.run_directory import RunRecord, path_shown, take_directory
+from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.run.join import Planned, plan_run
 
@@ -24,6 +26,9 @@ class RunSession(Protocol):
 
     def make_harness(self, route: Transport, leader: int) -> Role:
         """The role that asks; `leader`: the leader's rank in the route communicator."""
+
+    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
+        """The role of the instance's first rank, if this run is one half of disaggregated serving."""
 
     def poll(self) -> bool:
         """During the test; called often."""

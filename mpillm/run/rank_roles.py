@@ -58,6 +58,7 @@ def _core_config(
     """`node_ranks`: how many ranks of its node belong to instances."""
     me, gpu = plan.ranks[rank], gpus.get(rank)
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
+    node_ranks = config.part.node_ranks if config.part else node_ranks
     config = config.of(_SECTIONS[instance.role])
     values = {place.in_core or place.field.name: config[place.field] for place in CORE}
     config.build(TrtllmHarnessConfig)  # checks the limits against those that the engine was built for
@@ -204,8 +205,12 @@ def make_roles(
     comms: Communicators,
     route: Transport | None,
     make_harness: Callable[[Transport, int], Role] | None,
+    make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
 ) -> list[Role]:
-    """This rank's roles, in the order in which their phases run; `make_harness`: on the harness's rank."""
+    """This rank's roles, in the order in which their phases run.
+
+    `make_harness`, `make_half`: see `rank0.RunSession`; on its rank.
+    """
     plan = setup.plan
     rank = comms.control.rank
     me = plan.ranks[rank]
@@ -216,7 +221,7 @@ def make_roles(
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.of(_SECTIONS[plan.instances[me.instance].role]).autoapply():
             core = core_class(core_config, comms.instance)
-        roles.append(_instance_role(core, plan, rank, ranks, route, comms))
+        roles.append(_instance_role(core, plan, rank, ranks, route, comms, make_half))
     if route is not None and "leader" in me.roles:
         entry, generation = (
             config.of(_SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1)
@@ -236,6 +241,7 @@ def _instance_role(
     ranks: dict[int, int],
     route: Transport | None,
     comms: Communicators,
+    make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
 ) -> Follower:
     instance = plan.instances[core.config.instance]
     leader = ranks[plan.leader_rank]
@@ -244,12 +250,13 @@ def _instance_role(
     if comms.handoff is not None:
         members = handoff_ranks(plan)
         others = generations if instance.role == "ctx" else contexts
-        core.connect(
-            MpiMover(comms.handoff),
-            {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others},
-        )
+        peers = {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others}
+        # One half of disaggregated serving: the partner is the leader's own memory.
+        core.connect(MpiMover(comms.handoff), peers or {0: Peer(0, 1, 1)})
     if route is None or rank != instance.leader:
         return Follower(core)
+    if make_half and (half := make_half(core, route, leader, instance.index)):
+        return half
     if instance.role == "executor":
         return InstanceRole(core, route, leader, instance.index)
     # Pairs for the warm-up: every context instance hands something over, every generation instance receives

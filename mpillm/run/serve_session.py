@@ -13,6 +13,7 @@ from mpillm.comms.control import Rank0Control
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig, model_name, plain_name
+from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode
@@ -20,6 +21,7 @@ from mpillm.report.console import Console
 from mpillm.report.result import served_rows, test_result
 from mpillm.report.run_directory import RunRecord, path_shown, unwritable
 from mpillm.report.timeline import Timeline
+from mpillm.roles.instance import InstanceRole
 from mpillm.run.choose_samples import limits_of
 from mpillm.run.join import Planned
 from mpillm.run.rank0 import Purpose
@@ -38,6 +40,7 @@ class ServeSession:
     ) -> None:
         """Take the port. ConfigError: that is impossible, or an option is wrong; OSError: as `write_plan`."""
         try:
+            from mpillm.run.half_server import HalfServer
             from mpillm.serve.app import Service
             from mpillm.serve.http_thread import HttpThread, bind, url
         except ImportError as error:
@@ -51,13 +54,19 @@ class ServeSession:
         self._timeline = Timeline((instance.index for instance in plan.instances), None)
         self._measured_at = 0.0
         self.served = _served(planned)
+        self._half: HalfServer | None = None
         bound = bind(config.host, config.port)
         self.url = url(bound)
         self._record = record()
         self._record.write_plan(planned.yaml, plan, planned.reports)
         self._record.result["url"] = self.url
         mailbox = Mailbox()
-        requests = OpenRequests(plan.instances[0].role == "ctx", mailbox.out.append)
+        roles = {instance.role for instance in plan.instances}
+        requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.out.append)
+        half = None
+        if config.half:
+            self._half = HalfServer(config, planned.models[0], self.url)
+            half = self._half.routes
         service = Service(
             self.served,
             requests,
@@ -66,6 +75,7 @@ class ServeSession:
             max_body_bytes=config.max_body_bytes,
             perf_metrics_max_requests=config.perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,
+            half=half,
         )
         self._metrics = service.metrics
         self._endpoint = HttpThread(service, requests, mailbox, bound)
@@ -75,6 +85,9 @@ class ServeSession:
     def make_harness(self, route: Transport, leader: int) -> Frontend:
         self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
         return self._frontend
+
+    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
+        return self._half.role(core, route, leader, instance) if self._half else None
 
     def poll(self) -> bool:
         """Take down what the instances have computed."""
@@ -153,6 +166,7 @@ def _served(planned: Planned) -> Served:
         max_output_len=config.max_output_len,
         min_output_len=config.min_output_len,
         gives_logprobs=BackendRegistry.get(config.core_type).gives_logprobs,
+        is_half=bool(config.half),
         **given,
     )
 
@@ -184,5 +198,10 @@ def _about(config: RunConfig) -> dict[str, object]:
     return {"url": None, "aborted": 0}
 
 
-SERVE = Purpose(_open, lambda config: plain_name(f"{model_name(config)}-serve"), _about, serves=True)
+def _name(config: RunConfig) -> str:
+    part = f"{config.part.instance.kind}-{config.part.instance.index}" if config.part else "serve"
+    return plain_name(f"{model_name(config)}-{part}")
+
+
+SERVE = Purpose(_open, _name, _about, serves=True)
 """An HTTP endpoint, which its clients drive."""

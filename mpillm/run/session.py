@@ -10,6 +10,7 @@ from mpillm.comms.control import Rank0Control
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig, run_name
+from mpillm.cores.base import LLMCore
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import write_json
 from mpillm.loadgen.logs import advice, unsatisfied, verdict
@@ -77,6 +78,9 @@ class Session:
             self._plan.instances[0].role == "ctx",
             self._totals,
         )
+
+    def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
+        """A test has both halves."""
 
     def poll(self) -> bool:
         """During the test: record what the instances have computed, and draw the progress."""

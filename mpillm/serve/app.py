@@ -17,8 +17,10 @@ from aiohttp import web
 
 from mpillm import __version__
 from mpillm.comms.messages import RequestFlag
+from mpillm.roles.half import Arrival
 from mpillm.serve.choices import Choice, Piece
-from mpillm.serve.open_requests import OpenRequests
+from mpillm.serve.disaggregated_params import Half
+from mpillm.serve.open_requests import Answer, OpenRequests
 from mpillm.serve.perf_metrics import PerfMetrics
 from mpillm.serve.prometheus import ServeMetrics
 from mpillm.serve.protocol import ApiError, Asked, Json, Served, encode, read
@@ -50,6 +52,7 @@ class Service:
         max_body_bytes: int = 1 << 24,
         perf_metrics_max_requests: int = 0,
         kv_cache_usage: Callable[[], float | None] = lambda: None,
+        half: Half | None = None,
     ) -> None:
         """`max_queue_size`: requests without a first token; with more, clients get 429.
 
@@ -65,6 +68,7 @@ class Service:
         self._max_queue_size = max_queue_size
         self._max_body_bytes = max_body_bytes
         self._kv_cache_usage = kv_cache_usage
+        self._half = half
         self._started = int(time.time())
 
     def app(self) -> web.Application:
@@ -197,6 +201,9 @@ class Service:
     async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         self._check_open()
         asked = read(await request.read(), chat, self._served)
+        half = self._half if asked.disaggregated else None
+        if half is not None:
+            asked = half.check(asked, self._served)
         if asked.n_characters > _LONG_TEXT:
             prompts = await asyncio.get_running_loop().run_in_executor(None, encode, asked, self._served)
         else:
@@ -209,8 +216,13 @@ class Service:
                 code="queue_full",
             )
         each = [one for one in prompts for _ in range(asked.n)]
-        choices = [self._open(i, prompt, wanted, asked) for i, (prompt, wanted) in enumerate(each)]
         shapes = Shapes(asked, _request_id.get(), self._served.names[0])
+        if half is not None and half.is_context:
+            return web.json_response(await self._context(half, asked, shapes, *prompts[0]))
+        arrival = None if half is None else await half.fetch(asked, prompts[0][0], self._served)
+        choices = [
+            self._open(i, prompt, wanted, asked, arrival) for i, (prompt, wanted) in enumerate(each)
+        ]
         try:
             if asked.stream:
                 return await self._stream(request, asked, shapes, choices)
@@ -221,16 +233,68 @@ class Service:
             return web.json_response(shapes.whole(choices, pieces))
         finally:
             for choice in choices:
+                if half is not None:
+                    half.ended(choice.answer)
                 self._requests.give_up(choice.answer)  # unless it has ended
 
-    def _open(self, index: int, prompt: list[int], wanted: int, asked: Asked) -> Choice:
-        row = asked.row | {"max_output": wanted, "min_output": min(asked.min_tokens, wanted)}
+    def _open(
+        self,
+        index: int,
+        prompt: list[int],
+        wanted: int,
+        asked: Asked,
+        arrival: Arrival | None = None,
+        least_output: int = 1,
+    ) -> Choice:
+        """`arrival`: of a context server; `least_output`: tokens that the engine may generate at least."""
+        row = asked.row | {
+            "max_output": max(wanted, least_output),
+            "min_output": min(asked.min_tokens, wanted),
+        }
         row["seed"] = (
             int(row["seed"]) + index % asked.n
         ) & 0xFFFFFFFF  # or sampled answers would be the same
         if self.perf_metrics.wanted:
             row["flags"] = int(row["flags"]) | RequestFlag.TIMES
-        return Choice(index, self._requests.open(row, prompt), prompt, wanted, asked, self._served)
+        if arrival is not None and wanted == 1:
+            answer = Answer.of(len(prompt), [arrival.first_token])
+        else:
+            answer = self._requests.open(row, prompt)
+            if arrival is not None and self._half is not None:
+                self._half.opened(answer, arrival)
+        return Choice(index, answer, prompt, wanted, asked, self._served)
+
+    async def _context(
+        self, half: Half, asked: Asked, shapes: Shapes, prompt: list[int], wanted: int
+    ) -> Json:
+        """The answer to a context-only request. Its KV cache is kept for a generation server from here on."""
+        choice = self._open(0, prompt, wanted, asked, least_output=2)
+        reason, is_kept = "abort", False
+        try:
+            while (piece := choice.take()) is None:
+                await choice.answer.changed()
+            self._check_answered(choice.answer)
+            self.metrics.first_token(choice.answer)
+            made = half.first(shapes, choice, piece)
+            reason, is_kept = piece.finish_reason or "length", piece.finish_reason is None
+            return made
+        except ApiError:
+            reason = "error"
+            raise
+        finally:
+            self._finished(choice, reason)
+            if not is_kept:
+                self._requests.give_up(choice.answer)
+
+    @staticmethod
+    def _check_answered(answer: Answer) -> None:
+        """ApiError: there will be no (more) answer."""
+        if answer.failed:
+            raise ApiError(
+                500, "the engine could not answer; the log of its rank says why", code="not_answered"
+            )
+        if answer.given_up:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of a choice as they come, and count them. ApiError: there will be no answer."""
@@ -240,12 +304,7 @@ class Service:
                 if (piece := choice.take()) is None:
                     await answer.changed()
                     continue
-                if answer.failed:
-                    raise ApiError(
-                        500, "the engine could not answer; the log of its rank says why", code="not_answered"
-                    )
-                if answer.given_up:
-                    raise ApiError(503, "the server is shutting down", code="shutting_down")
+                self._check_answered(answer)
                 if piece.tokens:
                     if seen_at:
                         self.metrics.more_tokens(len(piece.tokens), answer.last_at - seen_at)
@@ -260,9 +319,13 @@ class Service:
             reason = "error"
             raise
         finally:
-            self.metrics.finished(answer, reason, choice.n_tokens)
-            if self.perf_metrics.wanted and reason in ("stop", "length"):
-                self.perf_metrics.add(_request_id.get(), _came_at.get(), answer)
+            self._finished(choice, reason)
+
+    def _finished(self, choice: Choice, reason: str) -> None:
+        """Count an answer that has ended for its client."""
+        self.metrics.finished(choice.answer, reason, choice.n_tokens)
+        if self.perf_metrics.wanted and reason in ("stop", "length"):
+            self.perf_metrics.add(_request_id.get(), _came_at.get(), choice.answer)
 
     async def _stream(
         self, request: web.Request, asked: Asked, shapes: Shapes, choices: list[Choice]

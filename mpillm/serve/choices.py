@@ -29,8 +29,8 @@ class Choice:
         self.answer = answer
         self.prompt = prompt
         self.n_tokens = 0  # passed on
-        self._max_tokens = max_tokens
-        self._asked = asked
+        self.max_tokens = max_tokens
+        self.asked = asked
         self._end_ids = served.end_ids if not asked.ignore_eos else frozenset()
         self._tokenizer = served.tokenizer
         self._detokenizer = Detokenizer(served.tokenizer)
@@ -72,8 +72,8 @@ class Choice:
         text = ""
         for i, token in enumerate(new):
             self.n_tokens += 1
-            may_stop = self.n_tokens >= self._asked.min_tokens
-            if may_stop and token in self._asked.stop_token_ids:
+            may_stop = self.n_tokens >= self.asked.min_tokens
+            if may_stop and token in self.asked.stop_token_ids:
                 return Piece(
                     text + self._stop.add(self._detokenizer.end()) + self._stop.end(),
                     new[: i + 1],
@@ -92,4 +92,4 @@ class Choice:
     def _reason(self) -> str:
         """Return why an answer has ended that was not cut by a stop string or a stop token."""
         tokens = self.answer.tokens
-        return "length" if len(tokens) >= self._max_tokens and tokens[-1] not in self._end_ids else "stop"
+        return "length" if len(tokens) >= self.max_tokens and tokens[-1] not in self._end_ids else "stop"

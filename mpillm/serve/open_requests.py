@@ -62,6 +62,13 @@ class Answer:
         self._held_back: list[int] = []
         self._waiter: asyncio.Future[None] | None = None
 
+    @staticmethod
+    def of(n_prompt: int, tokens: list[int]) -> Answer:
+        """An answer that is whole without any rank's doing."""
+        answer = Answer(-1, n_prompt)
+        answer.add(tokens, _ALONE)
+        return answer
+
     async def changed(self) -> None:
         """Wait until there are more tokens, or the answer has ended. Looked at by one task."""
         self._waiter = asyncio.get_running_loop().create_future()

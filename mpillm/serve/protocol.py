@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.errors import ConfigError
@@ -26,7 +26,9 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
+    502: "server_error",
     503: "server_error",
+    504: "server_error",
 }
 _LEAST_TEMPERATURE = 0.01  # smaller ones overflow the division; as vLLM, which takes this in their place
 _MOST_PROMPTS = 2048  # of one body
@@ -67,7 +69,10 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-_WHY = {"tools": "answers are text, never calls of functions; leave it out"}
+_WHY = {
+    "tools": "answers are text, never calls of functions; leave it out",
+    "disaggregated_params": "this server is not one half of disaggregated serving (--server_role)",
+}
 
 
 class ApiError(Exception):
@@ -100,6 +105,7 @@ class Served:
     seed: int | None = None
     min_output_len: int = 0
     gives_logprobs: bool = False  # the core does
+    is_half: bool = False  # of disaggregated serving: takes `disaggregated_params`
 
     @property
     def max_model_len(self) -> int:
@@ -130,6 +136,10 @@ class Asked:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    disaggregated: Json = field(
+        default_factory=dict
+    )  # `disaggregated_params`, unchecked: see disaggregated.py
+    prompt_token_ids: Any = None  # of a chat, unchecked; only a generation server looks at them
 
     @property
     def n_characters(self) -> int:
@@ -162,10 +172,13 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
         ):
             _refuse(name, value)
     options = _mapping(body, "stream_options")
+    disaggregated = _mapping(body, "disaggregated_params")
+    if disaggregated and not served.is_half:
+        _refuse("disaggregated_params", disaggregated)
     ignore_eos = _flag(body, "ignore_eos")
     stop, stop_token_ids = (
         _stops(body),
-        _token_ids(body.get("stop_token_ids") or [], "stop_token_ids", served.vocab_size),
+        token_ids(body.get("stop_token_ids") or [], "stop_token_ids", served.vocab_size),
     )
     stream = _flag(body, "stream")
     max_tokens = _number(body, "max_tokens", 1, served.max_model_len, whole=True)
@@ -205,6 +218,8 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
         include_usage=_flag(options, "include_usage"),
         continuous_usage=_flag(options, "continuous_usage_stats"),
         return_token_ids=_flag(body, "return_token_ids"),
+        disaggregated=disaggregated,
+        prompt_token_ids=body.get("prompt_token_ids"),
     )
 
 
@@ -216,7 +231,7 @@ def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:
     limits, made = served.limits, []
     param = "messages" if asked.chat else "prompt"
     try:
-        if asked.chat:
+        if asked.chat and not asked.prompts:
             prompts = [served.tokenizer.encode_chat(asked.messages)]
         else:
             prompts = [served.tokenizer.encode_text(p) if isinstance(p, str) else p for p in asked.prompts]
@@ -259,11 +274,11 @@ def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
     if not isinstance(prompt, list) or not prompt:
         raise ApiError(400, "prompt: expected a string, token ids, or an array of either", "prompt")
     if isinstance(prompt[0], int):
-        return [_token_ids(prompt, "prompt", vocab_size)]
+        return [token_ids(prompt, "prompt", vocab_size)]
     if len(prompt) > _MOST_PROMPTS:
         raise ApiError(400, f"prompt: {len(prompt)} prompts; a request may have {_MOST_PROMPTS}", "prompt")
     return [
-        _token_ids(p, "prompt", vocab_size) if isinstance(p, list) else _text(p, "prompt") for p in prompt
+        token_ids(p, "prompt", vocab_size) if isinstance(p, list) else _text(p, "prompt") for p in prompt
     ]
 
 
@@ -347,7 +362,8 @@ def _stops(body: Json) -> tuple[str, ...]:
     return tuple(_text(one, "stop") for one in strings if one)
 
 
-def _token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
+def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
+    """`value`, if it is token ids; else ApiError."""
     if not isinstance(value, list) or not all(type(id_) is int and 0 <= id_ < vocab_size for id_ in value):
         raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
     return value

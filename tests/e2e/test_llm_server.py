@@ -353,7 +353,7 @@ def test_a_launch_type_without_effect(
     what = "plan" if words[0] == "plan" else "--core_type triton_grpc"
     assert capsys.readouterr().err == (
         f"mpillm: note: the environment variable MLPERF_DISAGG_LAUNCH_TYPE=worker has no effect on {what}:"
-        " only run-llm-server with --core_type trtllm_disagg reads it\n"
+        " only run-llm-server with --core_type torch or trtllm_disagg reads it\n"
     )
 
 
@@ -395,7 +395,7 @@ def find_nothing(program: str) -> str:
 
 
 WRONG = {
-    "a core without a server": (["--core_type=torch"], "--core_type torch needs no server"),
+    "a core without a server": (["--core_type=dummy"], "--core_type dummy needs no server"),
     "no repository": (
         ["--harness_type=triton", "--triton_model_repo=nowhere"],
         "there is no nowhere_0; generate-triton-config makes it",
@@ -405,6 +405,7 @@ WRONG = {
         "names 1 servers on this",
     ),
     "running already": (["--harness_type=triton", "--triton_skip_server_spawn"], "nothing to start"),
+    "no YAML for the embedded engine": (["--core_type=torch"], "name --disagg_config, which generate-disagg"),
     "no YAML": (["--core_type=trtllm_disagg"], "needs --trtllm_disagg_config_path"),
     "no model": (["--core_type=trtllm_endpoint"], "needs --model_path"),
     "no checkpoint": (

@@ -17,7 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from mpillm.comms.tags import Tag
 from mpillm.engine.cache.kv_cache import Held
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpillm.comms.mover import Mover, Moving, Peer
-    from mpillm.engine.cache.kv_cache import KVCache
     from mpillm.engine.model.model_config import ModelConfig
 
 
@@ -68,12 +67,21 @@ class _Under:
         return Held(self.transfer.blocks, self.transfer.n_tokens)
 
 
+class Cache(Protocol):
+    """Where KV caches come from or go to: see `KVCache`."""
+
+    def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int: ...
+    def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Any: ...
+    def read(self, held: list[Held], layers: slice, heads: slice) -> list[Any]: ...
+    def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Any]) -> None: ...
+
+
 class Transfers:
     """Starts transfers and reports which are done."""
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: Cache,
         config: ModelConfig,
         layout: Layout,
         mover: Mover,
@@ -98,7 +106,7 @@ class Transfers:
             peer: max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size)
             for peer, other in peers.items()
         }
-        token_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * cache.keys.element_size()
+        token_bytes = config.n_layers * config.n_kv_heads * cache.piece_bytes(1, slice(0, 1), slice(0, 1))
         self._whole_below = {peer: mover.whole_below * n / token_bytes for peer, n in n_ranks.items()}
         self._under_way: list[_Under] = []
         self._by_layer: list[_Under] = []  # of the current step

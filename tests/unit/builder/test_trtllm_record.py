@@ -13,6 +13,7 @@ import yaml
 
 import disagg
 from launch import trtllm_serve
+from launch.disagg_servers import disaggregated_servers
 from mpillm.builder.trtllm_options import BUILD, CONVERT, QUANTIZE, Tool
 from mpillm.cli import main
 
@@ -49,8 +50,9 @@ def test_the_flags_of_trtllm_serve(tmp_path: Path) -> None:
     model, extra = ["m", "--tokenizer", "t"], (tmp_path / "extra.yaml", "")
     servers = [
         *trtllm_serve.endpoints("trtllm-serve", model, [30000], options, extra, 1, None),
-        trtllm_serve.leader("trtllm-serve", "f", config, 5, 5),
-        trtllm_serve.workers("trtllm-serve", "f", config),
+        *disaggregated_servers(
+            trtllm_serve.disaggregated("trtllm-serve", "f", 5, 5), "f", config, None, None
+        ),
     ]
     passed = 0
     for server in servers:

@@ -1,0 +1,41 @@
+"""The instances of a disaggregation YAML as servers: names, addresses, ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import DisaggConfig
+from .errors import ConfigError
+from .schema import SECTIONS
+
+_KINDS = dict(zip(SECTIONS, ("context", "generation", "executor"), strict=True))
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One instance; TensorRT-LLM's worker command gives ranks to instances in the same order."""
+
+    index: int  # in the file, over all sections
+    kind: str  # context, generation or executor
+    section: str
+    url: str  # host:port
+    ranks: range  # of an mpirun of all workers
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.kind} instance {self.index} at http://{self.url}"
+
+
+def served_instances(config: DisaggConfig, path: str) -> list[Instance]:
+    """The instances in the file's order. ConfigError: one has no URL; `path` is the file's name."""
+    made: list[Instance] = []
+    first = 0
+    for section, server in config.sections:
+        if not server.urls:
+            raise ConfigError(f"{path}: {section} has no urls, which its servers need")
+        for url in server.urls:
+            ranks = range(first, first + server.ranks_per_instance)
+            made.append(Instance(len(made), _KINDS[section], section, url, ranks))
+            first = ranks.stop
+    return made

@@ -1,0 +1,173 @@
+"""KV caches between two runs, over TCP: a context server keeps them, a generation server fetches them.
+
+A connection fetches one cache. The client sends the 16 bytes of its key; the server answers with the cache's
+size (int64, little-endian; -1: there is none under this key), its bytes once all of them are there, and takes
+one byte in return, after which nothing of the cache is kept. A cache that nobody fetches is dropped after a
+time. Each connection has a thread, so neither the engine's steps nor HTTP wait for a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+_log = logging.getLogger(__name__)
+_KEY_BYTES = 16
+_SIZE = struct.Struct("<q")
+_NOTHING = -1
+_FETCHED = b"\x01"
+_HELLO_S = 10.0  # for a client's key
+_BACKLOG = 256
+_CHUNK = 1 << 20  # bytes of one call
+
+Cache = NDArray[np.uint8]  # shape [bytes]
+
+
+class CacheLost(Exception):
+    """A cache can't be fetched, and why."""
+
+
+@dataclass
+class _Kept:
+    key: bytes
+    until: float  # time.monotonic()
+    cache: Cache | None = None
+    there: threading.Event = field(default_factory=threading.Event)  # or dropped
+
+
+class KvStore:
+    """The caches of requests until they are fetched. The threads share it; ids are those of requests."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        """Listen at a free port of `host`. A cache is kept for `timeout_s` at most. OSError: no such host."""
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._kept: dict[int, _Kept] = {}
+        self._ids: dict[bytes, int] = {}
+        self._fetched: list[int] = []
+        self._socket = socket.create_server((host, 0), backlog=_BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="mpillm-kv", daemon=True).start()
+
+    def open(self, id_: int) -> None:
+        """From now on the request's cache can be asked for; those who ask wait until it is there."""
+        kept = _Kept(secrets.token_bytes(_KEY_BYTES), time.monotonic() + self._timeout_s)
+        with self._lock:
+            self._kept[id_], self._ids[kept.key] = kept, id_
+
+    def key(self, id_: int) -> bytes | None:
+        """Of an open request."""
+        with self._lock:
+            return kept.key if (kept := self._kept.get(id_)) else None
+
+    def put(self, id_: int, cache: Cache) -> None:
+        """The whole cache of an open request."""
+        with self._lock:
+            kept = self._kept[id_]
+            kept.cache = cache
+        kept.there.set()
+
+    def drop(self, id_: int) -> None:
+        """Keep nothing of the request."""
+        with self._lock:
+            if (kept := self._kept.pop(id_, None)) is None:
+                return
+            del self._ids[kept.key]
+        kept.there.set()
+
+    def take_fetched(self) -> list[int]:
+        """The requests whose caches have been fetched since the last call; they are dropped."""
+        if not self._fetched:
+            return []
+        with self._lock:
+            fetched, self._fetched = self._fetched, []
+        return fetched
+
+    def overdue(self) -> list[int]:
+        """The open requests whose time is over."""
+        now = time.monotonic()
+        with self._lock:
+            return [id_ for id_, kept in self._kept.items() if now > kept.until]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+
+    # --- threads ---
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, EOFError):
+            connection.settimeout(_HELLO_S)
+            key = bytes(_received(connection, _KEY_BYTES))
+            with self._lock:
+                id_ = self._ids.get(key)
+                kept = None if id_ is None else self._kept[id_]
+            cache = None
+            if kept is not None:
+                kept.there.wait(max(0.0, kept.until - time.monotonic()))
+                cache = kept.cache
+            if id_ is None or cache is None:
+                connection.sendall(_SIZE.pack(_NOTHING))
+                return
+            connection.settimeout(self._timeout_s)
+            connection.sendall(_SIZE.pack(cache.nbytes))
+            connection.sendall(cache.data)
+            if bytes(_received(connection, 1)) == _FETCHED:
+                self.drop(id_)
+                with self._lock:
+                    self._fetched.append(id_)
+
+
+def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> Cache:
+    """Fetch a cache of `n_bytes`, waiting for it. CacheLost: it does not come within `timeout_s`."""
+    end = time.monotonic() + timeout_s
+    try:
+        with socket.create_connection((host, port), timeout_s) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(key)
+            (size,) = _SIZE.unpack(_received(connection, _SIZE.size, end).tobytes())
+            if size == _NOTHING:
+                raise CacheLost("it does not have the KV cache any more")
+            if size != n_bytes:
+                raise CacheLost(f"its KV cache has {size} bytes, not {n_bytes}: another model or data type")
+            cache = _received(connection, n_bytes, end)
+            connection.sendall(_FETCHED)
+            return cache
+    except TimeoutError:
+        raise CacheLost(f"its KV cache did not come within {timeout_s:g} s") from None
+    except EOFError:
+        raise CacheLost("it closed the connection before its KV cache was here") from None
+    except OSError as error:
+        raise CacheLost(f"its KV cache can't be fetched: {error.strerror or error}") from error
+
+
+def _received(connection: socket.socket, n_bytes: int, end: float | None = None) -> Cache:
+    """As many bytes, until `end` (time.monotonic()). EOFError: there are fewer; TimeoutError, OSError."""
+    made = np.empty(n_bytes, np.uint8)
+    view, at = made.data, 0
+    while at < n_bytes:
+        if end is not None:
+            connection.settimeout(max(0.001, end - time.monotonic()))
+        n = connection.recv_into(view[at : at + _CHUNK])
+        if n == 0:
+            raise EOFError
+        at += n
+    return made

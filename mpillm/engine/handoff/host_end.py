@@ -1,0 +1,82 @@
+"""The end of a handoff that is not an instance: whole KV caches in the memory of one rank.
+
+An instance whose partner is another run (`roles.half`) hands its caches over to, or takes them from,
+its own leader's memory, with the same transfers as between instances (`transfer`). There a cache is what a
+single rank with the whole model would send in one piece: `KVCache` says which bytes. So two servers need not
+know each other's layouts or block sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.comms.mover import Mover, Peer
+from mpillm.engine.cache.kv_cache import Held
+from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.parallel.layout import Layout
+
+Cache = NDArray[np.uint8]  # shape [bytes]
+
+
+class HostPool:
+    """Caches of requests by slot, where an instance has blocks: `Held.blocks` is the slot alone."""
+
+    def __init__(self, config: ModelConfig, kv_bytes_per_token: int) -> None:
+        self._shape = config.n_layers, 2, config.n_kv_heads
+        self._row = kv_bytes_per_token // (config.n_layers * 2 * config.n_kv_heads)
+        self._whole = kv_bytes_per_token
+        self.caches: dict[int, Cache] = {}
+
+    def new(self, n_tokens: int) -> Cache:
+        return np.empty(n_tokens * self._whole, np.uint8)
+
+    def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
+        n_parts: int = (layers.stop - layers.start) * 2 * (heads.stop - heads.start)
+        return n_parts * n_tokens * self._row
+
+    def new_piece(self, n_tokens: int, layers: slice, heads: slice) -> Cache:
+        return np.empty(self.piece_bytes(n_tokens, layers, heads), np.uint8)
+
+    def read(self, held: list[Held], layers: slice, heads: slice) -> list[Any]:
+        return [np.ascontiguousarray(self._part(one, layers, heads)).reshape(-1) for one in held]
+
+    def write(self, held: list[Held], layers: slice, heads: slice, pieces: list[Any]) -> None:
+        for one, piece in zip(held, pieces, strict=True):
+            part = self._part(one, layers, heads)
+            part[:] = np.asarray(piece).reshape(part.shape)
+
+    def _part(self, held: Held, layers: slice, heads: slice) -> Cache:
+        whole = self.caches[held.blocks[0]].reshape(*self._shape, held.n_tokens * self._row)
+        return whole[layers, :, heads]
+
+
+class HostEnd:
+    """Takes caches from an instance, or gives them to it. Polled by the rank that has the memory."""
+
+    def __init__(
+        self, config: ModelConfig, kv_bytes_per_token: int, mover: Mover, instance: Peer, *, takes: bool
+    ) -> None:
+        """`instance`: its ranks and layout in the mover's communicator; `takes`: it is a context instance."""
+        self._pool = HostPool(config, kv_bytes_per_token)
+        self._transfers = Transfers(self._pool, config, Layout(), mover, {0: instance}, sends=not takes)
+        self._kind = Kind.RECEIVE if takes else Kind.SEND
+
+    def take(self, slot: int, n_tokens: int) -> None:
+        """Expect a cache under `slot`, which is free."""
+        self._start(slot, n_tokens, self._pool.new(n_tokens))
+
+    def give(self, slot: int, n_tokens: int, cache: Cache) -> None:
+        """Send a cache under `slot`, which is free and which the instance expects it under."""
+        self._start(slot, n_tokens, cache)
+
+    def poll(self) -> dict[int, Cache]:
+        """The caches that are here, or have left, by slot; the slots are free again."""
+        return {slot: self._pool.caches.pop(slot) for slot in self._transfers.poll()}
+
+    def _start(self, slot: int, n_tokens: int, cache: Cache) -> None:
+        self._pool.caches[slot] = cache
+        self._transfers.start([Transfer(self._kind, slot, 0, slot, n_tokens, [slot])])

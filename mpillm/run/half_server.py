@@ -1,0 +1,55 @@
+"""What rank 0 has in a run that is one half of disaggregated serving: the routes' part, and the role's."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.comms.kv_socket import KvStore
+from mpillm.comms.transport import Transport
+from mpillm.config.options import RunConfig
+from mpillm.cores.base import LLMCore
+from mpillm.cores.registry import BackendRegistry
+from mpillm.roles.half import Arrival, ContextServer, GenerationServer
+from mpillm.roles.instance import InstanceRole
+from mpillm.serve.disaggregated_params import Half, KvFormat
+
+_ALL_ADDRESSES = ("0.0.0.0", "::")
+
+
+class HalfServer:
+    """A context or a generation server."""
+
+    def __init__(self, config: RunConfig, model: Any, url: str) -> None:
+        """`model`: what the core's check returned; `url`: of the endpoint.
+
+        ConfigError: the core can't be one.
+        """
+        role, timeout_s = config.half, config.kv_transfer_timeout_ms / 1000
+        if not BackendRegistry.get(config.core_type).has_host_end:
+            raise ConfigError(
+                f"--core_type {config.core_type} can't be a {role} server: its KV caches stay in its own run",
+                about=["core_type", "server_role"],
+            )
+        if timeout_s >= config.stall_timeout:
+            raise ConfigError(
+                f"{config.named('kv_transfer_timeout_ms')} must be less than {config.named('stall_timeout')},"
+                " after which an instance that owes an answer counts as stuck"
+            )
+        self._arrivals: dict[int, Arrival] = {}
+        self._store = KvStore(config.host, timeout_s) if role == "context" else None
+        host = socket.gethostname() if config.host in _ALL_ADDRESSES else config.host
+        name = config.part.instance.name if config.part else f"{role} server {url.removesuffix('/v1')}"
+        kv = KvFormat(
+            f"{model.config.n_layers} layers of {model.config.n_kv_heads} heads of {model.config.head_dim}"
+            f" in {model.kv_dtype}",
+            model.config.kv_bytes_per_token(model.kv_dtype),
+        )
+        self.routes = Half(role, name, kv, host, self._store, self._arrivals, timeout_s)
+
+    def role(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole:
+        """Of the instance's first rank."""
+        if self._store is not None:
+            return ContextServer(core, route, leader, instance, self._store)
+        return GenerationServer(core, route, leader, instance, self._arrivals)

@@ -1,0 +1,61 @@
+"""The ranks of one mpirun as the servers of a disaggregation YAML, each instance a run of its own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from mpi4py import MPI
+
+from disagg.errors import ConfigError
+from disagg.instances import served_instances
+from launch.launcher import EveryRankError
+from mpillm.config.options import RunConfig
+from mpillm.config.part import Part
+from mpillm.configurator import Found, Level, Origin
+
+
+class Share(NamedTuple):
+    """What a rank of a worker's mpirun has instead of the whole."""
+
+    config: RunConfig
+    control: MPI.Intracomm  # of its instance's ranks
+    world: MPI.Intracomm  # of the same ranks
+
+
+def share(config: RunConfig, control: MPI.Intracomm) -> Share:
+    """This rank's instance of the YAML, and the configuration of its server. Collective over `control`.
+
+    EveryRankError: the YAML can't be served by these ranks.
+    """
+    path, yaml = config.disagg_config, config.yaml
+    if not path or yaml is None:
+        raise EveryRankError(
+            "--server_role worker needs --disagg_config: the YAML whose instances are served"
+        )
+    try:
+        instances = served_instances(yaml, path)
+    except ConfigError as error:
+        raise EveryRankError(str(error)) from None
+    if yaml.mode != "disaggregated":
+        raise EveryRankError(f"{path}: {yaml.mode}; workers are context_servers and generation_servers")
+    if control.size != yaml.n_workers:
+        raise EveryRankError(
+            f"{path} has {yaml.n_workers} workers, but {control.size} ranks were started; start"
+            f" {yaml.n_workers}"
+        )
+    (mine,) = (instance for instance in instances if control.rank in instance.ranks)
+    node = control.Split_type(MPI.COMM_TYPE_SHARED)
+    part = Part(mine, node.size)
+    node.Free()
+    world = cast("MPI.Intracomm", control.Split(mine.index, control.rank))
+    host, _, port = mine.url.rpartition(":")
+    values: dict[str, str | int] = {"host": host, "port": int(port)}
+    if config.log_dir:
+        values["log_dir"] = str(Path(config.log_dir) / f"{mine.kind}_{mine.index}")
+    origin = Origin(Level.YAML, f"{path}: {mine.section}.urls")
+    made = copy.copy(config)
+    made.half, made.part = mine.kind, part
+    made.found = config.found | {name: Found(value, origin) for name, value in values.items()}
+    return Share(made, world.Dup(), world)

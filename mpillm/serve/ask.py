@@ -1,0 +1,141 @@
+"""A request of the leader to one of its servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.serve.protocol import ApiError, Json
+from mpillm.serve.workers import Place, Pool, Worker, reason
+
+_log = logging.getLogger(__name__)
+_CONNECT_S = 10.0
+_MOST = 1 << 31  # what is not a number of tokens, or a token, is the server's to refuse
+
+
+class Ask:
+    """A request to one of a pool's servers, as a context: its answer. ApiError: there is none, and why."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        pool: Pool,
+        silence_s: float,
+        path: str,
+        headers: Mapping[str, str],
+        body: Json | None = None,
+    ) -> None:
+        """POST of `body`, or GET. `silence_s`: how long the server may say nothing."""
+        self._session = session
+        self._pool = pool
+        self._silence_s = silence_s
+        self._path = path
+        self._headers = headers
+        self._body = body
+        self._place: Place | None = None
+        self._response: aiohttp.ClientResponse | None = None
+
+    async def __aenter__(self) -> Ask:
+        tried: list[Worker] = []
+        prompt, n_output = _load_of(self._body or {})
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s)
+        while True:
+            self._place = self._pool.take(prompt, n_output, tried)
+            if self._place is None:
+                raise self._nobody(tried)
+            try:
+                self._response = await self._session.request(
+                    "GET" if self._body is None else "POST",
+                    self.worker.base + self._path,
+                    json=self._body,
+                    headers=self._headers,
+                    timeout=timeout,
+                )
+                return self
+            except BaseException as error:
+                self._pool.give_back(self._place)
+                if isinstance(error, aiohttp.ClientConnectorError):  # nothing was sent: another may have it
+                    self.worker.lose(reason(error))
+                    tried.append(self.worker)
+                elif isinstance(error, (OSError, asyncio.TimeoutError, aiohttp.ClientError)):
+                    raise self._lost(error) from None
+                else:
+                    raise
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._place is not None
+        self._pool.give_back(self._place)
+        if self._there.content.at_eof():
+            self._there.release()
+        else:
+            self._there.close()
+
+    @property
+    def worker(self) -> Worker:
+        assert self._place is not None
+        return self._place.worker
+
+    @property
+    def status(self) -> int:
+        return self._there.status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._there.headers
+
+    @property
+    def _there(self) -> aiohttp.ClientResponse:
+        assert self._response is not None
+        return self._response
+
+    async def read(self) -> bytes:
+        try:
+            return await self._there.read()
+        except (OSError, asyncio.TimeoutError, aiohttp.ClientError) as error:
+            raise self._lost(error) from None
+
+    async def json(self) -> Json:
+        try:
+            made = json.loads(await self.read())
+        except ValueError:
+            made = None
+        if not isinstance(made, dict):
+            raise ApiError(502, f"{self.worker.name}: its answer is no JSON object", code="bad_answer")
+        return made
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The body as it comes."""
+        try:
+            async for chunk in self._there.content.iter_any():
+                yield chunk
+        except (OSError, asyncio.TimeoutError, aiohttp.ClientError) as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: BaseException) -> ApiError:
+        if isinstance(error, asyncio.TimeoutError):
+            silence = f"it said nothing for {self._silence_s:g} s (--stall_timeout)"
+            return ApiError(504, f"{self.worker.name}: {silence}", code=f"{self._pool.kind}_server")
+        message = f"{self.worker.name} was lost while it answered: {reason(error)}"
+        _log.warning("%s", message)
+        return ApiError(502, message, code=f"{self._pool.kind}_server")
+
+    def _nobody(self, tried: list[Worker]) -> ApiError:
+        gone = self._pool.all_gone() or "; ".join(f"{one.name}: {one.gone}" for one in tried)
+        return ApiError(503, gone, code=f"no_{self._pool.kind}_server")
+
+
+def _load_of(body: Json) -> tuple[NDArray[np.int32], int]:
+    """A body's prompt, as tokens or as the bytes of its text, and the tokens that its answer may have."""
+    prompt = body.get("prompt_token_ids") or body.get("prompt") or body.get("messages") or []
+    n_output = body.get("max_completion_tokens") or body.get("max_tokens")
+    n_output = n_output if type(n_output) is int and 0 < n_output < _MOST else 0
+    if isinstance(prompt, list) and all(type(one) is int and 0 <= one < _MOST for one in prompt):
+        return np.array(prompt, np.int32), n_output
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+    return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int32), n_output

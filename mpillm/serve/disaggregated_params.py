@@ -1,0 +1,172 @@
+"""One half of disaggregated serving over HTTP: TensorRT-LLM's `disaggregated_params`, as a server has them.
+
+The leader (`serve.leader_service`, or `trtllm-serve disaggregated`) sends a request to a context
+server with `request_type` context_only, and what comes back, with `request_type` generation_only, to a
+generation server. Names and flow are those of `tensorrt_llm/serve/openai_protocol.py`
+(`DisaggregatedParams`) and `openai_disagg_service.py` in 1.3.0rc. `encoded_opaque_state` is each engine's own
+affair: here base64 of JSON that says where the KV cache waits, and under which key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from mpillm.comms.kv_socket import CacheLost, KvStore, fetch
+from mpillm.comms.messages import RequestFlag
+from mpillm.roles.half import Arrival
+from mpillm.serve.choices import Choice, Piece
+from mpillm.serve.open_requests import Answer
+from mpillm.serve.protocol import ApiError, Asked, Json, Served, token_ids
+from mpillm.serve.shapes import Shapes
+
+CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
+_FETCHES = 64  # at once
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """What both servers' KV caches must have alike."""
+
+    layout: str  # layers, heads and data type, in words
+    bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class _State:
+    """Where a context's KV cache waits."""
+
+    server: str  # name and URL, for messages
+    host: str
+    port: int
+    key: str
+    kv: str  # `KvFormat.layout`
+
+    def encode(self) -> str:
+        return base64.b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
+
+    @staticmethod
+    def decode(text: object) -> _State:
+        """ApiError: it is not of our making."""
+        try:
+            data = json.loads(base64.b64decode(str(text), validate=True))
+            state = _State(**data)
+            bytes.fromhex(state.key)
+            if type(state.port) is int and all(
+                isinstance(one, str) for one in (state.server, state.host, state.kv)
+            ):
+                return state
+        except (ValueError, TypeError):
+            pass
+        raise _wrong("encoded_opaque_state", "expected what a context server of mpillm has answered")
+
+
+class Half:
+    """What a context or a generation server adds to the routes. Used in the HTTP thread alone."""
+
+    def __init__(
+        self,
+        role: str,
+        name: str,
+        kv: KvFormat,
+        host: str,
+        store: KvStore | None,
+        arrivals: dict[int, Arrival],
+        timeout_s: float,
+    ) -> None:
+        """`role`: context or generation; `name`: the server's, with its URL.
+
+        `host`: where other servers reach `store`, which a context server has; `timeout_s`: for a KV cache to
+        be fetched.
+        """
+        self.is_context = role == "context"
+        self._role = role
+        self._name = name
+        self._kv = kv
+        self._host = host
+        self._store = store
+        self._arrivals = arrivals
+        self._timeout_s = timeout_s
+        self._fetchers = ThreadPoolExecutor(_FETCHES, "mpillm-fetch") if store is None else None
+
+    def check(self, asked: Asked, served: Served) -> Asked:
+        """What is asked for, with what `disaggregated_params` change. ApiError: that can't be done here."""
+        params = asked.disaggregated
+        kind, mine = params.get("request_type"), CONTEXT_ONLY if self.is_context else GENERATION_ONLY
+        if kind != mine:
+            raise _wrong("request_type", f"{json.dumps(kind)}: this is a {self._role} server: {mine}")
+        flag = RequestFlag.CONTEXT_ONLY if self.is_context else RequestFlag.GENERATION_ONLY
+        row = asked.row | {"flags": int(asked.row["flags"]) | int(flag)}
+        prompts = asked.prompts
+        if asked.prompt_token_ids is not None and not self.is_context:
+            prompts = [token_ids(asked.prompt_token_ids, "prompt_token_ids", served.vocab_size)]
+        if len(prompts) > 1:
+            raise ApiError(400, f"prompt: {len(prompts)} prompts; with disaggregated_params one", "prompt")
+        return dataclasses.replace(asked, row=row, prompts=prompts)
+
+    # --- a context server ---
+
+    def first(self, shapes: Shapes, choice: Choice, piece: Piece) -> Json:
+        """The answer to a context-only request, whose first token is there."""
+        asked = choice.asked.disaggregated
+        made = shapes.whole([choice], [[piece]])
+        made["prompt_token_ids"] = choice.prompt
+        if piece.finish_reason is not None:  # there is nothing to generate
+            return made
+        assert self._store is not None
+        key = self._store.key(choice.answer.id)
+        if key is None:
+            raise ApiError(503, f"{self._name}: the KV cache was dropped before the answer", code="kv_cache")
+        state = _State(self._name, self._host, self._store.port, key.hex(), self._kv.layout)
+        (said,) = made["choices"]
+        said["finish_reason"] = "not_finished" if choice.max_tokens > 1 else "length"
+        said["disaggregated_params"] = {
+            "request_type": CONTEXT_ONLY,
+            "first_gen_tokens": piece.tokens,
+            "ctx_request_id": asked.get("disagg_request_id") or choice.answer.id,
+            "encoded_opaque_state": state.encode(),
+            "draft_tokens": None,
+            "disagg_request_id": asked.get("disagg_request_id"),
+        }
+        return made
+
+    # --- a generation server ---
+
+    async def fetch(self, asked: Asked, prompt: list[int], served: Served) -> Arrival:
+        """The KV cache of a generation-only request. ApiError: it can't be had, and from whom."""
+        params = asked.disaggregated
+        tokens = token_ids(params.get("first_gen_tokens"), "first_gen_tokens", served.vocab_size)
+        if len(tokens) != 1:
+            raise _wrong("first_gen_tokens", f"{len(tokens)} tokens; expected one")
+        state = _State.decode(params.get("encoded_opaque_state"))
+        if state.kv != self._kv.layout:
+            raise _wrong(
+                "encoded_opaque_state",
+                f"{state.server} has a KV cache of {state.kv}, {self._name} one of {self._kv.layout}",
+            )
+        n_bytes = len(prompt) * self._kv.bytes_per_token
+        try:
+            cache = await asyncio.get_running_loop().run_in_executor(
+                self._fetchers,
+                partial(fetch, state.host, state.port, bytes.fromhex(state.key), n_bytes, self._timeout_s),
+            )
+        except CacheLost as error:
+            raise ApiError(502, f"{state.server}: {error}", code="context_server") from None
+        return Arrival(tokens[0], cache)
+
+    def opened(self, answer: Answer, arrival: Arrival) -> None:
+        """A request for which a KV cache has been fetched is on its way."""
+        self._arrivals[answer.id] = arrival
+
+    def ended(self, answer: Answer) -> None:
+        """Its handler has ended, whether its instance has taken the cache or not."""
+        self._arrivals.pop(answer.id, None)
+
+
+def _wrong(name: str, what: str) -> ApiError:
+    return ApiError(400, f"disaggregated_params.{name}: {what}", f"disaggregated_params.{name}")

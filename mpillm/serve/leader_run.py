@@ -1,0 +1,145 @@
+"""`serve --server_role leader`: wait for the YAML's servers by name, front them, end in an orderly way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+
+import aiohttp
+from aiohttp import web
+
+from disagg.errors import ConfigError
+from disagg.instances import served_instances
+from mpillm.config.disagg_values import ROUTER_ARGUMENTS
+from mpillm.config.disagg_yaml import HALVES
+from mpillm.config.options import RunConfig
+from mpillm.errors import ExitCode
+from mpillm.event_loop import new_loop
+from mpillm.roles.pool import InstancePool
+from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
+from mpillm.serve.http_thread import bind, url
+from mpillm.serve.leader_service import LeaderService
+from mpillm.serve.workers import Pool, Worker, wait_ready, watch
+
+_log = logging.getLogger("mpillm")
+_POLL_S = 0.1
+_BACKLOG = 1024  # connections that are not accepted yet
+_STOP_S = 2.0
+
+
+def lead(config: RunConfig) -> int:
+    """Run until a signal; the exit code. NOT_READY: a server was not ready in time; INSTANCE_LOST: all of a
+    kind are gone for --stall_timeout.
+    """
+    path, yaml = config.disagg_config, config.yaml
+    if not path or yaml is None or yaml.mode != "disaggregated":
+        raise ConfigError(
+            "--server_role leader needs --disagg_config: a disaggregated YAML, whose servers it fronts",
+            about=["server_role"],
+        )
+    workers = [Worker(instance) for instance in served_instances(yaml, path)]
+    contexts, generations = (
+        _pool([worker for worker in workers if worker.kind == kind], config, section)
+        for kind, section in HALVES.items()
+    )
+    bound = bind(yaml.hostname, yaml.port)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    loop = new_loop()
+    try:
+        return loop.run_until_complete(_Lead(config, contexts, generations).run(bound))
+    finally:
+        bound.close()
+        loop.close()
+
+
+def _pool(workers: list[Worker], config: RunConfig, section: str) -> Pool:
+    """The servers of a section, with its router."""
+    policy, n = config.of(section).traffic_distribution_policy, range(len(workers))
+    (server,) = (server for name, server in (config.yaml.sections if config.yaml else ()) if name == section)
+    stated = {name: server.router[name] for name in ROUTER_ARGUMENTS if server.router.get(name) is not None}
+    router = (
+        PrefixPool([*n], PrefixRouting(**stated))
+        if policy == "kv_cache_aware"
+        else InstancePool([*n], policy)
+    )
+    return Pool(workers[0].kind, workers, router)
+
+
+class _Lead:
+    def __init__(self, config: RunConfig, contexts: Pool, generations: Pool) -> None:
+        self._config = config
+        self._pools = contexts, generations
+        self._workers = [*contexts.workers, *generations.workers]
+        self._signals = 0
+
+    async def run(self, bound: socket.socket) -> int:
+        config, loop = self._config, asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+            waiting = asyncio.ensure_future(
+                wait_ready(session, self._workers, config.load_deadline, lambda text: _say(f"  {text}"))
+            )
+            while not waiting.done():
+                await asyncio.sleep(_POLL_S)
+                if self._signals:
+                    waiting.cancel()
+                    return 128 + signal.SIGTERM
+            if late := waiting.result():
+                names = "\n".join(f"  {worker.name}: {worker.gone}" for worker in late)
+                print(
+                    f"mpillm: not ready within {config.load_deadline:g} s (--load_deadline):\n{names}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return ExitCode.NOT_READY
+            service = LeaderService(
+                *self._pools,
+                session,
+                silence_s=config.stall_timeout,
+                max_body_bytes=config.max_body_bytes,
+            )
+            runner = web.AppRunner(
+                service.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S
+            )
+            await runner.setup()
+            site = web.SockSite(runner, bound, backlog=_BACKLOG)
+            await site.start()
+            _say(f"  leading {len(self._workers)} servers at {url(bound)}")
+            looking = asyncio.ensure_future(watch(session, self._workers))
+            try:
+                return await self._serve(service, site)
+            finally:
+                looking.cancel()
+                await runner.cleanup()
+                _say(f"  {service.answered} requests answered, {service.failed} errors")
+
+    async def _serve(self, service: LeaderService, site: web.SockSite) -> int:
+        while not self._signals:
+            await asyncio.sleep(_POLL_S)
+            for pool in self._pools:
+                if pool.gone_for() > self._config.stall_timeout:
+                    print(
+                        f"mpillm: {pool.all_gone()}, for {self._config.stall_timeout:g} s (--stall_timeout)",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    return ExitCode.INSTANCE_LOST
+        service.draining = True
+        await site.stop()
+        end = time.monotonic() + self._config.drain_deadline
+        while service.active and time.monotonic() < end and self._signals == 1:
+            await asyncio.sleep(_POLL_S)
+        return ExitCode.DONE
+
+    def _stop(self) -> None:
+        self._signals += 1
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

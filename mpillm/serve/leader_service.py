@@ -1,0 +1,212 @@
+"""The leader of disaggregated serving: one endpoint before context and generation servers.
+
+Each request goes to a context server, and with what comes back to a generation server, as in TensorRT-LLM's
+`openai_disagg_service.py` (context first). The servers may be ours or any that speak its
+`disaggregated_params`. An error of a server is passed on; one without an answer is named. A request goes to
+another server of the same kind only after a connection that was refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+from aiohttp import web
+
+from mpillm import __version__
+from mpillm.serve.ask import Ask
+from mpillm.serve.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
+from mpillm.serve.protocol import ApiError, Json
+from mpillm.serve.shapes import DONE, error_event
+from mpillm.serve.workers import Pool, Worker
+
+_log = logging.getLogger(__name__)
+_GOES_ON = ("length", "not_finished")  # reasons of a context server's answer that is not the whole one
+_PASSED_ON = ("Authorization", "X-Request-Id")
+_GIVEN_BACK = ("Retry-After", "WWW-Authenticate", "X-Request-Id")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class LeaderService:
+    """The routes."""
+
+    def __init__(
+        self,
+        contexts: Pool,
+        generations: Pool,
+        session: aiohttp.ClientSession,
+        *,
+        silence_s: float,
+        max_body_bytes: int = 1 << 24,
+    ) -> None:
+        """`silence_s`: how long a server with an open request may say nothing."""
+        self.active = 0  # handlers at work
+        self.draining = False
+        self.answered = self.failed = 0
+        self._contexts = contexts
+        self._generations = generations
+        self._session = session
+        self._silence_s = silence_s
+        self._max_body_bytes = max_body_bytes
+        self._ids = itertools.count(1)
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.post("/v1/completions", self._answer),
+                web.post("/v1/chat/completions", self._answer),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/version", self._version),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Errors in OpenAI's form."""
+        self.active += 1
+        try:
+            return await handler(request)
+        except ApiError as error:
+            self.failed += error.status >= 500
+            return _error(error)
+        except web.HTTPRequestEntityTooLarge:
+            return _error(ApiError(413, f"the body is larger than {self._max_body_bytes} bytes"))
+        except web.HTTPException as error:
+            return _error(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
+        except ConnectionError:
+            return web.Response(status=499)  # the client has gone
+        except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
+            _log.exception("%s %s", request.method, request.path)
+            return _error(ApiError(500, "an error of the leader; its log has more"))
+        finally:
+            self.active -= 1
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self._check_open()
+        return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": __version__})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._check_open()
+        async with self._ask(self._generations, request) as answer:
+            return web.Response(body=await answer.read(), status=answer.status, headers=_given_back(answer))
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        for pool in (self._contexts, self._generations):
+            if gone := pool.all_gone():
+                raise ApiError(503, gone, code=f"no_{pool.kind}_server")
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self._check_open()
+        body = _read(await request.read())
+        id_ = next(self._ids)
+        asked = {name: value for name, value in body.items() if name != "stream_options"}
+        asked |= {
+            "stream": False,
+            "disaggregated_params": {"request_type": CONTEXT_ONLY, "disagg_request_id": id_},
+        }
+        async with self._ask(self._contexts, request, asked) as answer:
+            if answer.status != 200:
+                return await self._passed_on(answer)
+            first = await answer.json()
+        choice = _choice(first, answer.worker)
+        params = choice.pop("disaggregated_params", None)
+        if params is None or choice.get("finish_reason") not in _GOES_ON:
+            first.pop("prompt_token_ids", None)
+            self.answered += 1
+            return await _whole(request, first, body)
+        tokens = "prompt_token_ids" if "messages" in body else "prompt"
+        params = params | {"request_type": GENERATION_ONLY, "disagg_request_id": id_}
+        rest = body | {tokens: first.get("prompt_token_ids"), "disaggregated_params": params}
+        async with self._ask(self._generations, request, rest) as answer:
+            if answer.status != 200:
+                return await self._passed_on(answer)
+            if not body.get("stream"):
+                response = web.Response(body=await answer.read(), headers=_given_back(answer))
+                self.answered += 1
+                return response
+            return await self._stream(request, answer)
+
+    def _ask(self, pool: Pool, request: web.Request, body: Json | None = None) -> Ask:
+        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        return Ask(self._session, pool, self._silence_s, request.path, headers, body)
+
+    async def _passed_on(self, answer: Ask) -> web.Response:
+        """A server's error."""
+        self.failed += answer.status >= 500
+        return web.Response(body=await answer.read(), status=answer.status, headers=_given_back(answer))
+
+    async def _stream(self, request: web.Request, answer: Ask) -> web.StreamResponse:
+        response = web.StreamResponse(headers=_given_back(answer))
+        await response.prepare(request)
+        try:
+            async for chunk in answer.chunks():
+                await response.write(chunk)
+            self.answered += 1
+        except ApiError as error:
+            self.failed += 1
+            await response.write(error_event(error.body()))
+        await response.write_eof()
+        return response
+
+
+def _read(data: bytes) -> Json:
+    """What the leader must know of a body; the servers check the rest."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body is not an object")
+    if body.get("disaggregated_params"):
+        raise ApiError(400, "disaggregated_params: they are the leader's to set", "disaggregated_params")
+    return body
+
+
+def _choice(body: Json, worker: Worker) -> Json:
+    choices = body.get("choices")
+    if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
+        return choices[0]
+    raise ApiError(502, f"{worker.name}: its answer has not one choice", code="bad_answer")
+
+
+async def _whole(request: web.Request, answer: Json, body: Json) -> web.StreamResponse:
+    """An answer that a context server has finished, as its client wants it."""
+    if not body.get("stream"):
+        return web.json_response(answer)
+    (choice,) = answer["choices"]
+    if (message := choice.pop("message", None)) is not None:
+        choice["delta"] = message
+        answer["object"] = "chat.completion.chunk"
+    usage = answer.pop("usage", None)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    await response.write(b"data: %s\n\n" % json.dumps(answer).encode())
+    if usage is not None and (json.loads(await request.read()).get("stream_options") or {}).get(
+        "include_usage"
+    ):
+        await response.write(b"data: %s\n\n" % json.dumps(answer | {"choices": [], "usage": usage}).encode())
+    await response.write(DONE)
+    await response.write_eof()
+    return response
+
+
+def _given_back(answer: Ask) -> dict[str, str]:
+    names = ("Content-Type", "Cache-Control", *_GIVEN_BACK)
+    return {name: answer.headers[name] for name in names if name in answer.headers}
+
+
+def _error(error: ApiError) -> web.Response:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    return web.json_response(error.body(), status=error.status, headers=headers)
