@@ -220,9 +220,7 @@ class Service:
         if half is not None and half.is_context:
             return web.json_response(await self._context(half, asked, shapes, *prompts[0]))
         arrival = None if half is None else await half.fetch(asked, prompts[0][0], self._served)
-        choices = [
-            self._open(i, prompt, wanted, asked, arrival) for i, (prompt, wanted) in enumerate(each)
-        ]
+        choices = [self._open(i, prompt, wanted, asked, arrival) for i, (prompt, wanted) in enumerate(each)]
         try:
             if asked.stream:
                 return await self._stream(request, asked, shapes, choices)

@@ -105,8 +105,8 @@ class Half:
         prompts = asked.prompts
         if asked.prompt_token_ids is not None and not self.is_context:
             prompts = [token_ids(asked.prompt_token_ids, "prompt_token_ids", served.vocab_size)]
-        if len(prompts) > 1:
-            raise ApiError(400, f"prompt: {len(prompts)} prompts; with disaggregated_params one", "prompt")
+        if len(prompts) > 1 or asked.n > 1:
+            raise ApiError(400, "with disaggregated_params there is one prompt, and n is 1", "prompt")
         return dataclasses.replace(asked, row=row, prompts=prompts)
 
     # --- a context server ---

@@ -124,6 +124,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"mpirun -n N python -m mpillm run": Elsewhere(
         "names of commands, in sentences: test_the_names_of_commands"
     ),
+    r".* serve .*--server_role .*": Elsewhere("tests/e2e/test_disaggregated_servers.py"),
     r".* serve .*": Elsewhere("until a signal ends it: tests/e2e/test_serve.py"),
     r".* --help": Typed(says="usage: python -m mpillm run"),
     r".* plan --disagg_config .*": Typed(before=(DISAGG_YAML,), says="gen"),

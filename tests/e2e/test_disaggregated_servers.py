@@ -6,23 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
 import sys
-from collections.abc import Iterator
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.helpers.make_folder import make_folder
-from tests.helpers.support import DONE, NOT_READY, PYTHONS, Command, Starter, free_ports, wait_until
+from tests.helpers.support import DONE, Command, Starter, free_ports, wait_until
 
 TIMEOUT_S = 120.0
 MODEL = ("--model_path", "tiny-llama", "--max_seq_len", 512)
-BODY = {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+BODY: dict[str, Any] = {
+    "prompt": [5, 6, 7],
+    "max_tokens": 20,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 CONTEXT = {"disaggregated_params": {"request_type": "context_only"}}
 
 
