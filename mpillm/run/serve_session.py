@@ -65,6 +65,11 @@ class ServeSession:
         requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.out.append)
         half = None
         if config.half:
+            if planned.gpus:
+                raise ConfigError(
+                    f"a {config.half} server hands KV caches over from host memory: name --device cpu",
+                    about=["device", "server_role"],
+                )
             self._half = HalfServer(config, planned.models[0], self.url)
             half = self._half.routes
         service = Service(
