@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpillm.comms.kv_socket import Cache, KvStore
-from mpillm.comms.messages import DONE, NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import DONE, NO_INSTANCE, NO_TOKENS, RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
@@ -149,7 +149,7 @@ class ContextServer(_Half):
         self._start()  # the requests that this step started: no other can have a response
         held_back = np.zeros(len(responses), bool)
         for i, (row, start) in enumerate(zip(responses.rows, responses.offsets(), strict=False)):
-            if row["flags"] & ResponseFlag.TIMES:
+            if row["flags"] & NO_TOKENS:
                 continue
             id_, final = int(row["id"]), bool(row["flags"] & ResponseFlag.FINAL)
             if (context := self._contexts.get(id_)) is not None:

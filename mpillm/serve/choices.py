@@ -43,12 +43,12 @@ class Choice:
 
         Call it in the order of the answer: offsets in the text are counted.
         """
-        if self._asked.logprobs is None:
+        if self.asked.logprobs is None:
             return None
         entries = [
             logprobs.read(token, self.answer.logprobs[place]) for place, token in enumerate(tokens, first)
         ]
-        if self._asked.chat:
+        if self.asked.chat:
             return logprobs.chat(entries, self._tokenizer)
         made = logprobs.completion(entries, self._tokenizer, self._n_characters)
         self._n_characters += sum(map(len, made["tokens"]))

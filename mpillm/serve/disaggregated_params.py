@@ -107,6 +107,8 @@ class Half:
             prompts = [token_ids(asked.prompt_token_ids, "prompt_token_ids", served.vocab_size)]
         if len(prompts) > 1 or asked.n > 1:
             raise ApiError(400, "with disaggregated_params there is one prompt, and n is 1", "prompt")
+        if asked.logprobs is not None:
+            raise ApiError(400, "logprobs is not supported with disaggregated_params", "logprobs")
         return dataclasses.replace(asked, row=row, prompts=prompts)
 
     # --- a context server ---

@@ -277,9 +277,7 @@ def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
         return [token_ids(prompt, "prompt", vocab_size)]
     if len(prompt) > _MOST_PROMPTS:
         raise ApiError(400, f"prompt: {len(prompt)} prompts; a request may have {_MOST_PROMPTS}", "prompt")
-    return [
-        token_ids(p, "prompt", vocab_size) if isinstance(p, list) else _text(p, "prompt") for p in prompt
-    ]
+    return [token_ids(p, "prompt", vocab_size) if isinstance(p, list) else _text(p, "prompt") for p in prompt]
 
 
 def _messages(body: Json) -> Messages:
