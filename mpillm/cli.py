@@ -144,7 +144,12 @@ def _run(argv: Sequence[str]) -> int:
             f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}"
         )
     tell_started()
-    if not {"-h", "--help"} & {*argv}:
+    if {"-h", "--help"} & {*argv}:
+        if name != "mpirun" and (launcher := find_launcher()) is not None:
+            if not launcher.first:
+                return ExitCode.DONE
+            tell_exit_code(ExitCode.DONE)
+    else:
         refuse_copies(name)
         if name not in ("run-llm-server", "mpirun"):
             drop_launch_type(name)

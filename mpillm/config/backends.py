@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import disagg
 from disagg.errors import ConfigError, about
@@ -17,7 +17,9 @@ from mpillm import fields
 from mpillm.config.flags import check_limits, limits_of_engine, overlaid
 from mpillm.configurator import autoconfigure, bind
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS
-from mpillm.models.model_files import EngineConfig, GenerationConfig
+
+if TYPE_CHECKING:  # its records take time to make, at the start of every rank
+    from mpillm.models.model_files import EngineConfig, GenerationConfig
 
 
 @autoconfigure
@@ -54,6 +56,8 @@ class HarnessConfig:
 
     def __post_init__(self) -> None:
         if self.gen_config is None and self.gen_config_path:
+            from mpillm.models.model_files import GenerationConfig
+
             self.gen_config = GenerationConfig.from_file(self.gen_config_path)
 
     @property
@@ -112,6 +116,8 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
         if self.engine_config is None:
             if self.engine_dir is None:
                 raise ConfigError("--engine_dir is missing: the folder of the engine")
+            from mpillm.models.model_files import EngineConfig
+
             self.engine_config = EngineConfig.from_engine_dir(self.engine_dir)
         super().__post_init__()
         build, mapping = self.engine_config.build_config, self.engine_config.pretrained_config.mapping

@@ -16,7 +16,6 @@ from mpillm.config.values import complete
 from mpillm.config.workload_options import defaults_of, named_test
 from mpillm.configurator import COMMAND_LINE, DEFAULT, Configuration, Field, Found, Level, Origin
 from mpillm.fields.passed_over import PASSED_OVER
-from mpillm.models.model_files import GenerationConfig
 
 
 def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None) -> Configuration:
@@ -59,6 +58,8 @@ def stated(
         workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
     path, origin, _ = said(own, fields.llm_gen_config_path)
     if path is not None:
+        from mpillm.models.model_files import GenerationConfig  # its records take time to make
+
         try:
             generation.update(GenerationConfig.from_file(path).values(path))
         except ConfigError as error:

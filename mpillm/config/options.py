@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,6 +165,8 @@ class RunConfig(Values, AllFields):
 
     def digest(self) -> str:
         """A hash of all values and of their YAML, equal on ranks that were started alike."""
+        import hashlib  # OpenSSL: milliseconds at the start of every rank
+
         state = hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode())
         if self.yaml is not None:
             state.update(disagg.dump(self.yaml).encode())

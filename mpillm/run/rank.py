@@ -7,7 +7,7 @@ import gc
 import logging
 import math
 import os
-import platform
+import sys
 import time
 from collections.abc import Callable
 from functools import cached_property
@@ -30,7 +30,6 @@ from mpillm.devices import Gpu
 from mpillm.errors import Failure, Interrupted, RunError
 from mpillm.fields.deadlines import DEADLINES, FIELD_OF
 from mpillm.phases import PHASES, Phase
-from mpillm.report.machine import describe_machine
 from mpillm.report.ranklog import open_rank_log
 from mpillm.roles.role import Role
 from mpillm.run.ending import Ending, Rank0Ending, RankEnding, failures_of
@@ -162,7 +161,7 @@ class Rank:
             started=time.time() - _process_age_s(),
             versions={
                 "mpillm": __version__,
-                "Python": platform.python_version(),
+                "Python": sys.version.split()[0],
                 "MPI": MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 "),
             },
             usage_error=self._usage_error,
@@ -180,6 +179,8 @@ class Rank:
         if all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank]):
             packages = BackendRegistry.get(self._config.core_type).packages
             # Read now: packages may be replaced while the test runs.
+            from mpillm.report.machine import describe_machine
+
             machine = describe_machine(self._gpus, packages)
         try:
             open_rank_log(Path(setup.log_dir), self.rank)

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from disagg import DisaggConfig, ServerConfig, WorldPlan, with_hosts
 from disagg.errors import ConfigError
@@ -35,9 +36,10 @@ from mpillm.roles.follower import Follower
 from mpillm.roles.generation import Generation
 from mpillm.roles.importer import Importer
 from mpillm.roles.instance import InstanceRole
-from mpillm.roles.leader import Leader
-from mpillm.roles.prefix_pool import PrefixRouting
 from mpillm.roles.role import Role
+
+if TYPE_CHECKING:
+    from mpillm.roles.prefix_pool import PrefixRouting
 
 _LIMITS = ("max_batch_size", "max_num_tokens")  # CoreConfig has their defaults
 _SECTIONS = {role: section for section, role in ROLES.items()}
@@ -131,6 +133,8 @@ def prefix_routing(config: RunConfig) -> PrefixRouting:
     """As the YAML has it; otherwise with the blocks of the instances where requests start."""
     router = config.yaml.sections[0][1].router if config.yaml else {}
     stated = {name: router[name] for name in ROUTER_ARGUMENTS if router.get(name) is not None}
+    from mpillm.roles.prefix_pool import PrefixRouting
+
     return PrefixRouting(**{"tokens_per_block": _entry_section(config).tokens_per_block, **stated})
 
 
@@ -223,6 +227,8 @@ def make_roles(
             core = core_class(core_config, comms.instance)
         roles.append(_instance_role(core, plan, rank, ranks, route, comms, make_half))
     if route is not None and "leader" in me.roles:
+        from mpillm.roles.leader import Leader  # only one rank needs it
+
         entry, generation = (
             config.of(_SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1)
         )

