@@ -233,6 +233,7 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 @bind(fields.trtllm_server_urls, "endpoint_urls")
 @bind(fields.load_deadline)
 @bind(fields.health_deadline)
+@bind(fields.compliance_test)
 @dataclass
 class TrtllmEndpointConfig(TrtllmHlApiConfig):
     """trtllm-serve over HTTP."""
@@ -240,6 +241,7 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
     endpoint_urls: tuple[str, ...] = ("0.0.0.0:30000",)
     load_deadline: float = fields.load_deadline.default  # seconds, and below
     health_deadline: float = fields.health_deadline.default
+    compliance_test: str | None = None
 
     DEFAULT_RUNTIME_FLAGS: ClassVar[dict[str, Any]] = {
         **TrtllmHlApiConfig.DEFAULT_RUNTIME_FLAGS,

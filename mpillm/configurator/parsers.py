@@ -234,10 +234,20 @@ def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], 
 @expects("host:port,host:port", _listed)
 def urls(text: str) -> tuple[str, ...]:
     """Servers as ``host:port,host:port``, each once."""
+    return _addresses(text, r"[^\s/]+")
+
+
+@expects("host:port,host:port", _listed)
+def http_urls(text: str) -> tuple[str, ...]:
+    """As `urls`; ``https://`` may stand before a host."""
+    return _addresses(text, r"(https?://)?[^\s/]+")
+
+
+def _addresses(text: str, of_host: str) -> tuple[str, ...]:
     found = [url.strip() for url in text.split(",")]
     for url in found:
         host, _, number = url.rpartition(":")
-        if not re.fullmatch(r"[^\s/]+", host):
+        if not re.fullmatch(of_host, host):
             raise Reason(f"'{url}' is not host:port")
         port(number)
         if found.count(url) > 1:

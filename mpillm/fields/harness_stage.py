@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
-from mpillm.configurator.parsers import boolean, flag_dict, urls
+from mpillm.configurator.parsers import boolean, flag_dict, http_urls
 
 
 class HarnessFields(Options):
@@ -19,7 +19,10 @@ class HarnessFields(Options):
         group="harness",
     )
     trtllm_server_urls = Field(
-        "trtllm_server_urls", "TensorRT-LLM's HTTP servers, host:port,host:port", urls, group="harness"
+        "trtllm_server_urls",
+        "HTTP servers, host:port,host:port; a host behind TLS: https://host:port",
+        http_urls,
+        group="harness",
     )
     show_steady_state_progress = Field(
         "show_steady_state_progress",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class ScriptedServer:
 
     completions: Callable[[Request], Reply] = good
     others: dict[str, Callable[[Request], Reply]] = field(default_factory=dict)
+    tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
         self.requests: list[Request] = []
@@ -108,7 +110,7 @@ class ScriptedServer:
         self._threads: list[threading.Thread] = []
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
-        self.url = f"http://{self.address}"
+        self.url = f"{'https' if self.tls else 'http'}://{self.address}"
         self._thread = threading.Thread(target=self._accept, daemon=True)
 
     def __enter__(self) -> ScriptedServer:
@@ -142,6 +144,8 @@ class ScriptedServer:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
+            if self.tls is not None:  # hands are shaken at the first read
+                connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             with self._lock:
                 if self._stopped.is_set():
                     _shut(connection)
@@ -188,16 +192,15 @@ class ScriptedServer:
 
 
 def _read(file: Any, number: int) -> Request | None:
-    first = file.readline()
-    if not first:
+    words = file.readline().split()
+    if len(words) < 2:  # the end, or no HTTP
         return None
     headers = {}
     while (line := file.readline().strip()) != b"":
-        name, _, value = line.decode().partition(":")
+        name, _, value = line.decode("latin-1").partition(":")
         headers[name.lower()] = value.strip()
-    return Request(
-        first.split()[1].decode(), headers, file.read(int(headers.get("content-length", 0))), number
-    )
+    body = file.read(int(headers.get("content-length", 0)))
+    return Request(words[1].decode("latin-1"), headers, body, number)
 
 
 def _shut(connection: socket.socket) -> None:

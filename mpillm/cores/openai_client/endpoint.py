@@ -23,6 +23,10 @@ class EndpointError(Exception):
     """A server failed. The message names its address and the cause."""
 
 
+class UntrustedError(NothingSentBack):
+    """The server's certificate is not one that this machine trusts: no attempt will go better."""
+
+
 class Owed(Receiver, Protocol):
     """A request that a server owes an answer."""
 
@@ -115,6 +119,13 @@ class Endpoint:
             _, connection = await asyncio.wait_for(making, CONNECT_S)
         except (asyncio.TimeoutError, TimeoutError):  # two classes in Python 3.10
             raise NothingSentBack(f"no connection within {CONNECT_S:g} s") from None
+        except ssl.SSLCertVerificationError as error:
+            raise UntrustedError(
+                f"its certificate is not trusted: {error.verify_message}; the environment variable"
+                " SSL_CERT_FILE may name a file of certificates to trust"
+            ) from None
+        except ssl.SSLError as error:  # its errno is none of the system's
+            raise NothingSentBack(f"TLS: {error.reason or error}") from None
         except OSError as error:
             known = error.errno is not None and error.errno > 0
             raise NothingSentBack(os.strerror(error.errno or 0) if known else str(error)) from None

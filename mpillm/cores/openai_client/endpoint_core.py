@@ -193,6 +193,14 @@ class TrtllmEndpointCore(LLMCore):
             model = find_model(endpoint, self._options.model, self.config.model_path, limit)
             endpoint.model = self._ask(model, limit + 60)
             self._ask(choose_dialect(endpoint, self._tokenizer is not None, limit), limit + 60)
+            if self._harness.compliance_test and not endpoint.dialect.token_ids:
+                raise RunError(
+                    Failure(
+                        f"{endpoint.url} gives no token ids: {self._harness.compliance_test} checks tokens as"
+                        " they were generated, and those made here from text need not be the same",
+                        self.config.rank,
+                    )
+                )
             _log.info("%s serves %s: %s", endpoint.url, endpoint.model, endpoint.dialect.name)
 
     def _ask(self, work: Any, limit_s: float) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from disagg.errors import nearest
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
 from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Sampling, body
-from mpillm.cores.openai_client.endpoint import API_KEY, Endpoint, EndpointError
+from mpillm.cores.openai_client.endpoint import API_KEY, Endpoint, EndpointError, UntrustedError
 from mpillm.cores.openai_client.http_connection import HttpError
 
 _log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
                 last = f"GET {path}: {failure_text(status, reply)}"
                 if status not in (404, 405):
                     break
+        except UntrustedError as error:
+            raise EndpointError(f"{endpoint.url}: {error}") from None
         except HttpError as error:
             # What the deadline cuts short says less than the answer before it.
             if not last or time.monotonic() < start + deadline_s - _PAUSE_S:

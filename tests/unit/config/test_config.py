@@ -28,6 +28,7 @@ from mpillm.configurator.parsers import (
     flag_dict,
     fraction,
     grpc_ports,
+    http_urls,
     length_of_a_test,
     natural,
     not_negative,
@@ -178,6 +179,10 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     urls: (
         {"a:1,b:65535": ("a:1", "b:65535"), "[::1]:80": ("[::1]:80",)},
         ["", "a", "a:", ":1", "a:0", "a:65536", "a:1,b", "a:1,", "a:1,a:1", "http://a:1", "a b:1"],
+    ),
+    http_urls: (
+        {"a:1,https://b:65535": ("a:1", "https://b:65535"), "http://a:1": ("http://a:1",)},
+        ["", "a", "https://a", "ftp://a:1", "https://:1", "https://a:1/v1", "a:1,a:1"],
     ),
     grpc_ports: (
         {

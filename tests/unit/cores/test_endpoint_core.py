@@ -353,6 +353,20 @@ def test_text_without_a_tokenizer() -> None:
     assert re.match(f"{server.url}.* gives no token ids: .*--model_path", str(caught.value))
 
 
+def test_tokens_made_from_text_in_a_test_of_tokens(tokenizer_folder: Path) -> None:
+    """TEST06 compares first tokens and end tokens: those of the server, not those made here."""
+    options = (f"--model_path={tokenizer_folder}", "--compliance_test=TEST06")
+    with (
+        ScriptedServer(text_only) as server,
+        pytest.raises(RunError) as caught,
+        started(server, *options, core_options={"model": MODEL}),
+    ):
+        pass
+    assert re.match(f"{server.url}.* gives no token ids: .*TEST06 checks", str(caught.value))
+    with ScriptedServer() as server, started(server, "--compliance_test=TEST06"):
+        pass
+
+
 # --- models ---
 
 
