@@ -59,6 +59,7 @@ class TorchCore(LLMCore):
     uses_gpus = True
     needs_model = True
     has_host_end = True
+    gives_logprobs = True
     engine_stages = "mpillm.builder.torch_engine:engine_stages"
     servers = "mpillm.builder.torch_servers:torch_servers"
     framework = "PyTorch"

@@ -188,12 +188,11 @@ class Engine:
                 sequence.in_flight &= sequence.n_unread > 0
                 if sequence.is_cancelled and not sequence.is_done and not sequence.in_flight:
                     self._end_cancelled(sequence)
-            tokens, self._arrived = self._arrived, None
-            progress += [
-                p
-                for sequence, token in zip(sampled, tokens, strict=True)
-                if (p := self._append(sequence, token))
-            ]
+            numbers, self._arrived = self._arrived, None
+            width = len(numbers) // max(1, len(sampled))  # 1 unless the step has log probabilities
+            for sequence, at in zip(sampled, range(0, len(numbers), width or 1), strict=True):
+                if p := self._append(sequence, numbers[at], numbers[at + 1 : at + width]):
+                    progress.append(p)
         progress += [Progress(sequence, is_first=False, is_final=True) for sequence in self._cancelled]
         self._cancelled.clear()
         return progress
@@ -207,10 +206,14 @@ class Engine:
                 self._arrived = tokens.take()
         return self._arrived is not None
 
-    def _append(self, sequence: Sequence, token: int) -> Progress | None:
+    def _append(self, sequence: Sequence, token: int, logprobs: list[int]) -> Progress | None:
+        """`logprobs`: as in a row of `Worker.run`; may be of more tokens than `sequence` wants."""
         if sequence.is_done or sequence.is_cancelled:
             return None
         sequence.output.append(token)
+        if sequence.wants_logprobs:
+            n, k = len(logprobs) // 2, sequence.wants_logprobs - 1
+            sequence.logprobs.append(logprobs[: 1 + k] + logprobs[1 + n : 1 + n + k])
         self.generated_tokens += 1
         n = len(sequence.output)
         is_end = token in self._end_ids and not sequence.ignore_end

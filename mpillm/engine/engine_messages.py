@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the module starts MPI
 
 # A step as int32 numbers: the head, a row for each span, the spans' blocks, a row for each transfer, the
 # transfers' blocks, the tokens; then a row of `_SAMPLING` for each wanted row, unless all are greedy.
-_HEAD = 4  # spans, transfers, tokens, whether there are rows of `_SAMPLING`
+_HEAD = 5  # spans, transfers, tokens, whether there are rows of `_SAMPLING`, `Step.logprobs`
 _SPAN = 6  # slot, cached, new, blocks told before, blocks told now, wanted
 _TRANSFER = 6  # kind, ticket, peer, slot, tokens, blocks
 _SAMPLING = np.dtype(
@@ -43,7 +43,13 @@ class Notice(NamedTuple):
 
 def _write_step(step: Step) -> Buffer:
     wanted = dict.fromkeys(step.wanted, _TOKEN) | {step.wanted[i]: _TOKEN_NOT_END for i in step.not_end}
-    numbers = [len(step.spans), len(step.transfers), len(step.tokens), step.sampling is not None]
+    numbers = [
+        len(step.spans),
+        len(step.transfers),
+        len(step.tokens),
+        step.sampling is not None,
+        step.logprobs,
+    ]
     last = -1
     for span in step.spans:
         last += span.n_new
@@ -65,8 +71,8 @@ def _write_step(step: Step) -> Buffer:
 
 def _read_step(buffer: Buffer) -> Step:
     numbers = buffer.view(np.int32)
-    n_spans, n_transfers, n_tokens, is_sampled = numbers[:_HEAD].tolist()
-    step, at, last = Step(), _HEAD + n_spans * _SPAN, -1
+    n_spans, n_transfers, n_tokens, is_sampled, n_logprobs = numbers[:_HEAD].tolist()
+    step, at, last = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, -1
     for slot, n_cached, n_new, n_told, n_blocks, wants in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
         step.spans.append(Span(slot, n_cached, n_new, n_told, numbers[at : at + n_blocks].tolist()))
         at += n_blocks
@@ -104,7 +110,7 @@ def _bytes(array: NDArray[Any]) -> Buffer:
 
 
 PLAN: Message[Step] = Message(Tag.PLAN, _write_step, _read_step)
-TOKENS = _int32(Tag.TOKENS)  # of a step, a token for each wanted row
+TOKENS = _int32(Tag.TOKENS)  # of a step, what `Worker.run` returns
 # The rows of a step, in the weights' dtype. What is read is uint8 [bytes]: the receiver has the step.
 HIDDEN: Message[Tensor] = Message(
     Tag.HIDDEN, lambda x: x.contiguous().view(torch.uint8).numpy().reshape(-1), torch.from_numpy

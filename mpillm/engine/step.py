@@ -38,6 +38,8 @@ class Step:
     sampling: list[SamplingParams] | None = None  # of each wanted row; None: all are greedy
     places: list[int] = field(default_factory=list)  # see `sample`
     transfers: list[Transfer] = field(default_factory=list)  # of the handoff; may be all that a step holds
+    # 0: tokens only. 1 + k: with the log probability of each, and the k likeliest tokens with theirs.
+    logprobs: int = 0
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
@@ -60,4 +62,5 @@ class Step:
         if not all(s.sampling.is_greedy for s in sampled):
             step.sampling = [s.sampling for s in sampled]
             step.places = [s.n_output for s in sampled]
+        step.logprobs = max((s.wants_logprobs for s in sampled), default=0)
         return step, sampled

@@ -86,7 +86,9 @@ class Worker:
     def run(self, step: Step) -> Sampled | None:
         """Run a step: a token for each wanted row on the first rank of the last stage.
 
-        None on the other ranks, and for a step without tokens.
+        With `Step.logprobs` 1 + k these are rows of 2 + 2k numbers: the token, its log probability, the k
+        likeliest tokens and their log probabilities, as the bits of float32. None on the other ranks, and for
+        a step without tokens.
         """
         layer_stored = None
         if step.transfers:
@@ -104,11 +106,16 @@ class Worker:
             return None
         if not step.wanted:
             return None if layout.tp_rank else Sampled(torch.empty(0, dtype=torch.int64))
-        tokens = self._choose(self.part.model.logits(x), step)
+        logits = self.part.model.logits(x)
+        # Before `_choose` changes them; collective.
+        own = self._whole(logits.clone()) if step.logprobs else None
+        tokens = self._choose(logits, step)
         if tokens is None:
             return None
         self.steps.feed(tokens)
-        return None if layout.tp_rank else Sampled(tokens)
+        if layout.tp_rank:
+            return None
+        return Sampled(tokens if own is None else _with_logprobs(tokens, own, step.logprobs - 1))
 
     def logits(self, step: Step) -> Tensor:
         """Run a step as far as the logits: this rank's columns for each wanted row.
@@ -134,12 +141,17 @@ class Worker:
             rows = to_device(step.not_end, logits.device)
             logits[rows[:, None], self._forbidden] = -torch.inf
         if step.sampling is not None:
-            whole = groups.gather(logits.float(), layout.vocabulary_sizes(self.part.info.config))
+            whole = self._whole(logits)
             # A GPU's sums may differ in the last bits from rank to rank; the choice must not.
             return None if whole is None else groups.broadcast(sample(whole, step.sampling, step.places))
         if layout.tp_size == 1:
             return logits.argmax(-1)
         return self._best_of_all(*logits.max(-1))
+
+    def _whole(self, logits: Tensor) -> Tensor | None:
+        """Return the logits of the whole vocabulary (float32) where `Groups.gather` returns the whole."""
+        groups = self.part.groups
+        return groups.gather(logits.float(), groups.layout.vocabulary_sizes(self.part.info.config))
 
     def _best_of_all(self, best: Tensor, at: Tensor) -> Tensor | None:
         """Return each row's likeliest token, from each rank's likeliest, where `gather` returns the whole."""
@@ -151,6 +163,14 @@ class Worker:
             return None
         pairs = pairs.view(len(best), layout.tp_size, 2)
         return pairs[:, :, 1].gather(1, pairs[:, :, 0].argmax(1, keepdim=True))[:, 0].long()
+
+
+def _with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:
+    """Return rows as of `Worker.run`, one after another: int64. `logits`: float32 [n, vocab]."""
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
+    numbers = torch.cat([logprobs.gather(1, tokens[:, None]), best.values], dim=1).view(torch.int32).long()
+    return torch.cat([tokens[:, None], numbers[:, :1], best.indices, numbers[:, 1:]], dim=1).flatten()
 
 
 class Follower:

@@ -8,6 +8,10 @@ import signal
 from http.client import HTTPConnection
 from typing import Any
 
+import pytest
+
+from mpillm.engine.weights.parameters import save_preset
+from tests.helpers.logprobs_oracle import expected_logprobs
 from tests.helpers.support import DONE, Command, Starter, wait_until
 
 TIMEOUT_S = 120.0
@@ -187,3 +191,24 @@ def test_cached_prompts_are_found_by_the_policy_that_looks_for_them(one: Starter
         assert sum(instance["samples"] for instance in instances) == 24
         reused.append(sum(instance["reused_blocks"] for instance in instances))
     assert reused == [48, 72]
+
+
+def test_log_probabilities_are_those_of_transformers_whatever_the_layout(one: Starter) -> None:
+    """The first token's are the context instance's (tp 2), the others' the generation instance's (pp 2)."""
+    save_preset("tiny-llama", one.folder / "model")
+    layout = ("--mode", "disaggregated", "--ctx_tp_size", 2, "--gen_pp_size", 2, "--dtype", "float32")
+    command, host, port = serve(one, 6, "--model_path", one.folder / "model", "--max_seq_len", 64, *layout)
+    prompt = [5, 6, 7]
+    body = {"prompt": prompt, "max_tokens": 8, "logprobs": 3, "return_token_ids": True, "ignore_eos": True}
+    (whole,) = answer(host, port, "/v1/completions", **body, temperature=0)["choices"]
+    expected = expected_logprobs(one.folder / "model", prompt, whole["token_ids"])
+    chosen = [float(expected[i, token]) for i, token in enumerate(whole["token_ids"])]
+    assert whole["logprobs"]["token_logprobs"] == pytest.approx(chosen, abs=1e-4)
+    for told, likeliest in zip(whole["logprobs"]["top_logprobs"], expected.topk(3).values, strict=True):
+        assert max(told.values()) == pytest.approx(float(likeliest[0]), abs=1e-4)
+    chunks = post(host, port, "/v1/completions", **body, temperature=0, stream=True).getresponse().read()
+    streamed = [json.loads(chunk[6:])["choices"][0] for chunk in chunks.decode().split("\n\n")[:-2]]
+    told = [number for choice in streamed for number in choice["logprobs"]["token_logprobs"]]
+    assert told == pytest.approx(chosen, abs=1e-4)
+    command.process.send_signal(signal.SIGTERM)
+    command.end(TIMEOUT_S).must(DONE)

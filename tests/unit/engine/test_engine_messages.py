@@ -33,7 +33,7 @@ SAMPLED = Step(
     TRANSFERS[:1],
 )
 SENT: dict[Tag, list[Any]] = {
-    Tag.PLAN: [GREEDY, SAMPLED, Step(transfers=TRANSFERS), Step(SPANS[2:], [1, 2, 3, 4])],
+    Tag.PLAN: [GREEDY, SAMPLED, Step(transfers=TRANSFERS), Step(SPANS[2:], [1, 2, 3, 4], logprobs=21)],
     Tag.TOKENS: [[0, 128255], []],
     Tag.MOVED: [[2**31 - 1], []],
     Tag.NCCL_ID: [bytes(range(128))],
