@@ -12,6 +12,7 @@ from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.fields import Field, integers, not_negative, positive
 
@@ -161,7 +162,7 @@ def _weight_bytes(info: ModelInfo, batch: int) -> int:
 
     Of the embedding the rows of its tokens; of a mixture the experts that random choices hit, on average.
     """
-    c, width = info.config, 4 if info.dtype == "float32" else 2
+    c, width = info.config, N_BYTES[info.dtype]
     n_bytes = info.n_bytes - (0 if c.tie_word_embeddings else (c.vocab_size - batch) * c.hidden_size * width)
     if c.n_experts:
         expert_width = width if info.quantization == "none" else 1

@@ -15,7 +15,7 @@ from mpillm.engine.model.model_info import check_model
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.step import Span
-from mpillm.engine.weights.quantization import kv_scale_names
+from mpillm.engine.weights.entries import kv_scale_names
 
 # Headroom of a scale for keys and values larger than those seen: they would be clipped, and a float loses
 # nothing by a larger scale.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mpillm.engine.cache.kv_cache import KV_DTYPES, KVCache
+from mpillm.engine.cache.kv_cache import KVCache
+from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.model import ops
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.model.transformer import Llama, Ops
@@ -44,7 +45,7 @@ class ModelPart:
                 kv_heads.stop - kv_heads.start,
                 tokens_per_block,
                 config.head_dim,
-                KV_DTYPES[info.kv_dtype],
+                torch_dtype(info.kv_dtype),
                 device,
                 weights.kv_scales(layers) if info.kv_dtype == "fp8" else None,
             )

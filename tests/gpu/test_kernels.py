@@ -14,7 +14,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("no GPU", allow_module_level=True)
 
-from mpillm.engine.cache.kv_cache import KV_DTYPES, Held, KVCache, rounded  # noqa: E402
+from mpillm.engine.cache.kv_cache import Held, KVCache, rounded  # noqa: E402
+from mpillm.engine.dtypes import torch_dtype  # noqa: E402
 from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
@@ -140,7 +141,7 @@ def test_rows_in_fp8(dtype: torch.dtype) -> None:
 def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dtype, held: str) -> None:
     """Contexts of many lengths, scattered blocks, NaN where no row may look; caches of every type."""
     torch.manual_seed(heads)
-    held_dtype = KV_DTYPES.get(held, dtype)
+    held_dtype = dtype if held == "as computed" else torch_dtype(held)
     # the largest are cut off
     scales = torch.rand(2, kv_heads, device=DEVICE) / 50 + 0.002 if held == "fp8" else None
     lengths = (

@@ -12,7 +12,6 @@ from torch import Tensor
 from mpillm.engine.fp8 import FP8, to_fp8, widen
 from mpillm.engine.staging import to_device
 
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": FP8}
 NULL_BLOCK = 0  # never given out: pads short rows of a block table
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
+from mpillm.engine.dtypes import N_BYTES, STORED
 from mpillm.engine.weights.quantization import parse_quantization
 from mpillm.files import read_object
 
 PRESETS = Path(__file__).parent / "presets"
 SUPPORTED = ("LlamaForCausalLM", "MixtralForCausalLM")
-CHECKPOINT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# As safetensors names them
+CHECKPOINT_DTYPES = {STORED[name]: name for name in ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ModelConfig:
     def kv_bytes_per_token(self, dtype: str, tp_size: int = 1, pp_size: int = 1) -> int:
         """Return the bytes in a cache of `dtype` (float32, bfloat16, fp8), on the rank with the most."""
         layers, heads = -(-self.n_layers // pp_size), max(1, self.n_kv_heads // tp_size)
-        return 2 * layers * heads * self.head_dim * {"float32": 4, "bfloat16": 2, "fp8": 1}[dtype]
+        return 2 * layers * heads * self.head_dim * N_BYTES[dtype]
 
 
 def load_model_config(model_path: str) -> ModelConfig:

@@ -15,8 +15,9 @@ from mpillm.engine.model.model_config import ModelConfig, architecture_of, locat
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
+from mpillm.engine.weights.entries import is_linear, rank_bytes
 from mpillm.engine.weights.memory import available_bytes, gpu_room, load_bytes, shown, stages
-from mpillm.engine.weights.quantization import ALGORITHMS, held, is_linear
+from mpillm.engine.weights.quantization import ALGORITHMS, held
 from mpillm.files import read_object
 
 _CHOICES = {
@@ -178,7 +179,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         end_ids=_end_ids(config, raw, folder),
         stop_words=_stop_words(config, model, folder),
         layout=layout,
-        n_bytes=layout.n_bytes(model, 4 if dtype == "float32" else 2, weights_held),
+        n_bytes=rank_bytes(model, layout, dtype, weights_held),
         dtype=dtype,
         kv_dtype=kv_dtype,
         quantization=quantization,
@@ -229,18 +230,13 @@ def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout) -> str
             f"{config.model_path}: int8 weights run only on CPUs (--device cpu); on a GPU use fp8",
             about=["device"],
         )
-    for name in layout.tensors(model) if quantization == "fp8" else ():
-        if is_linear(name):
-            shape = [
-                len(range(n)[part])
-                for n, part in zip(model.tensors()[name], layout.part(name, model), strict=True)
-            ]
-            if any(n % _FP8_MULTIPLE for n in shape):
-                raise ConfigError(
-                    f"{config.model_path}: with tensor_parallel_size {config.tp_size}"
-                    f" a rank holds {shape} of {name};"
-                    f" fp8 products on a GPU need multiples of {_FP8_MULTIPLE}"
-                )
+    for name, shape in layout.shapes(model).items() if quantization == "fp8" else ():
+        if is_linear(name) and any(n % _FP8_MULTIPLE for n in shape):
+            raise ConfigError(
+                f"{config.model_path}: with tensor_parallel_size {config.tp_size}"
+                f" a rank holds {list(shape)} of {name};"
+                f" fp8 products on a GPU need multiples of {_FP8_MULTIPLE}"
+            )
     return quantization
 
 

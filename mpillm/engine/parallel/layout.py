@@ -12,8 +12,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpillm.engine.weights.quantization import SCALE_BYTES, is_linear
-
 if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 
@@ -112,29 +110,13 @@ class Layout:
 
         return [name for name in config.tensors() if mine(name)]
 
-    def sizes(self, config: ModelConfig) -> dict[str, int]:
-        """Return the number of values in this rank's part of each parameter."""
-        shapes, sizes = config.tensors(), {}
+    def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shape of this rank's part of each of its parameters (`tensors`)."""
+        whole, shapes = config.tensors(), {}
         for name in self.tensors(config):
-            rows, columns = self.part(name, config)
-            shape = shapes[name]
-            n = len(range(shape[0])[rows])
-            sizes[name] = n * len(range(shape[1])[columns]) if len(shape) == 2 else n
-        return sizes
-
-    def n_bytes(self, config: ModelConfig, width: int, quantization: str) -> int:
-        """Return the bytes of this rank's parameters: floats of `width` bytes, 8-bit weights with scales."""
-        shapes, n_bytes = config.tensors(), 0
-        for name, n in self.sizes(config).items():
-            if quantization != "none" and is_linear(name):
-                n_bytes += n + SCALE_BYTES * len(range(shapes[name][0])[self.part(name, config)[0]])
-            else:
-                n_bytes += n * width
-        return n_bytes
-
-    def n_values(self, config: ModelConfig) -> int:
-        """Return the number of values in all parameters of this rank."""
-        return sum(self.sizes(config).values())
+            parts = zip(whole[name], self.part(name, config), strict=False)  # a vector has rows only
+            shapes[name] = tuple(len(range(n)[part]) for n, part in parts)
+        return shapes
 
 
 class Cut(NamedTuple):

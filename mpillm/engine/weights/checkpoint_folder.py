@@ -12,19 +12,13 @@ import struct
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError
 from mpillm.engine.model.model_config import CHECKPOINT_DTYPES, ModelConfig
+from mpillm.engine.weights.entries import ITEM_BYTES, Entry, kv_scale_alias, kv_scale_names, stored
 from mpillm.engine.weights.memory import shown
-from mpillm.engine.weights.quantization import (
-    DTYPES,
-    RECORD,
-    is_linear,
-    kv_scale_alias,
-    kv_scale_names,
-    scale_name,
-)
+from mpillm.engine.weights.quantization import RECORD
 from mpillm.files import read_object, replace_folder
 
 if TYPE_CHECKING:
@@ -46,40 +40,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for its digest
-_ITEM_BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "BF16": 2,
-    "F16": 2,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-}
 
 
-class Entry(NamedTuple):
-    """A tensor to be written."""
-
-    dtype: str  # in safetensors' words
-    shape: tuple[int, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        n = _ITEM_BYTES[self.dtype]
-        for size in self.shape:
-            n *= size
-        return n
-
-
-def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Read a safetensors file's header: dtype, shape, data_offsets of each tensor.
-
-    Their sum must be the file's size.
-    """
+def read_header(file: Path) -> dict[str, Entry]:
+    """Read a safetensors file's header, and compare it with the file's size. ConfigError if it is damaged."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -96,15 +60,14 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         header: dict[str, Any] = json.loads(raw)
         header.pop("__metadata__", None)
         expected = 8 + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        if any(not {"dtype", "shape"} <= entry.keys() for entry in header.values()):
-            raise ValueError
+        entries = {name: Entry(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise ConfigError(
             f"{file}: truncated, or not a safetensors file (its header cannot be read)"
         ) from None
     if size != expected:
         raise ConfigError(f"{file}: truncated: its header says {expected} bytes, it has {size}")
-    return header
+    return entries
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -184,7 +147,7 @@ def write_safetensors(
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: -_ITEM_BYTES[item[1].dtype]):
+    for name, entry in sorted(entries.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]):
         header[name] = {
             "dtype": entry.dtype,
             "shape": entry.shape,
@@ -232,31 +195,27 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     """
     files = weight_files(folder)
     found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
-    expected = {name: (shape, tuple(CHECKPOINT_DTYPES)) for name, shape in model.tensors().items()}
-    if model.quantization != "none":
-        for name in [name for name in expected if is_linear(name)]:
-            shape, floats = expected[name]
-            expected[name] = shape, (DTYPES[model.quantization],)
-            expected[scale_name(name)] = (shape[0], 1), floats
+    expected: dict[str, Entry] = {}
+    for name, shape in model.tensors().items():
+        expected |= stored(name, shape, model.dtype, model.quantization)
     if model.kv_quantization != "none":
         for name in (name for layer in range(model.n_layers) for name in kv_scale_names(layer)):
             if name not in found and kv_scale_alias(name) in found:
                 found[name] = found[kv_scale_alias(name)]
             # One number, or one for each KV head, as a tensor of any shape.
-            shape = tuple(found[name][1]["shape"]) if name in found else (1,)
-            if math.prod(shape) not in (1, model.n_kv_heads):
-                shape = (model.n_kv_heads,)
-            expected[name] = shape, tuple(CHECKPOINT_DTYPES)
-    for name, (shape, dtypes) in expected.items():
+            shape = found[name][1].shape if name in found else (1,)
+            is_one = math.prod(shape) in (1, model.n_kv_heads)
+            expected[name] = Entry("F32", shape if is_one else (model.n_kv_heads,))
+    floats = tuple(CHECKPOINT_DTYPES)  # any of them, also for scales
+    for name, entry in expected.items():
         if name not in found:
             raise ConfigError(f"{folder}: no tensor {name} in {', '.join(file.name for file in files)}")
-        file, entry = found[name]
-        if tuple(entry["shape"]) != shape:
+        file, (dtype, shape) = found[name]
+        if shape != entry.shape:
             raise ConfigError(
-                f"{file}: tensor {name} has shape {list(entry['shape'])}, config.json makes it {list(shape)}"
+                f"{file}: tensor {name} has shape {list(shape)}, config.json makes it {list(entry.shape)}"
             )
-        if entry["dtype"] not in dtypes:
-            raise ConfigError(
-                f"{file}: tensor {name} is of type {entry['dtype']}; can read {', '.join(dtypes)}"
-            )
+        allowed = floats if entry.dtype in floats else (entry.dtype,)
+        if dtype not in allowed:
+            raise ConfigError(f"{file}: tensor {name} is of type {dtype}; can read {', '.join(allowed)}")
     return {name: found[name][0] for name in expected}

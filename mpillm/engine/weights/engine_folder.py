@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import mpillm
 from disagg.errors import ConfigError, about
-from mpillm.engine.parallel.layout import FUSED, Layout
-from mpillm.engine.weights.checkpoint_folder import Entry, digests, read_header, weight_files
-from mpillm.engine.weights.quantization import DTYPES, held_kv_scales, is_linear, scale_name
+from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.weights.checkpoint_folder import digests, read_header, weight_files
+from mpillm.engine.weights.entries import Entry, rank_entries
 from mpillm.files import read_object
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 
 FORMAT = 1  # of the files: another number means other tensors
-FLOATS = {"float32": "F32", "bfloat16": "BF16"}
 _ALGORITHMS = {"none": None, "int8": "W8A16", "fp8": "FP8"}  # TensorRT-LLM's names
 _KV_ALGORITHMS = {"none": None, "fp8": "FP8"}
 
@@ -60,31 +59,6 @@ def layouts(first: Layout) -> list[Layout]:
     """Return the layouts of all ranks of an instance, in order; `first` is one of them."""
     ranks = itertools.product(range(first.pp_size), range(first.tp_size))
     return [dataclasses.replace(first, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank, tp_rank in ranks]
-
-
-def entries(
-    model: ModelConfig, layout: Layout, dtype: str, quantization: str, kv_quantization: str
-) -> dict[str, Entry]:
-    """Return the tensors in a rank's file: its parts of the parameters, fused as in the engine."""
-    shapes = model.tensors()
-    made: dict[str, Entry] = {}
-    for name in layout.tensors(model):
-        layer, dot, last = name.removesuffix(".weight").rpartition(".")
-        fused = next((fused for fused, parts in FUSED.items() if last in parts), last)
-        shape = tuple(
-            len(range(n)[part]) for n, part in zip(shapes[name], layout.part(name, model), strict=False)
-        )
-        held = f"{layer}{dot}{fused}.weight"
-        if held in made:
-            shape = (made[held].shape[0] + shape[0], shape[1])
-        is_quantized = quantization != "none" and is_linear(name)
-        made[held] = Entry(DTYPES[quantization] if is_quantized else FLOATS[dtype], shape)
-        if is_quantized:
-            made[scale_name(held)] = Entry("F32", (shape[0], 1))
-    if kv_quantization != "none":
-        n_heads = len(range(model.n_kv_heads)[layout.kv_heads(model)])
-        made |= {held_kv_scales(layer): Entry("F32", (2, n_heads)) for layer in layout.layers(model)}
-    return made
 
 
 def engine_json(
@@ -186,7 +160,7 @@ def check_engine(
     for layout in layouts(engine.layout):
         _check_file(
             engine.file(layout),
-            entries(built, layout, engine.dtype, engine.quantization, engine.kv_quantization),
+            rank_entries(built, layout, engine.dtype, engine.quantization, engine.kv_quantization),
         )
     if source is None:
         digest = preset_digest(str(config.model_path))
@@ -201,7 +175,7 @@ def check_engine(
 
 
 def _check_file(file: Path, expected: dict[str, Entry]) -> None:
-    header = {name: Entry(entry["dtype"], tuple(entry["shape"])) for name, entry in read_header(file).items()}
+    header = read_header(file)
     for name in (*expected, *header):
         if header.get(name) != expected.get(name):
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,9 @@ import psutil
 
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
+from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.weights.entries import rank_bytes
 from mpillm.engine.weights.quantization import held
 
 if TYPE_CHECKING:
@@ -37,10 +40,10 @@ def gpu_room(
 
     ConfigError if there are none. `quantization`: of the weights in memory.
     """
-    width = 4 if dtype == "float32" else 2
+    width = N_BYTES[dtype]
     ranks = [(tp_rank, pp_rank) for tp_rank in range(config.tp_size) for pp_rank in range(config.pp_size)]
     layouts = [Layout(config.tp_size, config.pp_size, config.ep_size, *rank) for rank in ranks]
-    weights = max(layout.n_bytes(model, width, quantization) for layout in layouts)
+    weights = max(rank_bytes(model, layout, dtype, quantization) for layout in layouts)
     heads = model.n_heads + 2 * max(model.n_kv_heads, config.tp_size)
     # A mixture has its feed-forward's values and its output for each chosen expert, whichever rank holds it.
     n_chosen = model.n_experts_per_token if model.n_experts else 1
@@ -77,12 +80,13 @@ def load_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str
 
     One that is rounded or widened on the way exists a few times, as float32.
     """
-    sizes, width = layout.sizes(model), 4 if dtype == "float32" else 2
+    sizes = {name: math.prod(shape) for name, shape in layout.shapes(model).items()}
+    width = N_BYTES[dtype]
     # as rows, and packed
     tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0
     under_way = 2 * width if quantization == "none" else 3 * 4
     return (
-        layout.n_bytes(model, width, held(quantization, on_gpu=False))
+        rank_bytes(model, layout, dtype, held(quantization, on_gpu=False))
         + tied * width
         + under_way * max(sizes.values())
     )

@@ -19,7 +19,7 @@ from mpillm.engine.model.linear import Linear, make_linear
 from mpillm.engine.model.model_config import ModelConfig, load_model_config, preset_json
 from mpillm.engine.parallel.layout import ALL, FUSED, Layout
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
-from mpillm.engine.weights.quantization import kv_scale_alias, kv_scale_names, scale_name
+from mpillm.engine.weights.entries import kv_scale_alias, kv_scale_names, scale_name
 from mpillm.engine.weights.quantize import quantize_rows
 
 

@@ -1,4 +1,4 @@
-"""Which weights are quantised, and how `config.json` says so. Without torch; `quantize` has the arithmetic.
+"""What quantised weights are, and how `config.json` says so. Without torch; `quantize` has the arithmetic.
 
 The matrices of a layer's linear projections have 8 bits, with one scale per output channel (a row of the
 matrix): a weight is the number times its row's scale. Embedding, norms, router and `lm_head` keep their type.
@@ -20,41 +20,10 @@ from typing import Any
 from disagg.errors import ConfigError, nearest
 
 ALGORITHMS = ("int8", "fp8")
-DTYPES = {"int8": "I8", "fp8": "F8_E4M3"}  # safetensors' names
 RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
-SCALE_BYTES = 4  # float32, as the engine holds a scale
 _TYPES = {"int": "int8", "float": "fp8"}
 _DENSE = "dense"  # compressed-tensors' word for weights that are floats
 _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
-_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-_LINEARS |= {"qkv_proj", "gate_up_proj", "w13"}  # as the engine has them
-
-
-def is_linear(name: str) -> bool:
-    """Return whether parameter `name` is a layer's linear projection: 8 bits in a quantised model."""
-    layer, _, kind = name.rpartition(".")
-    return kind == "weight" and layer.rpartition(".")[2] in _LINEARS
-
-
-def scale_name(name: str) -> str:
-    """Return the name of the scales of a parameter ``….weight``."""
-    return f"{name}_scale"
-
-
-def kv_scale_names(layer: int) -> tuple[str, str]:
-    """Return a checkpoint's names of the scales of a layer's cached keys and values."""
-    return f"model.layers.{layer}.self_attn.k_scale", f"model.layers.{layer}.self_attn.v_scale"
-
-
-def kv_scale_alias(name: str) -> str:
-    """Return ModelOpt's name for one of `kv_scale_names`; any other name unchanged."""
-    layer, _, kind = name.rpartition(".")
-    return f"{layer}.{kind[0]}_proj.{kind}" if kind in ("k_scale", "v_scale") else name
-
-
-def held_kv_scales(layer: int) -> str:
-    """Return an engine file's name of both: float32 [2, KV heads of the rank], the keys' first."""
-    return f"model.layers.{layer}.self_attn.kv_scale"
 
 
 def held(quantization: str, on_gpu: bool) -> str:

@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.engine.fp8 import FP8, widen
+from mpillm.engine.dtypes import torch_dtype
+from mpillm.engine.fp8 import FP8, LARGEST, widen
 from mpillm.engine.model.model_config import ModelConfig, load_model_config
 from mpillm.engine.weights.checkpoint_folder import (
     INDEX,
     SINGLE,
-    Entry,
     check_room,
     checkpoint_files,
     copy_companions,
@@ -31,19 +31,16 @@ from mpillm.engine.weights.checkpoint_folder import (
     read_header,
     write_safetensors,
 )
+from mpillm.engine.weights.entries import Entry, is_linear, scale_name, stored
 from mpillm.engine.weights.quantization import (
     ALGORITHMS,
-    DTYPES,
     RECORD,
     check_algorithm,
-    is_linear,
     quantization_config,
-    scale_name,
 )
 from mpillm.files import read_object, write_json
 
-_TORCH_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_LARGEST = {"int8": 127.0, "fp8": 448.0}  # of the type; int8's -128 stays unused
+_LARGEST = {"int8": 127.0, "fp8": LARGEST}  # of the type; int8's -128 stays unused
 
 
 def quantize_rows(matrix: Tensor, algorithm: str) -> tuple[Tensor, Tensor]:
@@ -54,7 +51,7 @@ def quantize_rows(matrix: Tensor, algorithm: str) -> tuple[Tensor, Tensor]:
     scaled = (matrix / scales).clamp_(-_LARGEST[algorithm], _LARGEST[algorithm])
     if algorithm == "int8":
         scaled.round_()
-    return scaled.to(_TORCH_DTYPES[algorithm]), scales
+    return scaled.to(torch_dtype(algorithm)), scales
 
 
 def dequantize_rows(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,12 +131,10 @@ def quantize(
 
 
 def _entries(file: Path, algo: str, model: ModelConfig) -> dict[str, Entry]:
-    known, entries = model.tensors(), {}
-    for name, header in read_header(file).items():
-        entries[name] = Entry(header["dtype"], tuple(header["shape"]))
-        if algo != "none" and name in known and is_linear(name):
-            entries[name] = Entry(DTYPES[algo], entries[name].shape)
-            entries[scale_name(name)] = Entry("F32", (entries[name].shape[0], 1))
+    known, entries = model.tensors(), dict[str, Entry]()
+    for name, entry in read_header(file).items():
+        is_rounded = algo != "none" and name in known and is_linear(name)
+        entries |= stored(name, entry.shape, model.dtype, algo) if is_rounded else {name: entry}
     return entries
 
 

@@ -12,23 +12,21 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
+from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.model.model_config import PRESETS
 from mpillm.engine.model.model_info import ModelInfo, model_info
 from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.weights.checkpoint_folder import Entry, check_room, digests, new_folder, write_safetensors
+from mpillm.engine.weights.checkpoint_folder import check_room, digests, new_folder, write_safetensors
 from mpillm.engine.weights.engine_folder import (
     EngineFolder,
     engine_json,
-    entries,
     file_name,
     layouts,
     preset_digest,
 )
+from mpillm.engine.weights.entries import Entry, held_kv_scales, is_linear, rank_entries, scale_name
 from mpillm.engine.weights.parameters import Checkpoint, DummyWeights, Shards, Weights, WeightSource
-from mpillm.engine.weights.quantization import held_kv_scales, is_linear, scale_name
 from mpillm.files import read_object, write_json
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build(
@@ -71,7 +69,7 @@ def build(
     ranks = layouts(info.layout)
     kv_quantization = info.config.kv_quantization
     planned = {
-        layout: entries(info.config, layout, info.dtype, info.quantization, kv_quantization)
+        layout: rank_entries(info.config, layout, info.dtype, info.quantization, kv_quantization)
         for layout in ranks
     }
     file = PRESETS / f"{checkpoint}.json" if info.folder is None else info.folder / "config.json"
@@ -92,7 +90,7 @@ def build(
         check_room(work, sum(entry.n_bytes for made in planned.values() for entry in made.values()))
         for layout, made in planned.items():
             shards = Shards(
-                source, info.config, layout, TORCH_DTYPES[info.dtype], quantization=info.quantization
+                source, info.config, layout, torch_dtype(info.dtype), quantization=info.quantization
             )
             write_safetensors(work / file_name(layout), made, _held(shards, made, layout.layers(info.config)))
             if progress is not None:
@@ -129,7 +127,7 @@ def open_weights(info: ModelInfo, layout: Layout, device: str, *, dummy: bool) -
         source = DummyWeights(info.config, device)
     else:
         source = Checkpoint(info.folder, info.config)
-    return Shards(source, info.config, layout, TORCH_DTYPES[info.dtype], device, info.quantization)
+    return Shards(source, info.config, layout, torch_dtype(info.dtype), device, info.quantization)
 
 
 class Built(Weights):
@@ -137,7 +135,7 @@ class Built(Weights):
 
     def __init__(self, engine: EngineFolder, config: Any, layout: Layout, device: torch.device | str) -> None:
         """Raise ConfigError if the file cannot be opened; `check_engine` has checked its content."""
-        super().__init__(config, TORCH_DTYPES[engine.dtype], device)
+        super().__init__(config, torch_dtype(engine.dtype), device)
         self._path = engine.file(layout)
         try:
             self._file = safe_open(self._path, framework="pt", device=str(device))

@@ -1,0 +1,92 @@
+"""Which tensors a file of weights holds: names, types and shapes. Without torch.
+
+A quantised model keeps each linear projection of a layer as two tensors, 8-bit numbers and a scale for each
+row (see `quantization`). An engine's file holds a rank's parts, with projections of the same input as one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpillm.engine.dtypes import N_BYTES, STORED
+from mpillm.engine.parallel.layout import FUSED
+
+if TYPE_CHECKING:
+    from mpillm.engine.model.model_config import ModelConfig
+    from mpillm.engine.parallel.layout import Layout
+
+# By safetensors' names; those besides ours may be in a file that is copied.
+ITEM_BYTES = {STORED[name]: n for name, n in N_BYTES.items()}
+ITEM_BYTES |= {"F64": 8, "I64": 8, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1}
+_LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+_LINEARS |= FUSED.keys()
+
+
+class Entry(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: str  # in safetensors' words
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+def is_linear(name: str) -> bool:
+    """Return whether parameter `name` is a layer's linear projection: 8 bits in a quantised model."""
+    layer, _, kind = name.rpartition(".")
+    return kind == "weight" and layer.rpartition(".")[2] in _LINEARS
+
+
+def scale_name(name: str) -> str:
+    """Return the name of the scales of a parameter ``….weight``."""
+    return f"{name}_scale"
+
+
+def kv_scale_names(layer: int) -> tuple[str, str]:
+    """Return a checkpoint's names of the scales of a layer's cached keys and values."""
+    return f"model.layers.{layer}.self_attn.k_scale", f"model.layers.{layer}.self_attn.v_scale"
+
+
+def kv_scale_alias(name: str) -> str:
+    """Return ModelOpt's name for one of `kv_scale_names`; any other name unchanged."""
+    layer, _, kind = name.rpartition(".")
+    return f"{layer}.{kind[0]}_proj.{kind}" if kind in ("k_scale", "v_scale") else name
+
+
+def held_kv_scales(layer: int) -> str:
+    """Return an engine file's name of both: float32 [2, KV heads of the rank], the keys' first."""
+    return f"model.layers.{layer}.self_attn.kv_scale"
+
+
+def stored(name: str, shape: tuple[int, ...], dtype: str, quantization: str) -> dict[str, Entry]:
+    """Return the tensors of a parameter of `shape` in a model of `dtype` and `quantization`: one, or two."""
+    if quantization == "none" or not is_linear(name):
+        return {name: Entry(STORED[dtype], shape)}
+    return {name: Entry(STORED[quantization], shape), scale_name(name): Entry("F32", (shape[0], 1))}
+
+
+def rank_entries(
+    model: ModelConfig, layout: Layout, dtype: str, quantization: str, kv_quantization: str = "none"
+) -> dict[str, Entry]:
+    """Return what a rank holds, in memory and in an engine's file: its parts of the parameters, fused."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in layout.shapes(model).items():
+        layer, dot, last = name.removesuffix(".weight").rpartition(".")
+        fused = next((fused for fused, parts in FUSED.items() if last in parts), last)
+        held = f"{layer}{dot}{fused}.weight"
+        shapes[held] = (shapes[held][0] + shape[0], shape[1]) if held in shapes else shape
+    made: dict[str, Entry] = {}
+    for held, shape in shapes.items():
+        made |= stored(held, shape, dtype, quantization)
+    if kv_quantization != "none":
+        n_heads = len(range(model.n_kv_heads)[layout.kv_heads(model)])
+        made |= {held_kv_scales(layer): Entry("F32", (2, n_heads)) for layer in layout.layers(model)}
+    return made
+
+
+def rank_bytes(model: ModelConfig, layout: Layout, dtype: str, quantization: str) -> int:
+    """Return the bytes of a rank's weights, as its engine holds them."""
+    return sum(entry.n_bytes for entry in rank_entries(model, layout, dtype, quantization).values())
