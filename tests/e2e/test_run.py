@@ -230,7 +230,7 @@ def test_offline_performance_repeats_the_data_set(one: Starter, samples: Samples
     assert set(Counter(line["index"] for line in ended.outputs()).values()) == {3}
 
 
-@pytest.mark.parametrize("policy", ["load_balancing", "round_robin"])
+@pytest.mark.parametrize("policy", ["load_balancing", "round_robin", "kv_cache_aware"])
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 def test_small_credits(one: Starter, samples: Samples, mode: str, policy: str) -> None:
     """Two requests at a time in each instance, and little KV cache: everything waits at the leader, and

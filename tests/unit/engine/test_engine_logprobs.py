@@ -10,8 +10,12 @@ import torch
 
 from mpillm.comms.messages import RequestFlag, ResponseFlag
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine import worker as worker_module
+from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.sequence import Sequence
 from mpillm.engine.weights.parameters import save_preset
 from tests.helpers.logprobs_oracle import expected_logprobs
+from tests.unit.engine.test_engine_gpu import Late, make_engine
 from tests.unit.engine.test_engine_torch import make_batch, make_core
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9], [8, 8, 8, 8]]
@@ -94,3 +98,21 @@ def test_answers_that_were_evicted_in_the_middle(folder: Path) -> None:
     tokens, numbers = answers(core)
     assert core.statistics()["preemptions"] > 0
     check(folder, tokens, numbers)
+
+
+def test_steps_that_run_ahead_of_the_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with plain kernels: a step's numbers are read when the next one has started."""
+    monkeypatch.setattr(worker_module, "Sampled", Late)
+    engine = make_engine(folder, max_batch_size=3)
+    sequences = [
+        Sequence(i, prompt, N_OUTPUT, 0, SamplingParams(), wants_logprobs=wants)
+        for i, (prompt, wants) in enumerate(zip(PROMPTS, WANTS, strict=True))
+    ]
+    for sequence in sequences:
+        engine.add(sequence)
+    most = 0
+    while not engine.is_idle():
+        engine.step()
+        most = max(most, len(engine._in_flight))
+    assert most == 2
+    check(folder, {s.id: s.output for s in sequences}, {s.id: s.logprobs for s in sequences})
