@@ -158,6 +158,12 @@ def same(name: str, one: Any, other: Any) -> bool:
     )
 
 
+def router_arguments(server: ServerConfig, tokens_per_block: int) -> dict[str, int]:
+    """Those of the router kv_cache_aware, by name; `tokens_per_block`: if the section says nothing."""
+    stated = {name: server.router[name] for name in ROUTER_ARGUMENTS if server.router.get(name) is not None}
+    return {"tokens_per_block": tokens_per_block, **stated}
+
+
 def written(server: ServerConfig, values: Mapping[Place, Any]) -> ServerConfig:
     """`server` with values in their places, in the YAML's words, without None and auto."""
     known: dict[str, Any] = {}

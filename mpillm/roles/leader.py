@@ -29,7 +29,7 @@ from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.pool import InstancePool
-from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
+from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 from mpillm.roles.role import Role
 
 _MIN_WINDOW = 2048  # most requests that wait at the leader, unless twice what the instances hold is more
@@ -64,11 +64,7 @@ class Leader(Role):
         contexts = [i.index for i in plan.instances if i.role == "ctx"]
         # The instances where requests start.
         entries = contexts or [i.index for i in plan.instances]
-        self._entry = (
-            PrefixPool(entries, prefix_routing)
-            if entry_policy == "kv_cache_aware"
-            else InstancePool(entries, entry_policy)
-        )
+        self._entry = make_pool(entries, entry_policy, prefix_routing)
         self._generation = (
             InstancePool([i.index for i in plan.instances if i.role == "gen"], generation_policy)
             if contexts and any(i.role == "gen" for i in plan.instances)

@@ -155,6 +155,11 @@ class PrefixPool(InstancePool):
                 del holders[block]
 
 
+def make_pool(instances: list[int], policy: str, routing: PrefixRouting) -> InstancePool:
+    """Return a pool of instances that get prompts; `routing`: for the policy kv_cache_aware."""
+    return PrefixPool(instances, routing) if policy == "kv_cache_aware" else InstancePool(instances, policy)
+
+
 def _bits(mask: int, first: int) -> Iterator[int]:
     """The numbers of the bits that are set, from `first` upwards and then from 0."""
     for part, offset in ((mask >> first, first), (mask & ((1 << first) - 1), 0)):

@@ -22,7 +22,7 @@ from mpillm.config.disagg_values import (
     CORE,
     KV_CACHE_DTYPE,
     ROUTER,
-    ROUTER_ARGUMENTS,
+    router_arguments,
     with_sections,
     without_effect,
     written,
@@ -131,11 +131,12 @@ def _entry_section(config: RunConfig) -> RunConfig:
 
 def prefix_routing(config: RunConfig) -> PrefixRouting:
     """As the YAML has it; otherwise with the blocks of the instances where requests start."""
-    router = config.yaml.sections[0][1].router if config.yaml else {}
-    stated = {name: router[name] for name in ROUTER_ARGUMENTS if router.get(name) is not None}
     from mpillm.roles.prefix_pool import PrefixRouting
 
-    return PrefixRouting(**{"tokens_per_block": _entry_section(config).tokens_per_block, **stated})
+    tokens_per_block = _entry_section(config).tokens_per_block
+    if config.yaml is None:
+        return PrefixRouting(tokens_per_block)
+    return PrefixRouting(**router_arguments(config.yaml.sections[0][1], tokens_per_block))
 
 
 def _check_precision(config: RunConfig, server: ServerConfig, where: str) -> None:

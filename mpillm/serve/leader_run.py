@@ -14,13 +14,12 @@ from aiohttp import web
 
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
-from mpillm.config.disagg_values import ROUTER_ARGUMENTS
+from mpillm.config.disagg_values import router_arguments
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.options import RunConfig
 from mpillm.errors import ExitCode
 from mpillm.event_loop import new_loop
-from mpillm.roles.pool import InstancePool
-from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
+from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 from mpillm.serve.http_thread import bind, url
 from mpillm.serve.leader_service import LeaderService
 from mpillm.serve.workers import Pool, Worker, wait_ready, watch
@@ -58,14 +57,10 @@ def lead(config: RunConfig) -> int:
 
 def _pool(workers: list[Worker], config: RunConfig, section: str) -> Pool:
     """The servers of a section, with its router."""
-    policy, n = config.of(section).traffic_distribution_policy, range(len(workers))
+    of = config.of(section)
     (server,) = (server for name, server in (config.yaml.sections if config.yaml else ()) if name == section)
-    stated = {name: server.router[name] for name in ROUTER_ARGUMENTS if server.router.get(name) is not None}
-    router = (
-        PrefixPool([*n], PrefixRouting(**stated))
-        if policy == "kv_cache_aware"
-        else InstancePool([*n], policy)
-    )
+    routing = PrefixRouting(**router_arguments(server, of.tokens_per_block))
+    router = make_pool([*range(len(workers))], of.traffic_distribution_policy, routing)
     return Pool(workers[0].kind, workers, router)
 
 
