@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from mpillm import __version__
 from mpillm.comms.messages import RequestFlag
@@ -72,11 +73,12 @@ class Service:
         self._started = int(time.time())
 
     def app(self) -> web.Application:
+        logging.getLogger("aiohttp.server").addFilter(_without_what_is_no_http)
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
         app.add_routes(
             [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completions, expect_handler=_on_expect),
+                web.post("/v1/chat/completions", self._chat, expect_handler=_on_expect),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
                 web.get("/health", self._health),
@@ -357,6 +359,25 @@ class Service:
             await response.write(error_event(error.body()))
         await response.write_eof()
         return response
+
+
+async def _on_expect(request: web.Request) -> web.Response | None:
+    """Ask for the body that a client holds back (RFC 9110, 10.1.1). It comes before the guard."""
+    if request.headers["Expect"].lower() != "100-continue":
+        return _error_response(ApiError(417, "Expect: only 100-continue can be met"))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # of the response, which has not begun
+    return None
+
+
+def _without_what_is_no_http(record: logging.LogRecord) -> bool:
+    """A client that sends no HTTP gets 400; it is no error of the server, and no traceback in its log."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.msg, record.args = f"{record.getMessage()}: {error!r}", ()
+        record.exc_info = None
+    return True
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
