@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import sys
 from http.client import HTTPConnection
 from typing import Any
 
 from tests.helpers.make_folder import make_folder
-from tests.helpers.support import DONE, Command, Starter, free_ports, wait_until
+from tests.helpers.support import DONE, NOT_READY, Command, Starter, free_ports, wait_until
 
 TIMEOUT_S = 120.0
 MODEL = ("--model_path", "tiny-llama", "--max_seq_len", 512)
@@ -23,7 +25,7 @@ BODY: dict[str, Any] = {
     "ignore_eos": True,
     "return_token_ids": True,
 }
-CONTEXT = {"disaggregated_params": {"request_type": "context_only"}}
+CONTEXT: dict[str, Any] = {"disaggregated_params": {"request_type": "context_only"}}
 
 
 def ask(port: int, path: str = "/v1/completions", **body: Any) -> tuple[int, Any]:
@@ -100,6 +102,126 @@ class TestFourCommands:
         )
         leader.process.kill()
         wait_until(lambda: not leader.pids(), f"the processes {leader.pids()} to end", 30)
+
+
+class TestTwoServers:
+    """Each an mpirun of its own: what the one does when the other is not there, or does not do its part."""
+
+    def test_what_becomes_of_kv_caches(self, one: Starter) -> None:
+        context = serve(one, "context", "--kv_transfer_timeout_ms", 10_000)
+        generation = serve(one, "generation")
+        at, to = port_of(context), port_of(generation)
+        whole = tokens(ask(at, **BODY))
+        assert len(whole) == 20 and tokens(ask(to, **BODY)) == whole
+
+        # Nobody fetches these; a client that goes is not waited for.
+        for _ in range(3):
+            handed(ask(at, **BODY, **CONTEXT))
+        leave(at, {**BODY, **CONTEXT, "prompt": [9] * 400})
+
+        params = handed(ask(at, **BODY, **CONTEXT))
+        assert tokens(ask(to, **BODY, disaggregated_params=params)) == whole
+        status, error = ask(to, **BODY, disaggregated_params=params)
+        gone = f"context server http://127.0.0.1:{at}: it does not have the KV cache any more"
+        assert (status, error["error"]["message"]) == (502, gone)
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "ignore_eos": True}
+        status, first = ask(at, "/v1/chat/completions", **chat, **CONTEXT)
+        params = handed((status, first)) | {"disagg_request_id": 3}
+        check_names(first)
+        chat |= {"prompt_token_ids": first["prompt_token_ids"], "disaggregated_params": params}
+        status, answer = ask(to, "/v1/chat/completions", **chat)
+        assert status == 200 and answer["usage"]["completion_tokens"] == 1
+        for i in range(6):
+            params = handed(ask(at, **{**BODY, "prompt": [i] * 50}, **CONTEXT))
+            leave(to, {**BODY, "prompt": [i] * 50, "max_tokens": 400, "disaggregated_params": params})
+        wait_until(lambda: idle(at) and idle(to), "no request and no block at either", TIMEOUT_S)
+
+        status, error = ask(at, **BODY, disaggregated_params={"request_type": "generation_only"})
+        assert status == 400 and "this is a context server: context_only" in error["error"]["message"]
+        params = handed(ask(at, **BODY, **CONTEXT))
+        for pid in context.pids():
+            os.kill(pid, signal.SIGKILL)
+        context.end(tidy=False)
+        status, error = ask(to, **BODY, disaggregated_params=params)
+        gone = f"context server http://127.0.0.1:{at}: its KV cache can't be fetched: Connection refused"
+        assert (status, error["error"]["message"]) == (502, gone)
+        assert tokens(ask(to, **BODY)) == whole
+        wait_until(lambda: idle(to), "no request and no block", TIMEOUT_S)
+        generation.process.send_signal(signal.SIGTERM)
+        generation.end().must(DONE)
+
+    def test_a_leader_whose_servers_never_come(self, one: Starter) -> None:
+        port, context, generation = free_ports(3)
+        (one.folder / "d.yaml").write_text(
+            f"port: {port}\ncontext_servers: {{urls: ['localhost:{context}']}}\n"
+            f"generation_servers: {{urls: ['localhost:{generation}']}}\n"
+        )
+        ended = one.mpillm(
+            *("serve", "--server_role", "leader", "--disagg_config", "d.yaml", "--load_deadline", 1)
+        ).must(NOT_READY)
+        assert ended.message == (
+            "mpillm: not ready within 1 s (--load_deadline):\n"
+            f"  context instance 0 at http://localhost:{context}: Connection refused\n"
+            f"  generation instance 1 at http://localhost:{generation}: Connection refused\n"
+        )
+
+
+def serve(starter: Starter, role: str, *options: object) -> Command:
+    """A server of one rank."""
+    words = ("serve", "--server_role", role, "--port", 0, "--log_dir", starter.folder / role)
+    return starter.command([starter.python, "-m", "mpillm", *words, *MODEL, *options])
+
+
+def port_of(command: Command) -> int:
+    """Of a server, as soon as it is ready."""
+    return int(shown(command, r"serving .* at http://127.0.0.1:(\d+)/v1")[1])
+
+
+def check_names(answer: dict[str, Any]) -> None:
+    """TensorRT-LLM's leader refuses an answer with names that it does not know.
+
+    Those of a chat are in tensorrt_llm/serve/openai_protocol.py of 1.3.0rc.
+    """
+    params = {
+        *("request_type", "first_gen_tokens", "first_gen_log_probs", "first_gen_logits", "ctx_request_id"),
+        *("encoded_opaque_state", "draft_tokens", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint"),
+        *("schedule_style", "ctx_usage", "conversation_id"),
+    }
+    choice = {"index", "message", "logprobs", "finish_reason", "stop_reason", "mm_embedding_handle"}
+    choice |= {"disaggregated_params", "avg_decoded_tokens_per_iter"}
+    assert {*answer} <= {"id", "object", "created", "model", "choices", "usage", "prompt_token_ids"}
+    assert {*answer["usage"]} <= {
+        "prompt_tokens",
+        "total_tokens",
+        "completion_tokens",
+        "prompt_tokens_details",
+    }
+    assert {*answer["choices"][0]} <= choice
+    assert {*answer["choices"][0]["disaggregated_params"]} <= params
+
+
+def handed(answered: tuple[int, Any]) -> dict[str, Any]:
+    """What a context server hands over, for a generation server."""
+    status, content = answered
+    assert status == 200, content
+    params: dict[str, Any] = content["choices"][0]["disaggregated_params"]
+    return params | {"request_type": "generation_only"}
+
+
+def leave(port: int, body: dict[str, Any]) -> None:
+    """Ask, and go before the answer."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    connection.close()
+
+
+def idle(port: int) -> bool:
+    """Whether the server holds no request and no block of its KV cache."""
+    _, text = ask(port, "/metrics")
+    names = "num_requests_running|num_requests_waiting|kv_cache_usage_perc"
+    values = re.findall(rf"^mpillm:(?:{names}){{.*}} (\S+)$", text, re.MULTILINE)
+    assert len(values) == 3
+    return all(float(value) == 0 for value in values)
 
 
 MPIRUN = (

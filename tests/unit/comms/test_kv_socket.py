@@ -1,0 +1,120 @@
+"""KV caches over real sockets, and what becomes of those that do not arrive."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mpillm.comms.kv_socket import Cache, CacheLost, KvStore, fetch
+from tests.helpers.support import wait_until
+
+HOST = "127.0.0.1"
+CACHE = np.arange(3 << 20, dtype=np.uint32).view(np.uint8)  # 12 MiB: more than any socket buffers
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def store() -> Iterator[KvStore]:
+    made = KvStore(HOST, TIMEOUT_S)
+    yield made
+    made.close()
+
+
+def fetched(store: KvStore, id_: int, key: bytes | None = None) -> Cache:
+    return fetch(HOST, store.port, key or store.key(id_) or b"", CACHE.nbytes, TIMEOUT_S)
+
+
+def test_a_cache_is_fetched_once(store: KvStore) -> None:
+    store.open(5)
+    store.put(5, CACHE)
+    key = store.key(5)
+    assert np.array_equal(fetched(store, 5), CACHE)
+    wait_until(lambda: store.key(5) is None, "the store to let it go")
+    assert wait_until(store.take_fetched, "the word of it") == [5]
+    assert store.take_fetched() == [] and store.overdue() == []
+    with pytest.raises(CacheLost, match="it does not have the KV cache any more"):
+        fetched(store, 5, key)
+
+
+def test_whoever_asks_early_waits(store: KvStore) -> None:
+    store.open(1)
+    made: list[Cache] = []
+    thread = threading.Thread(target=lambda: made.append(fetched(store, 1)))
+    thread.start()
+    store.put(1, CACHE)
+    thread.join(TIMEOUT_S)
+    assert np.array_equal(made[0], CACHE)
+
+
+def test_a_cache_that_is_dropped_while_somebody_waits(store: KvStore) -> None:
+    store.open(1)
+    with socket.create_connection((HOST, store.port)) as connection:
+        connection.sendall(store.key(1) or b"")
+        store.drop(1)
+        assert int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "little", signed=True) == -1
+
+
+def test_a_client_that_breaks_off_leaves_the_cache_to_another(store: KvStore) -> None:
+    store.open(1)
+    store.put(1, CACHE)
+    with socket.create_connection((HOST, store.port)) as connection:
+        connection.sendall(store.key(1) or b"")
+        connection.recv(100)
+    assert store.take_fetched() == []
+    assert np.array_equal(fetched(store, 1), CACHE)
+
+
+def test_a_cache_that_nobody_fetches() -> None:
+    store = KvStore(HOST, 0.0)
+    store.open(3)
+    wait_until(lambda: store.overdue() == [3], "its time to be over")
+    store.drop(3)
+    assert store.overdue() == []
+    store.close()
+
+
+def test_a_cache_of_another_size(store: KvStore) -> None:
+    store.open(1)
+    store.put(1, CACHE[:100])
+    with pytest.raises(CacheLost, match=f"has 100 bytes, not {CACHE.nbytes}"):
+        fetched(store, 1)
+
+
+def test_a_server_that_is_gone(store: KvStore) -> None:
+    store.open(1)
+    key = store.key(1)
+    store.close()
+    with pytest.raises(CacheLost, match=r"can't be fetched: Connection refused"):
+        fetched(store, 1, key)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"", "it closed the connection before"),
+        (CACHE.nbytes.to_bytes(8, "little") + bytes(100), "it closed the connection before"),
+        (None, r"did not come within 0\.2 s"),
+    ],
+)
+def test_a_server_that_breaks_off_or_says_nothing(sent: bytes | None, message: str) -> None:
+    over = threading.Event()
+
+    def serve(listening: socket.socket) -> None:
+        with listening.accept()[0] as connection:
+            connection.recv(16, socket.MSG_WAITALL)
+            connection.sendall(sent or b"")
+            if sent is None:
+                over.wait(TIMEOUT_S)
+
+    with socket.create_server((HOST, 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        timeout_s = TIMEOUT_S if sent is not None else 0.2
+        with pytest.raises(CacheLost, match=message):
+            fetch(HOST, listening.getsockname()[1], bytes(16), CACHE.nbytes, timeout_s)
+        over.set()
+        thread.join(TIMEOUT_S)

@@ -1,0 +1,288 @@
+"""The leader before servers that do what they are told, right or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from aiohttp.web import AppRunner, SockSite
+
+from disagg.instances import Instance
+from mpillm.roles.pool import InstancePool
+from mpillm.roles.prefix_pool import PrefixPool, PrefixRouting
+from mpillm.serve.http_thread import bind, url
+from mpillm.serve.leader_service import LeaderService
+from mpillm.serve.workers import Pool, Worker, wait_ready
+from tests.helpers.scripted_server import (
+    DONE,
+    STREAM,
+    Reply,
+    Request,
+    ScriptedServer,
+    choice,
+    chunk,
+    event,
+    head,
+    plain,
+)
+
+DEADLINE_S = 120.0
+Completions = Callable[[Request], Reply]
+BODY = {"prompt": "a text", "max_tokens": 3}
+
+
+def context(request: Request, reason: str = "not_finished") -> Reply:
+    """As a context server: it says in the opaque state what it was asked."""
+    asked = request.json
+    params = {"request_type": "context_only", "first_gen_tokens": [7], "encoded_opaque_state": "state"}
+    params["disagg_request_id"] = asked["disaggregated_params"]["disagg_request_id"]
+    made = choice([7], "t", reason) | {"prompt_token_ids": [1, 2]}
+    made["choices"][0]["disaggregated_params"] = params
+    return plain(made)
+
+
+def generation(request: Request) -> Reply:
+    if not request.json.get("stream"):
+        return plain(choice([7, 8, 9], "ttt", "length"))
+    return Reply([STREAM, chunk(event(choice([7], "t"))), chunk(event(choice([8, 9], "tt", "length"))), DONE])
+
+
+def says(reply: Reply) -> Completions:
+    return lambda request: reply
+
+
+class Led:
+    """A leader, its servers, and a client."""
+
+    def __init__(self, base: str, session: ClientSession, servers: list[ScriptedServer], names: list[str]):
+        self.base, self.session, self.servers, self.names = base, session, servers, names
+
+    async def ask(self, body: Any, path: str = "/v1/completions") -> tuple[int, str]:
+        async with self.session.post(self.base + path, json=body) as response:
+            return response.status, await response.text()
+
+    async def error(self, status: int, body: Any) -> str:
+        found, text = await self.ask(body)
+        assert found == status, text
+        message: str = json.loads(text)["error"]["message"]
+        return message
+
+    def asked(self, i: int) -> list[dict[str, Any]]:
+        return self.servers[i].asked()
+
+
+@asynccontextmanager
+async def led(
+    contexts: Sequence[Completions] = (context,),
+    generations: Sequence[Completions] = (generation,),
+    router: Callable[[list[int]], InstancePool] = lambda which: InstancePool(which, "round_robin"),
+    silence_s: float = 60.0,
+    services: list[LeaderService] | None = None,
+) -> AsyncIterator[Led]:
+    async with asyncio.timeout(DEADLINE_S) if hasattr(asyncio, "timeout") else _no_deadline():
+        with ExitStack() as stack:
+            scripts = (*contexts, *generations)
+            servers = [stack.enter_context(ScriptedServer(completions)) for completions in scripts]
+            kinds = ["context"] * len(contexts) + ["generation"] * len(generations)
+            workers = [
+                Worker(Instance(i, kind, f"{kind}_servers", server.address, range(i, i + 1)))
+                for i, (kind, server) in enumerate(zip(kinds, servers, strict=True))
+            ]
+            first, second = (
+                Pool(kind, mine := [w for w in workers if w.kind == kind], router([*range(len(mine))]))
+                for kind in ("context", "generation")
+            )
+            async with ClientSession() as session:
+                assert await wait_ready(session, workers, 60.0, lambda text: None) == []
+                service = LeaderService(first, second, session, silence_s=silence_s)
+                if services is not None:
+                    services.append(service)
+                runner = AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=0.1)
+                await runner.setup()
+                bound = bind("127.0.0.1", 0)
+                await SockSite(runner, bound).start()
+                try:
+                    yield Led(
+                        url(bound).removesuffix("/v1"), session, servers, [worker.name for worker in workers]
+                    )
+                finally:
+                    await runner.cleanup()
+
+
+@asynccontextmanager
+async def _no_deadline() -> AsyncIterator[None]:
+    yield  # Python 3.10
+
+
+def test_a_request_goes_to_both_kinds() -> None:
+    async def run() -> None:
+        async with led() as it:
+            status, text = await it.ask(BODY)
+            assert (status, json.loads(text)) == (200, choice([7, 8, 9], "ttt", "length"))
+            status, text = await it.ask({**BODY, "stream": True, "stream_options": {"include_usage": True}})
+            assert status == 200 and text.endswith("data: [DONE]\n\n") and text.count("data: ") == 3
+            (first, second), (third, fourth) = it.asked(0), it.asked(1)
+            assert first["disaggregated_params"]["request_type"] == "context_only"
+            assert (second["stream"], "stream_options" in second) == (False, False)
+            assert third["prompt"] == [1, 2] and third["disaggregated_params"] == {
+                "request_type": "generation_only",
+                "first_gen_tokens": [7],
+                "encoded_opaque_state": "state",
+                "disagg_request_id": first["disaggregated_params"]["disagg_request_id"],
+            }
+            assert fourth["stream_options"] == {"include_usage": True}
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_ends_with_its_first_token() -> None:
+    async def run() -> None:
+        async with led([lambda request: context(request, "stop")]) as it:
+            status, text = await it.ask(BODY)
+            assert status == 200 and json.loads(text) == choice([7], "t", "stop")
+            status, text = await it.ask({**BODY, "stream": True})
+            assert text == f"data: {json.dumps(choice([7], 't', 'stop'))}\n\ndata: [DONE]\n\n"
+            assert it.asked(1) == []
+
+    asyncio.run(run())
+
+
+def test_routers() -> None:
+    async def run() -> None:
+        async with led([context, context]) as it:
+            for _ in range(4):
+                await it.ask(BODY)
+            assert [len(it.asked(i)) for i in (0, 1)] == [2, 2]
+
+        def by_prefix(which: list[int]) -> InstancePool:
+            return PrefixPool(which, PrefixRouting(4, 64))
+
+        async with led([context, context], router=by_prefix) as it:
+            for prompt in ([*range(20)], [*range(50, 70)]) * 4:
+                await it.ask({"prompt": prompt})
+            assert [len({tuple(body["prompt"]) for body in it.asked(i)}) for i in (0, 1)] == [1, 1]
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_gone_is_named_and_others_get_its_requests() -> None:
+    async def run() -> None:
+        async with led([context, context]) as it:
+            it.servers[0].stop()
+            for _ in range(4):
+                assert (await it.ask(BODY))[0] == 200
+            it.servers[2].stop()
+            refused = "does not answer: Connection refused"
+            message = await it.error(503, BODY)
+            assert message == f"{it.names[2]} {refused}" and it.names[2].startswith(
+                "generation instance 2 at"
+            )
+            it.servers[1].stop()
+            for _ in range(2):
+                message = await it.error(503, BODY)
+            assert it.names[2] in message
+            async with it.session.get(it.base + "/health") as response:
+                assert response.status == 503
+
+    asyncio.run(run())
+
+
+SERVER_ERROR = plain({"error": {"message": "no room"}}, "500 Internal Server Error")
+BUSY = plain({"error": {"message": "come again"}}, "429 Too Many Requests", Retry_After=3)
+
+
+def _silence_s(kind: str, reply: Reply) -> float:
+    return 0.3 if (kind, reply.then) == ("context", "hang") else 60.0
+
+
+@pytest.mark.parametrize("kind", ["context", "generation"])
+@pytest.mark.parametrize(
+    ("reply", "status", "message"),
+    [
+        (SERVER_ERROR, 500, "^no room$"),
+        (BUSY, 429, "^come again$"),
+        (Reply([head(Content_Length=100) + b"{"], "close"), 502, "was lost while it answered"),
+        (Reply([], "close"), 502, "was lost while it answered: it closed the connection"),
+        (Reply([], "hang"), 504, r"it said nothing for 0\.3 s \(--stall_timeout\)"),
+    ],
+)
+def test_a_server_that_fails(kind: str, reply: Reply, status: int, message: str) -> None:
+    async def run() -> None:
+        def last(request: Request) -> Reply:
+            if reply.then == "hang":  # from now on servers must not be silent for long
+                for service in services:
+                    service._silence_s = 0.3
+            return context(request)
+
+        services: list[LeaderService] = []
+        if kind == "context":
+            scripts: tuple[list[Completions], list[Completions]] = [says(reply)], [generation]
+        else:
+            scripts = [last], [says(reply)]
+        async with led(*scripts, silence_s=_silence_s(kind, reply), services=services) as it:
+            found = await it.error(status, BODY)
+            name = it.names[0 if kind == "context" else 1]
+            assert found.startswith(name) == (reply not in (SERVER_ERROR, BUSY))
+            assert re.search(message, found), found
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (Reply([head(Content_Length=4) + b"no, "]), "its answer is no JSON object"),
+        (plain({"choices": []}), "its answer has not one choice"),
+    ],
+)
+def test_an_answer_of_a_context_server_that_makes_no_sense(reply: Reply, message: str) -> None:
+    async def run() -> None:
+        async with led([says(reply)]) as it:
+            assert await it.error(502, BODY) == f"{it.names[0]}: {message}"
+
+    asyncio.run(run())
+
+
+def test_a_generation_server_that_is_lost_in_a_stream() -> None:
+    async def run() -> None:
+        cut = Reply([STREAM, chunk(event(choice([7], "t")))], "close")
+        async with led(generations=[says(cut)]) as it:
+            status, text = await it.ask({**BODY, "stream": True})
+            *_, last, end = text.split("\n\n")
+            error = json.loads(last.removeprefix("data: "))["error"]
+            assert (status, end) == (200, "")
+            assert error["message"].startswith(f"{it.names[1]} was lost while it answered")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "the body is not an object"),
+        ({"disaggregated_params": {"request_type": "context_only"}}, "they are the leader's to set"),
+    ],
+)
+def test_bodies_that_are_refused(body: Any, message: str) -> None:
+    async def run() -> None:
+        async with led() as it:
+            assert message in await it.error(400, body)
+
+    asyncio.run(run())
+
+
+def test_servers_that_are_not_ready_in_time_are_known() -> None:
+    async def run() -> None:
+        with ScriptedServer(others={"/health": says(plain({}, "503 Service Unavailable"))}) as server:
+            late = Worker(Instance(3, "context", "context_servers", server.address, range(1)))
+            async with ClientSession() as session:
+                assert await wait_ready(session, [late], 0.2, lambda text: None) == [late]
+            assert late.gone == "its health check says 503"
+
+    asyncio.run(run())
