@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 from tests.helpers.make_folder import make_folder
@@ -92,9 +93,12 @@ class TestFourCommands:
         through = {line["index"]: line["output_tokens"] for line in test.outputs()}
         assert through == {line["index"]: line["output_tokens"] for line in alone.outputs()}
 
-        # The workers' mpirun is killed: all its processes end, and the leader says who is gone.
-        workers.process.kill()
-        wait_until(lambda: not workers.pids(), f"the processes {workers.pids()} to end", 30)
+        # A server is killed: its command names it, and its mpirun ends the others; the leader names them.
+        generation = next(pid for pid in workers.pids() if is_server(pid, rank=2))
+        os.kill(generation, signal.SIGKILL)
+        ended = workers.end(TIMEOUT_S, tidy=False)
+        gone = f"worker 2 (generation instance 1 at http://localhost:{port + 2}) was ended by signal 9"
+        assert ended.code != DONE and gone in ended.err
         status, error = ask(port, **BODY)
         assert status == 503 and re.match(
             rf"context instance 0 at http://localhost:{port + 1} does not answer: Connection refused",
@@ -102,6 +106,16 @@ class TestFourCommands:
         )
         leader.process.kill()
         wait_until(lambda: not leader.pids(), f"the processes {leader.pids()} to end", 30)
+
+
+def is_server(pid: int, rank: int) -> bool:
+    """Whether it is the server of this rank, not the command that has started it."""
+    with contextlib.suppress(OSError):  # it has ended
+        words, env = (
+            Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ")
+        )
+        return b"serve" in words and b"-m" in words and b"OMPI_COMM_WORLD_RANK=%d" % rank in env
+    return False
 
 
 class TestTwoServers:
