@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they need MPI
 
     from mpillm.run.rank import Rank
     from mpillm.run.rank0 import Purpose
-    from mpillm.run.worker import Share
+    from mpillm.run.share import Share
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # they need MPI
 
     from mpillm.config.options import RunConfig
     from mpillm.run.rank0 import Purpose
-    from mpillm.run.worker import Share
+    from mpillm.run.share import Share
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 def _share(config: RunConfig, control: MPI.Intracomm) -> Share:
     from mpi4py import MPI
 
-    from mpillm.run.worker import Share, share
+    from mpillm.run.share import Share, share
 
     if config.server_role == "worker":
         return share(config, control)

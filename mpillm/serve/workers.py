@@ -32,7 +32,7 @@ class Worker:
         self.name = instance.name
         self.kind = instance.kind
         self.base = f"http://{instance.url}"
-        self.gone = ""  # why it does not answer; empty while it does
+        self.gone = "no answer yet"  # why it is not well; empty while it is
         self.gone_at = 0.0  # time.monotonic()
         self._was_ready = False
 
@@ -127,7 +127,8 @@ async def wait_ready(
     for task in late:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return [tasks[task] for task in late]
+    unready = {tasks[task].name for task in late}
+    return [worker for worker in workers if worker.name in unready]
 
 
 async def watch(session: aiohttp.ClientSession, workers: Sequence[Worker]) -> None:
