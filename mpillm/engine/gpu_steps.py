@@ -11,6 +11,7 @@ launches.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.staging import to_device
 from mpillm.engine.step import Span, Step
 
+_SLOWER = 1.02  # less than that is noise
 _SAMPLED_ROWS = 16  # in the warm-up: only PyTorch's kernels, and more rows of a vocabulary take gigabytes
 
 
@@ -207,6 +209,35 @@ class GpuSteps:
             self._graphs[size] = graph, out
             compilations.note(f"CUDA graph of a decode step, {size} rows")
         self._graphs = dict(sorted(self._graphs.items()))
+        if self._part.groups.layout.tp_size == 1:  # ranks of a group would have to agree
+            self._drop_slow()
+
+    def _drop_slow(self) -> None:
+        """Drop graphs that take longer than a larger one, which then serves their rows.
+
+        cuBLAS has kernels for some numbers of rows that are half as fast as those for more rows.
+        """
+        fastest = math.inf
+        for size in reversed(list(self._graphs)):
+            took = self._replay_ms(size)
+            if took > _SLOWER * fastest:
+                del self._graphs[size]
+            fastest = min(fastest, took)
+
+    @torch.inference_mode()
+    def _replay_ms(self, size: int) -> float:
+        """Return the shorter of two replays, on rows of nobody."""
+        self._rows.zero_()
+        self._rows[size : 2 * size] = self._nobody
+        times = []
+        for _ in range(2):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            self._graphs[size][0].replay()
+            end.record()
+            end.synchronize()
+            times.append(float(start.elapsed_time(end)))
+        return min(times)
 
     # --- warm-up ---
 

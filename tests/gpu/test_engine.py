@@ -229,6 +229,17 @@ def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 197
 
 
+def test_a_slow_graph_gives_way_to_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuSteps, "_replay_ms", lambda self, size: {4: 3.0, 2: 2.5}.get(size, 2.0))
+    core = make_core("tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=8)
+    assert core.worker is not None and isinstance(core.worker.steps, GpuSteps)
+    assert list(core.worker.steps._graphs) == [1, 8]
+    on_cpu = make_core("tiny-llama", dtype="float32", max_batch_size=8)
+    prompts = random_prompts([5, 9, 30, 2])
+    on_cpu.enqueue(make_batch(prompts))
+    assert answer(core, make_batch(prompts)) == Answers().run(on_cpu).tokens()
+
+
 class PlainFp8Linear(Linear):
     """What `Fp8Linear` computes, in float32: rows of x rounded, weights multiplied out."""
 
