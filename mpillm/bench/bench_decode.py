@@ -251,7 +251,7 @@ def _products(part: ModelPart, batch: int) -> float:
         if shape not in inputs:
             inputs[shape] = torch.randn(shape, device="cuda").to(dtype)
         x: Any = inputs[shape]
-        if may_be_rounded and not choice and linear.rounds:
+        if may_be_rounded and not choice and linear.rounds(n_rows):
             x = fp8_kernels.quantize_rows(x)
         product = linear if choice else linear.unscaled  # as the engine takes it
         products.append(lambda: product(x, *choice))

@@ -22,6 +22,7 @@ from mpillm.engine.cache.kv_cache import Held, KVCache
 from mpillm.engine.gpu_steps import GpuSteps, ladder
 from mpillm.engine.kernels import expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
+from mpillm.engine.kernels.fp8_kernels import WIDENED_ROWS
 from mpillm.engine.model.linear import Fp8Linear, Linear
 from mpillm.engine.weights import parameters as weights
 from mpillm.engine.weights.parameters import save_preset
@@ -103,7 +104,7 @@ def test_a_mixture_is_a_graph_like_any_model() -> None:
     for options in ({}, {"max_batch_size": 3, "max_num_tokens": 50}):
         core = make_core("tiny-mixtral", dtype="float32", gpu_bytes=8 << 30, device=0, **options)
         steps: Any = core.engine.worker.steps
-        assert list(steps._graphs) == ladder(core.config.max_batch_size)
+        assert max(steps._graphs) == core.config.max_batch_size
         forward = steps.forward
 
         def without_waiting(*arguments: Any, forward: Any = forward) -> Any:
@@ -241,14 +242,18 @@ def test_a_slow_graph_gives_way_to_a_larger_one(monkeypatch: pytest.MonkeyPatch)
 
 
 class PlainFp8Linear(Linear):
-    """What `Fp8Linear` computes, in float32: rows of x rounded, weights multiplied out."""
+    """What `Fp8Linear` computes, in float32: rows of x rounded where it rounds, weights multiplied out."""
 
     def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
         self.out_features, self.in_features = numbers.shape
         self._floats = dequantize_rows(numbers, scales, torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        seen = dequantize_rows(*quantize_rows(x, "fp8"), torch.float32)
+        seen = (
+            x.bfloat16().float()
+            if len(x) <= WIDENED_ROWS
+            else dequantize_rows(*quantize_rows(x, "fp8"), torch.float32)
+        )
         return (seen @ self._floats.T).to(x.dtype)
 
 
@@ -269,7 +274,8 @@ def test_fp8_products(dtype: torch.dtype) -> None:
             found, wanted = product(x), plain(x).float()
             errors = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
             # Tensor cores sum products of fp8 numbers with fewer bits than float32 has.
-            assert found.dtype == dtype and found.shape == (n, n_out) and float(errors.max()) < 1e-2, (
+            limit = 1e-2 if n > WIDENED_ROWS else 5e-3 if dtype == torch.bfloat16 else 1e-4
+            assert found.dtype == dtype and found.shape == (n, n_out) and float(errors.max()) < limit, (
                 n_out,
                 n_in,
                 n,

@@ -132,6 +132,22 @@ def test_rows_in_fp8(dtype: torch.dtype) -> None:
         assert not differing[n // 2].any()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="has assembly")
+def test_every_fp8_number() -> None:
+    """Is itself when it is multiplied by one, subnormal numbers too, by a split sum as well."""
+    codes = torch.arange(256, device=DEVICE).to(torch.uint8)
+    codes = codes[codes & 0x7F != 0x7F]  # what is no number
+    weight = codes.repeat(16, 32).view(torch.float8_e4m3fn)
+    arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for start in range(0, 254, 8):
+        x = torch.zeros(8, weight.shape[1], device=DEVICE)
+        n = min(8, 254 - start)
+        x[torch.arange(n), 254 * 13 + start + torch.arange(n)] = 1
+        found = fp8_kernels.product_of_few_rows(x, weight, torch.ones(16, device=DEVICE), arrived)
+        assert torch.equal(found[:n, 3], codes[start : start + n].view(torch.float8_e4m3fn).float())
+    assert not arrived.any()
+
+
 @pytest.mark.parametrize("held", ["as computed", "bfloat16", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

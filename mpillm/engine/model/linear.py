@@ -24,8 +24,6 @@ _PIECE = 1 << 20  # int8 numbers widened at a time: they fit a core's cache
 class Linear:
     """``x @ weight.T``: x [n, in], weight [out, in]; the result is [n, out], with the dtype of x."""
 
-    rounds = False  # takes x as `Rounded`: rounding it where it is made saves a pass
-
     def __init__(self, weight: Tensor) -> None:
         """`weight` has the dtype of x.
 
@@ -42,6 +40,10 @@ class Linear:
     def unscaled(self, x: Tensor) -> Tensor | Unscaled:
         """Return the product, or leave its scales to the next operation: that saves a pass."""
         return self(x)
+
+    def rounds(self, n_rows: int) -> bool:
+        """Return whether it takes this many rows as `Rounded`: rounding x where it is made saves a pass."""
+        return False
 
 
 class Int8Linear(Linear):
@@ -70,9 +72,10 @@ class Int8Linear(Linear):
 
 
 class Fp8Linear(Linear):
-    """float8_e4m3fn weights with a scale for each output, on a GPU. Rows of x are rounded to fp8, too."""
+    """float8_e4m3fn weights with a scale for each output, on a GPU.
 
-    rounds = True
+    Rows of x are rounded to fp8, with a scale each, unless they are few.
+    """
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
         """float8_e4m3fn [out, in], both multiples of 16 (see `check_fp8`); float32 [out, 1]."""
@@ -80,15 +83,18 @@ class Fp8Linear(Linear):
         self._weight = weight
         self._scales = scales.view(1, -1)
         self._one = torch.ones((), device=weight.device)
+        self._arrived = torch.zeros(self.out_features // 16, dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: Tensor | Rounded) -> Tensor:
         from mpillm.engine.kernels import fp8_kernels
 
         return fp8_kernels.scaled(self.unscaled(x))
 
-    def unscaled(self, x: Tensor | Rounded) -> Unscaled:
+    def unscaled(self, x: Tensor | Rounded) -> Tensor | Unscaled:
         from mpillm.engine.kernels import fp8_kernels
 
+        if isinstance(x, Tensor) and not self.rounds(len(x)):
+            return fp8_kernels.product_of_few_rows(x, self._weight, self._scales, self._arrived)
         numbers, row_scales, dtype = x if isinstance(x, Rounded) else fp8_kernels.quantize_rows(x)
         # cuBLAS has one kernel for products with scales of rows and outputs. Without them it chooses among
         # many, which saves 3 to 40 % of the time up to 512 rows (docs/quantization.md).
@@ -102,9 +108,16 @@ class Fp8Linear(Linear):
         )
         return Unscaled(product, row_scales, self._scales)
 
+    def rounds(self, n_rows: int) -> bool:
+        from mpillm.engine.kernels import fp8_kernels
+
+        return n_rows > fp8_kernels.WIDENED_ROWS
+
     def warm_up(self, dtype: torch.dtype) -> None:
         """Run every kernel that any number of rows of `dtype` can need."""
-        for n_rows in (1, 16):
+        from mpillm.engine.kernels import fp8_kernels
+
+        for n_rows in fp8_kernels.ROW_CLASSES:
             self(torch.zeros(n_rows, self.in_features, dtype=dtype, device=self._weight.device))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from mpillm.engine.model import ops
 from mpillm.engine.model.linear import GroupedLinear, Linear
 from mpillm.engine.model.model_config import ModelConfig, RopeScaling
-from mpillm.engine.model.ops import Choice, Unscaled
+from mpillm.engine.model.ops import Choice, Rounded, Unscaled
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.weights.parameters import Weights
 
@@ -61,17 +61,19 @@ class Mlp:
         self._ops = ops
         self.gate_up = weights.linear(gate_up)
         self.down = weights.linear(down)
-        self.rounds = self.gate_up.rounds
 
     def __call__(self, x: Any) -> Tensor | Unscaled:
-        hidden = self._ops.silu_mul(self.gate_up.unscaled(x), self.down.rounds)
+        n_rows = len(x.numbers if isinstance(x, Rounded) else x)
+        hidden = self._ops.silu_mul(self.gate_up.unscaled(x), self.down.rounds(n_rows))
         return self.down.unscaled(hidden)
+
+    def rounds(self, n_rows: int) -> bool:
+        """As `Linear.rounds`, for its input."""
+        return self.gate_up.rounds(n_rows)
 
 
 class Mixture:
     """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
-
-    rounds = False  # the router needs floats
 
     def __init__(self, weights: Weights, prefix: str, experts: range, ops: Ops) -> None:
         self._ops = ops
@@ -85,6 +87,10 @@ class Mixture:
         choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
         hidden = self._ops.silu_mul(self.gate_up(x, choice))
         return self._ops.combine(self.down(hidden, choice), choice.weights)
+
+    def rounds(self, n_rows: int) -> bool:
+        """Always False (see `Linear.rounds`): the router needs floats."""
+        return False
 
 
 class Layer:
@@ -147,7 +153,9 @@ class Llama:
         each of this stage's layers as soon as the cache has its keys and values.
         """
         eps = self.config.rms_norm_eps
-        normed = self._ops.add_norm(x, None, self.layers[0].input_norm, eps, self.layers[0].qkv.rounds)
+        normed = self._ops.add_norm(
+            x, None, self.layers[0].input_norm, eps, self.layers[0].qkv.rounds(len(x))
+        )
         for i, layer in enumerate(self.layers):
             attended = attention(i, self._by_head(layer.qkv.unscaled(normed)))
             if layer_stored is not None:
@@ -156,14 +164,14 @@ class Llama:
             if self.lm_head is not None and is_last and wanted is not None:  # nothing reads the other rows
                 x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
             delta = self._sum(layer.o.unscaled(attended))
-            normed = self._ops.add_norm(x, delta, layer.post_norm, eps, layer.mlp.rounds)
+            normed = self._ops.add_norm(x, delta, layer.post_norm, eps, layer.mlp.rounds(len(x)))
             delta = self._sum(layer.mlp(normed))
             if is_last and self.lm_head is None:
                 return x.add_(self._ops.scaled(delta))
             if is_last:
                 break
             following = self.layers[i + 1]
-            normed = self._ops.add_norm(x, delta, following.input_norm, eps, following.qkv.rounds)
+            normed = self._ops.add_norm(x, delta, following.input_norm, eps, following.qkv.rounds(len(x)))
         last: Tensor = self._ops.add_norm(x, delta, self._norm, eps)
         return last
 
