@@ -108,12 +108,14 @@ def _measured_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]
         busy = f"busy {100 * instance['busy_fraction']:.0f} %"
         work = f"{instance['samples']} samples, {instance['tokens']} tokens, {busy}"
         rows.append((f"instance {instance['instance']}", work))
-        rows += [("", advice) for advice in _of_client(instance)]
+        rows += [("", advice) for advice in _advice(instance)]
     return rows
 
 
-def _of_client(instance: Mapping[str, Any]) -> Iterator[str]:
-    """What the reader of a client's figures must know."""
+def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
+    """What the reader of an instance's figures must know."""
+    if n := instance.get("preemptions"):
+        yield f"its KV cache was full: {n} evictions; with --batch_scheduler_policy no_evict it starts fewer"
     if (busy := instance.get("client_busy_fraction", 0)) > _BUSY:
         share = f"{100 * busy:.0f} %"
         yield f"its client is busy {share} of the time: start more ranks, the servers may be faster"

@@ -73,6 +73,15 @@ def test_no_accuracy_of_data_without_reference_answers() -> None:
     assert not [value for name, value in summary_rows(SLOW, config, "run") if name == "judged by"]
 
 
+def test_evictions_are_told_with_what_avoids_them() -> None:
+    instances = [{**SLOW["per_instance"][0], "preemptions": n} for n in (8, 0)]
+    rows = summary_rows(SLOW | {"per_instance": instances}, parse_run(["--core_type", "dummy"]), "run")
+    told = [value for _, value in rows if "evict" in value]
+    assert told == [
+        "its KV cache was full: 8 evictions; with --batch_scheduler_policy no_evict it starts fewer"
+    ]
+
+
 def test_a_client_that_is_the_limit_says_so() -> None:
     """And tokens that were not the server's, and requests that were sent twice."""
     instance: dict[str, Any] = SLOW["per_instance"][0]
