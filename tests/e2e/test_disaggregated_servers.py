@@ -9,10 +9,11 @@ import json
 import os
 import re
 import signal
-import sys
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.helpers.make_folder import make_folder
 from tests.helpers.support import DONE, NOT_READY, Command, Starter, free_ports, wait_until
@@ -59,19 +60,21 @@ def shown(command: Command, pattern: str) -> re.Match[str]:
 class TestFourCommands:
     """As the reference's documentation has them, but for paths, the model and the core that serves."""
 
-    def test_a_test_through_them(self, one: Starter) -> None:
-        make_folder(one.folder)
+    @pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)], indirect=True)
+    def test_a_test_through_them(self, both: Starter) -> None:
+        make_folder(both.folder)
+        (both.folder / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {both.python} "$@"\n')
         port, *_ = free_ports(3)
-        (one.folder / "mpi.py").write_text(MPIRUN)
+        (both.folder / "mpi.py").write_text(MPIRUN)
         run_args = (
             "--benchmarks=llama2-70b --scenarios=offline --core_type=trtllm_disagg"
             " --trtllm_disagg_config_path=disagg.yaml --model_path=tiny-llama --model_scale=tiny"
         )
 
         def make(ranks: int, target: str, options: str = "", kind: str = "") -> Command:
-            words: list[object] = [sys.executable, "mpi.py", ranks] if ranks else []
+            words: list[object] = [both.python, "mpi.py", ranks] if ranks else []
             env = {"MLPERF_DISAGG_LAUNCH_TYPE": kind} if kind else {}
-            return one.command([*words, "make", target, f"RUN_ARGS={run_args} {options}"], env=env)
+            return both.command([*words, "make", target, f"RUN_ARGS={run_args} {options}"], env=env)
 
         ports = f"--server_port={port} --worker_start_port={port + 1} --ctx_tp_size=2"
         make(3, "generate_disagg_config", ports).end(60).must(DONE)
@@ -80,15 +83,15 @@ class TestFourCommands:
         test = make(0, "run_harness", "--log_dir=run --save_outputs").end(TIMEOUT_S).must(DONE)
         assert "VALID" in test.out and test.result["samples"] == 48
         assert workers.out.count(": localhost:") == 2 and f": localhost:{port}\n" in leader.out
-        log = (one.folder / "logs/disaggregated_leader.log").read_text()
+        log = (both.folder / "logs/disaggregated_leader.log").read_text()
         for url in (f"context instance 0 at http://localhost:{port + 1}", f"http://localhost:{port + 2}"):
             assert re.search(rf"{url} is ready after [\d.]+ s", log)
 
-        alone = one.run(
+        alone = both.run(
             *(1, "--benchmarks=llama2-70b", "--scenarios=offline", "--model_scale=tiny", "--save_outputs"),
             *("--model_path=tiny-llama",),
             core="torch",
-            log_dir=one.folder / "alone",
+            log_dir=both.folder / "alone",
         ).must(DONE)
         through = {line["index"]: line["output_tokens"] for line in test.outputs()}
         assert through == {line["index"]: line["output_tokens"] for line in alone.outputs()}
@@ -112,7 +115,11 @@ def is_server(pid: int, rank: int) -> bool:
         words, env = (
             Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ")
         )
-        return b"serve" in words and b"-m" in words and b"OMPI_COMM_WORLD_RANK=%d" % rank in env
+        return (
+            b"serve" in words
+            and b"-m" in words
+            and not {b"OMPI_COMM_WORLD_RANK=%d" % rank, b"PMI_RANK=%d" % rank}.isdisjoint(env)
+        )
     return False
 
 
