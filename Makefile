@@ -13,6 +13,7 @@ PYTEST_ARGS ?=
 
 PY := .venv/bin/python
 MPICH := .venv/mpich
+TRITON := .venv/triton
 STAMP := .venv/installed
 # Twice quiet: errors only.
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
@@ -27,7 +28,7 @@ export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
 # Its targets that prepare containers and build TensorRT-LLM and Triton.
 PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
-.PHONY: docs help run test test-slow test-cross test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
+.PHONY: triton test-triton docs help run test test-slow test-cross test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
 .NOTPARALLEL:
 
 help:
@@ -35,6 +36,7 @@ help:
 	@echo "make test       lint, type checks and tests, with Open MPI and MPICH"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
+	@echo "make triton     install a real tritonserver into $(TRITON); make test-triton runs the tests with it"
 	@echo "make lint       ruff and mypy only"
 	@echo "make generate_engines, generate_triton_config, generate_disagg_config, run_llm_server, run_harness RUN_ARGS='--benchmarks=… …'"
 	@echo "                the stages from a model to a result: docs/pipeline.md"
@@ -58,15 +60,15 @@ $(PREPARING):
 test: lint test-unit test-mpi
 
 test-unit: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not slow and not cross" $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not slow and not cross and not triton" $(PYTEST_ARGS) tests
 
 test-mpi: $(STAMP)
 	@set -e; for python in "$(CURDIR)/$(PY)" "$$MPILLM_MPICH_PYTHON"; do for n in $(TEST_RANKS); do \
-	    echo "$$python tests/under_mpirun.py -n $$n tests/mpi"; "$$python" tests/under_mpirun.py -n $$n -m "not slow and not cross" $(PYTEST_ARGS) tests/mpi; \
+	    echo "$$python tests/under_mpirun.py -n $$n tests/mpi"; "$$python" tests/under_mpirun.py -n $$n -m "not slow and not cross and not triton" $(PYTEST_ARGS) tests/mpi; \
 	done; done
 
 test-slow: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) -m slow $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(UNTESTED) -m "slow and not triton" $(PYTEST_ARGS) tests
 
 test-cross: $(STAMP)
 	$(PY) -m pytest -m cross $(PYTEST_ARGS) tests/e2e/test_cross_product.py
@@ -83,6 +85,20 @@ docs: $(STAMP)
 	$(PY) -c 'from mpillm.config.options import options_page; print(options_page(), end="")' > docs/options.md
 
 install: $(STAMP)
+
+triton: $(TRITON)/installed
+
+# A real tritonserver with its Python backend, in an environment of its own: that backend wants a NumPy below 2. Its models find the other
+# packages in the first environment. The stamp is written last.
+$(TRITON)/installed: $(STAMP) tools/install_triton.py
+	@rm -rf $(TRITON)
+	@echo "Installing tritonserver into $(TRITON) (75 MB) …"
+	@$(PYTHON) -m venv --without-pip $(TRITON)
+	@$(PIP) --prefix $(TRITON) --ignore-installed --no-deps nvidia-pytriton 'numpy<2'
+	@$(PY) -m tools.install_triton $(TRITON)
+
+test-triton: $(TRITON)/installed
+	$(PY) -m pytest -m triton $(PYTEST_ARGS) tests/e2e
 
 clean:
 	rm -rf .venv *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,8 +40,13 @@ class Ports(NamedTuple):
 
 
 def find_tritonserver(given: str | None) -> str:
-    """The program: `given`, in PATH, or where NVIDIA's containers have it. NotHere if it is not there."""
-    program = given or shutil.which("tritonserver") or (PROGRAM if Path(PROGRAM).is_file() else "")
+    """The program: `given`, in PATH, where NVIDIA's containers have it, or from `make triton`.
+
+    NotHere if it is not there.
+    """
+    made = f"{sys.prefix}/triton/bin/tritonserver"
+    there = [path for path in (PROGRAM, made) if Path(path).is_file()]
+    program = given or shutil.which("tritonserver") or next(iter(there), "")
     if not program or not shutil.which(program):
         raise NotHere(f"--tritonserver {program or '(not given)'}: no such program, in PATH or as {PROGRAM}")
     return str(Path(program))

@@ -16,10 +16,8 @@ BUILT_IN = {
     "trtllm_disagg": "mpillm.cores.openai_client.endpoint_core:TrtllmDisaggCore",
     "trtllm_executor": "mpillm.cores.trtllm.executor:TrtllmExecutorCore",
     "trtllm_hlapi": "mpillm.cores.trtllm.hlapi:TrtllmHlApiCore",
+    "triton_grpc": "mpillm.cores.triton_grpc.core:TritonGrpcCore",
 }
-
-NOT_BUILT = {"triton_grpc": "mpillm.cores.triton_grpc:TritonGrpcCore"}
-"""Cores that cannot run a test yet; other commands work with them."""
 
 DISAGGREGATED = (DEFAULT, "trtllm_disagg")
 """Cores whose `run-llm-server` starts the servers of a disaggregation YAML."""
@@ -46,6 +44,6 @@ def class_path(name: str) -> str | None:
     """The ``module:Class`` of a core, or None; a `name` with a colon is returned as it is."""
     if ":" in name:
         return name
-    if path := registered.get(name) or BUILT_IN.get(name) or NOT_BUILT.get(name):
+    if path := registered.get(name) or BUILT_IN.get(name):
         return path  # before searching installed packages, which takes longer
     return next((point.value for point in _installed(name=name)), None)

@@ -51,7 +51,7 @@ _BENCHMARKS = {member: workload.name for workload in WORKLOADS.values() for memb
 Benchmark = enum.Enum("Benchmark", _BENCHMARKS)  # type: ignore[misc]
 """--benchmarks"""
 
-_CORES = {name.upper(): name for name in (*core_names.BUILT_IN, *core_names.NOT_BUILT)}
+_CORES = {name.upper(): name for name in core_names.BUILT_IN}
 CoreType = enum.Enum("CoreType", _CORES)  # type: ignore[misc]
 """--core_type"""
 

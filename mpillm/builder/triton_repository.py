@@ -14,6 +14,9 @@ from launch.command import Command, NotHere
 from mpillm.builder.operation import Operation, identity, log_of, read_stamp
 from mpillm.builder.pbtxt import Name, dump
 from mpillm.builder.preconditions import check_gpus
+from mpillm.builder.triton_embedded import PYTHON, embedded_parameters, model_program
+from mpillm.builder.triton_tensors import TENSORRT_LLM_INPUTS, TENSORRT_LLM_OUTPUTS, tensors
+from mpillm.builder.triton_text_models import ENGINE_MODEL, text_models, texts
 from mpillm.builder.trtllm import TRTLLMBuilderOp, TRTLLMLibraryLoader, read_engine
 from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.options import RunConfig
@@ -63,7 +66,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
         "eagle",
     ),
     "guided_decoding_backend": ("xgrammar",),
-    "triton_backend": ("tensorrtllm",),
+    "triton_backend": ("tensorrtllm", PYTHON),
 }
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 # The backend reads these outside of any `try` and does not load without them. Their names in the template
@@ -89,43 +92,6 @@ _REFUSED = {
     "postprocessing_instance_count": _ALONE,
     "bls_instance_count": _ALONE,
 }
-
-
-def _tensor(
-    name: str, kind: str, *dims: int, scalar: bool = False, optional: bool = True, ragged: bool = False
-) -> dict[str, Any]:
-    tensor: dict[str, Any] = {"name": name, "data_type": Name(f"TYPE_{kind}"), "dims": list(dims)}
-    if scalar:
-        tensor["reshape"] = {"shape": []}
-    if optional:
-        tensor["optional"] = True
-    if ragged:
-        tensor["allow_ragged_batch"] = True
-    return tensor
-
-
-# What our requests set and our answers carry, of the tensors in the backend's own template.
-_INPUTS = (
-    _tensor("input_ids", "INT32", -1, optional=False, ragged=True),
-    _tensor("input_lengths", "INT32", 1, scalar=True, optional=False),
-    _tensor("request_output_len", "INT32", 1, scalar=True, optional=False),
-    _tensor("end_id", "INT32", 1, scalar=True),
-    _tensor("pad_id", "INT32", 1, scalar=True),
-    _tensor("stop_words_list", "INT32", 2, -1, ragged=True),
-    _tensor("beam_width", "INT32", 1, scalar=True),
-    _tensor("temperature", "FP32", 1, scalar=True),
-    _tensor("runtime_top_k", "INT32", 1, scalar=True),
-    _tensor("runtime_top_p", "FP32", 1, scalar=True),
-    _tensor("min_tokens", "INT32", 1, scalar=True),
-    _tensor("seed", "UINT64", 1, scalar=True),
-    _tensor("exclude_input_in_output", "BOOL", 1, scalar=True),
-    _tensor("stop", "BOOL", 1, scalar=True),
-    _tensor("streaming", "BOOL", 1, scalar=True),
-)
-_OUTPUTS = (
-    _tensor("output_ids", "INT32", -1, -1, optional=False),
-    _tensor("sequence_length", "INT32", -1, optional=False),
-)
 
 
 @dataclass(frozen=True)
@@ -234,14 +200,23 @@ class GenerateTritonConfigOp(Operation):
         scenario: str,
         streaming: bool,
         runtime_flags: Mapping[str, Any],
+        embedded: Mapping[str, str] | None = None,
+        with_text: bool = False,
     ) -> None:
-        """`engine`: its build configuration; `runtime_flags`: with the build flags' limits."""
+        """`engine`: its build configuration; `runtime_flags`: with the build flags' limits.
+
+        `embedded`: parameters of the embedded engine, if it is that; `with_text`: write the models around it.
+        """
         self.engine_dir = Path(engine_dir).absolute()  # tritonserver may be started elsewhere
+        self.embedded = embedded
+        self.with_text = with_text
         self.engine = engine
         self.output = Path(f"{repo}_{server}")
         self.layout = layout
         self.models = [server * layout.models_per_server + k for k in range(layout.models_per_server)]
-        self.names = [model_name(benchmark, scenario, model) for model in self.models]
+        self.names = (
+            [ENGINE_MODEL] if with_text else [model_name(benchmark, scenario, model) for model in self.models]
+        )
         self.scenario = scenario
         self.streaming = streaming
         self.runtime_flags = runtime_flags
@@ -270,11 +245,12 @@ class GenerateTritonConfigOp(Operation):
             "gpt_model_path": str(self.engine_dir),
             "max_beam_width": str(build.max_beam_width),
             **written,
+            **(self.embedded or {}),
             "gpu_device_ids": ",".join(map(str, self.layout.gpus(self.models[index]))),
         }
         return {
             "name": self.names[index],
-            "backend": "tensorrtllm",
+            "backend": "tensorrtllm" if self.embedded is None else PYTHON,
             "max_batch_size": batch,
             "model_transaction_policy": {"decoupled": decoupled},
             "dynamic_batching": {
@@ -282,25 +258,38 @@ class GenerateTritonConfigOp(Operation):
                 "max_queue_delay_microseconds": flags.get("max_queue_delay_microseconds", 0),
                 "default_queue_policy": {"max_queue_size": flags.get("max_queue_size", 0)},
             },
-            "input": list(_INPUTS),
-            "output": list(_OUTPUTS),
+            "input": tensors(TENSORRT_LLM_INPUTS),
+            "output": tensors(TENSORRT_LLM_OUTPUTS),
             "instance_group": [{"count": 1, "kind": Name("KIND_CPU")}],
-            "parameters": [
-                {"key": key, "value": {"string_value": value}} for key, value in parameters.items()
-            ],
+            "parameters": texts(parameters),
         }
+
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """`config.pbtxt` of each model by its name."""
+        configs = {name: self.config(index) for index, name in enumerate(self.names)}
+        if self.with_text:
+            assert self.embedded is not None
+            (engine,) = configs.values()
+            configs |= text_models(
+                engine["max_batch_size"],
+                engine["model_transaction_policy"]["decoupled"],
+                self.embedded["tokenizer_dir"],
+                {},
+            )
+        return configs
 
     def inputs(self) -> dict[str, Any]:
         return {
-            "models": [dump(self.config(index)) for index in range(len(self.names))],
-            "engine": identity(self.engine_dir / "config.json"),
+            "models": [dump(config) for config in self.configs().values()],
+            "engine": None if self.embedded else identity(self.engine_dir / "config.json"),
         }
 
     def files(self) -> Sequence[str]:
-        return [f"{name}/config.pbtxt" for name in self.names]
+        return [f"{name}/config.pbtxt" for name in self.configs()]
 
     def check(self) -> None:
-        read_engine(self.engine_dir)
+        if self.embedded is None:
+            read_engine(self.engine_dir)
         info = self.runtime_flags.get("xgrammar_tokenizer_info_path")
         if info is not None and not Path(info).is_file():
             raise NotHere(f"{_SOURCE}: xgrammar_tokenizer_info_path {info}: no such file")
@@ -309,7 +298,8 @@ class GenerateTritonConfigOp(Operation):
             f"--triton_num_servers {n.n_servers} with {n.models_per_server} models each,"
             f" {n.gpus_per_model} GPUs a model,"
         )
-        check_gpus(n.n_servers * n.models_per_server * n.gpus_per_model, what)
+        if self.embedded is None:
+            check_gpus(n.n_servers * n.models_per_server * n.gpus_per_model, what)
 
     def commands(self, target: Path) -> Sequence[Command]:
         return ()
@@ -318,11 +308,15 @@ class GenerateTritonConfigOp(Operation):
         return [f"# writes {self.output / name}" for name in self.files()]
 
     def make(self, target: Path, children: Children, log: Path) -> None:
-        for index, name in enumerate(self.names):
-            (target / name / MODEL_VERSION).mkdir(parents=True)
-            (target / name / "config.pbtxt").write_text(dump(self.config(index)), encoding="utf-8")
-            with log.open("a", encoding="utf-8") as file:
-                file.write(f"{name}: engine {self.engine_dir}, GPUs {self.layout.gpus(self.models[index])}\n")
+        for name, config in self.configs().items():
+            version = target / name / MODEL_VERSION
+            version.mkdir(parents=True)
+            (target / name / "config.pbtxt").write_text(dump(config), encoding="utf-8")
+            if program := model_program(config):
+                (version / "model.py").write_text(program, encoding="utf-8")
+        with log.open("a", encoding="utf-8") as file:
+            for name, model in zip(self.names, self.models, strict=True):
+                file.write(f"{name}: engine {self.engine_dir}, GPUs {self.layout.gpus(model)}\n")
 
 
 def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
@@ -331,26 +325,30 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
         raise ConfigError(
             "generate-triton-config makes the repositories of one test: name one workload and one scenario"
         )
-    engine_dir = config.engine_dir
-    if not engine_dir:
-        if not config.model_path:
-            raise ConfigError(
-                "generate-triton-config needs --engine_dir, or the --model_path that generate-engines"
-                " was given"
-            )
-        with config.autoapply():
-            engine_dir = str(TRTLLMBuilderOp().output)
     harness = config.build(TritonHarnessConfig)
-    try:
-        build, cut = read_engine(Path(engine_dir))
-    except NotHere:
-        if not config.dry_run:
-            raise
-        with config.configuration().autoapply():
-            cut = TRTLLMLibraryLoader().layout
-        build = BuildConfig.from_json(harness.runtime_flags | harness.build_flags, "--trtllm_build_flags")
-        print(f"# assumed: {engine_dir}, an engine of {cut}, as the options say")
-    layout = triton_layout(config.scenario, cut.ranks, harness.num_servers, harness.models_per_server)
+    with_text, embedded = config.triton_text_models, None
+    if harness.runtime_flags.get("triton_backend") == PYTHON:
+        engine_dir, build, gpus_per_model, embedded = embedded_parameters(config)
+    elif with_text:
+        raise ConfigError(
+            "--triton_text_models: these models call the embedded engine (--trtllm_runtime_flags"
+            f" triton_backend:{PYTHON}); docs/pipeline.md says where TensorRT-LLM has its own",
+            about=["triton_text_models"],
+        )
+    else:
+        engine_dir, build, gpus_per_model = _trtllm_engine(config, harness)
+    layout = triton_layout(
+        config.scenario,
+        gpus_per_model,
+        harness.num_servers,
+        1 if with_text and harness.models_per_server is None else harness.models_per_server,
+    )
+    if with_text and layout.models_per_server > 1:
+        raise ConfigError(
+            f"--triton_text_models: a server has them for one model, not {layout.models_per_server}"
+            " (--triton_num_models_per_server)",
+            about=["triton_text_models", "triton_num_models_per_server"],
+        )
     return [
         GenerateTritonConfigOp(
             engine_dir=engine_dir,
@@ -362,9 +360,34 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
             scenario=config.scenario,
             streaming=harness.streaming,
             runtime_flags={"enable_kv_cache_reuse": config.enable_kv_cache_reuse, **harness.runtime_flags},
+            embedded=embedded,
+            with_text=with_text,
         )
         for server in range(layout.n_servers)
     ]
+
+
+def _trtllm_engine(config: RunConfig, harness: TritonHarnessConfig) -> tuple[str, BuildConfig, int]:
+    """The folder of TensorRT-LLM's engine, what it was built for, and its ranks."""
+    engine_dir = config.engine_dir
+    if not engine_dir:
+        if not config.model_path:
+            raise ConfigError(
+                "generate-triton-config needs --engine_dir, or the --model_path that generate-engines"
+                " was given"
+            )
+        with config.autoapply():
+            engine_dir = str(TRTLLMBuilderOp().output)
+    try:
+        build, cut = read_engine(Path(engine_dir))
+    except NotHere:
+        if not config.dry_run:
+            raise
+        with config.configuration().autoapply():
+            cut = TRTLLMLibraryLoader().layout
+        build = BuildConfig.from_json(harness.runtime_flags | harness.build_flags, "--trtllm_build_flags")
+        print(f"# assumed: {engine_dir}, an engine of {cut}, as the options say")
+    return engine_dir, build, cut.ranks
 
 
 def remove_repositories(repo: str, first: int) -> None:

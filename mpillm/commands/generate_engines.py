@@ -8,7 +8,7 @@ from disagg.errors import ConfigError
 from mpillm.builder.operation import Operation, execute
 from mpillm.config.options import RunConfig, parse_each
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import BUILT_IN, NOT_BUILT
+from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, SIZES, shown
@@ -31,7 +31,7 @@ def engine_stages(config: RunConfig) -> Operation:
     with config.autoapply():
         path = BackendRegistry.declared(config.core_type).engine_stages
         if path is None:
-            able = [name for name in (*BUILT_IN, *NOT_BUILT) if BackendRegistry.declared(name).engine_stages]
+            able = [name for name in BUILT_IN if BackendRegistry.declared(name).engine_stages]
             raise ConfigError(
                 f"--core_type {config.core_type}: nothing to build; generate-engines builds for"
                 f" {', '.join(able)}",

@@ -20,6 +20,9 @@ _ALSO = (
     "trtllm_runtime_flags",
     "llm_gen_config_path",
     "enable_kv_cache_reuse",
+    "quantization",
+    "end_ids",
+    "num_threads",
 )
 _SHOWN = shown("workload", "stages", "checkpoint", "build", "triton", also=_ALSO)
 

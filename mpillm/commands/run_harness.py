@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpillm import fields
 from mpillm.config.options import RUN_FIELDS, parse_each
 from mpillm.configurator.command_line import Parser
-from mpillm.cores.registry import check_built, check_core
+from mpillm.cores.registry import check_core
 from mpillm.errors import ExitCode
 from mpillm.run.in_turn import run_in_turn, test_of
 
@@ -25,8 +25,6 @@ def main(argv: Sequence[str]) -> int:
         " --world_size 4",
     )
     configs = parse_each(argv, parser, [*RUN_FIELDS, fields.world_size, fields.dry_run])
-    for config in configs:
-        check_built(config)
     configs = [config.with_yaml() for config in configs]
     for config in configs:
         check_core(config)

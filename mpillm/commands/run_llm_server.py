@@ -22,7 +22,7 @@ from launch.servers import Server, ServerFailed, Servers, check_ports, files_of,
 from mpillm.comms.start import mpi_library
 from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import BUILT_IN, DISAGGREGATED, NOT_BUILT
+from mpillm.core_names import BUILT_IN, DISAGGREGATED
 from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
@@ -33,6 +33,8 @@ _ALSO = (
     "trtllm_server_urls",
     "llm_gen_config_path",
     "enable_kv_cache_reuse",
+    "end_ids",
+    "num_threads",
     "log_dir",
     "load_deadline",
     "stall_timeout",
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         drop_launch_type(f"--core_type {config.core_type}")
     kind = BackendRegistry.declared(config.core_type).servers
     if kind is None:
-        able = [name for name in (*BUILT_IN, *NOT_BUILT) if BackendRegistry.declared(name).servers]
+        able = [name for name in BUILT_IN if BackendRegistry.declared(name).servers]
         raise ConfigError(
             f"--core_type {config.core_type} needs no server; these cores do: {', '.join(able)}"
         )

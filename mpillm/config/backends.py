@@ -168,6 +168,8 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
 @bind(fields.triton_grpc_ports, "grpc_ports")
 @bind(fields.triton_model_repo, "model_repo")
 @bind(fields.engine_dir)
+@bind(fields.load_deadline)
+@bind(fields.health_deadline)
 @dataclass
 class TritonHarnessConfig(TrtllmHarnessConfig):
     """Triton servers: how many, where, and the clients of each."""
@@ -183,6 +185,8 @@ class TritonHarnessConfig(TrtllmHarnessConfig):
     grpc_ports: dict[str, tuple[int, ...]] | None = None
     model_repo: str = "build/triton_model_repo"
     engine_dir: str | None = None
+    load_deadline: float = fields.load_deadline.default  # seconds, and below
+    health_deadline: float = fields.health_deadline.default
 
     @about("triton_server_urls", "triton_grpc_ports", "triton_skip_server_spawn")
     def __post_init__(self) -> None:

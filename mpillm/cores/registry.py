@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm import core_names
-from mpillm.core_names import BUILT_IN, NOT_BUILT
+from mpillm.core_names import BUILT_IN
 from mpillm.cores.base import LLMCore
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ class BackendRegistry:
         core = cls.declared(name)
         if inspect.isabstract(core):
             lacking = ", ".join(sorted(core.__abstractmethods__))
-            why = _not_built(name, core) if name in NOT_BUILT else f"the class lacks {lacking}"
-            raise ConfigError(f"--core_type {name}: {why}")
+            raise ConfigError(f"--core_type {name}: the class lacks {lacking}")
         return core
 
     @classmethod
@@ -74,28 +73,8 @@ def function(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def check_built(config: RunConfig) -> None:
-    """ConfigError: no test can run through this core yet."""
-    if (name := config.core_type) in NOT_BUILT:
-        raise ConfigError(f"{config.named('core_type')}: {_not_built(name, BackendRegistry.declared(name))}")
-
-
-def _not_built(name: str, core: type[LLMCore]) -> str:
-    commands = [
-        command
-        for command, path in (("generate-engines", core.engine_stages), ("run-llm-server", core.servers))
-        if path
-    ]
-    return (
-        f"not built in this version of mpillm;"
-        f" {' and '.join(commands)} work{'' if len(commands) > 1 else 's'} with it,"
-        f" but a test needs --core_type {' or '.join(BUILT_IN)}"
-    )
-
-
 def check_core(config: RunConfig) -> None:
-    """As `check_built`; ConfigError, too, if `config`, with its YAML, lacks what the core needs."""
-    check_built(config)
+    """ConfigError: `config`, with its YAML, lacks what the core needs."""
     if not BackendRegistry.get(config.core_type).needs_model:
         return
     if not config.model_path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import flag_dict, name_or_class, positive
-from mpillm.core_names import BUILT_IN, DEFAULT, NOT_BUILT, names
+from mpillm.core_names import BUILT_IN, DEFAULT, names
 
 
 class TopologyFields(Options):
@@ -20,8 +20,8 @@ class TopologyFields(Options):
     core_type = Field(
         "core_type",
         f"the core, which computes or fetches the answers: {', '.join(BUILT_IN)},"
-        f" or your own as package.module:Class; for engines and servers also {', '.join(NOT_BUILT)}",
-        name_or_class((*BUILT_IN, *NOT_BUILT), names),
+        " or your own as package.module:Class",
+        name_or_class(tuple(BUILT_IN), names),
         default=DEFAULT,
         group="topology",
     )

@@ -65,3 +65,11 @@ class TritonFields(Options):
         default="build/triton_model_repo",
         group="triton",
     )
+    triton_text_models = Field(
+        "triton_text_models",
+        "write preprocessing, postprocessing, ensemble and tensorrt_llm_bls, too, and name the engine's model"
+        " tensorrt_llm: for clients that send text",
+        boolean,
+        default=False,
+        group="triton",
+    )

@@ -137,11 +137,6 @@ USAGE_ERRORS: dict[str, tuple[int, list[object], list[str]]] = {
     "log_dir in a file": (2, ["--log_dir", "file/run"], ["file/run", "can't be written", "Not a directory"]),
     "log_dir is a model's": (2, ["--log_dir", "."], ["--log_dir .", "config.json of a model or an engine"]),
     "no such core": (2, ["--core_type", "dumy"], ["dumy", "did you mean", "dummy"]),
-    "a core that is not built": (
-        2,
-        ["--core_type", "triton_grpc"],
-        ["--core_type triton_grpc: not built", "run-llm-server", "dummy"],
-    ),
 }
 
 

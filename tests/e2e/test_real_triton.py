@@ -1,27 +1,24 @@
 """run-llm-server with a real tritonserver, which loads the model configurations that our writer and
 generate-triton-config have written.
 
-Slow, and only where MPILLM_TRITONSERVER names one: the wheel nvidia-pytriton carries a tritonserver for CPUs
-(docs/pipeline.md says how to unpack it).
+Only with `make test-triton`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from mpillm.builder.pbtxt import Name, dump
-from tests.helpers.support import Starter, wait_until
+from tests.helpers.real_triton import MARKS, TRITONSERVER
+from tests.helpers.support import Starter, free_ports, wait_until
 
-TRITONSERVER = os.environ.get("MPILLM_TRITONSERVER", "")
+pytestmark = MARKS
 
 MODEL = """
 class TritonPythonModel:
@@ -50,8 +47,6 @@ class TritonPythonModel:
 SAID = 'a "quoted" \\ word,\na line and ü'
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not TRITONSERVER, reason="MPILLM_TRITONSERVER names no tritonserver")
 def test_a_real_tritonserver(tmp_path: Path, one: Starter) -> None:
     model = tmp_path / "repo_0" / "tokens"
     (model / "1").mkdir(parents=True)
@@ -73,8 +68,6 @@ def test_a_real_tritonserver(tmp_path: Path, one: Starter) -> None:
         assert served["model_transaction_policy"]["decoupled"] is True
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not TRITONSERVER, reason="MPILLM_TRITONSERVER names no tritonserver")
 def test_a_generated_repository_has_what_the_backend_needs(tmp_path: Path, one: Starter) -> None:
     """The real server reads the whole file.
 
@@ -109,19 +102,22 @@ def serving(one: Starter, repo: str, model: str) -> Iterator[dict[str, Any]]:
 
     The server is stopped afterwards.
     """
+    (port,) = free_ports(1)
     options = (
         "--harness_type=triton",
         f"--triton_model_repo={repo}",
         f"--tritonserver={TRITONSERVER}",
-        "--triton_grpc_ports=localhost:18101",
+        f"--triton_grpc_ports=localhost:{port}",
     )
     command = one.command([one.python, "-m", "mpillm", "run-llm-server", *options])
     wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 60)
     if command.process.poll() is not None:
         command.end(30).must(128 + signal.SIGINT)  # shows what it has said
-    with urllib.request.urlopen(f"http://localhost:8000/v2/models/{model}/ready", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://localhost:{port + 1}/v2/models/{model}/ready", timeout=10) as answer:
         assert answer.status == 200
-    with urllib.request.urlopen(f"http://localhost:8000/v2/models/{model}/config", timeout=10) as answer:
+    with urllib.request.urlopen(
+        f"http://localhost:{port + 1}/v2/models/{model}/config", timeout=10
+    ) as answer:
         yield json.load(answer)
     command.process.send_signal(signal.SIGINT)
     command.end(30).must(128 + signal.SIGINT)

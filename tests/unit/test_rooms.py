@@ -35,6 +35,7 @@ mpillm.cores
 mpillm.roles
 mpillm.report
 mpillm.serve
+mpillm.triton_models
 mpillm.bench
 mpillm.submission
 mpillm.run

@@ -20,7 +20,7 @@ from mpillm.cli import main, module_of
 from mpillm.config.config_file import KEYS
 from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import BUILT_IN, NOT_BUILT
+from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import BackendRegistry
 from mpillm.fields import BY_NAME, FIELDS, SETS
 from mpillm.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
@@ -221,9 +221,7 @@ def mentioned(definition: ast.AST) -> set[str]:
 @cache
 def declared(trait: str) -> set[str]:
     """The functions that the classes of cores name, as ``module:function``."""
-    return {
-        path for name in (*BUILT_IN, *NOT_BUILT) if (path := getattr(BackendRegistry.declared(name), trait))
-    }
+    return {path for name in BUILT_IN if (path := getattr(BackendRegistry.declared(name), trait))}
 
 
 def read_in(definition: ast.AST, owner: str, bound: dict[str, Bound], names: set[str]) -> Iterator[str]:
@@ -313,7 +311,7 @@ def entry(command: str, option: str) -> str:
 
 
 def test_the_names_of_cores() -> None:
-    for name in (*BUILT_IN, *NOT_BUILT):
+    for name in BUILT_IN:
         assert re.search(rf"\b{name}\b", entry("run", "core_type"))
 
 

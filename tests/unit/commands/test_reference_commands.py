@@ -17,12 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from disagg.errors import ConfigError
 from mpillm import user_config
 from mpillm.cli import main
-from mpillm.config.options import parse_run
-from mpillm.core_names import BUILT_IN, NOT_BUILT
-from mpillm.cores.registry import BackendRegistry, check_core
+from mpillm.core_names import BUILT_IN
+from mpillm.cores.registry import BackendRegistry
 from tests.helpers.skeleton import SKELETON
 from tests.helpers.trtllm_stand_in import make_library, make_model
 
@@ -105,24 +103,6 @@ SAYS = {
     "disaggregation: the test before its YAML": (
         f"run_harness {DISAGG}",
         "disagg.yaml: cannot be read: No such file",
-    ),
-    "Triton: llama2": (
-        "run_harness --benchmarks=llama2 --scenarios=Offline,Server --harness_type=triton"
-        " --accuracy_target=.999",
-        "triton_grpc .command line: harness_type.: not built",
-    ),
-    "Triton: moe": (
-        "run_harness --benchmarks=moe --scenarios=Offline,Server --harness_type=triton",
-        "triton_grpc .*not built",
-    ),
-    "Triton: an engine reused": (
-        f"run_harness --benchmarks=llama2 --harness_type=triton {ENGINE}",
-        "triton_grpc .*not built",
-    ),
-    "Triton: other hosts": (
-        "run_harness --models=llama2 --scenarios=Offline --harness_type=triton --triton_skip_server_spawn"
-        " --triton_grpc_ports=host_foo:8001|host_bar:8003",
-        "triton_grpc .*not built",
     ),
     "launch_triton_server": (
         "launch_triton_server.py --tritonserver=/opt/tritonserver/bin/tritonserver"
@@ -324,25 +304,6 @@ def test_options_of_their_programs(option: str, words: str, capsys: pytest.Captu
 
 def test_names_of_cores_are_the_registrys() -> None:
     assert sorted(BUILT_IN) == BackendRegistry.names()
-    assert not {*NOT_BUILT} & {*BUILT_IN}, "a core that is built is not in NOT_BUILT"
-
-
-@pytest.mark.parametrize("name", ["triton_grpc"])
-def test_a_core_that_is_not_built_is_refused_before_anything_is_loaded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=f"^--core_type {name}: not built in this version of mpillm; .* --core_type torch or dummy or ",
-    ):
-        check_core(parse_run(["--core_type", name]))
-    for options in ([], ["--dry_run"]):
-        assert main(["run-harness", "--core_type", name.upper(), "--model_path=tiny-llama", *options]) == 2
-        assert f"mpillm: --core_type {name}: not built in this version" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=f"^--core_type {name}: not built"):
-        BackendRegistry.get(name)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

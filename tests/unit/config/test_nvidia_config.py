@@ -15,7 +15,7 @@ from mpillm import fields, user_config
 from mpillm.builder.trtllm_options import BUILD
 from mpillm.config.options import RunConfig, parse, parse_run
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import BUILT_IN, NOT_BUILT
+from mpillm.core_names import BUILT_IN
 from mpillm.cores.registry import check_core
 from mpillm.fields import FIELDS
 
@@ -296,7 +296,7 @@ def test_the_older_form_takes_nvidias_names_too(tmp_path: Path) -> None:
     )
     config = config_of(path)
     assert (config.precision, config.dataset_path, config.core_type) == ("fp8", "x", "trtllm_executor")
-    assert [core.value for core in user_config.CoreType] == [*BUILT_IN, *NOT_BUILT]
+    assert [core.value for core in user_config.CoreType] == [*BUILT_IN]
     assert {harness.value for harness in user_config.HarnessType} == set(fields.harness_type.choices)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import core_names
-from mpillm.core_names import BUILT_IN, DEFAULT, NOT_BUILT
+from mpillm.core_names import BUILT_IN, DEFAULT
 from mpillm.cores.base import LLMCore
 from mpillm.cores.dummy import DummyCore
 from mpillm.cores.registry import BackendRegistry, function
@@ -37,7 +37,7 @@ def test_what_a_core_needs_is_said_by_its_class_alone() -> None:
     assert [name for name in sorted(named) if not AT_HOME.match(name.removeprefix("mpillm/"))] == []
 
 
-@pytest.mark.parametrize("name", [*BUILT_IN, *NOT_BUILT])
+@pytest.mark.parametrize("name", [*BUILT_IN])
 def test_what_classes_name_is_there(name: str) -> None:
     core = BackendRegistry.declared(name)
     for path in filter(None, (core.engine_stages, core.servers)):
@@ -65,11 +65,6 @@ def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             f"{__name__}:Halfway",
             "the class lacks credits, enqueue, has_work, poll_responses, run_health_check",
-        ),
-        (
-            "triton_grpc",
-            "not built in this version of mpillm; generate-engines and run-llm-server work with it, but"
-            " a test needs",
         ),
     ],
 )

@@ -1,0 +1,95 @@
+"""The embedded engine behind Triton: what `config.pbtxt` says of it, and the programs of Python models."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.config.disagg_values import CORE
+from mpillm.config.options import RunConfig
+from mpillm.models.model_files import BuildConfig
+
+PYTHON = "python"
+"""The `triton_backend` of the embedded engine."""
+
+_MODULES = {
+    "preprocessing": "preprocessing",
+    "postprocessing": "postprocessing",
+    "tensorrt_llm_bls": "bls",
+}
+_PROGRAM = '''"""Written by mpillm generate-triton-config, for a tritonserver with Python {version}."""
+
+import site
+import sys
+
+# Before the packages of the server's own Python: its NumPy may not fit.
+known = [*sys.path]
+site.addsitedir({packages!r})
+sys.path.sort(key=known.__contains__)
+
+from mpillm.triton_models.{module} import TritonPythonModel
+'''
+
+
+def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[str, str]]:
+    """The engine's or the model's folder, its limits, the GPUs of a model, and parameters of `config.pbtxt`.
+
+    ConfigError: there is no model, or it has several ranks.
+    """
+    if not config.model_path:
+        raise ConfigError(f"triton_backend:{PYTHON} needs --model_path", about=["model_path"])
+    for name in ("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism"):
+        if (size := getattr(config, name) or 1) > 1:
+            raise ConfigError(
+                f"--{name} {size}: behind Triton the embedded engine has one rank", about=[name]
+            )
+    model = _absolute(config.model_path)
+    core = {place.in_core or place.field.name: config[place.field] for place in CORE}
+    core |= {
+        "model_path": model,
+        "quantization": config.quantization,
+        "engine_dir": config.engine_dir and _absolute(config.engine_dir),
+        "end_ids": config.end_ids,
+        "n_threads": config.num_threads,
+    }
+    # What has no value is the engine's own.
+    stated = {name: value for name, value in core.items() if value is not None}
+    parameters = {
+        "tokenizer_dir": model if Path(model).is_dir() else "",
+        "core_config": json.dumps(stated, default=list),
+    }
+    build = BuildConfig(max_batch_size=config.max_batch_size or _DEFAULT_BATCH)
+    return config.engine_dir or config.model_path, build, 1, parameters
+
+
+_DEFAULT_BATCH = 64
+
+
+def _absolute(path: str) -> str:
+    """A folder's; tritonserver may be started elsewhere. A preset's name stays."""
+    return str(Path(path).absolute()) if Path(path).is_dir() else path
+
+
+def model_program(config: Mapping[str, Any]) -> str | None:
+    """`model.py` of a model; None for one of another backend."""
+    if config.get("backend") != PYTHON:
+        return None
+    module = _MODULES.get(config["name"], "embedded")
+    return _PROGRAM.format(version=sysconfig.get_python_version(), packages=site_packages(), module=module)
+
+
+def site_packages() -> str:
+    """Where a model finds mpillm: what `make triton` has made beside this environment, or this environment.
+
+    That one has a NumPy that fits the server's Python backend, and leads to the packages of this one.
+    """
+    ours = Path(sysconfig.get_path("purelib"))
+    prefix = os.environ.get("MPILLM_TRITON_PREFIX") or f"{sys.prefix}/triton"
+    made = prefix / ours.relative_to(sys.prefix)
+    return str(made if made.is_dir() else ours)

@@ -1,0 +1,285 @@
+"""Executor ranks as frontends of tritonservers: each has clients (streams), and a channel of its own."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError, about, nearest
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.config.backends import TritonHarnessConfig
+from mpillm.config.core_config import CoreConfig
+from mpillm.cores.base import Credits, LLMCore, Metrics
+from mpillm.cores.openai_client.endpoint_core import EndpointLimits, share_of
+from mpillm.cores.triton_grpc.stream import STREAMS_PER_CHANNEL, Stream, open_channel
+from mpillm.cores.triton_grpc.tensors import (
+    NO_END,
+    Wanted,
+    is_last,
+    request_of,
+    stop_of,
+    tokens_of,
+    word_list,
+)
+from mpillm.cores.triton_grpc.triton_ready import Model, TritonError, find_models, until_ready
+from mpillm.errors import Failure, RunError
+
+if TYPE_CHECKING:
+    from mpillm.comms.communicators import InstanceComms
+
+_log = logging.getLogger(__name__)
+_DEFAULT_URL = "localhost:8001"
+_MOST_AT_ONCE = 1024  # requests of a server, unless a batch size is stated
+_EARLIER = 0.9  # of rank 0's deadline: this rank's message is the one that names the server
+_WATCH_S = 1.0
+
+
+class _Call:
+    """A request under way."""
+
+    def __init__(self, id_: int, model: Model, stream: Stream, streaming: bool) -> None:
+        self.id = id_
+        self.model = model
+        self.stream = stream
+        self.streaming = streaming
+        self.tokens: list[int] = []
+
+
+class TritonGrpcCore(LLMCore):
+    """Engines behind `tritonserver`: TensorRT-LLM's, or the embedded one."""
+
+    is_client = True
+    engine_stages = "mpillm.builder.trtllm:engine_stages"
+    servers = "mpillm.builder.triton_servers:triton_servers"
+    framework = "TensorRT-LLM"
+    packages = ("tensorrt_llm",)
+
+    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+        super().__init__(config, comms)
+        self._harness = TritonHarnessConfig()
+        self._urls, self._at_once = share_of(
+            self._harness.server_urls or (_DEFAULT_URL,),
+            int(self._harness.runtime_flags.get("max_batch_size") or _MOST_AT_ONCE),
+            config.instance,
+            config.n_instances,
+        )
+        self._channels: list[grpc.Channel] = []
+        self._streams: list[Stream] = []
+        self._models: dict[str, itertools.cycle[Model]] = {}  # of each server
+        self._calls: dict[int, _Call] = {}  # open, by their number on the wire
+        self._numbers: dict[int, int] = {}  # the same, by id
+        self._number = itertools.count(1)
+        self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
+        self._next_watch = 0.0
+        self._began()
+
+    def _began(self) -> None:
+        self._errors = self._prompt_tokens = self._generated_tokens = 0
+
+    @classmethod
+    def check(cls, config: CoreConfig) -> EndpointLimits:
+        with about("core_options"):
+            for key in config.options:
+                if key != "model":
+                    raise ConfigError(
+                        f"--core_options {key}: this core has no such option{nearest(key, ['model'])};"
+                        " it has: model"
+                    )
+        with about("stop_words"):
+            for word in config.stop_words:
+                if isinstance(word, str):
+                    raise ConfigError(
+                        f"--stop_words {word}: this core sends tokens; write the word's, as in [[12, 13]]"
+                    )
+        return EndpointLimits()
+
+    # --- life ---
+
+    def load(self) -> None:
+        """Wait for the servers, and open the clients: their streams share as few channels as carry them."""
+        deadline = _EARLIER * self._harness.load_deadline
+        for url in self._urls:
+            n = self._harness.clients_per_frontend
+            channels = [open_channel(url, i) for i in range(-(-n // STREAMS_PER_CHANNEL))]
+            self._channels += channels
+            try:
+                until_ready(url, channels[0], deadline)
+                wanted = self.config.options.get("model")
+                models = find_models(url, channels[0], None if wanted is None else str(wanted), deadline)
+            except TritonError as error:
+                raise RunError(Failure(str(error), self.config.rank)) from None
+            self._models[url] = itertools.cycle(models)
+            names = ", ".join(model.name for model in models)
+            _log.info("%s has %s; %d clients on %d channels", url, names, n, len(channels))
+            self._streams += [Stream(url, channels[i // STREAMS_PER_CHANNEL], self._heard) for i in range(n)]
+
+    def run_health_check(self) -> None:
+        """Generate a token on each server."""
+        limit = _EARLIER * self._harness.health_deadline / len(self._urls)
+        for url in self._urls:
+            stream = next(one for one in self._streams if one.url == url)
+            self._submit(0, np.full(8, 3, np.int32), Wanted(1, end_id=NO_END, streaming=False), stream)
+            end = time.monotonic() + limit
+            while not self._rows:
+                self._watch()
+                if time.monotonic() > end:
+                    raise self._failure(f"tritonserver {url} gave no token within {limit:g} s")
+                time.sleep(0.001)
+            _, n_tokens, flags, _ = self._rows.popleft()
+            if flags & ResponseFlag.ERROR or not n_tokens:
+                raise self._failure(f"tritonserver {url} gave no token: {self._last_error}")
+
+    def warm_up_requests(self) -> Batch:
+        """A request for each client, with an answer that may end at once."""
+        rows = np.zeros(len(self._streams), REQUEST)
+        rows["id"] = np.arange(len(rows))
+        rows["n_tokens"] = 8
+        rows["max_output"] = 4
+        rows["top_p"] = 1
+        rows["generation"] = NO_INSTANCE
+        return Batch(rows, np.full(8 * len(rows), 3, np.int32))
+
+    def start_test(self) -> None:
+        self._began()
+
+    def statistics(self) -> dict[str, float]:
+        """Clients, the channels under them, and requests that a server has answered with an error."""
+        return {"clients": len(self._streams), "channels": len(self._channels), "errors": self._errors}
+
+    def metrics(self) -> Metrics:
+        return Metrics(self._prompt_tokens, self._generated_tokens, len(self._calls), 0)
+
+    def notify_stop(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.close()
+        for channel in self._channels:
+            channel.close()
+
+    # --- work ---
+
+    def credits(self) -> Credits:
+        return Credits(self._at_once * len(self._urls), 1 << 40)
+
+    def enqueue(self, requests: Batch) -> None:
+        for request in requests.split():
+            (row,) = request.rows
+            stream = min(self._streams, key=lambda one: len(one.open))
+            self._submit(int(row["id"]), request.tokens, self._wanted(row), stream)
+
+    def _wanted(self, row: Any) -> Wanted:
+        flags = int(row["flags"])
+        ends, words = self.config.end_ids or (), [*self.config.stop_words]
+        if flags & RequestFlag.IGNORE_STOP:
+            words = []
+        if flags & RequestFlag.IGNORE_END:
+            ends = (NO_END,)
+        listed = [*words, *((end,) for end in ends[1:])]
+        return Wanted(
+            int(row["max_output"]),
+            int(row["min_output"]),
+            float(row["temperature"]),
+            int(row["top_k"]),
+            float(row["top_p"]),
+            int(row["seed"]),
+            ends[0] if ends else None,
+            word_list([word for word in listed if not isinstance(word, str)]) if listed else None,
+            self._harness.streaming,
+        )
+
+    def _submit(self, id_: int, prompt: NDArray[np.int32], wanted: Wanted, stream: Stream) -> None:
+        model, number = next(self._models[stream.url]), next(self._number)
+        if not model.decoupled:
+            wanted = wanted._replace(streaming=False)
+        call = _Call(id_, model, stream, wanted.streaming)
+        self._calls[number], self._numbers[id_] = call, number
+        self._prompt_tokens += len(prompt)
+        stream.ask(number, request_of(model.name, str(number), prompt, wanted))
+
+    def has_work(self) -> bool:
+        return bool(self._rows) or (bool(self._calls) and time.monotonic() >= self._next_watch)
+
+    def poll_responses(self) -> Batch | None:
+        self._watch()
+        if not self._rows:
+            return None
+        ready = [self._rows.popleft() for _ in range(len(self._rows))]
+        rows = np.array([row[:3] for row in ready], RESPONSE)
+        return Batch(rows, np.array([token for row in ready for token in row[3]], np.int32))
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        for id_ in ids:
+            if (number := self._numbers.pop(id_, None)) is None:
+                continue
+            if (call := self._calls.pop(number, None)) is not None:
+                call.stream.open.discard(number)
+                call.stream.send(stop_of(call.model.name, str(number)))
+                self._rows.append((id_, 0, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED), []))
+
+    def _watch(self) -> None:
+        """Look for a stream that has ended, or owes answers and is silent."""
+        now = time.monotonic()
+        if now < self._next_watch:
+            return
+        self._next_watch = now + _WATCH_S
+        silence_s = _EARLIER * self._harness.stall_timeout
+        for stream in self._streams:
+            if stream.ended:
+                raise self._failure(
+                    f"tritonserver {stream.url} owes {len(stream.open)} answers: {stream.ended}"
+                )
+            if stream.open and now - stream.heard_at > silence_s:
+                raise self._failure(
+                    f"tritonserver {stream.url} has said nothing for {silence_s:g} s, and owes"
+                    f" {len(stream.open)} answers"
+                )
+
+    def _failure(self, message: str) -> RunError:
+        return RunError(Failure(message, self.config.rank))
+
+    # --- on the streams' threads ---
+
+    _last_error = ""
+
+    def _heard(self, stream: Stream, response: Any, error: str) -> None:
+        call = self._calls.get(int(response.id or 0))
+        if call is None:
+            if error and not response.id:
+                raise ValueError(error)
+            return
+        if error:
+            self._last_error = error
+            self._errors += 1
+            _log.error("request %d: tritonserver %s: %s", call.id, stream.url, error)
+            self._done(int(response.id), call, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
+            return
+        tokens = tokens_of(response)
+        is_first = not call.tokens and bool(tokens)
+        call.tokens += tokens
+        self._generated_tokens += len(tokens)
+        if is_last(response):
+            flags = ResponseFlag.FINAL
+            if is_first or not call.streaming:
+                flags |= ResponseFlag.FIRST
+            if not call.tokens:
+                self._errors += 1
+                flags = ResponseFlag.FINAL | ResponseFlag.ERROR
+                _log.error("request %d: tritonserver %s answered without a token", call.id, stream.url)
+            self._done(int(response.id), call, flags, call.tokens)
+        elif is_first:
+            self._rows.append((call.id, 1, int(ResponseFlag.FIRST), call.tokens[:1]))
+
+    def _done(self, number: int, call: _Call, flags: ResponseFlag, tokens: list[int]) -> None:
+        if self._calls.pop(number, None) is None:
+            return  # it was cancelled meanwhile
+        self._numbers.pop(call.id, None)
+        call.stream.open.discard(number)
+        self._rows.append((call.id, len(tokens), int(flags), tokens))

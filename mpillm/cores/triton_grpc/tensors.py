@@ -1,0 +1,104 @@
+"""Requests to the `tensorrt_llm` model and its responses, in Triton's gRPC protocol (KServe v2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tritonclient.grpc import service_pb2
+
+_KINDS = {"i4": "INT32", "f4": "FP32", "u8": "UINT64", "b1": "BOOL"}
+NO_END = -1  # as an `end_id`: no token ends the answer
+
+
+class Wanted(NamedTuple):
+    """What a request asks for, besides its prompt."""
+
+    max_output: int
+    min_output: int = 0
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    end_id: int | None = None
+    stop_words: NDArray[np.int32] | None = None  # shape [2, n], see `word_list`
+    streaming: bool = True
+
+
+def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) -> Any:
+    """A ModelInferRequest. The last response will say that it is the last."""
+    greedy = wanted.temperature == 0
+    values: dict[str, NDArray[Any]] = {
+        "input_ids": prompt.astype(np.int32, copy=False),
+        "input_lengths": np.array([len(prompt)], np.int32),
+        "request_output_len": np.array([wanted.max_output], np.int32),
+        "streaming": np.array([wanted.streaming]),
+        "exclude_input_in_output": np.array([True]),
+        "runtime_top_k": np.array([1 if greedy else wanted.top_k], np.int32),
+    }
+    if not greedy:
+        values["temperature"] = np.array([wanted.temperature], np.float32)
+        values["runtime_top_p"] = np.array([wanted.top_p], np.float32)
+        values["seed"] = np.array([wanted.seed], np.uint64)
+    if wanted.min_output > 1:
+        values["min_tokens"] = np.array([wanted.min_output], np.int32)
+    if wanted.end_id is not None:
+        values["end_id"] = np.array([wanted.end_id], np.int32)
+    if wanted.stop_words is not None:
+        values["stop_words_list"] = wanted.stop_words
+    return _message(model, id_, values)
+
+
+def stop_of(model: str, id_: str) -> Any:
+    """A request that ends the one of this id, and is itself answered by an empty last response."""
+    one = np.ones(1, np.int32)
+    return _message(
+        model,
+        id_,
+        {"stop": np.array([True]), "input_ids": one, "input_lengths": one, "request_output_len": one},
+    )
+
+
+def _message(model: str, id_: str, values: dict[str, NDArray[Any]]) -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model, id=id_)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, value in values.items():
+        shape = (1, *value.shape)
+        request.inputs.add(name=name, datatype=_KINDS[value.dtype.str[1:]], shape=shape)
+        request.raw_input_contents.append(value.tobytes())
+    for name in ("output_ids", "sequence_length"):
+        request.outputs.add(name=name)
+    return request
+
+
+def word_list(words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
+    """Words in TensorRT-LLM's form, shape [2, n]: their tokens back to back; where each ends, then -1."""
+    tokens = [token for word in words for token in word]
+    listed = np.full((2, len(tokens)), -1, np.int32)
+    listed[0] = tokens
+    listed[1, : len(words)] = np.cumsum([len(word) for word in words])
+    return listed
+
+
+def is_last(response: Any) -> bool:
+    """Whether a ModelInferResponse is a request's last."""
+    return bool(response.parameters["triton_final_response"].bool_param)
+
+
+def tokens_of(response: Any) -> list[int]:
+    """The tokens of the first beam in a ModelInferResponse. ValueError: there is no such tensor."""
+    raw = {
+        output.name: np.frombuffer(content, np.int32)
+        for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
+        if output.name in ("output_ids", "sequence_length")
+    }
+    if not raw:
+        return []
+    if "output_ids" not in raw:
+        raise ValueError("a response has no output_ids")
+    length = raw.get("sequence_length")
+    ids = raw["output_ids"]
+    tokens: list[int] = (ids if length is None or not len(length) else ids[: length[0]]).tolist()
+    return tokens

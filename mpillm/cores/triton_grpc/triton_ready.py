@@ -1,0 +1,82 @@
+"""Before a test: wait until a tritonserver and its models are ready, and find the models that take tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, NamedTuple
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from disagg.errors import nearest
+from mpillm.cores.triton_grpc.stream import error_text
+
+_log = logging.getLogger(__name__)
+_PAUSE_S = 0.2
+_LOG_S = 10.0
+_ASK_S = 10.0
+_INPUTS = {"input_ids", "request_output_len"}
+
+
+class TritonError(Exception):
+    """What is wrong with a server, which the message names."""
+
+
+class Model(NamedTuple):
+    """A model of a server."""
+
+    name: str
+    decoupled: bool
+
+
+def until_ready(url: str, channel: grpc.Channel, deadline_s: float) -> None:
+    """Wait until the server and all its models are ready. TritonError: after `deadline_s`."""
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    start = logged = time.monotonic()
+    last = "it was not asked"
+    while (left := start + deadline_s - time.monotonic()) > 0:
+        try:
+            ready = stub.ServerReady(
+                service_pb2.ServerReadyRequest(), timeout=min(left, _ASK_S), wait_for_ready=False
+            )
+            if ready.ready:
+                return
+            last = "it is up, but its models are not loaded"
+        except grpc.RpcError as error:
+            last = error_text(error)
+        if time.monotonic() - logged > _LOG_S:
+            logged = time.monotonic()
+            _log.warning("waiting for %s: %s", url, last)
+        time.sleep(min(_PAUSE_S, max(0.0, left)))
+    raise TritonError(f"tritonserver {url} was not ready within {deadline_s:g} s: {last}")
+
+
+def find_models(url: str, channel: grpc.Channel, wanted: str | None, timeout_s: float) -> list[Model]:
+    """The models that requests go to: `wanted`, or all that take tokens. TritonError: there is none."""
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+    def ask(method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise TritonError(f"tritonserver {url}: {error_text(error)}") from None
+
+    index = ask(stub.RepositoryIndex, service_pb2.RepositoryIndexRequest(ready=True))
+    names = sorted(model.name for model in index.models)
+    if wanted is not None and wanted not in names:
+        listed = ", ".join(names) or "none"
+        raise TritonError(
+            f"tritonserver {url} has no model {wanted}{nearest(wanted, names)}; it has {listed}"
+        )
+    models = []
+    for name in [wanted] if wanted is not None else names:
+        config = ask(stub.ModelConfig, service_pb2.ModelConfigRequest(name=name)).config
+        if {tensor.name for tensor in config.input} >= _INPUTS:
+            models.append(Model(name, config.model_transaction_policy.decoupled))
+    if not models:
+        listed = ", ".join(names) or "none"
+        raise TritonError(
+            f"tritonserver {url} has no model with the inputs input_ids and request_output_len: {listed}"
+        )
+    return models

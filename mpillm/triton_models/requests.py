@@ -1,0 +1,170 @@
+"""What a request to the `tensorrt_llm` model asks for, and what it asks for that the engine has not.
+
+Tensors have the names, types and shapes of TensorRT-LLM's model. A value that asks for nothing (a penalty of
+1, a beam width of 1) is taken; one that would change the answer and can't be done is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tensors = Mapping[str, NDArray[Any]]
+"""The inputs of one request of a batch, by name, without the dimension of the batch."""
+
+# Values that ask for nothing. Other inputs of the model's table that are not read below must be empty.
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "num_return_sequences": (0, 1),
+    "beam_width": (0, 1),
+    "runtime_top_p_min": (0,),
+    "runtime_top_p_decay": (0, 1),
+    "runtime_top_p_reset_ids": (-1, 0),
+    "len_penalty": (0, 1),
+    "repetition_penalty": (1,),
+    "beam_search_diversity_rate": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "return_log_probs": (0,),
+    "return_context_logits": (0,),
+    "return_generation_logits": (0,),
+    "return_perf_metrics": (0,),
+    "prompt_vocab_size": (0,),
+    "decoder_input_lengths": (0, 1),
+}
+# Answers do not depend on these: ids for padding, stopping rules of beam search, what to keep in a cache.
+_PASSED_OVER = frozenset(
+    {
+        "pad_id",
+        "early_stopping",
+        "decoder_input_ids",
+        "retention_token_range_starts",
+        "retention_token_range_ends",
+        "retention_token_range_priorities",
+        "retention_token_range_durations_ms",
+        "retention_decode_priority",
+        "retention_decode_duration_ms",
+    }
+)
+_READ = frozenset(
+    {
+        "input_ids",
+        "input_lengths",
+        "request_output_len",
+        "end_id",
+        "stop_words_list",
+        "temperature",
+        "runtime_top_k",
+        "runtime_top_p",
+        "min_tokens",
+        "seed",
+        "return_num_input_tokens",
+        "return_num_output_tokens",
+        "exclude_input_in_output",
+        "stop",
+        "streaming",
+    }
+)
+NO_END = -1  # as an `end_id`: no token ends the answer
+OWN_END = -2  # the model's own end tokens do, as without an `end_id`: for an ensemble, which must give one
+
+
+class Refused(Exception):
+    """A request that can't be answered, with the input that it is about."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt of a request."""
+
+    prompt: list[int]
+    max_output: int
+    min_output: int = 0
+    end_id: int | None = None  # None: the model's own end tokens
+    stop_words: tuple[tuple[int, ...], ...] = ()
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    streaming: bool = False
+    exclude_input: bool = False
+    num_input_tokens: bool = False  # to be answered, too
+    num_output_tokens: bool = False
+
+
+def read(tensors: Tensors, exclude_input: bool) -> Asked:
+    """What one prompt asks for. `exclude_input`: unless the request says it. Refused."""
+    _refuse(tensors)
+
+    def number(name: str, convert: Callable[[Any], Any], default: Any) -> Any:
+        value = tensors.get(name)
+        return default if value is None or value.size == 0 else convert(value.reshape(-1)[0])
+
+    ids = tensors.get("input_ids")
+    if ids is None or not ids.size:
+        raise Refused("input_ids: it is missing or empty")
+    prompt = ids.reshape(-1)[: number("input_lengths", int, ids.size)].tolist()
+    max_output = number("request_output_len", int, 0)
+    if not prompt:
+        raise Refused("input_lengths: must be at least 1")
+    if max_output < 1:
+        raise Refused(f"request_output_len {max_output}: must be at least 1")
+    top_k, top_p = number("runtime_top_k", int, None), number("runtime_top_p", float, 1.0)
+    temperature = number("temperature", float, 1.0)
+    if top_k is None and not 0 < top_p < 1:
+        top_k = 1  # TensorRT-LLM is greedy where a request says neither
+    greedy = top_k == 1 or temperature == 0
+    return Asked(
+        prompt,
+        max_output,
+        number("min_tokens", int, 0),
+        None if (end_id := number("end_id", int, OWN_END)) == OWN_END else end_id,
+        word_list(tensors.get("stop_words_list")),
+        0.0 if greedy else temperature,
+        0 if greedy else max(0, top_k or 0),
+        1.0 if greedy or not 0 < top_p < 1 else top_p,
+        number("seed", int, 0) & 0xFFFFFFFF,
+        number("streaming", bool, False),
+        number("exclude_input_in_output", bool, exclude_input),
+        number("return_num_input_tokens", bool, False),
+        number("return_num_output_tokens", bool, False),
+    )
+
+
+def _refuse(tensors: Tensors) -> None:
+    for name, value in tensors.items():
+        if name in _READ or name in _PASSED_OVER or not value.size:
+            continue
+        if name in _NEUTRAL and float(value.reshape(-1)[0]) in _NEUTRAL[name]:
+            continue
+        if name in ("bad_words_list", "embedding_bias") and not _asks(name, value):
+            continue
+        raise Refused(f"{name}: the embedded engine has no such thing; leave it out")
+
+
+def _asks(name: str, value: NDArray[Any]) -> bool:
+    return bool(word_list(value)) if name == "bad_words_list" else bool(np.any(value))
+
+
+def word_list(value: NDArray[Any] | None) -> tuple[tuple[int, ...], ...]:
+    """The words of a list in TensorRT-LLM's form, shape [2, n]: tokens back to back; ends, then -1. Refused.
+
+    [[7, 8, 9, 0], [1, 3, -1, -1]] are the words (7,) and (8, 9).
+    """
+    if value is None or not value.size:
+        return ()
+    if value.ndim != 2 or len(value) != 2:
+        raise Refused(f"a list of words has the shape {list(value.shape)}: expected [2, n]")
+    tokens, ends = value.tolist()
+    words, start = [], 0
+    for end in ends:
+        if end == -1 or end == start:
+            continue
+        if not start < end <= len(tokens):
+            raise Refused(f"a list of words ends one at {end}, of {len(tokens)} tokens, after {start}")
+        words.append(tuple(tokens[start:end]))
+        start = end
+    return tuple(words)

@@ -1,0 +1,198 @@
+"""A real tritonserver with the embedded engine behind it, started as a user starts it.
+
+Only with `make test-triton`, which installs one (`make triton`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.helpers.real_triton import MARKS, TRITONSERVER
+from tests.helpers.support import DONE, NOT_READY, Command, Starter, free_ports, make_samples, wait_until
+
+TIMEOUT_S = 180.0
+# `trtllm_runtime_flags` of a repository with the embedded engine.
+EMBEDDED = "triton_backend:python,max_batch_size:8"
+CURL = {"text_input": "What is machine learning?", "max_tokens": 20, "bad_words": "", "stop_words": ""}
+
+pytestmark = MARKS
+
+
+def generate(starter: Starter, *options: object, scenario: str = "Server", flags: str = EMBEDDED) -> None:
+    """Write the model repositories ``repo_0``, …"""
+    starter.mpillm(
+        "generate-triton-config",
+        "--model_path=tiny-llama",
+        f"--scenarios={scenario}",
+        "--triton_model_repo=repo",
+        f"--trtllm_runtime_flags={flags}",
+        *options,
+    ).must(DONE)
+
+
+def start(starter: Starter, ports: list[int]) -> Command:
+    """``run-llm-server`` for each repository, with these gRPC ports."""
+    words = [starter.python, "-m", "mpillm", "run-llm-server", "--core_type=triton_grpc"]
+    listed = ",".join(map(str, ports))
+    options = [f"--triton_grpc_ports=localhost:{listed}", "--triton_model_repo=repo", "--log_dir=servers"]
+    return starter.command([*words, *options, f"--tritonserver={TRITONSERVER}"])
+
+
+@contextlib.contextmanager
+def serving(starter: Starter, n: int = 1) -> Iterator[tuple[list[int], list[int]]]:
+    """The gRPC and the HTTP ports of `n` servers that are ready. They have ended afterwards."""
+    ports = free_ports(n)
+    command = start(starter, ports)
+    wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "ready", TIMEOUT_S)
+    logs = sorted((starter.folder / "servers").glob("*.log"))
+    assert command.process.poll() is None, f"{command.end()!r}"
+    http = [int(log.read_text().split("--http-port=")[1].split()[0]) for log in logs]
+    yield ports, http
+    command.process.send_signal(signal.SIGINT)
+    command.end(60).must(128 + signal.SIGINT)
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> str:
+    request = urllib.request.Request(f"http://localhost:{port}/v2/models/{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        return str(answer.read().decode())
+
+
+def test_text_in_text_out(one: Starter) -> None:
+    """The curl lines of TensorRT-LLM's backend: whole answers, streams, and twenty at once."""
+    generate(one, "--triton_text_models")
+    with serving(one) as (_, (port,)):
+        whole = {
+            name: json.loads(post(port, f"{name}/generate", CURL))
+            for name in ("ensemble", "tensorrt_llm_bls")
+        }
+        text = whole["ensemble"]["text_output"]
+        assert text and whole["tensorrt_llm_bls"]["text_output"] == text
+        for name, answer in whole.items():
+            assert (answer["model_name"], answer["model_version"]) == (name, "1")
+            assert answer["cum_log_probs"] == 0 and len(answer["output_log_probs"]) == 20
+        for name in whole:
+            stream = post(port, f"{name}/generate_stream", {**CURL, "stream": True})
+            parts = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line]
+            # a byte of a longer character is told alone, and is no character: lengths are compared
+            assert len(parts) == 20 and "".join(part["text_output"] for part in parts)[0] == text[0]
+        with ThreadPoolExecutor(20) as threads:
+            answers = [*threads.map(lambda _: post(port, "ensemble/generate", CURL), range(20))]
+        assert {json.loads(answer)["text_output"] for answer in answers} == {text}
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(port, "ensemble/generate", {**CURL, "beam_width": 2})
+        assert "beam_width: the embedded engine has no such thing" in refused.value.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "flags", "decoupled", "policy"),
+    [
+        ("Offline", EMBEDDED, False, None),
+        ("Offline", f"{EMBEDDED},decoupled_mode:true,gpt_model_type:V1", True, "V1"),
+        (
+            "Server",
+            f"{EMBEDDED},batch_scheduler_policy:guaranteed_no_evict,enable_kv_cache_reuse:true,"
+            "enable_chunked_context:true,max_tokens_in_paged_kv_cache:2048,kv_cache_free_gpu_mem_fraction:0.5,"
+            "max_queue_size:100,max_queue_delay_microseconds:10,exclude_input_in_output:true",
+            True,
+            "inflight_fused_batching",
+        ),
+    ],
+)
+def test_every_variant_loads(
+    scenario: str, flags: str, decoupled: bool, policy: str | None, one: Starter
+) -> None:
+    generate(one, scenario=scenario, flags=flags)
+    (name,) = (path.parent.name for path in (one.folder / "repo_0").glob("*/config.pbtxt"))
+    with serving(one) as (_, (port,)):
+        with urllib.request.urlopen(f"http://localhost:{port}/v2/models/{name}/config", timeout=60) as answer:
+            config = json.load(answer)
+        assert config["model_transaction_policy"]["decoupled"] is decoupled
+        assert (len(config["input"]), len(config["output"])) == (62, 21)
+        if policy:
+            assert config["parameters"]["gpt_model_type"]["string_value"] == policy
+
+
+@pytest.mark.parametrize("scenario", ["Offline", "Server"])
+def test_a_test_through_two_servers(scenario: str, one: Starter) -> None:
+    """Two servers, two frontends each, two clients each: VALID, with the engine's own tokens."""
+    make_samples(one.folder / "samples.jsonl", [3 + 5 * i % 60 for i in range(32)])
+    options = [
+        "--scenarios",
+        scenario,
+        "--dataset_path",
+        one.folder / "samples.jsonl",
+        *("--max_output_len", 8, "--min_query_count", 480 if scenario == "Server" else 64),
+        *("--min_duration", 0.1, "--server_target_qps", 60, "--save_outputs"),
+    ]
+    ours = one.run(
+        3,
+        *options,
+        "--model_path",
+        "tiny-llama",
+        core="torch",
+        timeout=TIMEOUT_S,
+        log_dir=one.folder / "ours",
+    ).must(DONE)
+    generate(one, "--triton_num_servers=2", "--triton_num_models_per_server=1", scenario=scenario)
+    with serving(one, 2) as (ports, _):
+        urls = ",".join(f"localhost:{port}" for port in ports)
+        servers = ["--triton_skip_server_spawn", "--triton_server_urls", urls]
+        ended = one.run(
+            6,
+            *options,
+            *servers,
+            "--triton_num_clients_per_frontend",
+            2,
+            core="triton_grpc",
+            timeout=TIMEOUT_S,
+        ).must(DONE)
+    assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0), ended
+    expected = {line["index"]: line["output_tokens"] for line in ours.outputs()}
+    assert {line["index"]: line["output_tokens"] for line in ended.outputs()} == expected
+
+
+def test_a_request_that_is_refused_does_not_end_a_test(one: Starter) -> None:
+    lengths = [4, 5, 5000, 6]
+    make_samples(one.folder / "samples.jsonl", lengths)
+    generate(one, scenario="Offline")
+    with serving(one) as ((port,), _):
+        ended = one.run(
+            3,
+            *("--dataset_path", one.folder / "samples.jsonl", "--max_output_len", 4, "--min_query_count", 4),
+            *("--triton_grpc_ports", f"localhost:{port}", "--min_duration", 0.1),
+            core="triton_grpc",
+            timeout=TIMEOUT_S,
+        ).must(DONE)
+    assert ended.result["errors"] == 1, ended
+
+
+def test_a_server_that_is_not_there_and_the_wrong_port(one: Starter) -> None:
+    (port,) = free_ports(1)
+    options = ("--load_deadline", 10, "--triton_server_urls", f"localhost:{port}")
+    ended = one.run(3, *options, core="triton_grpc", timeout=TIMEOUT_S).must(NOT_READY)
+    assert f"tritonserver localhost:{port} was not ready within 9 s: UNAVAILABLE" in ended.message
+    generate(one)
+    with serving(one) as (_, (http,)):
+        options = ("--load_deadline", 10, "--triton_server_urls", f"localhost:{http}")
+        ended = one.run(3, *options, core="triton_grpc", timeout=TIMEOUT_S).must(NOT_READY)
+    assert "this is what Triton's HTTP port answers: gRPC has a port of its own" in ended.message
+
+
+def test_a_model_that_does_not_load(one: Starter) -> None:
+    """It is named at once, with the server's last lines."""
+    generate(one)
+    (config,) = (one.folder / "repo_0").glob("*/config.pbtxt")
+    config.write_text(config.read_text().replace(r"\"tiny-llama\"", r"\"tiny-lama\""))
+    ended = start(one, free_ports(1)).end(TIMEOUT_S).must(NOT_READY)
+    assert "tritonserver 0 ended with exit code 1 before it was ready" in ended.message
+    assert "no such preset (did you mean 'tiny-llama'?)" in ended.message

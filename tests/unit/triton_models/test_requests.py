@@ -1,0 +1,91 @@
+"""What a request to the `tensorrt_llm` model asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpillm.cores.triton_grpc.tensors import word_list as list_of_words
+from mpillm.triton_models.requests import Asked, Refused, read, word_list
+
+BASE: dict[str, Any] = {"input_ids": [5, 6, 7, 0], "input_lengths": [3], "request_output_len": [4]}
+
+
+def asked(**tensors: Any) -> Asked:
+    return read({name: np.array(value) for name, value in {**BASE, **tensors}.items()}, exclude_input=False)
+
+
+def test_what_is_not_said() -> None:
+    assert asked() == Asked([5, 6, 7], 4), "padding is cut off, and the answer is greedy"
+
+
+def test_what_is_said() -> None:
+    said = asked(
+        temperature=[0.5],
+        runtime_top_k=[3],
+        runtime_top_p=[0.25],
+        seed=[9],
+        min_tokens=[2],
+        end_id=[1],
+        stop_words_list=[[7, 8, 9, 0], [1, 3, -1, -1]],
+        streaming=[True],
+        exclude_input_in_output=[True],
+    )
+    assert said == Asked([5, 6, 7], 4, 2, 1, ((7,), (8, 9)), 0.5, 3, 0.25, 9, True, True)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sampling"),
+    [
+        ({"runtime_top_k": [1], "temperature": [0.7]}, (0.0, 0, 1.0)),
+        ({"runtime_top_p": [0.5]}, (1.0, 0, 0.5)),
+        ({"runtime_top_p": [0.0]}, (0.0, 0, 1.0)),
+        ({"runtime_top_k": [0], "temperature": [0.7]}, (pytest.approx(0.7), 0, 1.0)),
+    ],
+)
+def test_sampling(tensors: dict[str, Any], sampling: tuple[float, int, float]) -> None:
+    said = asked(**tensors)
+    assert (said.temperature, said.top_k, said.top_p) == sampling
+
+
+@pytest.mark.parametrize(("end_id", "meant"), [(-1, -1), (-2, None), (2, 2)])
+def test_end_ids(end_id: int, meant: int | None) -> None:
+    assert asked(end_id=[end_id]).end_id == meant
+
+
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    asked(
+        beam_width=[1],
+        repetition_penalty=[1.0],
+        return_log_probs=[False],
+        bad_words_list=np.zeros((2, 0), np.int32),
+        embedding_bias=np.zeros(0, np.float32),
+        pad_id=[0],
+        decoder_input_ids=[0],
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"beam_width": [2]}, "beam_width: the embedded engine has no such thing"),
+        ({"lora_task_id": [1]}, "lora_task_id: the embedded engine has no such thing"),
+        ({"bad_words_list": [[7], [1]]}, "bad_words_list: the embedded engine"),
+        ({"embedding_bias": [0.0, 1.0]}, "embedding_bias: the embedded engine"),
+        ({"request_output_len": [0]}, "request_output_len 0: must be at least 1"),
+        ({"input_lengths": [0]}, "input_lengths: must be at least 1"),
+        ({"input_ids": []}, "input_ids: it is missing or empty"),
+        ({"stop_words_list": [[7], [2]]}, "a list of words ends one at 2, of 1 tokens"),
+        ({"stop_words_list": [7, 1]}, r"has the shape \[2\]: expected \[2, n\]"),
+    ],
+)
+def test_what_is_refused(tensors: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=f"^{message}|{message}"):
+        asked(**tensors)
+
+
+def test_words_there_and_back() -> None:
+    words = ((7,), (8, 9), (10, 11, 12))
+    assert word_list(list_of_words(words)) == words

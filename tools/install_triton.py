@@ -1,0 +1,66 @@
+"""Make a program of the tritonserver in the wheel nvidia-pytriton: ``python -m tools.install_triton PREFIX``.
+
+`PREFIX/bin/tritonserver` starts it. The wheel has a stub of the Python backend for each version of Python,
+which needs that version's shared library on this machine: without it nothing is installed, exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prepare the files, write the program, and last the stamp `PREFIX/installed`."""
+    prefix = Path(argv[0]).absolute()
+    ours = Path(sysconfig.get_path("purelib"))
+    packages = prefix / ours.relative_to(sys.prefix)
+    server = packages / "pytriton" / "tritonserver"
+    version = sysconfig.get_python_version()
+    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.is_file():
+        print(f"make triton: this tritonserver has no Python backend for Python {version}", file=sys.stderr)
+        return 1
+    backend = Path(shutil.copy2(stub, server / "backends" / "python"))
+    program = server / "bin" / "tritonserver"
+    for path in (program, backend):
+        path.chmod(0o755)
+    # Python's own library may lie where the loader does not look.
+    libraries = f"{packages / 'nvidia_pytriton.libs'}:{sysconfig.get_config_var('LIBDIR') or ''}"
+    if missing := [name for path in (program, backend) for name in _missing(path, libraries)]:
+        print(
+            f"make triton: tritonserver needs {', '.join(missing)}, which this machine lacks"
+            f" (libpython is Debian's package libpython{version})",
+            file=sys.stderr,
+        )
+        return 1
+    start = prefix / "bin" / "tritonserver"
+    backends = shlex.quote(f"--backend-directory={server / 'backends'}")
+    start.write_text(
+        "#!/bin/sh\n"
+        f"export LD_LIBRARY_PATH={shlex.quote(libraries)}\n"
+        f'exec {shlex.quote(str(program))} {backends} "$@"\n',
+        encoding="utf-8",
+    )
+    start.chmod(0o755)
+    environment = packages / "mpillm-environment.pth"
+    environment.write_text(f"import site; site.addsitedir({str(ours)!r})\n", encoding="utf-8")
+    (prefix / "installed").write_text(f"{version}\n", encoding="utf-8")
+    return 0
+
+
+def _missing(path: Path, libraries: str) -> list[str]:
+    """The shared libraries that a program does not find."""
+    env = {**os.environ, "LD_LIBRARY_PATH": libraries}
+    lines = subprocess.run(["ldd", path], capture_output=True, text=True, env=env).stdout.splitlines()
+    return [line.split()[0] for line in lines if "not found" in line]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
