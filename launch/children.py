@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -42,6 +44,13 @@ class Child:
     def tail(self, lines: int = 15) -> str:
         """The last lines of its log, indented, for an error message; empty if it wrote none."""
         return tail(self.log, lines) if self.log else ""
+
+    def lines(self, pattern: str, most: int = 5) -> list[str]:
+        """The first lines of its log that match; none without a pattern or a log."""
+        if not pattern or self.log is None or not self.log.is_file():
+            return []
+        with self.log.open(encoding="utf-8", errors="replace") as file:
+            return [*itertools.islice((line.rstrip() for line in file if re.search(pattern, line)), most)]
 
 
 class Children:

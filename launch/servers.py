@@ -53,6 +53,7 @@ class Server:
     keeps_job: bool = False  # a rank of an mpirun, whose variables it needs, becomes this server
     host: str = ""  # another host
     log: str = ""  # the log's file name; without it, made of the name
+    reason: str = ""  # a pattern of the lines in its log that say why it ended, wherever they are
 
 
 class ServerFailed(Exception):
@@ -70,6 +71,7 @@ class Servers:
         """`handlers`: as of `Children`."""
         self._folder = folder
         self._children = Children(handlers=handlers)
+        self._reasons: dict[str, str] = {}  # the pattern of each server
         self._names: dict[str, str] = {}  # of the server behind each health URL
         self._checks: dict[str, _Check] = {}  # the last of each health URL
         self._heard: dict[str, float] = {}  # when each health URL last answered
@@ -93,6 +95,7 @@ class Servers:
             server.name, server.command.argv, server.command.environment(server.keeps_job), log
         )
         self._names |= dict.fromkeys(server.health, server.name)
+        self._reasons[server.name] = server.reason
         return log
 
     def wait_ready(self, deadline_s: float) -> float:
@@ -105,7 +108,7 @@ class Servers:
         waiting = list(self._names)
         while waiting:
             if child := self._children.ended():
-                raise ServerFailed(_how_ended(child, "before it was ready"), False)
+                raise ServerFailed(self._how_ended(child, "before it was ready"), False)
             for url in waiting:
                 if url not in self._checks or self._checks[url].answered is False:
                     self._checks[url] = _Check(url)
@@ -135,7 +138,7 @@ class Servers:
         if child := self._children.ended():
             if child.process.returncode == 0:
                 return child.name
-            raise ServerFailed(_how_ended(child, "after it was ready" if self._names else ""), True)
+            raise ServerFailed(self._how_ended(child, "after it was ready" if self._names else ""), True)
         now = time.monotonic()
         is_due, silent = now >= self._next_look, []
         self._next_look = now + _LOOK_S if is_due else self._next_look
@@ -150,6 +153,13 @@ class Servers:
         if silent:
             raise self._silent(silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
         return None
+
+    def _how_ended(self, child: Child, when: str) -> str:
+        status = child.process.returncode
+        how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
+        why = "".join(f"  | {line}\n" for line in child.lines(self._reasons[child.name]))
+        log = f"; from {child.log}:\n{why}  | …\n" if why else f"; the end of {child.log}:\n"
+        return f"{child.name} {how} {when}".rstrip() + log + child.tail()
 
     def _silent(self, urls: Sequence[str], what: str) -> ServerFailed:
         names = {self._names[url] for url in urls}
@@ -177,12 +187,6 @@ class _Check:
     def is_late(self, now: float) -> bool:
         """Whether it had no answer, or has none after the time that an answer may take."""
         return self.answered is False or (self.answered is None and now - self._began > _ANSWER_S)
-
-
-def _how_ended(child: Child, when: str) -> str:
-    status = child.process.returncode
-    how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
-    return f"{child.name} {how} {when}".rstrip() + f"; the end of {child.log}:\n{child.tail()}"
 
 
 def write_files(folder: Path, servers: Collection[Server]) -> None:

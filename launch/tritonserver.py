@@ -119,4 +119,5 @@ def triton_server(index: int, program: str, repo: Repository, ports: Ports, mpir
         {"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics},
         (f"http://localhost:{ports.http}/v2/health/ready",),
         (f"localhost:{ports.grpc}",),
+        reason=r"^E\d{4} .*failed to load|^error: ",
     )

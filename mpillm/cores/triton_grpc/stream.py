@@ -84,6 +84,6 @@ def error_text(error: grpc.RpcError) -> str:
     if not isinstance(error, grpc.Call):
         return str(error)
     text = f"{error.code().name}: {error.details()}"
-    if "status: 400" in text:
-        text += " (this is what Triton's HTTP port answers: gRPC has a port of its own, 8001 by default)"
+    if "Socket closed" in text:  # what was accepted, and closed at gRPC's first bytes
+        text += " (Triton's HTTP port answers so; gRPC has a port of its own, 8001 by default)"
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,9 @@ class Counting(LLMCore):
     def poll_responses(self) -> Batch:
         if self.broken:
             raise RuntimeError("out of memory")
-        rows, tokens = [], []
+        rows: list[tuple[int, int, int]] = []
+        tokens: list[int] = []
+        told: list[int]
         for id_, state in [*self.open.items()]:
             state[0] += 1
             n, most, flags = state
@@ -80,14 +83,14 @@ class Client:
     def __call__(self, answer: Answer, tokens: Sequence[int], is_final: bool, error: str) -> None:
         self.told.put(([*tokens], is_final, error))
 
-    def parts(self) -> list[list[int]]:
+    def parts(self) -> list[list[Any]]:
         """What came until the end."""
-        parts = []
+        parts: list[list[Any]] = []
         while True:
             tokens, is_final, error = self.told.get(timeout=WAIT_S)
             parts.append([error] if error else tokens)
             if is_final:
-                return parts  # type: ignore[return-value]
+                return parts
 
 
 @pytest.fixture
