@@ -14,7 +14,7 @@ from mpillm.engine.weights.parameters import save_preset
 from tests.helpers.logprobs_oracle import expected_logprobs
 from tests.helpers.support import DONE, Command, Starter, wait_until
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 def serve(starter: Starter, ranks: int, *options: object) -> tuple[Command, str, int]:
