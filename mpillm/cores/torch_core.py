@@ -223,7 +223,8 @@ class TorchCore(LLMCore):
             counts["reused_blocks"] = blocks.reused_blocks
             counts["reused_tokens"] = blocks.reused_blocks * self.config.tokens_per_block
         if self.config.role == "context":
-            counts["kv_bytes"] = self.engine.kv_bytes
+            token_bytes = self.info.config.kv_bytes_per_token(self.info.kv_dtype)
+            counts["kv_bytes"] = self.engine.handoffs.sent_tokens * token_bytes
         return counts
 
     def notify_stop(self) -> None:
@@ -319,20 +320,20 @@ class TorchCore(LLMCore):
     def poll_kv(self) -> list[int]:
         if self._follower is not None:
             self._follower.poll_kv()
-        return self._engine.poll_kv() if self._engine is not None else []
+        return self._engine.handoffs.poll() if self._engine is not None else []
 
     def release_kv(self, request_id: int) -> None:
-        self.engine.release_kv(request_id)
+        self.engine.handoffs.release(request_id)
 
     def started(self) -> list[int]:
-        return self._engine.started() if self._engine is not None else []
+        return self._engine.handoffs.started() if self._engine is not None else []
 
     def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
-        self.engine.send_kv(request_id, receiver, slot)
+        self.engine.handoffs.send(request_id, receiver, slot)
 
     def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
         row = request.rows[0]
-        return self.engine.receive_kv(
+        return self.engine.handoffs.receive(
             int(row["id"]), int(row["n_tokens"]), int(row["max_output"]), sender, slot
         )
 

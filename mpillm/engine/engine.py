@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.cache.prefix_cache import PrefixCache
-from mpillm.engine.handoff.transfer import Kind, Transfer
+from mpillm.engine.handoff.engine_handoffs import EngineHandoffs
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import Sequence
@@ -51,8 +51,7 @@ class Engine:
         self.limits = limits
         self.worker = worker
         self._peers = worker.peers
-        self._layout = worker.part.groups.layout
-        self._n_stages = self._layout.pp_size
+        self._n_stages = worker.part.groups.layout.pp_size
         self._depth = self._n_stages + worker.steps.n_ahead  # steps in flight
         size, n_blocks = limits.tokens_per_block, info.kv_cache_tokens // limits.tokens_per_block
         self.blocks = PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
@@ -66,6 +65,7 @@ class Engine:
             limits.policy,
             limits.chunking,
         )
+        self.handoffs = EngineHandoffs(self.scheduler, worker, info.max_seq_len, limits.max_moving_tokens)
         self._end_ids = set(info.end_ids)
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
         for tokens in info.stop_words:
@@ -73,20 +73,9 @@ class Engine:
         # Steps in flight: all sequences, those that get a token, and, with one stage, the tokens.
         self._in_flight: deque[tuple[list[Sequence], list[Sequence], Sampled | None]] = deque()
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
-        # The handoff, by sequence id: sequences to hand over, the receivers of those not computed yet, and
-        # the blocks of those to come.
-        self._handing_over: dict[int, Sequence] = {}
-        self._not_started: list[int] = []
-        self._accepted: dict[int, tuple[int, int]] = {}
-        self._reserved: dict[int, tuple[list[int], int]] = {}  # with the most tokens that will be cached
-        self._ordered: list[Transfer] = []  # to begin with the next step
-        self._moving: dict[int, list[int]] = {}  # ticket -> sequence id, tokens, ranks that are not done
-        self._n_transfers = 0
-        self.kv_bytes = 0  # handed over
         # Computed tokens of contexts (counted again after a preemption) and of answers.
         self.prompt_tokens = self.generated_tokens = 0
         self._cancelled: list[Sequence] = []  # `step` has not returned them yet
-        self._cancelled_before: set[int] = set()  # cancelled while their KV cache was on its way here
 
     # --- work ---
 
@@ -117,29 +106,28 @@ class Engine:
         """Queue a sequence for which `refusal` returns None."""
         self.scheduler.add(sequence)
         if sequence.hand_over and sequence.max_output > 1:
-            self._handing_over[sequence.id] = sequence
-            self._not_started.append(sequence.id)
+            self.handoffs.add(sequence)
 
     def has_work(self) -> bool:
         """Return whether `step` has something to do now."""
         can_plan = len(self._in_flight) < self._depth and self.scheduler.can_plan()
-        return can_plan or bool(self._ordered) or self._has_tokens() or bool(self._cancelled)
+        return can_plan or self.handoffs.has_orders() or self._has_tokens() or bool(self._cancelled)
 
     def is_idle(self) -> bool:
         """Return whether `has_work` stays False until something is added: no step is in flight."""
-        return not (self._in_flight or self._ordered or self._cancelled or self.scheduler.can_plan())
+        is_busy = self._in_flight or self._cancelled or self.handoffs.has_orders()
+        return not (is_busy or self.scheduler.can_plan())
 
     def cancel(self, sequence_id: int) -> None:
         """End a sequence in any state: queued, context, generation, or with its KV cache on its way here.
 
         `step` returns it once. A sequence in flight ends with its step, which still writes to its blocks.
         Nothing happens to one that has ended or is being handed over: the receiver has to cancel it, and its
-        blocks come back with `release_kv`.
+        blocks come back with `EngineHandoffs.release`.
         """
-        if sequence_id in self._reserved:
-            self._cancelled_before.add(sequence_id)
+        self.handoffs.cancel(sequence_id)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
-            if sequence.id == sequence_id and not (sequence_id in self._handing_over and sequence.blocks):
+            if sequence.id == sequence_id and not (self.handoffs.leaves(sequence_id) and sequence.blocks):
                 sequence.is_cancelled = True
                 if not sequence.in_flight:
                     self._end_cancelled(sequence)
@@ -148,8 +136,7 @@ class Engine:
         sequence.is_done = True
         self.scheduler.remove(sequence)
         self._cancelled.append(sequence)
-        if self._handing_over.pop(sequence.id, None):
-            self._not_started.remove(sequence.id)
+        self.handoffs.forget(sequence.id)
 
     def step(self) -> list[Progress]:
         """Start a step of at most `max_num_tokens` tokens if another can be in flight.
@@ -161,10 +148,10 @@ class Engine:
         blocks may already be another's, in later steps.
         """
         plan = self.scheduler.plan() if len(self._in_flight) < self._depth else []
-        if plan or self._ordered:
+        if plan or self.handoffs.has_orders():
             sequences = [sequence for sequence, _ in plan]
             step, sampled = Step.of(plan)
-            step.transfers = self._take_transfers(sampled)
+            step.transfers = self.handoffs.take_orders(sampled)
             self.scheduler.publish(plan)
             if self._peers is not None:
                 self._peers.send_plan(step)
@@ -221,7 +208,7 @@ class Engine:
         sequence.is_done = is_final
         if is_final or sequence.hand_over:
             self.scheduler.drop(sequence)
-            if sequence.id not in self._handing_over:
+            if not self.handoffs.leaves(sequence.id):
                 self.scheduler.free(sequence)
         return Progress(sequence, n == 1, is_final) if n == 1 or is_final or sequence.stream else None
 
@@ -231,95 +218,7 @@ class Engine:
         words = () if sequence.ignore_stop else self._stops.get(output[-1], ())
         return len(output) >= sequence.min_output and any(output[-len(word) :] == word for word in words)
 
-    # --- handoff: both sides, then the context side, then the generation side ---
-
-    def poll_kv(self) -> list[int]:
-        """Return ids of sequences whose KV cache has left all ranks, or has arrived on all of them."""
-        if not self._moving:
-            return []
-        assert self.worker.transfers is not None
-        done = self.worker.transfers.poll()
-        while self._peers is not None and (tickets := self._peers.take_moved()):
-            done += tickets
-        for ticket in done:
-            self._moving[ticket][2] -= 1
-        return [self._moving.pop(ticket)[0] for ticket in dict.fromkeys(done) if self._moving[ticket][2] == 0]
-
-    def release_kv(self, sequence_id: int) -> None:
-        if sequence_id in self._handing_over:
-            self.scheduler.free(self._handing_over.pop(sequence_id))
-        else:
-            self.scheduler.give_up(*self._reserved.pop(sequence_id))
-            self._cancelled_before.discard(sequence_id)  # its answer was complete
-
-    def started(self) -> list[int]:
-        """Return ids of sequences to hand over that got blocks since the last call.
-
-        `release_kv` takes those back.
-        """
-        self.scheduler.start_ahead()
-        started = [id_ for id_ in self._not_started if self._handing_over[id_].blocks]
-        if started:
-            self._not_started = [id_ for id_ in self._not_started if not self._handing_over[id_].blocks]
-        return started
-
-    def send_kv(self, sequence_id: int, receiver: int, slot: int) -> None:
-        """Send the prompt's KV cache: at once if it is computed, else with the step that completes it."""
-        sequence = self._handing_over[sequence_id]
-        self.kv_bytes += self.info.config.kv_bytes_per_token(self.info.kv_dtype) * len(sequence.prompt)
-        if sequence.n_cached < len(sequence.prompt):
-            self._accepted[sequence_id] = receiver, slot
-        else:
-            self._order(Kind.SEND, sequence_id, receiver, slot, len(sequence.prompt), sequence.blocks)
-
-    def receive_kv(self, sequence_id: int, n_prompt: int, max_output: int, sender: int, slot: int) -> bool:
-        """Expect a prompt's KV cache.
-
-        Returns False while there is no room; ValueError if there never will be.
-        """
-        if n_prompt + max_output > self.info.max_seq_len:
-            raise ValueError(
-                f"request {sequence_id}: {n_prompt} prompt tokens and {max_output} output tokens"
-                f" exceed max_seq_len {self.info.max_seq_len}"
-            )
-        n_moving = sum(n_tokens for _, n_tokens, _ in self._moving.values())
-        if (
-            n_moving
-            and self.limits.max_moving_tokens is not None
-            and n_moving + n_prompt > self.limits.max_moving_tokens
-        ):
-            return False
-        n_at_most = n_prompt + max_output - 1
-        blocks = self.scheduler.reserve(n_prompt, n_at_most)
-        if blocks is None:
-            return False
-        self._reserved[sequence_id] = blocks, n_at_most
-        self._order(Kind.RECEIVE, sequence_id, sender, slot, n_prompt, blocks)
-        return True
-
     def admit(self, sequence: Sequence) -> None:
         """Continue a sequence whose KV cache has arrived and whose `output` holds its first token."""
-        sequence.blocks, _ = self._reserved.pop(sequence.id)
-        sequence.n_cached = len(sequence.prompt)
-        self.scheduler.admit(sequence)
-        if sequence.id in self._cancelled_before:
-            self._cancelled_before.remove(sequence.id)
+        if self.handoffs.admit(sequence):
             self.cancel(sequence.id)
-
-    def _take_transfers(self, sampled: list[Sequence]) -> list[Transfer]:
-        """Return the transfers for a step that completes the contexts of `sampled`."""
-        for sequence in sampled:
-            if accepted := self._accepted.pop(sequence.id, None):
-                self._order(Kind.SEND_LAYERS, sequence.id, *accepted, len(sequence.prompt), sequence.blocks)
-        transfers, self._ordered = self._ordered, []
-        return transfers
-
-    def _order(
-        self, kind: Kind, sequence_id: int, peer: int, slot: int, n_tokens: int, blocks: list[int]
-    ) -> None:
-        """Let the ranks of this instance begin a transfer with the next step."""
-        layout = self._layout
-        self._n_transfers += 1
-        ticket = self._n_transfers & 0x7FFFFFFF
-        self._moving[ticket] = [sequence_id, n_tokens, layout.tp_size * layout.pp_size]
-        self._ordered.append(Transfer(kind, ticket, peer, slot, n_tokens, blocks))

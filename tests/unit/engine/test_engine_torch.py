@@ -563,7 +563,7 @@ def hand_over(
     arrived: set[int] = set()
     left: set[int] = set()
     for _ in range(20_000):
-        if len(firsts.final | finals.final) == len(requests) and not context.engine._handing_over:
+        if len(firsts.final | finals.final) == len(requests) and not context.engine.handoffs._leaving:
             break
         offered += context.started()
         while offered and generation.receive_kv(requests[offered[0]], 0, slot=offered[0]):
@@ -657,7 +657,7 @@ def test_no_room_is_false_and_never_room_is_an_error(folder: Path) -> None:
 def test_what_is_on_its_way_is_limited(folder: Path) -> None:
     """On a GPU buffers take memory of their own; one KV cache is let through whatever its size."""
     _, core = make_pair(folder, {}, {"kv_cache_tokens": 640})
-    core.engine.limits = dataclasses.replace(core.engine.limits, max_moving_tokens=30)
+    core.engine.handoffs._max_moving_tokens = 30
     answers = []
     for i, n in enumerate((40, 10)):
         batch = make_batch([[1] * n], max_output=8, generation=1)
