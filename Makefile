@@ -14,6 +14,7 @@ PYTEST_ARGS ?=
 PY := .venv/bin/python
 MPICH := .venv/mpich
 TRITON := .venv/triton
+PEERS := .venv-peers
 STAMP := .venv/installed
 # Twice quiet: errors only.
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
@@ -28,7 +29,7 @@ export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
 # Its targets that prepare containers and build TensorRT-LLM and Triton.
 PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
-.PHONY: triton test-triton docs help run test test-slow test-cross test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
+.PHONY: triton test-triton docs help run test test-slow test-cross test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
 .NOTPARALLEL:
 
 help:
@@ -37,11 +38,12 @@ help:
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
 	@echo "make triton     install a real tritonserver into $(TRITON); make test-triton runs the tests with it"
+	@echo "make test-peers  real vLLM, transformers serve, openai, AIPerf and GuideLLM, installed into .venv-peers (4 GB): half an hour on 2 cores"
 	@echo "make lint       ruff and mypy only"
 	@echo "make generate_engines, generate_triton_config, generate_disagg_config, run_llm_server, run_harness RUN_ARGS='--benchmarks=… …'"
 	@echo "                the stages from a model to a result: docs/pipeline.md"
 	@echo "make size       lines and tokens of code in each folder, beside the last release"
-	@echo "make clean      delete .venv and caches (runs and models, in build/, stay)"
+	@echo "make clean      delete .venv, .venv-peers and caches (runs and models, in build/, stay)"
 
 run: $(STAMP)
 	@set -e; mkdir -p build; $(PY) -m mpillm fetch-model $(MODEL) > build/fetch-model.txt || { cat build/fetch-model.txt; exit 1; }; \
@@ -60,7 +62,7 @@ $(PREPARING):
 test: lint test-unit test-mpi
 
 test-unit: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not slow and not cross and not triton" $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not slow and not cross and not triton and not peers" $(PYTEST_ARGS) tests
 
 test-mpi: $(STAMP)
 	@set -e; for python in "$(CURDIR)/$(PY)" "$$MPILLM_MPICH_PYTHON"; do for n in $(TEST_RANKS); do \
@@ -68,10 +70,18 @@ test-mpi: $(STAMP)
 	done; done
 
 test-slow: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) -m "slow and not triton" $(PYTEST_ARGS) tests
+	$(PY) -m pytest $(UNTESTED) -m "slow and not triton and not peers" $(PYTEST_ARGS) tests
 
 test-cross: $(STAMP)
 	$(PY) -m pytest -m cross $(PYTEST_ARGS) tests/e2e/test_cross_product.py
+
+test-peers: $(STAMP) $(PEERS)/installed
+	$(PY) -m pytest -m peers -rs $(PYTEST_ARGS) tests/peers
+
+# Again after a change of what is wanted, or by hand after deleting the folder.
+$(PEERS)/installed: tests/peers/requirements.txt tools/install_peers.py | $(STAMP)
+	$(PY) -m tools.install_peers $(PEERS)
+	@touch $@
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
@@ -101,7 +111,7 @@ test-triton: $(TRITON)/installed
 	$(PY) -m pytest -m triton $(PYTEST_ARGS) tests/e2e
 
 clean:
-	rm -rf .venv *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv $(PEERS) *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 # The stamp holds this folder's path: a moved or copied .venv points into the old folder and is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))

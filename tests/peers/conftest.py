@@ -1,0 +1,96 @@
+"""Other people's programs, in an environment of their own: ``make test-peers`` makes it and runs these tests.
+
+A test whose program is not there is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.environment import clean_environment
+from tests.e2e.conftest import one as one
+from tests.e2e.conftest import own_tmpdir as own_tmpdir
+from tests.helpers.support import ROOT, Ended, Starter
+
+FOLDER = Path(os.environ.get("MPILLM_PEERS", ROOT / ".venv-peers"))
+MODEL = "smollm2-135m"
+TIMEOUT_S = 1200.0
+
+Program = Callable[[str], Path]
+Says = Callable[[str], None]
+
+
+@pytest.fixture(scope="session")
+def program() -> Program:
+    """The path of a program; skips a test whose program could not be installed."""
+
+    def find(name: str) -> Path:
+        if (path := FOLDER / "bin" / name).exists():
+            return path
+        if not FOLDER.exists():
+            pytest.skip(f"there is no {FOLDER}: make test-peers makes it")
+        for log in FOLDER.glob(f"{name}*.log"):
+            pytest.skip(f"{name} was not installed: {log.read_text().strip().rpartition(chr(10))[2]}")
+        pytest.skip(f"{FOLDER} has no {name}")
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The folder of a small real model."""
+    command = [sys.executable, "-m", "mpillm", "fetch-model", MODEL]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        pytest.skip(f"{MODEL} could not be fetched: {ended.stderr.strip().rpartition(chr(10))[2]}")
+    return ROOT / ended.stdout.strip().rpartition("\n")[2]
+
+
+@pytest.fixture(scope="session")
+def say(request: pytest.FixtureRequest) -> Says:
+    """Prints a line of the report, whatever pytest does with output."""
+    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
+
+    def line(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n  {text}", flush=True)
+
+    return line
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Starter]:
+    """Starts commands that several tests of a file use; ends them after the last."""
+    folder = Path(tempfile.mkdtemp(prefix="mpillm-peers-"))
+    starter = Starter("openmpi", folder)
+    yield starter
+    for command in starter.commands:
+        command.kill()
+    shutil.rmtree(folder)
+
+
+def peer_environment() -> dict[str, str]:
+    """For programs that know nothing of this project."""
+    return {
+        **clean_environment(os.environ),
+        "PYTHONPATH": "",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def typed(starter: Starter, *words: object) -> Ended:
+    """A program's end, which must be good."""
+    return starter.command(words, env=peer_environment()).end(TIMEOUT_S, tidy=False).must(0)

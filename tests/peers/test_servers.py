@@ -1,0 +1,151 @@
+"""Tests with LoadGen of servers that others wrote, and their greedy tokens beside those of our engine."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpillm.data.tokenizer import load_tokenizer
+from tests.helpers.support import DONE, ROOT, Command, Starter, wait_until
+from tests.peers.conftest import MODEL, TIMEOUT_S, Program, Says, peer_environment
+
+pytestmark = pytest.mark.peers
+
+# A test of few queries, on any machine.
+USER_CONF = "".join(
+    f"*.Server.{name} = {value}\n"
+    for name, value in (
+        ("target_latency", 600_000),
+        ("ttft_latency", 600_000),
+        ("tpot_latency", 600_000),
+        ("target_latency_percentile", 90),
+    )
+)
+Outputs = dict[int, tuple[list[int], str]]  # tokens and text, by index of the prompt
+
+
+def _start(start: Starter, url: str, *words: object) -> Command:
+    """A server that answers; its log is what it prints."""
+    command = start.command(words, env=peer_environment())
+
+    def answers() -> bool:
+        assert command.process.poll() is None, f"{command.end()!r}"
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    wait_until(answers, f"{words[0]} to answer", TIMEOUT_S)
+    return command
+
+
+def _address() -> tuple[str, int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1", int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def vllm(start: Starter, model: Path, program: Program) -> str:
+    """The address of `vllm serve`."""
+    host, port = _address()
+    words = ("--dtype", "float32", "--max-model-len", 1024, "--served-model-name", MODEL)
+    _start(
+        start,
+        f"http://{host}:{port}",
+        program("vllm"),
+        "serve",
+        model,
+        *words,
+        "--host",
+        host,
+        "--port",
+        port,
+    )
+    return f"{host}:{port}"
+
+
+@pytest.fixture(scope="module")
+def transformers(start: Starter, model: Path, program: Program) -> str:
+    """The address of `transformers serve`."""
+    host, port = _address()
+    words = ("--device", "cpu", "--dtype", "float32", "--host", host, "--port", port)
+    _start(start, f"http://{host}:{port}", program("transformers"), "serve", model, *words)
+    return f"{host}:{port}"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Callable[[int], Path]:
+    """A data set with the first prompts of ours."""
+
+    def make(n: int) -> Path:
+        lines = (ROOT / "mpillm" / "data" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:n]
+        (path := tmp_path / f"prompts{n}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    return make
+
+
+def offline(one: Starter, name: str, core: str, *words: object) -> Outputs:
+    """The answers of a VALID test."""
+    options = ("--min_duration", 0, "--save_outputs", "--log_dir", one.folder / name)
+    ended = one.run(2, *words, *options, core=core, log_dir=one.folder / name, timeout=TIMEOUT_S).must(DONE)
+    assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
+    return {line["index"]: (line["output_tokens"], line["text"]) for line in ended.outputs()}
+
+
+def server(one: Starter, n: int, *words: object) -> dict[str, Any]:
+    """The result of a VALID test in scenario Server."""
+    conf = one.folder / "user.conf"
+    conf.write_text(USER_CONF)
+    options = ("--scenarios", "Server", "--server_target_qps", 2, "--min_query_count", n, "--min_duration", 0)
+    command = one.start(2, *words, *options, "--user_conf", conf, core="trtllm_endpoint")
+    result = command.end(TIMEOUT_S).must(DONE).result
+    assert (result["status"], result["errors"]) == ("VALID", 0) and result["samples"] >= n
+    return result
+
+
+def test_vllm(vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+    """Token ids go to and fro: every answer has the tokens of ours."""
+    n, length = 160, 32
+    data = ("--dataset_path", prompts(n), "--model_path", model, "--max_output_len", length)
+    endpoint = ("--trtllm_server_urls", vllm, "--core_options", f"model:{MODEL}")
+    ours = offline(one, "ours", "torch", *data, "--dtype", "float32")
+    theirs = offline(one, "theirs", "trtllm_endpoint", *data, *endpoint)
+    equal = sum(theirs[index][0] == tokens for index, (tokens, _) in ours.items())
+    say(f"vLLM: Offline VALID; {equal} of {n} answers have the tokens of the torch core")
+    assert len(ours) == len(theirs) == equal == n
+    result = server(one, 64, *data, *endpoint)
+    (instance,) = result["per_instance"]
+    assert instance["retokenized"] == instance["other_answer_length"] == 0
+    say(f"vLLM: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
+
+
+def test_transformers(
+    transformers: str, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+) -> None:
+    """Text goes to and fro: every answer has the text of ours; its tokens need not be those generated."""
+    n, length = 40, 16
+    data = ("--dataset_path", prompts(n), "--model_path", model, "--max_output_len", length)
+    endpoint = ("--trtllm_server_urls", transformers, "--core_options", f"model:{model}")
+    ours = offline(one, "ours", "torch", *data, "--dtype", "float32")
+    theirs = offline(one, "theirs", "trtllm_endpoint", *data, *endpoint)
+    equal = sum(theirs[index][0] == tokens for index, (tokens, _) in ours.items())
+    end, tokenizer = 2, load_tokenizer(model, apply_chat_template=False)
+    texts = sum(
+        tokenizer.decode([token for token in tokens if token != end])
+        == tokenizer.decode([token for token in theirs[index][0] if token != end])
+        for index, (tokens, _) in ours.items()
+    )
+    say(f"transformers serve: Offline VALID; {equal} of {n} answers have our tokens, {texts} our text")
+    assert len(ours) == len(theirs) == texts == n
+    result = server(one, 64, *data[:-1], 8, *endpoint)
+    assert result["per_instance"][0]["retokenized"] >= 64
+    say(f"transformers serve: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")

