@@ -112,6 +112,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench http": Typed(
         "--repeats 1 --parts streams,clients --requests 400", says="tokens/s.*\\n.*trtllm_endpoint"
     ),
+    r"make (test-)?triton": Elsewhere("it installs a real tritonserver"),
     r"make test-peers": Elsewhere("it installs 4 GB and takes half an hour"),
     r".* bench table.*": Elsewhere("whole runs of a model of 16 GB, on a GPU"),
     r".* --config_file closed/NVIDIA/.*": Elsewhere(
