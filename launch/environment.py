@@ -208,7 +208,7 @@ def drop_launch_type(command: str) -> None:
     if kind and (launcher is None or launcher.first):
         print(
             f"mpillm: note: the environment variable {LAUNCH_TYPE}={kind} has no effect on {command}:"
-            " only run-llm-server with --core_type torch or trtllm_disagg reads it",
+            " only run-llm-server reads it, for the servers of a disaggregation YAML",
             file=sys.stderr,
             flush=True,
         )

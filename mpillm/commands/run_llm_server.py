@@ -1,8 +1,9 @@
 """``python -m mpillm run-llm-server``: start the servers that a core needs, and wait until they end.
 
-`torch`: the workers and the leader of a disaggregation YAML, or one of the two: MLPERF_DISAGG_LAUNCH_TYPE
-says which. `trtllm_disagg`: the same with `trtllm-serve`. `trtllm_endpoint`: a `trtllm-serve` for each URL.
-`triton_grpc` and `--harness_type=triton`: a `tritonserver` for each model repository.
+For the embedded engine: the workers and the leader of a disaggregation YAML, or one of the two, as
+MLPERF_DISAGG_LAUNCH_TYPE says. `trtllm_disagg`: the same with `trtllm-serve`. `trtllm_endpoint`: a
+`trtllm-serve` for each URL. `triton_grpc` and `--harness_type=triton`: a `tritonserver` for each model
+repository.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from launch.servers import Server, ServerFailed, Servers, check_ports, files_of,
 from mpillm.comms.start import mpi_library
 from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
-from mpillm.core_names import BUILT_IN, DISAGGREGATED
+from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED
 from mpillm.cores.registry import BackendRegistry, function
 from mpillm.errors import ExitCode
 from mpillm.fields import MODEL_AND_LIMITS, shown
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         " --tensor_parallelism 2\n"
         "  python -m mpillm run-llm-server --core_type=trtllm_disagg"
         " --trtllm_disagg_config_path=disagg.yaml\n"
-        "  python -m mpillm run-llm-server --core_type=torch --trtllm_disagg_config_path=disagg.yaml",
+        f"  python -m mpillm run-llm-server --core_type={DEFAULT} --trtllm_disagg_config_path=disagg.yaml",
     )
     config = parse(argv, parser, _SHOWN)
     if config.core_type in DISAGGREGATED:

@@ -353,7 +353,7 @@ def test_a_launch_type_without_effect(
     what = "plan" if words[0] == "plan" else "--core_type triton_grpc"
     assert capsys.readouterr().err == (
         f"mpillm: note: the environment variable MLPERF_DISAGG_LAUNCH_TYPE=worker has no effect on {what}:"
-        " only run-llm-server with --core_type torch or trtllm_disagg reads it\n"
+        " only run-llm-server reads it, for the servers of a disaggregation YAML\n"
     )
 
 

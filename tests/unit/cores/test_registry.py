@@ -16,10 +16,8 @@ from mpillm.cores.registry import BackendRegistry, function
 
 ROOT = Path(__file__).parents[3]
 # Where PyTorch, or the core of that name, is the subject; user_config and core_names have the names of all
-# cores. The last two name it in what they tell people.
-AT_HOME = re.compile(
-    r"engine/|bench/|builder/torch_|cores/torch_core|core_names|launch/environment|commands/run_llm_server"
-)
+# cores.
+AT_HOME = re.compile(r"engine/|bench/|builder/torch_|cores/torch_core|core_names")
 
 
 class Halfway(LLMCore):

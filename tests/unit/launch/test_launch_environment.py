@@ -190,7 +190,7 @@ def test_a_launch_type_that_nothing_reads_is_reported_once(
     drop_launch_type("run")
     assert capsys.readouterr().err == (
         "mpillm: note: the environment variable MLPERF_DISAGG_LAUNCH_TYPE=WORKER has no effect on run:"
-        " only run-llm-server with --core_type torch or trtllm_disagg reads it\n"
+        " only run-llm-server reads it, for the servers of a disaggregation YAML\n"
     )
     monkeypatch.setenv(LAUNCH_TYPE, "WORKER")
     monkeypatch.setenv("PMI_RANK", "1")
