@@ -166,7 +166,7 @@ def ragged_take(
 
 def by_value(values: NDArray[np.int64], batch: Batch) -> list[tuple[int, Batch]]:
     """`batch` cut by a value of each row (shape [n]), equal ones together, in their order."""
-    if (values == values[0]).all():
+    if len(values) == 1 or (values == values[0]).all():
         return [(int(values[0]), batch)]
     order = np.argsort(values, kind="stable")
     rows, offsets = batch.rows[order], batch.offsets()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mpillm.comms.tags import Tag
 
 Buffer = NDArray[np.uint8]
+_MANY = 32  # messages that may not have left yet
 
 
 class Received(NamedTuple):
@@ -46,7 +47,8 @@ class Transport:
         if dest == self.rank:
             self._local.append(Received(dest, tag, buffer))
             return
-        self.reap()
+        if len(self._sending) >= _MANY:  # of who never polls; else `poll` does it
+            self.reap()
         request = self.comm.Isend((buffer, MPI.BYTE), dest, tag)
         if not request.Test():
             self._sending.append((request, buffer))
