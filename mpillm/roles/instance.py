@@ -63,6 +63,10 @@ class InstanceRole(Follower):
     def done(self, phase: Phase) -> bool:
         return not self._warming
 
+    def stop(self) -> None:
+        self._measure_at = math.inf  # a core that has stopped has nothing to measure
+        super().stop()
+
     def measured(self) -> tuple[float, Metrics] | None:
         if self._measured is None:
             return None

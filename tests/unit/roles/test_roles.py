@@ -95,6 +95,31 @@ def test_an_instance_measures_itself_in_the_test(
     assert line.endswith("2 answer tokens computed, 3 requests running, 4 waiting, KV cache 50% full")
 
 
+def test_a_core_that_has_stopped_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no engine any more, and phase stop may last until the next measurement is due."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Core(DummyCore):
+        stopped = False
+
+        def notify_stop(self) -> None:
+            self.stopped = True
+
+        def metrics(self) -> Metrics:
+            assert not self.stopped
+            return Metrics(1, 2, 3, 4, 0.5)
+
+    route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
+    role = InstanceRole(Core(CoreConfig("dummy")), route, leader=0, instance=0)
+    role.load()
+    role.ready()
+    role.test()
+    role.stop()
+    now[0] += 10
+    role.poll()
+
+
 class HandoffCore(DummyCore):
     """Computes nothing: has the responses that the test gives it, and moves KV caches at once."""
 
