@@ -22,6 +22,9 @@ BUILT_IN = {
 DISAGGREGATED = (DEFAULT, "trtllm_disagg")
 """Cores whose `run-llm-server` starts the servers of a disaggregation YAML."""
 
+EXTRAS = {DEFAULT: "torch", "triton_grpc": "triton", "trtllm_executor": "trtllm", "trtllm_hlapi": "trtllm"}
+"""The extra of this package that a core's class needs, if any."""
+
 TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", "trtllm_hlapi")
 """Cores with TensorRT-LLM behind them: its flags vary with the model, and are passed as they are given."""
 

@@ -198,28 +198,6 @@ guided_decoding_guide_type STRING 1 optional ragged
 guided_decoding_guide STRING 1 optional ragged
 """
 
-ENSEMBLE_OUTPUTS = """
-text_output STRING -1
-cum_log_probs FP32 -1
-output_log_probs FP32 -1,-1
-context_logits FP32 -1,-1
-generation_logits FP32 -1,-1,-1
-batch_index INT32 1
-sequence_index INT32 1
-kv_cache_alloc_new_blocks INT32 1
-kv_cache_reused_blocks INT32 1
-kv_cache_alloc_total_blocks INT32 1
-arrival_time_ns INT64 1
-first_scheduled_time_ns INT64 1
-first_token_time_ns INT64 1
-last_token_time_ns INT64 1
-acceptance_rate FP32 1
-total_accepted_draft_tokens INT32 1
-total_draft_tokens INT32 1
-num_input_tokens INT32 1
-num_output_tokens INT32 1
-"""
-
 BLS_INPUTS = """
 text_input STRING 1
 decoder_text_input STRING 1 optional
@@ -261,7 +239,8 @@ guided_decoding_guide_type STRING 1 optional
 guided_decoding_guide STRING 1 optional
 """
 
-BLS_OUTPUTS = """
+# Of the ensemble and of BLS.
+TEXT_OUTPUTS = """
 text_output STRING -1
 cum_log_probs FP32 -1
 output_log_probs FP32 -1,-1

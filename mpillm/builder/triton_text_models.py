@@ -83,7 +83,7 @@ def text_models(
         "tensorrt_llm_bls": model(
             "tensorrt_llm_bls",
             t.BLS_INPUTS,
-            t.BLS_OUTPUTS,
+            t.TEXT_OUTPUTS,
             model_transaction_policy={"decoupled": decoupled},
             parameters=texts(
                 {
@@ -104,7 +104,7 @@ def texts(parameters: Mapping[str, str]) -> list[dict[str, Any]]:
 
 def _ensemble(batch: int) -> dict[str, Any]:
     inputs = tensors(triton_tensors.ENSEMBLE_INPUTS)
-    outputs = tensors(triton_tensors.ENSEMBLE_OUTPUTS)
+    outputs = tensors(triton_tensors.TEXT_OUTPUTS)
     first = set(_FIRST.values())
     passed = {
         _RENAMED.get(tensor["name"], tensor["name"]): tensor["name"]

@@ -54,7 +54,8 @@ class KvStore:
         self._kept: dict[int, _Kept] = {}
         self._ids: dict[bytes, int] = {}
         self._fetched: list[int] = []
-        self._socket = socket.create_server((host, 0), backlog=_BACKLOG)
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="mpillm-kv", daemon=True).start()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm import core_names
-from mpillm.core_names import BUILT_IN
+from mpillm.core_names import EXTRAS
 from mpillm.cores.base import LLMCore
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class BackendRegistry:
         except ModuleNotFoundError as error:
             if (error.name or "").split(".")[0] in ("mpillm", "disagg", "launch"):
                 raise
-            extra = f": pip install 'mpillm[{name}]'" if name in BUILT_IN else ""
+            extra = f": pip install 'mpillm[{EXTRAS[name]}]'" if name in EXTRAS else ""
             raise ConfigError(f"--core_type {name} needs the package '{error.name}'{extra}") from error
         except AttributeError as error:
             raise ConfigError(f"--core_type {name}: {error}") from error

@@ -69,12 +69,12 @@ class _Lead:
         self._config = config
         self._pools = contexts, generations
         self._workers = [*contexts.workers, *generations.workers]
-        self._signals = 0
+        self._signals: list[int] = []
 
     async def run(self, bound: socket.socket) -> int:
         config, loop = self._config, asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+            loop.add_signal_handler(number, self._signals.append, number)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
             waiting = asyncio.ensure_future(
@@ -84,7 +84,7 @@ class _Lead:
                 await asyncio.sleep(_POLL_S)
                 if self._signals:
                     waiting.cancel()
-                    return 128 + signal.SIGTERM
+                    return 128 + self._signals[0]
             if late := waiting.result():
                 names = "\n".join(f"  {worker.name}: {worker.gone}" for worker in late)
                 print(
@@ -128,12 +128,9 @@ class _Lead:
         service.draining = True
         await site.stop()
         end = time.monotonic() + self._config.drain_deadline
-        while service.active and time.monotonic() < end and self._signals == 1:
+        while service.active and time.monotonic() < end and len(self._signals) == 1:
             await asyncio.sleep(_POLL_S)
         return ExitCode.DONE
-
-    def _stop(self) -> None:
-        self._signals += 1
 
 
 def _say(text: str) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,19 @@ class TestTwoServers:
         generation.process.send_signal(signal.SIGTERM)
         generation.end().must(DONE)
 
+    def test_ctrl_c_while_a_leader_waits(self, one: Starter) -> None:
+        port, context, generation = free_ports(3)
+        (one.folder / "d.yaml").write_text(
+            f"port: {port}\ncontext_servers: {{urls: ['localhost:{context}']}}\n"
+            f"generation_servers: {{urls: ['localhost:{generation}']}}\n"
+        )
+        leader = one.command(
+            [one.python, "-m", "mpillm", "serve", "--server_role", "leader", "--disagg_config", "d.yaml"]
+        )
+        wait_until(lambda: taken(port), "the leader to have its port", TIMEOUT_S)
+        leader.process.send_signal(signal.SIGINT)
+        assert leader.end().code == 128 + signal.SIGINT
+
     def test_a_leader_whose_servers_never_come(self, one: Starter) -> None:
         port, context, generation = free_ports(3)
         (one.folder / "d.yaml").write_text(
@@ -189,6 +203,16 @@ def serve(starter: Starter, role: str, *options: object) -> Command:
     """A server of one rank."""
     words = ("serve", "--server_role", role, "--port", 0, "--log_dir", starter.folder / role)
     return starter.command([starter.python, "-m", "mpillm", *words, *MODEL, *options])
+
+
+def taken(port: int) -> bool:
+    """Whether somebody has bound it."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
 
 
 def port_of(command: Command) -> int:

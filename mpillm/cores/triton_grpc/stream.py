@@ -5,6 +5,7 @@ A stream is one of the about hundred that an HTTP/2 connection carries, whatever
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2_grpc
+
+_log = logging.getLogger(__name__)
 
 STREAMS_PER_CHANNEL = 100
 """Streams at once that a server grants to a connection, if nobody has said otherwise (gRPC's default)."""
@@ -66,6 +69,8 @@ class Stream:
         self._queue.put(None)
         self._call.cancel()
         self._thread.join(_END_S)
+        if self._thread.is_alive():
+            _log.warning("the stream of tritonserver %s has not ended within %g s", self.url, _END_S)
 
     def _run(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -38,6 +39,14 @@ def test_a_cache_is_fetched_once(store: KvStore) -> None:
     assert store.take_fetched() == [] and store.overdue() == []
     with pytest.raises(CacheLost, match="it does not have the KV cache any more"):
         fetched(store, 5, key)
+
+
+def test_a_host_of_ipv6() -> None:
+    with contextlib.closing(KvStore("::1", TIMEOUT_S)) as store:
+        store.open(1)
+        store.put(1, CACHE)
+        found = fetch("::1", store.port, store.key(1) or b"", CACHE.nbytes, TIMEOUT_S)
+    assert np.array_equal(found, CACHE)
 
 
 def test_whoever_asks_early_waits(store: KvStore) -> None:

@@ -72,3 +72,17 @@ def test_no_such_core(name: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         BackendRegistry.get(name)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "package"), [("triton_grpc", "grpc"), ("torch", "torch")])
+def test_a_missing_package_is_named_with_an_extra_that_exists(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def import_module(module: str) -> None:
+        raise ModuleNotFoundError(f"No module named '{package}'", name=package)
+
+    monkeypatch.setattr("mpillm.cores.registry.importlib.import_module", import_module)
+    with pytest.raises(ConfigError) as error:
+        BackendRegistry.get(name)
+    (extra,) = re.findall(rf"needs the package '{package}': pip install 'mpillm\[(\w+)\]'", str(error.value))
+    assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
