@@ -23,6 +23,8 @@ UNTESTED := --ignore=tests/mpi
 # (tests/conftest.py).
 PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
+# Where compiled modules may not be kept (some containers set this), each rank would compile 300 of them at its start: 0.2 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 # The stages of the pipeline (docs/pipeline.md), as the reference harness names them.
