@@ -99,7 +99,7 @@ def main(config: Options) -> int:
 
 def _compare(core: CoreConfig, engine: Path, repeats: int) -> None:
     check_model(core)
-    from mpillm.engine.weights.shards import build
+    from mpillm.engine.weights.build_engine import build
 
     started = time.perf_counter()
     build(str(core.model_path), engine, core.tp_size, dtype=core.dtype, quantization=core.quantization)

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
             scales = _calibrated(Path(source), int(n_prompts[0]), say) if n_prompts else None
             quantize(Path(source), Path(target), algorithm, kv_scales=scales, progress=say)
         else:
-            from mpillm.engine.weights.shards import build
+            from mpillm.engine.weights.build_engine import build
 
             tp_size, pp_size, ep_size, dtype, quantization, *limits = rest
             sizes = (int(tp_size), int(pp_size), int(ep_size))

@@ -11,7 +11,7 @@ from mpillm.engine.model import ops
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.model.transformer import Llama, Ops
 from mpillm.engine.parallel.groups import Groups, MpiGroups
-from mpillm.engine.weights.shards import open_weights
+from mpillm.engine.weights.rank_weights import open_weights
 
 
 class ModelPart:

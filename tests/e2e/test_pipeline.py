@@ -12,7 +12,7 @@ from tests.helpers.support import CHUNKED, DONE, USAGE, Starter
 
 pytest.importorskip("torch")
 
-from mpillm.engine.weights.parameters import save_preset
+from mpillm.engine.weights.sources import save_preset
 
 ARGS = (
     "--core_type=torch --model_path=llama --llm_quantizer_outdir=checkpoint --engine_dir=engine"

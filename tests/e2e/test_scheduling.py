@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import disagg  # noqa: E402
-from mpillm.engine.weights.parameters import save_preset  # noqa: E402
+from mpillm.engine.weights.sources import save_preset  # noqa: E402
 from tests.e2e.test_parallel import Answers, layout, oracle  # noqa: E402 - needs torch
 
 N_NEW = 64

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.engine.weights.parameters import save_preset
+from mpillm.engine.weights.sources import save_preset
 from tests.helpers.logprobs_oracle import expected_logprobs
 from tests.helpers.support import DONE, Command, Starter, wait_until
 

@@ -24,10 +24,10 @@ from mpillm.engine.kernels import expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.kernels.fp8_kernels import WIDENED_ROWS
 from mpillm.engine.model.linear import Fp8Linear, Linear
-from mpillm.engine.weights import parameters as weights
-from mpillm.engine.weights.parameters import save_preset
+from mpillm.engine.weights import sources as weights
+from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
-from mpillm.engine.weights.shards import build
+from mpillm.engine.weights.sources import save_preset
 from tests.unit.engine.test_engine_torch import N_OUTPUT, Answers, Tokens, make_batch, make_core, oracle
 
 SCARCE = {"kv_cache_tokens": 160, "max_seq_len": None}

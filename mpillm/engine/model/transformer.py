@@ -25,7 +25,7 @@ from mpillm.engine.model.linear import GroupedLinear, Linear
 from mpillm.engine.model.model_config import ModelConfig, RopeScaling
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.weights.parameters import Weights
+from mpillm.engine.weights.rank_weights import Weights
 
 
 class Attention(Protocol):

@@ -1,4 +1,4 @@
-"""A model built for a layout (see `shards`): the content of its folder, and whether it fits a run.
+"""A model built for a layout (see `build_engine`): the content of its folder, and whether it fits a run.
 
 Without torch. `config.json` has the form of TensorRT-LLM's engines: `pretrained_config` is the model's with
 `dtype`, `mapping` and `quantization`, `build_config` the builder's options. Rank r of an instance, stage by

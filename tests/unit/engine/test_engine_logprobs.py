@@ -13,7 +13,7 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import worker as worker_module
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
-from mpillm.engine.weights.parameters import save_preset
+from mpillm.engine.weights.sources import save_preset
 from tests.helpers.logprobs_oracle import expected_logprobs
 from tests.unit.engine.test_engine_gpu import Late, make_engine
 from tests.unit.engine.test_engine_torch import make_batch, make_core

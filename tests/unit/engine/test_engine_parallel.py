@@ -22,7 +22,8 @@ from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.step import Step
-from mpillm.engine.weights.parameters import Checkpoint, DummyWeights, Shards, save_preset
+from mpillm.engine.weights.rank_weights import Shards
+from mpillm.engine.weights.sources import Checkpoint, DummyWeights, save_preset
 
 SHAPES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (8, 3, 1), (2, 1, 2), (4, 2, 2), (4, 6, 4)]
 

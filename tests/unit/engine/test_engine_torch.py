@@ -22,7 +22,7 @@ from mpillm.engine.model.model_config import load_model_config, preset_json
 from mpillm.engine.model.transformer import _rotations
 from mpillm.engine.sampler import SamplingParams, sample
 from mpillm.engine.step import Span
-from mpillm.engine.weights.parameters import DummyWeights, save_preset
+from mpillm.engine.weights.sources import DummyWeights, save_preset
 from tests.helpers.loopback import Wire
 
 N_OUTPUT = 24

@@ -28,10 +28,11 @@ from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import model_info
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.weights.parameters import Checkpoint, Shards, save_preset
+from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.quantization import quantization_config
 from mpillm.engine.weights.quantize import quantize
-from mpillm.engine.weights.shards import build
+from mpillm.engine.weights.rank_weights import Shards
+from mpillm.engine.weights.sources import Checkpoint, save_preset
 from mpillm.engine.worker import Worker
 from mpillm.run.rank_roles import check_handoff
 from tests.helpers import plain_kernels

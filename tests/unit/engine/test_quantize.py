@@ -24,8 +24,9 @@ from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import check_model, model_info
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.step import Span, Step
-from mpillm.engine.weights.parameters import Checkpoint, Shards, save_preset
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
+from mpillm.engine.weights.rank_weights import Shards
+from mpillm.engine.weights.sources import Checkpoint, save_preset
 from tests.helpers.quantized_models import dequantized
 from tests.unit.engine.test_engine_torch import N_OUTPUT, Tokens, answer, make_batch, make_core, oracle
 

@@ -1,11 +1,10 @@
-"""Parameters from a checkpoint's safetensors, or seeded random numbers: one at a time, whole or a slice."""
+"""Where parameters come from: a checkpoint's safetensors, or seeded random numbers, whole or in slices."""
 
 from __future__ import annotations
 
 import json
 import math
 import zlib
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -15,12 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.engine.model.linear import Linear, make_linear
 from mpillm.engine.model.model_config import ModelConfig, load_model_config, preset_json
-from mpillm.engine.parallel.layout import ALL, FUSED, Layout
+from mpillm.engine.parallel.layout import ALL
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
-from mpillm.engine.weights.entries import kv_scale_alias, kv_scale_names, scale_name
-from mpillm.engine.weights.quantize import quantize_rows
+from mpillm.engine.weights.entries import kv_scale_alias
 
 
 class WeightSource(Protocol):
@@ -117,93 +114,6 @@ def _mixed(x: Tensor) -> Tensor:
 def _signed(x: int) -> int:
     """Return the int32 with the same 32 bits."""
     return x - (1 << 32) if x >> 31 else x
-
-
-class Weights(ABC):
-    """A rank's parts of the parameters, as its engine holds them, by name without `.weight`."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.config = config
-        self.dtype = dtype
-        self.device = device
-
-    @abstractmethod
-    def get(self, name: str) -> Tensor:
-        """Return a parameter that is not a linear projection: always floats."""
-
-    @abstractmethod
-    def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return a linear projection, maybe fused (see `FUSED`): [out, in].
-
-        With 8 bits also scales: float32 [out, 1].
-        """
-
-    @abstractmethod
-    def kv_scales(self, layers: range) -> Tensor | None:
-        """Return the scales of an fp8 KV cache: float32 [layers, 2, kv_heads of this rank]; None: all 1."""
-
-    def linear(self, name: str) -> Linear:
-        return make_linear(*self.matrix(name), self.dtype)
-
-
-class Shards(Weights):
-    """Parts cut from whole parameters, fused as the engine needs them."""
-
-    def __init__(
-        self,
-        source: WeightSource,
-        config: ModelConfig,
-        layout: Layout,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        quantization: str = "none",
-    ) -> None:
-        """`quantization`: the checkpoint's, or what a checkpoint of floats is rounded to while it is read."""
-        super().__init__(config, dtype, device)
-        self._source = source
-        self._layout = layout
-        self._quantization = quantization
-
-    def get(self, name: str) -> Tensor:
-        name += ".weight"
-        return self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self.dtype)
-
-    def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
-        prefix, _, last = name.rpartition(".")
-        parts = [self._part(f"{prefix}.{part}.weight") for part in FUSED.get(last, (last,))]
-        weight = parts[0][0] if len(parts) == 1 else torch.cat([weight for weight, _ in parts])
-        scales = [scales for _, scales in parts if scales is not None]
-        return weight, torch.cat(scales) if scales else None
-
-    def kv_scales(self, layers: range) -> Tensor | None:
-        if self.config.kv_quantization == "none":
-            return None
-        heads, n = self._layout.kv_heads(self.config), self.config.n_kv_heads
-        of_all = [
-            [self._source.get(name).float().flatten().expand(n) for name in kv_scale_names(layer)]
-            for layer in layers
-        ]
-        return torch.stack([torch.stack(pair) for pair in of_all])[:, :, heads].contiguous().to(self.device)
-
-    def _part(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return the part of one parameter; rows of q and k in `model`'s order."""
-        rows, columns = self._layout.part(name, self.config)
-        scales: Tensor | None = None
-        if self._quantization == "none":
-            weight = self._source.get(name, rows, columns).to(self.device, self.dtype)
-        elif self.config.quantization == "none":
-            # Whole rows, so that ranks that share a row's columns have the same scale.
-            weight, scales = quantize_rows(self._source.get(name, rows).to(self.device), self._quantization)
-            weight = weight[:, columns].contiguous()
-        else:
-            weight = self._source.get(name, rows, columns).to(self.device)
-            scales = self._source.get(scale_name(name), rows).to(self.device, torch.float32)
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            return self._rotary(weight), None if scales is None else self._rotary(scales)
-        return weight, scales
-
-    def _rotary(self, x: Tensor) -> Tensor:
-        return x.view(-1, 2, self.config.head_dim // 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
 
 
 def save_preset(name: str, folder: Path) -> None:

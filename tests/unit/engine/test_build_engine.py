@@ -18,10 +18,11 @@ from mpillm.cores.base import CoreConfig
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import check_model, model_info
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.engine_folder import layouts, read_engine
-from mpillm.engine.weights.parameters import Checkpoint, Shards, save_preset
 from mpillm.engine.weights.quantize import quantize
-from mpillm.engine.weights.shards import Built, build
+from mpillm.engine.weights.rank_weights import Built, Shards
+from mpillm.engine.weights.sources import Checkpoint, save_preset
 from tests.unit.engine.test_engine_torch import Tokens, answer, make_batch, make_core
 
 

@@ -1,4 +1,4 @@
-"""Engines of the torch core: a checkpoint cut for a layout, fused and cast. Each rank maps its own file."""
+"""Build an engine: a checkpoint cut for a layout, fused and cast, with a file for each rank to map."""
 
 from __future__ import annotations
 
@@ -7,25 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.model.model_config import PRESETS
-from mpillm.engine.model.model_info import ModelInfo, model_info
-from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.model.model_info import model_info
 from mpillm.engine.weights.checkpoint_folder import check_room, digests, new_folder, write_safetensors
-from mpillm.engine.weights.engine_folder import (
-    EngineFolder,
-    engine_json,
-    file_name,
-    layouts,
-    preset_digest,
-)
+from mpillm.engine.weights.engine_folder import engine_json, file_name, layouts, preset_digest
 from mpillm.engine.weights.entries import Entry, held_kv_scales, is_linear, rank_entries, scale_name
-from mpillm.engine.weights.parameters import Checkpoint, DummyWeights, Shards, Weights, WeightSource
+from mpillm.engine.weights.rank_weights import Shards
+from mpillm.engine.weights.sources import Checkpoint, DummyWeights
 from mpillm.files import read_object, write_json
 
 
@@ -113,50 +106,3 @@ def _held(shards: Shards, planned: Mapping[str, Entry], layers: range) -> Iterat
         yield name, weight
         if scales is not None:
             yield scale_name(name), scales
-
-
-def open_weights(info: ModelInfo, layout: Layout, device: str, *, dummy: bool) -> Weights:
-    """Return a rank's weights: of a built engine, of a checkpoint, or random (`dummy`, or a preset's).
-
-    ConfigError: a file cannot be opened.
-    """
-    if info.engine is not None:
-        return Built(info.engine, info.config, layout, device)
-    source: WeightSource
-    if dummy or info.folder is None:
-        source = DummyWeights(info.config, device)
-    else:
-        source = Checkpoint(info.folder, info.config)
-    return Shards(source, info.config, layout, torch_dtype(info.dtype), device, info.quantization)
-
-
-class Built(Weights):
-    """A rank's file of an engine, memory-mapped: bytes are read when a device or a computation needs them."""
-
-    def __init__(self, engine: EngineFolder, config: Any, layout: Layout, device: torch.device | str) -> None:
-        """Raise ConfigError if the file cannot be opened; `check_engine` has checked its content."""
-        super().__init__(config, torch_dtype(engine.dtype), device)
-        self._path = engine.file(layout)
-        try:
-            self._file = safe_open(self._path, framework="pt", device=str(device))
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self._path}: cannot be read: {error}") from error
-
-    def get(self, name: str) -> Tensor:
-        return self._tensor(f"{name}.weight")
-
-    def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
-        weight = self._tensor(f"{name}.weight")
-        return weight, None if weight.dtype == self.dtype else self._tensor(scale_name(f"{name}.weight"))
-
-    def kv_scales(self, layers: range) -> Tensor | None:
-        if self.config.kv_quantization == "none":
-            return None
-        return torch.stack([self._tensor(held_kv_scales(layer)) for layer in layers])
-
-    def _tensor(self, name: str) -> Tensor:
-        try:
-            tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self._path}: tensor {name} cannot be read: {error}") from error
-        return tensor

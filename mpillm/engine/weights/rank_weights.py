@@ -1,0 +1,155 @@
+"""A rank's weights as its engine holds them: cut from whole parameters, or read from a built engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from disagg.errors import ConfigError
+from mpillm.engine.dtypes import torch_dtype
+from mpillm.engine.model.linear import Linear, make_linear
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.model.model_info import ModelInfo
+from mpillm.engine.parallel.layout import FUSED, Layout
+from mpillm.engine.weights.engine_folder import EngineFolder
+from mpillm.engine.weights.entries import held_kv_scales, kv_scale_names, scale_name
+from mpillm.engine.weights.quantize import quantize_rows
+from mpillm.engine.weights.sources import Checkpoint, DummyWeights, WeightSource
+
+
+class Weights(ABC):
+    """A rank's parts of the parameters, as its engine holds them, by name without `.weight`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def get(self, name: str) -> Tensor:
+        """Return a parameter that is not a linear projection: always floats."""
+
+    @abstractmethod
+    def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Return a linear projection, maybe fused (see `FUSED`): [out, in].
+
+        With 8 bits also scales: float32 [out, 1].
+        """
+
+    @abstractmethod
+    def kv_scales(self, layers: range) -> Tensor | None:
+        """Return the scales of an fp8 KV cache: float32 [layers, 2, kv_heads of this rank]; None: all 1."""
+
+    def linear(self, name: str) -> Linear:
+        return make_linear(*self.matrix(name), self.dtype)
+
+
+class Shards(Weights):
+    """Parts cut from whole parameters, fused as the engine needs them."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        config: ModelConfig,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        quantization: str = "none",
+    ) -> None:
+        """`quantization`: the checkpoint's, or what a checkpoint of floats is rounded to while it is read."""
+        super().__init__(config, dtype, device)
+        self._source = source
+        self._layout = layout
+        self._quantization = quantization
+
+    def get(self, name: str) -> Tensor:
+        name += ".weight"
+        return self._source.get(name, *self._layout.part(name, self.config)).to(self.device, self.dtype)
+
+    def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
+        prefix, _, last = name.rpartition(".")
+        parts = [self._part(f"{prefix}.{part}.weight") for part in FUSED.get(last, (last,))]
+        weight = parts[0][0] if len(parts) == 1 else torch.cat([weight for weight, _ in parts])
+        scales = [scales for _, scales in parts if scales is not None]
+        return weight, torch.cat(scales) if scales else None
+
+    def kv_scales(self, layers: range) -> Tensor | None:
+        if self.config.kv_quantization == "none":
+            return None
+        heads, n = self._layout.kv_heads(self.config), self.config.n_kv_heads
+        of_all = [
+            [self._source.get(name).float().flatten().expand(n) for name in kv_scale_names(layer)]
+            for layer in layers
+        ]
+        return torch.stack([torch.stack(pair) for pair in of_all])[:, :, heads].contiguous().to(self.device)
+
+    def _part(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Return the part of one parameter; rows of q and k in `model`'s order."""
+        rows, columns = self._layout.part(name, self.config)
+        scales: Tensor | None = None
+        if self._quantization == "none":
+            weight = self._source.get(name, rows, columns).to(self.device, self.dtype)
+        elif self.config.quantization == "none":
+            # Whole rows, so that ranks that share a row's columns have the same scale.
+            weight, scales = quantize_rows(self._source.get(name, rows).to(self.device), self._quantization)
+            weight = weight[:, columns].contiguous()
+        else:
+            weight = self._source.get(name, rows, columns).to(self.device)
+            scales = self._source.get(scale_name(name), rows).to(self.device, torch.float32)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            return self._rotary(weight), None if scales is None else self._rotary(scales)
+        return weight, scales
+
+    def _rotary(self, x: Tensor) -> Tensor:
+        return x.view(-1, 2, self.config.head_dim // 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
+
+
+class Built(Weights):
+    """A rank's file of an engine, memory-mapped: bytes are read when a device or a computation needs them."""
+
+    def __init__(self, engine: EngineFolder, config: Any, layout: Layout, device: torch.device | str) -> None:
+        """Raise ConfigError if the file cannot be opened; `check_engine` has checked its content."""
+        super().__init__(config, torch_dtype(engine.dtype), device)
+        self._path = engine.file(layout)
+        try:
+            self._file = safe_open(self._path, framework="pt", device=str(device))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self._path}: cannot be read: {error}") from error
+
+    def get(self, name: str) -> Tensor:
+        return self._tensor(f"{name}.weight")
+
+    def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
+        weight = self._tensor(f"{name}.weight")
+        return weight, None if weight.dtype == self.dtype else self._tensor(scale_name(f"{name}.weight"))
+
+    def kv_scales(self, layers: range) -> Tensor | None:
+        if self.config.kv_quantization == "none":
+            return None
+        return torch.stack([self._tensor(held_kv_scales(layer)) for layer in layers])
+
+    def _tensor(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self._path}: tensor {name} cannot be read: {error}") from error
+        return tensor
+
+
+def open_weights(info: ModelInfo, layout: Layout, device: str, *, dummy: bool) -> Weights:
+    """Return a rank's weights: of a built engine, of a checkpoint, or random (`dummy`, or a preset's).
+
+    ConfigError: a file cannot be opened.
+    """
+    if info.engine is not None:
+        return Built(info.engine, info.config, layout, device)
+    source: WeightSource
+    if dummy or info.folder is None:
+        source = DummyWeights(info.config, device)
+    else:
+        source = Checkpoint(info.folder, info.config)
+    return Shards(source, info.config, layout, torch_dtype(info.dtype), device, info.quantization)
