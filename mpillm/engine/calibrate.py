@@ -1,4 +1,4 @@
-"""Scales for an fp8 KV cache, from the keys and values that a model computes for some prompts."""
+"""Calibrate an fp8 KV cache: compute its scales from the keys and values of some prompts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.step import Span
 from mpillm.engine.weights.entries import kv_scale_names
 
-# Headroom of a scale for keys and values larger than those seen: they would be clipped, and a float loses
-# nothing by a larger scale.
+# Headroom for keys and values larger than those seen, which would be clipped. A larger scale costs a float no
+# precision.
 _MARGIN = 2.0
 _TOKENS_PER_BLOCK = 32
 
@@ -39,10 +39,10 @@ class _Seen(StepAttention):
 def kv_scales(
     folder: Path, prompts: list[list[int]], n_threads: int, progress: Callable[[str], object] | None = None
 ) -> dict[str, Tensor]:
-    """Return a scale of the keys and one of the values for each layer of the model in `folder`: float32 [1].
+    """Return a scale for the keys and one for the values of each layer of the model in `folder`.
 
-    Names as in `kv_scale_names`. The model runs on the CPU, one prompt at a time. ConfigError: as
-    `check_model`, also if the model does not fit the memory.
+    Each is float32 [1], under a name of `kv_scale_names`. The model runs on the CPU, one prompt at a time.
+    Raises ConfigError as `check_model` does, also if the model does not fit in memory.
     """
     longest = max(map(len, prompts))
     info = check_model(

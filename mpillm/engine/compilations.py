@@ -1,13 +1,14 @@
-"""What this process has compiled: Triton kernels and CUDA graphs.
+"""Count what this process compiles: Triton kernels and CUDA graphs.
 
-None of it belongs in a test: it takes seconds.
+A compilation takes seconds, so none belongs in a test.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_MOST_LETTERS = 400  # of a name, which has the arguments' types and whether they are multiples of 16
+# Characters of a name, which holds the arguments' types and whether they are multiples of 16
+_MAX_NAME = 400
 
 _compiled: list[str] = []
 _watched: list[object] = []  # Triton's objects with our hook
@@ -24,14 +25,14 @@ def count() -> int:
 
 
 def since(before: int) -> list[str]:
-    """Return the names of those since `count` returned `before`."""
+    """Return the names of what was compiled since `count` returned `before`."""
     return _compiled[before:]
 
 
 def watch_triton() -> None:
-    """Note from now on each kernel that Triton makes for types, alignments and constants new to this process.
+    """Record each kernel that Triton compiles from now on for new types, alignments or constants.
 
-    A kernel that Triton finds in its cache on disk counts too: another machine would compile it.
+    A kernel that Triton finds in its disk cache counts too: another machine would compile it.
     """
     place, name = _hook()
     if place in _watched:
@@ -40,7 +41,7 @@ def watch_triton() -> None:
     other = getattr(place, name)
 
     def compiled(**event: Any) -> Any:
-        note(f"{event['fn'].name} {event['key']}"[:_MOST_LETTERS])
+        note(f"{event['fn'].name} {event['key']}"[:_MAX_NAME])
         return other(**event) if other is not None else None
 
     setattr(place, name, compiled)

@@ -1,4 +1,4 @@
-"""How a CPU computes steps: each as it comes, with attention in plain PyTorch."""
+"""Compute steps on a CPU, one at a time, with attention in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpillm.engine.step import Step
 
 
 class CpuSteps:
-    """As `worker.Steps`. A step needs the tokens of the step before it, so nothing runs ahead."""
+    """Implements `worker.Steps`. A step needs the previous step's tokens, so nothing runs ahead."""
 
     n_ahead = 0
 
@@ -37,7 +37,7 @@ class CpuSteps:
         return part.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
 
     def feed(self, tokens: Tensor) -> None:
-        """Nothing to do: the host reads tokens before it plans the steps that they are in."""
+        """Do nothing: the host reads a step's tokens before it plans the step that computes with them."""
 
     def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
-        """Nothing to do: nothing is compiled."""
+        """Do nothing: no kernel is compiled."""

@@ -1,4 +1,4 @@
-"""Types of numbers, by the names that options have: their bytes, safetensors' names, PyTorch's types."""
+"""The options' dtype names: their bytes, safetensors' names and PyTorch's types."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The engine: requests in, tokens out, one step at a time.
+"""The engine: turns requests into tokens, one step at a time.
 
-It decides what a step holds; `Worker` runs it, here and on the instance's other ranks.
+It decides what a step holds; `Worker` runs the step, on this rank and on the instance's other ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """How much an engine does at once, and in which order."""
+    """How much an engine computes at once, and in which order."""
 
     max_batch_size: int
     max_num_tokens: int  # in one step
@@ -39,12 +39,12 @@ class EngineLimits:
     policy: str = "max_util"  # see `Scheduler`
     chunking: str = "first_come_first_served"
     reuse: bool = False  # share the blocks of a common prefix
-    # Tokens of KV caches on their way here: the room that buffers have. One larger cache may come by itself.
+    # Tokens of arriving KV caches that the buffers have room for. One larger cache may arrive alone.
     max_moving_tokens: int | None = None
 
 
 class Engine:
-    """One copy of a model: on this rank, or on this and those that follow it (see `worker.Follower`)."""
+    """One copy of a model, on this rank alone or with the ranks that follow it (see `worker.Follower`)."""
 
     def __init__(self, info: ModelInfo, limits: EngineLimits, worker: Worker) -> None:
         self.info = info
@@ -70,12 +70,12 @@ class Engine:
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
         for tokens in info.stop_words:
             self._stops.setdefault(tokens[-1], []).append(list(tokens))
-        # Steps in flight: all sequences, those that get a token, and, with one stage, the tokens.
+        # Steps in flight: all sequences, those that get a token, and, with a single stage, the tokens.
         self._in_flight: deque[tuple[list[Sequence], list[Sequence], Sampled | None]] = deque()
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
-        # Computed tokens of contexts (counted again after a preemption) and of answers.
+        # Tokens computed, of contexts (again after a preemption) and of answers.
         self.prompt_tokens = self.generated_tokens = 0
-        self._cancelled: list[Sequence] = []  # `step` has not returned them yet
+        self._cancelled: list[Sequence] = []  # not returned by `step` yet
 
     # --- work ---
 
@@ -119,10 +119,10 @@ class Engine:
         return not (is_busy or self.scheduler.can_plan())
 
     def cancel(self, sequence_id: int) -> None:
-        """End a sequence in any state: queued, context, generation, or with its KV cache on its way here.
+        """End a sequence in any state: queued, in its context, generating, or with its KV cache arriving.
 
-        `step` returns it once. A sequence in flight ends with its step, which still writes to its blocks.
-        Nothing happens to one that has ended or is being handed over: the receiver has to cancel it, and its
+        `step` returns it once. A sequence in flight ends with its step, which still writes to its blocks. A
+        sequence that has ended or is being handed over is left alone: its receiver must cancel it, and its
         blocks come back with `EngineHandoffs.release`.
         """
         self.handoffs.cancel(sequence_id)
@@ -139,13 +139,13 @@ class Engine:
         self.handoffs.forget(sequence.id)
 
     def step(self) -> list[Progress]:
-        """Start a step of at most `max_num_tokens` tokens if another can be in flight.
+        """Start a step of at most `max_num_tokens` tokens if another may be in flight; collect ended steps.
 
-        Collect those that ended. Returns what `Progress` is of, for the steps that ended.
-        There are as many steps in flight as stages, each with sequences of its own, so that all stages have
-        work. A worker that feeds a token to the next step by itself (`n_ahead`) gets that step before the
-        token is read. What such a step computes for a sequence that turns out to have ended is dropped; its
-        blocks may already be another's, in later steps.
+        Returns the `Progress` of the steps that ended. There are as many steps in flight as stages, each with
+        sequences of its own, so that every stage has work. A worker that feeds a token to the next step by
+        itself (`n_ahead`) gets that step before the token is read. If a sequence turns out to have ended,
+        what that step computes for it is dropped; its blocks may already belong to another sequence of a
+        later step.
         """
         plan = self.scheduler.plan() if len(self._in_flight) < self._depth else []
         if plan or self.handoffs.has_orders():
@@ -194,7 +194,10 @@ class Engine:
         return self._arrived is not None
 
     def _append(self, sequence: Sequence, token: int, logprobs: list[int]) -> Progress | None:
-        """`logprobs`: as in a row of `Worker.run`; may be of more tokens than `sequence` wants."""
+        """Append a token; return its progress, if any.
+
+        `logprobs`: the rest of its row (see `Worker.run`), maybe of more tokens than `sequence` wants.
+        """
         if sequence.is_done or sequence.is_cancelled:
             return None
         sequence.output.append(token)
@@ -213,7 +216,7 @@ class Engine:
         return Progress(sequence, n == 1, is_final) if n == 1 or is_final or sequence.stream else None
 
     def _is_stopped(self, sequence: Sequence) -> bool:
-        """Return whether the answer ends with a stop word, and may end."""
+        """Return whether the answer ends with a stop word and is long enough to end."""
         output = sequence.output
         words = () if sequence.ignore_stop else self._stops.get(output[-1], ())
         return len(output) >= sequence.min_output and any(output[-len(word) :] == word for word in words)

@@ -1,7 +1,7 @@
-"""The content of the engine's own messages: for each tag its type, writer and reader.
+"""The engine's own messages: for each tag its type, writer and reader.
 
-The ranks of an instance exchange PLAN, TOKENS, HIDDEN and MOVED. NCCL_ID and NOTICE go between GPUs of two
-instances that hand KV caches over. The caches themselves (`Tag.KV` and behind) are bytes, as `KVCache.read`
+The ranks of an instance exchange PLAN, TOKENS, HIDDEN and MOVED. NCCL_ID and NOTICE go between the GPUs of
+two instances that hand KV caches over. The caches themselves (`Tag.KV` and above) are bytes as `KVCache.read`
 returns them; both ends know their sizes.
 """
 
@@ -23,8 +23,8 @@ from mpillm.engine.step import Span, Step
 if TYPE_CHECKING:  # the module starts MPI
     from mpillm.comms.transport import Buffer
 
-# A step as int32 numbers: the head, a row for each span, the spans' blocks, a row for each transfer, the
-# transfers' blocks, the tokens; then a row of `_SAMPLING` for each wanted row, unless all are greedy.
+# A step as int32: the head, a row for each span, the spans' blocks, a row for each transfer, the transfers'
+# blocks, the tokens; then a row of `_SAMPLING` for each wanted row, unless all are greedy.
 _HEAD = 5  # spans, transfers, tokens, whether there are rows of `_SAMPLING`, `Step.logprobs`
 _SPAN = 6  # slot, cached, new, blocks told before, blocks told now, wanted
 _TRANSFER = 6  # kind, ticket, peer, slot, tokens, blocks
@@ -111,7 +111,8 @@ def _bytes(array: NDArray[Any]) -> Buffer:
 
 PLAN: Message[Step] = Message(Tag.PLAN, _write_step, _read_step)
 TOKENS = _int32(Tag.TOKENS)  # of a step, what `Worker.run` returns
-# The rows of a step, in the weights' dtype. What is read is uint8 [bytes]: the receiver has the step.
+# A step's rows in the weights' dtype. They are read as uint8 [bytes]: the receiver knows their shape from the
+# step.
 HIDDEN: Message[Tensor] = Message(
     Tag.HIDDEN, lambda x: x.contiguous().view(torch.uint8).numpy().reshape(-1), torch.from_numpy
 )
@@ -119,7 +120,7 @@ MOVED = _int32(Tag.MOVED)  # tickets of transfers
 NCCL_ID: Message[bytes] = Message(
     Tag.NCCL_ID, lambda unique: np.frombuffer(unique, np.uint8), lambda buffer: buffer.tobytes()
 )
-# What one launch sends over NCCL, in its order.
+# What one launch sends over NCCL, in order.
 NOTICE: Message[list[Notice]] = Message(
     Tag.NOTICE, lambda together: _bytes(np.array(together, np.int64).reshape(-1)), _read_notices
 )

@@ -1,11 +1,10 @@
-"""How a GPU computes steps: the same model, with `kernels` between products. No host waits.
+"""Compute steps on a GPU: the same model, with `kernels` between the products. The host never waits.
 
-Only a step's tokens go back to the host, and they are read while the next step runs: a new token stays on the
-device, by its sequence's slot, and a row whose token the host does not know yet (`UNREAD`) takes it from
+Only a step's tokens go back to the host, which reads them while the next step runs. A new token stays on the
+device under its sequence's slot, and a row whose token the host does not know yet (`UNREAD`) takes it from
 there. Block tables are on the device, too. A step in which every sequence adds one token (decode) is a CUDA
-graph, captured at load for each size of a ladder; a step of fewer rows is padded with rows of an unused slot,
-whose block is `NULL_BLOCK`. Other steps are launched kernel by kernel: they are long enough to hide the
-launches.
+graph, captured at load for each size of a ladder; fewer rows are padded with rows of an unused slot, whose
+block is `NULL_BLOCK`. Other steps are launched kernel by kernel: they are long enough to hide the launches.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mpillm.engine.staging import to_device
 from mpillm.engine.step import Span, Step
 
 _SLOWER = 1.02  # less than that is noise
-_SAMPLED_ROWS = 16  # in the warm-up: only PyTorch's kernels, and more rows of a vocabulary take gigabytes
+_SAMPLED_ROWS = 16  # in the warm-up, which runs only PyTorch's kernels; logits of more rows take gigabytes
 
 
 def ladder(max_batch_size: int) -> list[int]:
@@ -43,22 +42,22 @@ def ladder(max_batch_size: int) -> list[int]:
 
 
 def use_gpu(device: str) -> Any:
-    """Make `device` PyTorch's current one, and return the kernels for it."""
+    """Make `device` PyTorch's current device and return the kernels for it."""
     torch.cuda.set_device(torch.device(device))
     compilations.watch_triton()
     return importlib.import_module("mpillm.engine.kernels.step_kernels")
 
 
 class GpuSteps:
-    """As `worker.Steps`. On a CPU it works with plain `kernels`, slowly and without graphs."""
+    """Implements `worker.Steps`. On a CPU it works with plain `kernels`, slowly and without graphs."""
 
     def __init__(self, part: ModelPart, max_batch_size: int, kernels: Any) -> None:
-        """Capture the graphs: seconds."""
+        """Capture the graphs, which takes seconds."""
         info, device = part.info, part.device
         self._part = part
         self._kernels = kernels
-        # Every rank of the TP group feeds a token to its sequence's next step itself. With stages, another
-        # rank would need it.
+        # Every rank of the TP group feeds a token to its sequence's next step itself. With several stages,
+        # another rank needs the token.
         self.n_ahead = 1 if part.groups.layout.pp_size == 1 else 0
         self._max_batch_size = max_batch_size
         self._nobody = max_batch_size  # the slot of rows that pad a graph
@@ -93,9 +92,9 @@ class GpuSteps:
         self._last.index_copy_(0, self._slots_wanted, tokens)
 
     def _decode(self, step: Step, slots: list[int]) -> tuple[Tensor, Tensor]:
-        """Run a step where every sequence adds a token and gets one.
+        """Run a step in which every sequence adds one token and gets one.
 
-        Return this stage's output and the slots.
+        Returns this stage's output and the slots.
         """
         n = len(slots)
         size = next((size for size in self._graphs if size >= n), n)
@@ -113,7 +112,7 @@ class GpuSteps:
         return out[:n], self._rows[size : size + n]
 
     def _forward_decode(self, size: int) -> Tensor:
-        """Run a decode step on the content of the buffers."""
+        """Run a decode step on what the buffers hold."""
         tokens, slots, positions = self._rows[: 3 * size].view(3, size)
         x = self._embed(tokens, slots) if self._part.groups.layout.is_first_stage else self._hidden[:size]
         return self._part.model.forward(x, self._attention(slots, positions, size, None), None)
@@ -178,7 +177,7 @@ class GpuSteps:
         )
 
     def _tell_blocks(self, spans: list[Span]) -> None:
-        """Write the blocks that spans name to the tables."""
+        """Write the blocks that `spans` name into the tables."""
         at: list[int] = []
         blocks: list[int] = []
         width = self._table.shape[1]
@@ -215,7 +214,7 @@ class GpuSteps:
     def _drop_slow(self) -> None:
         """Drop graphs that take longer than a larger one, which then serves their rows.
 
-        cuBLAS has kernels for some numbers of rows that are half as fast as those for more rows.
+        For some numbers of rows cuBLAS chooses kernels half as fast as those for more rows.
         """
         fastest = math.inf
         for size in reversed(list(self._graphs)):
@@ -226,7 +225,7 @@ class GpuSteps:
 
     @torch.inference_mode()
     def _replay_ms(self, size: int) -> float:
-        """Return the shorter of two replays, on rows of nobody."""
+        """Replay a graph twice on padding rows and return the shorter time in ms."""
         self._rows.zero_()
         self._rows[size : 2 * size] = self._nobody
         times = []
@@ -255,7 +254,8 @@ class GpuSteps:
     def _nobodys_steps(self, max_num_tokens: int) -> Iterator[Step]:
         """Yield steps that write only to `NULL_BLOCK`.
 
-        A kernel's compilation depends on the number of rows at most through the power of two below it.
+        What Triton compiles for a kernel depends on the number of rows at most through the power of two below
+        it.
         """
         longest, most = self._part.info.max_seq_len, self._max_batch_size
         largest = min(max_num_tokens, most * longest)
@@ -277,7 +277,7 @@ class GpuSteps:
     def _nobodys(self, counts: list[int], sampling: SamplingParams | None = None) -> Step:
         """Return a step whose sequences add these numbers of tokens (ones first) and each get one more."""
         width = self._table.shape[1]
-        # As with any sequences, one of them begins a table, and others have theirs.
+        # As in a real step, one sequence begins a table and the others have theirs.
         spans = [Span(self._nobody, 0, counts[0], 0, [NULL_BLOCK] * width)]
         spans += [Span(self._nobody, 0, n, width) for n in counts[1:]]
         step = Step(spans, [0] * sum(counts), (np.cumsum(counts) - 1).tolist())

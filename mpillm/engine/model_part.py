@@ -1,4 +1,4 @@
-"""A rank's part of a model, in the memory of its device: weights and KV cache."""
+"""A rank's part of a model in the memory of its device: weights and KV cache."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ModelPart:
         device: str = "cpu",
         ops: Ops = ops,
     ) -> None:
-        """Load the weights: minutes for a large model. ConfigError: see `open_weights`."""
+        """Load the weights, which takes minutes for a large model. Raises ConfigError as `open_weights` does."""
         config, layout = info.config, groups.layout
         self.info = info
         self.groups = groups
-        self.peers = groups if isinstance(groups, MpiGroups) else None  # if this is one of several ranks
+        self.peers = groups if isinstance(groups, MpiGroups) else None  # None on an instance's only rank
         self.device = torch.device(device)
         self.n_heads = layout.n_heads(config)
         with torch.inference_mode():

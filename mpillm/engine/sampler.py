@@ -1,6 +1,6 @@
-"""From logits to tokens.
+"""Choose tokens from logits.
 
-A sampled token depends on logits, the request's parameters, its seed and its place.
+A sampled token depends on its logits, the request's parameters and seed, and its place in the answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k 0 and top_p 1 are off; top_k applies first, top_p to what is left."""
+    """How to choose a token.
+
+    temperature 0 is greedy; top_k 0 and top_p 1 are off. top_k applies first, top_p to what is left.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -36,9 +39,9 @@ class SamplingParams:
 
 
 def sample(logits: Tensor, params: list[SamplingParams], places: list[int]) -> Tensor:
-    """Return a token per row of `logits` [n, vocab] (float32): int64, on their device.
+    """Return a token for each row of `logits` [n, vocab] (float32): int64, on their device.
 
-    `places`: tokens of each answer so far.
+    `places`: how many tokens each answer has so far.
     """
     tokens = logits.argmax(-1)
     for restricted in (False, True):
@@ -83,7 +86,7 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _uniform(seeds: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return uniform numbers in [0, 1) from (seed, place): two rounds of splitmix64's mixing."""
+    """Return uniform numbers in [0, 1) from (seed, place): two rounds of splitmix64 (Steele et al., 2014)."""
     x = seeds.astype(np.uint64)
     for y in (np.uint64(0), places.astype(np.uint64)):
         x = (x ^ y) + _GOLDEN

@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, with how many tokens, and which are preempted for want of blocks."""
+"""Choose the sequences of the next step and their numbers of tokens; preempt some if blocks run out."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpillm.engine.sequence import Sequence
 
 
 class Scheduler:
-    """Fills a step with a token of every sequence that generates, then with contexts, as the chunking says.
+    """Fills a step with a token of every generating sequence, then with contexts as `chunking` says.
 
-    First come, first served: a sequence starts when all earlier ones have started and the policy finds enough
-    room in the KV cache. When a sequence that generates finds no block (only `max_util` lets that happen),
-    the youngest running one is preempted: it gives its blocks back and later computes its context again, with
-    the answer so far.
+    Sequences start first come, first served: when all earlier ones have started and the policy finds enough
+    room in the KV cache. When a generating sequence finds no free block (possible only with `max_util`), the
+    youngest running sequence is preempted: it gives its blocks back and later computes its context again,
+    with the answer so far.
 
-    With several steps in flight, a sequence is in at most one of them, and those that generate are spread
+    With several steps in flight, a sequence is in at most one of them, and generating sequences are spread
     over them.
     """
 
@@ -52,13 +52,13 @@ class Scheduler:
         }[policy]
         is_even = chunked and {"first_come_first_served": False, "equal_progress": True}[chunking]
         self._add_contexts = self._add_evenly if is_even else self._add_in_order
-        # Start whatever fits the cache at once, not when its turn in a step comes.
+        # Start at once whatever fits the cache, instead of waiting for a turn in a step.
         self._starts_ahead = is_even or policy == "static"
         self._slots = list(range(max_batch_size))
         self._arrivals = 0
-        self._reserved = 0  # sequences whose KV cache is on its way here
+        self._reserved = 0  # sequences whose KV cache is arriving
         self._n_owed = 0  # blocks that started sequences and reservations may still need
-        self._batch_runs = False  # there was a step since `running` was empty
+        self._batch_runs = False  # a step has run since `running` was empty
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = 0
@@ -88,7 +88,7 @@ class Scheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """Stop running a sequence; it keeps its blocks (see `free`)."""
-        if sequence.slot < 0:  # preempted while the token that ended it was on its way
+        if sequence.slot < 0:  # preempted while its last token was in flight
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
@@ -103,9 +103,9 @@ class Scheduler:
         sequence.blocks = []
 
     def start_ahead(self) -> None:
-        """Give blocks to the contexts of the next steps, so that their receivers can be asked early.
+        """Give blocks to the contexts of the next steps, so that receivers can be asked early.
 
-        One step more than can be in flight.
+        Covers one step more than can be in flight.
         """
         left = (1 + self._n_in_flight) * self._max_num_tokens - sum(
             s.n_uncached for s in self.running if not s.in_flight
@@ -124,9 +124,9 @@ class Scheduler:
     # --- sequences whose context was computed elsewhere ---
 
     def reserve(self, n_context: int, n_at_most: int) -> list[int] | None:
-        """Reserve blocks and a place for a sequence to come, or return None. Those preempted here come first.
+        """Reserve blocks and a place for an arriving sequence, or return None.
 
-        `n_at_most`: cached tokens at its end.
+        Sequences preempted here come first. `n_at_most`: the tokens that it may have cached at its end.
         """
         if self.waiting or not self._fits(n_context, n_at_most):
             return None
@@ -135,7 +135,7 @@ class Scheduler:
         return self._blocks.take(self._blocks_for(n_context))
 
     def give_up(self, blocks: list[int], n_at_most: int) -> None:
-        """Take a reservation back: its sequence will not run."""
+        """Cancel a reservation: its sequence will not run."""
         self._reserved -= 1
         self._n_owed -= self._blocks_for(n_at_most) - len(blocks)
         self._blocks.give_back(blocks)
@@ -172,7 +172,7 @@ class Scheduler:
     def _add_in_order(self, plan: list[tuple[Sequence, int]]) -> None:
         """Give the oldest context all it needs, then the next.
 
-        Unchunked, a context longer than a step gets one for itself.
+        Without chunking, a context longer than a step gets a step of its own.
         """
         left = self._max_num_tokens - len(plan)
         contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
@@ -238,7 +238,7 @@ class Scheduler:
         return sequence
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Replace its next blocks by blocks in which others have computed the same."""
+        """Replace its next blocks with blocks in which others have computed the same tokens."""
         if self._known is not None and (known := self._known.take_known(sequence)):
             first = sequence.n_cached // self._tokens_per_block
             part = slice(first, first + len(known))
@@ -258,7 +258,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Give `sequence` the block that its next token needs.
 
-        False if it was preempted itself, or has to wait for one that will be.
+        Returns False if it was preempted itself, or must wait until the youngest sequence can be.
         """
         while len(sequence.blocks) < self._blocks_for(sequence.n_cached + 1):
             if self._blocks.n_free:

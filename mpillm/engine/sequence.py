@@ -1,4 +1,4 @@
-"""A request under way, as the scheduler and the caches see it."""
+"""A request in progress, as the scheduler and the caches see it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ UNREAD = -1  # stands for a token that is still on the device
 
 @dataclass(eq=False)
 class Sequence:
-    """A request under way.
+    """A request in progress.
 
-    Its context is prompt plus answer so far; the KV cache has `n_cached` tokens of it.
+    Its context is the prompt and the answer so far, of which the KV cache holds `n_cached` tokens.
     """
 
     id: int
@@ -24,25 +24,25 @@ class Sequence:
     hand_over: bool = False  # stop after the first token and keep the blocks until they are released
     ignore_stop: bool = False  # stop words do not end its answer
     ignore_end: bool = False  # nor do end tokens
-    stream: bool = False  # whoever asks wants its tokens as they come
+    stream: bool = False  # its tokens are wanted as they come
     arrival: int = 0
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     n_cached: int = 0
-    n_unread: int = 0  # tokens behind `output` from steps in flight: the host knows only their number
-    in_flight: bool = False  # in a step whose tokens must come back before it can be in another
-    is_done: bool = False  # drop what steps in flight still give it
+    n_unread: int = 0  # tokens after `output` from steps in flight, not read by the host yet
+    in_flight: bool = False  # in a step whose tokens must come back before its next step
+    is_done: bool = False  # drop the tokens that steps in flight still bring
     slot: int = -1  # while it runs: its own number below max_batch_size
     n_told: int = 0  # how many of its blocks steps have named under its slot
     is_cancelled: bool = False
-    n_passed_on: int = 0  # tokens of the answer that whoever asks has got, if they want them as they come
+    n_passed_on: int = 0  # tokens of the answer that were streamed
     wants_logprobs: int = 0  # 0: none; 1 + k: that of each token, and the k likeliest tokens with theirs
-    logprobs: list[list[int]] = field(default_factory=list)  # not passed on; see `ResponseFlag.LOGPROBS`
-    n_logprobs_told: int = 0  # tokens of the answer whose are
+    logprobs: list[list[int]] = field(default_factory=list)  # not streamed yet; see `ResponseFlag.LOGPROBS`
+    n_logprobs_told: int = 0  # tokens of the answer whose log probabilities were streamed
     added_at: float = 0.0  # time.perf_counter()
-    started_at: float = 0.0  # the same, when it first got blocks
-    times: bool = False  # whoever asks wants to know these
-    n_reused: int = 0  # blocks that held its prompt already
+    started_at: float = 0.0  # when it first got blocks, likewise
+    times: bool = False  # the two times above are wanted
+    n_reused: int = 0  # blocks that already held its prompt
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
 
     @property

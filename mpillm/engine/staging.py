@@ -1,4 +1,4 @@
-"""Between host and device without waiting."""
+"""Copy between host and device without waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[Any] | list[int], device: torch.device) -> Tensor:
-    """Return a copy on `device` (lists become int64), complete for anything started there after this call."""
+    """Return a copy on `device` (lists become int64), complete for all work that starts there later."""
     tensor = torch.from_numpy(np.asarray(array))
     # From pinned memory the host need not wait; PyTorch keeps that memory until the copy is done.
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A step: what all ranks of an instance compute at once, with only those facts that they do not have yet.
+"""A step: what all ranks of an instance compute at once, with only the facts that they do not have yet.
 
 The engine makes it (`Step.of`), `engine_messages.PLAN` carries it to the other ranks, `Worker` runs it.
 """
@@ -16,8 +16,8 @@ from mpillm.engine.sequence import Sequence
 class Span:
     """A sequence's part of a step: `n_new` tokens after `n_cached`, with keys and values in its blocks.
 
-    Each rank keeps the blocks of a slot. A span names those that no earlier span of its sequence has named:
-    they go behind the first `n_told`; 0 begins a new table.
+    Each rank keeps the block table of a slot. A span names only the blocks that no earlier span of its
+    sequence has named; they follow the first `n_told`. With `n_told` 0 they begin a new table.
     """
 
     slot: int  # see `Sequence`
@@ -37,15 +37,15 @@ class Step:
     not_end: list[int] = field(default_factory=list)  # indices in `wanted` that must not get an end token
     sampling: list[SamplingParams] | None = None  # of each wanted row; None: all are greedy
     places: list[int] = field(default_factory=list)  # see `sample`
-    transfers: list[Transfer] = field(default_factory=list)  # of the handoff; may be all that a step holds
-    # 0: tokens only. 1 + k: with the log probability of each, and the k likeliest tokens with theirs.
+    transfers: list[Transfer] = field(default_factory=list)  # of KV caches; a step may hold nothing else
+    # 0: tokens only. 1 + k: also the log probability of each, and the k likeliest tokens with theirs.
     logprobs: int = 0
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
-        """Return the scheduler's next step and the sequences that get a token.
+        """Make the scheduler's plan a step; return it and the sequences that get a token.
 
-        Their tokens count as cached, and their blocks as told.
+        Counts their tokens as cached and their blocks as told.
         """
         step = Step()
         sampled: list[Sequence] = []

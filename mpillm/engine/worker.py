@@ -1,4 +1,4 @@
-"""A rank of an instance at work: it runs steps, its own engine's or those that another rank's engine sends.
+"""Run steps on a rank of an instance: its own engine's, or those that the leader's engine sends.
 
 What all devices share is here; `cpu_steps` and `gpu_steps` compute a step on theirs.
 """
@@ -24,9 +24,9 @@ from mpillm.engine.step import Step
 
 
 class Steps(Protocol):
-    """How a device computes steps: `CpuSteps`, `GpuSteps`. It keeps what the device knows of each slot."""
+    """How a device computes steps (`CpuSteps`, `GpuSteps`). It keeps each slot's state on the device."""
 
-    n_ahead: int  # steps that may start before the tokens of the step before them are read
+    n_ahead: int  # steps that may start before the previous step's tokens are read
 
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
         """Return the wanted rows for `Llama.logits`, or all for the next stage; see `Llama.forward`."""
@@ -58,7 +58,7 @@ class Worker:
 
     @classmethod
     def on_cpu(cls, info: ModelInfo, tokens_per_block: int, groups: Groups, *, dummy: bool) -> Worker:
-        """Load the weights: minutes for a large model."""
+        """Load the weights, which takes minutes for a large model."""
         part = ModelPart(info, tokens_per_block, groups, dummy=dummy)
         return cls(part, CpuSteps(part))
 
@@ -74,7 +74,7 @@ class Worker:
         device: str,
         kernels: Any = None,
     ) -> Worker:
-        """Load the weights and capture the graphs: seconds, or minutes for a large model.
+        """Load the weights and capture the graphs, which takes seconds, or minutes for a large model.
 
         `device` may be a CPU with plain `kernels`, slowly and without graphs.
         """
@@ -84,11 +84,11 @@ class Worker:
 
     @torch.inference_mode()
     def run(self, step: Step) -> Sampled | None:
-        """Run a step: a token for each wanted row on the first rank of the last stage.
+        """Run a step. On the first rank of the last stage, return a token for each wanted row.
 
         With `Step.logprobs` 1 + k these are rows of 2 + 2k numbers: the token, its log probability, the k
-        likeliest tokens and their log probabilities, as the bits of float32. None on the other ranks, and for
-        a step without tokens.
+        likeliest tokens and their log probabilities, as the bits of float32. Returns None on the other ranks,
+        and for a step without tokens.
         """
         layer_stored = None
         if step.transfers:
@@ -107,7 +107,7 @@ class Worker:
         if not step.wanted:
             return None if layout.tp_rank else Sampled(torch.empty(0, dtype=torch.int64))
         logits = self.part.model.logits(x)
-        # Before `_choose` changes them; collective.
+        # A copy, because `_choose` changes them. Collective.
         own = self._whole(logits.clone()) if step.logprobs else None
         tokens = self._choose(logits, step)
         if tokens is None:
@@ -125,17 +125,18 @@ class Worker:
         return self.part.model.logits(self.steps.forward(step))
 
     def warm_up(self, max_num_tokens: int) -> None:
-        """Run what steps of up to `max_num_tokens` can run, so that nothing is compiled later. Collective."""
+        """Run every kind of step of up to `max_num_tokens` tokens, so that no test compiles one. Collective."""
         self.steps.warm_up(max_num_tokens, self.run)
 
     def _choose(self, logits: Tensor, step: Step) -> Tensor | None:
-        """Return a token for each row (int64) where `Groups.gather` returns the whole; else None.
+        """Return a token for each row (int64), or None.
 
-        `logits`: this rank's columns; may be changed.
+        Only the ranks to which `Groups.gather` gives the whole get tokens. `logits`: this rank's columns; may
+        be changed.
         """
         groups, layout = self.part.groups, self.part.groups.layout
         if logits.device.type == "cpu":
-            # PyTorch's argmax of bfloat16 takes three times as long as this and that of float32.
+            # PyTorch's argmax in bfloat16 takes three times as long as this conversion and argmax in float32.
             logits = logits.float()
         if step.not_end and len(self._forbidden):
             rows = to_device(step.not_end, logits.device)
@@ -149,12 +150,12 @@ class Worker:
         return self._best_of_all(*logits.max(-1))
 
     def _whole(self, logits: Tensor) -> Tensor | None:
-        """Return the logits of the whole vocabulary (float32) where `Groups.gather` returns the whole."""
+        """Return the logits of the whole vocabulary (float32), or None, as `Groups.gather`."""
         groups = self.part.groups
         return groups.gather(logits.float(), groups.layout.vocabulary_sizes(self.part.info.config))
 
     def _best_of_all(self, best: Tensor, at: Tensor) -> Tensor | None:
-        """Return each row's likeliest token, from each rank's likeliest, where `gather` returns the whole."""
+        """Return each row's likeliest token, from each rank's likeliest; or None, as `Groups.gather`."""
         groups, layout = self.part.groups, self.part.groups.layout
         # float64 holds both exactly.
         mine = torch.stack([best.double(), (at + self.part.model.vocabulary.start).double()], dim=1)
@@ -166,7 +167,7 @@ class Worker:
 
 
 def _with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:
-    """Return rows as of `Worker.run`, one after another: int64. `logits`: float32 [n, vocab]."""
+    """Return the rows that `Worker.run` describes, one after another: int64. `logits`: float32 [n, vocab]."""
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
     numbers = torch.cat([logprobs.gather(1, tokens[:, None]), best.values], dim=1).view(torch.int32).long()
@@ -174,7 +175,7 @@ def _with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:
 
 
 class Follower:
-    """A rank that does not lead: it runs the leader's steps in order, as soon as it has what they need."""
+    """A rank that does not lead: it runs the leader's steps in order, as soon as their input is here."""
 
     def __init__(self, worker: Worker) -> None:
         assert worker.peers is not None
@@ -191,7 +192,7 @@ class Follower:
         return self._step is not None and self._can_run()
 
     def run(self) -> None:
-        """Do what `has_work` has found."""
+        """Run and send what `has_work` found."""
         if self._step is not None and self._can_run():
             step, self._step = self._step, None
             if (sampled := self._worker.run(step)) is not None:

@@ -1,4 +1,4 @@
-"""The paged KV cache: memory in blocks of tokens, and who holds which block."""
+"""The paged KV cache: keys and values in blocks of tokens, and the allocation of blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from mpillm.engine.fp8 import FP8, to_fp8, widen
 from mpillm.engine.staging import to_device
 
-NULL_BLOCK = 0  # never given out: pads short rows of a block table
+NULL_BLOCK = 0  # never allocated: pads short rows of a block table
 
 
 class BlockAllocator:
@@ -36,7 +36,7 @@ class BlockAllocator:
 
 
 class Held(NamedTuple):
-    """A sequence's blocks, and how many tokens in them count."""
+    """A sequence's blocks, and the number of tokens in them."""
 
     blocks: list[int]
     n_tokens: int
@@ -142,7 +142,7 @@ class KVCache:
     def _parts(
         self, piece: Tensor, n_tokens: int, layers: slice, heads: slice
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Yield views for keys, then values: of the cache, of the piece's whole blocks, of its other tokens.
+        """Return views for keys, then values: the cache, the piece's whole blocks, its other tokens.
 
         Shapes: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim], [layers, whole blocks, kv_heads,
         tokens_per_block, head_dim], [layers, kv_heads, tokens, head_dim].

@@ -1,8 +1,8 @@
-"""Reuse of blocks by their content: sequences with a common prefix compute it once.
+"""Reuse blocks by their content: sequences with a common prefix compute it once.
 
 A full block is known by the hash of its tokens and of all tokens before them (its parent's hash seeds its
 own), as in vLLM's and TensorRT-LLM's block reuse. Several sequences may hold a block; nobody writes to a full
-one. A block that nobody holds keeps its content until its memory is needed; the one left the longest ago goes
+one. A block that nobody holds keeps its content until its memory is needed; the least recently released goes
 first.
 """
 
@@ -58,7 +58,7 @@ class PrefixCache(BlockAllocator):
                 super().give_back([block])
 
     def take_known(self, sequence: Sequence) -> list[int]:
-        """Return blocks that hold what follows its cached tokens; never all: the last must be computed."""
+        """Take the known blocks after its cached tokens; never all, because its last token must be computed."""
         if sequence.n_cached % self._tokens_per_block:
             return []
         blocks: list[int] = []
@@ -82,7 +82,7 @@ class PrefixCache(BlockAllocator):
             first, end = (sequence.n_cached - n_new) // size, min(sequence.n_cached, n_known) // size
             hashes = self._hashes(sequence, end) if end > first else []
             for hash_, block in zip(hashes[first:], sequence.blocks[first:end], strict=True):
-                if hash_ not in self._block_of:  # computed twice, side by side: one is enough
+                if hash_ not in self._block_of:  # computed by two sequences at once: one block is enough
                     self._block_of[hash_], self._hash_of[block] = block, hash_
 
     def _hashes(self, sequence: Sequence, n: int) -> list[bytes]:

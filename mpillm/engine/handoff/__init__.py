@@ -1,1 +1,1 @@
-"""This rank's part of a handoff: moves pieces of KV caches from memory to memory."""
+"""Handoffs on the engine's side: which KV caches leave and arrive, and how their pieces move."""

@@ -1,7 +1,7 @@
-"""The engine's side of handoffs: which KV caches leave and arrive, as orders to the ranks of its instance.
+"""The engine's side of handoffs: orders the ranks of its instance to send and receive KV caches.
 
 A context instance asks for a receiver as soon as a sequence has blocks (`started`), and sends when it has one
-(`send`). A generation instance keeps blocks for what is to come (`receive`) until the sequence runs
+(`send`). A generation instance reserves blocks for an arriving cache (`receive`) until its sequence runs
 (`admit`), or its answer turns out to be complete (`release`).
 """
 
@@ -30,7 +30,7 @@ class _Coming:
 
 @dataclass
 class _Moving:
-    """A transfer that the ranks of this instance have begun, or will with the next step."""
+    """A transfer that the ranks of this instance have begun, or will begin with the next step."""
 
     sequence_id: int
     n_tokens: int
@@ -38,7 +38,7 @@ class _Moving:
 
 
 class EngineHandoffs:
-    """By sequence id: what leaves, what comes, and what moves."""
+    """The KV caches that leave, arrive and move, by sequence id."""
 
     def __init__(
         self, scheduler: Scheduler, worker: Worker, max_seq_len: int, max_moving_tokens: int | None
@@ -51,7 +51,7 @@ class EngineHandoffs:
         self._max_seq_len = max_seq_len
         self._max_moving_tokens = max_moving_tokens
         self._leaving: dict[int, _Leaving] = {}
-        self._not_started: list[int] = []  # of those that leave: who may have no blocks yet
+        self._not_started: list[int] = []  # leaving sequences that may have no blocks yet
         self._coming: dict[int, _Coming] = {}
         self._moving: dict[int, _Moving] = {}  # by ticket
         self._ordered: list[Transfer] = []  # to begin with the next step
@@ -107,7 +107,7 @@ class EngineHandoffs:
         self._not_started.append(sequence.id)
 
     def leaves(self, sequence_id: int) -> bool:
-        """Return whether its blocks come back with `release`, not when it ends."""
+        """Return whether its blocks come back with `release` instead of when it ends."""
         return sequence_id in self._leaving
 
     def forget(self, sequence_id: int) -> None:
@@ -116,7 +116,7 @@ class EngineHandoffs:
             self._not_started.remove(sequence_id)
 
     def started(self) -> list[int]:
-        """Return the sequences that got blocks since the last call: their receivers can be asked."""
+        """Return the sequences that got blocks since the last call: receivers can now be asked."""
         self._scheduler.start_ahead()
         started = [id_ for id_ in self._not_started if self._leaving[id_].sequence.blocks]
         if started:
@@ -138,7 +138,7 @@ class EngineHandoffs:
     def receive(self, sequence_id: int, n_prompt: int, max_output: int, sender: int, slot: int) -> bool:
         """Expect a prompt's KV cache.
 
-        Returns False while there is no room; ValueError if there never will be.
+        Returns False while there is no room. Raises ValueError if there never will be.
         """
         if n_prompt + max_output > self._max_seq_len:
             raise ValueError(
@@ -158,7 +158,7 @@ class EngineHandoffs:
         return True
 
     def cancel(self, sequence_id: int) -> None:
-        """If it is to come, `admit` will say so."""
+        """Mark an arriving sequence as cancelled, for `admit` to report."""
         if sequence_id in self._coming:
             self._coming[sequence_id].is_cancelled = True
 
@@ -172,7 +172,7 @@ class EngineHandoffs:
     def _order(
         self, kind: Kind, sequence_id: int, peer: int, slot: int, n_tokens: int, blocks: list[int]
     ) -> None:
-        """Let the ranks of this instance begin a transfer with the next step."""
+        """Order the ranks of this instance to begin a transfer with the next step."""
         self._n_transfers += 1
         ticket = self._n_transfers & 0x7FFFFFFF
         self._moving[ticket] = _Moving(sequence_id, n_tokens, self._n_ranks)

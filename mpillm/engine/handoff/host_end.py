@@ -1,9 +1,9 @@
-"""The end of a handoff that is not an instance: whole KV caches in the memory of one rank.
+"""The host's end of a handoff: whole KV caches in the memory of one rank.
 
-An instance whose partner is another run (`roles.half`) hands its caches over to, or takes them from,
-its own leader's memory, with the same transfers as between instances (`transfer`). There a cache is what a
-single rank with the whole model would send in one piece: `KVCache` says which bytes. So two servers need not
-know each other's layouts or block sizes.
+An instance whose partner is another run (`roles.half`) hands its caches to its own leader's memory, or takes
+them from there, with the same transfers as between instances (`transfer`). In memory a cache has the bytes
+that a single rank with the whole model would send in one piece (see `KVCache`), so two servers need not know
+each other's layouts or block sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Cache = NDArray[np.uint8]  # shape [bytes]
 
 
 class HostPool:
-    """Caches of requests by slot, where an instance has blocks: `Held.blocks` is the slot alone."""
+    """Caches by slot, where an instance has blocks: `Held.blocks` is the slot alone."""
 
     def __init__(self, config: ModelConfig, kv_bytes_per_token: int) -> None:
         self._shape = config.n_layers, 2, config.n_kv_heads
@@ -55,7 +55,7 @@ class HostPool:
 
 
 class HostEnd:
-    """Takes caches from an instance, or gives them to it. Polled by the rank that has the memory."""
+    """Takes caches from an instance, or gives them to it. The rank that has the memory polls it."""
 
     def __init__(
         self, config: ModelConfig, kv_bytes_per_token: int, mover: Mover, instance: Peer, *, takes: bool
@@ -70,11 +70,11 @@ class HostEnd:
         self._start(slot, n_tokens, self._pool.new(n_tokens))
 
     def give(self, slot: int, n_tokens: int, cache: Cache) -> None:
-        """Send a cache under `slot`, which is free and which the instance expects it under."""
+        """Send a cache under `slot`, which is free and under which the instance expects it."""
         self._start(slot, n_tokens, cache)
 
     def poll(self) -> dict[int, Cache]:
-        """The caches that are here, or have left, by slot; the slots are free again."""
+        """Return the caches that have arrived, or left, by slot; their slots are free again."""
         return {slot: self._pool.caches.pop(slot) for slot in self._transfers.poll()}
 
     def _start(self, slot: int, n_tokens: int, cache: Cache) -> None:

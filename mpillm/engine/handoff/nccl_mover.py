@@ -1,11 +1,11 @@
-"""KV caches from GPU to GPU over NCCL, without a copy on a host.
+"""Move KV caches from GPU to GPU over NCCL, without a copy on a host.
 
-NCCL matches messages by order, and a kernel that sends keeps a part of its GPU busy until the receiver's
-kernel runs. So a sender launches one only when its buffers are filled; a notice over MPI tells the receiver's
-host, which launches receives in the order of the notices. Contexts may be computed in another order than that
-in which they were accepted: a receive waits, by tag, for its notice, and a notice (with those behind it, from
-the same rank) waits for its receives, which the receiver's next steps post, whatever the sender does. Small
-buffers that are ready together go in one kernel: separate launches would take longer than the bytes.
+NCCL matches messages by order, and a sending kernel keeps a part of its GPU busy until the receiver's kernel
+runs. So a sender launches one only when its buffers are filled; a notice over MPI tells the receiver's host,
+which launches receives in the order of the notices. Contexts may be computed in another order than they were
+accepted in: a receive waits, by tag, for its notice, and a notice (with those behind it from the same rank)
+waits for its receives, which the receiver's next steps post whatever the sender does. Small buffers that are
+ready together go in one kernel, because separate launches would take longer than the bytes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Event(Protocol):
         ...
 
 
-_TOGETHER = 64 << 20  # bytes; the buffer that passes it is the last to go together with others
+_TOGETHER = 64 << 20  # bytes; the buffer that passes it is the last of its launch
 
 
 class Link(Protocol):
-    """One direction between this rank's GPU and another. Nothing waits."""
+    """One direction between this rank's GPU and another. No method waits."""
 
     def mark(self) -> Event:
         """Return an event at the end of the GPU's work so far, links excluded."""
@@ -76,7 +76,8 @@ class NcclLink:
         self._nccl = NcclComm(0 if sends else 1, 2, tell)
         # High priority: a transfer's few thread blocks run between those of a step's kernels.
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        # The first message makes both hosts wait for each other: do it now, while nobody has other work.
+        # The first message makes both hosts wait for each other: exchange it now, while neither has other
+        # work.
         first = torch.zeros(1, dtype=torch.uint8, device="cuda")
         torch.cuda.current_stream().synchronize()
         with torch.cuda.stream(self._stream):
@@ -132,10 +133,9 @@ class NcclMover:
 
     @classmethod
     def connected(cls, comm: MPI.Intracomm, ranks: Iterable[int], *, sends: bool) -> NcclMover:
-        """Make the links to `ranks` of the handoff communicator, or from them.
+        """Make the links to `ranks` of the handoff communicator, or from them. Collective over both ends.
 
-        They make theirs at the same time. Everyone begins with the lowest rank, so that all make links in one
-        order and nobody waits in a circle.
+        Every rank begins with the lowest, so that nobody waits in a circle.
         """
         return cls({rank: NcclLink(comm, rank, sends=sends) for rank in sorted(ranks)})
 

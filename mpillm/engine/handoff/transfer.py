@@ -1,12 +1,12 @@
-"""This rank's part of the handoff: which pieces of a KV cache it sends or receives, and when.
+"""This rank's part of handoffs: which pieces of a KV cache it sends or receives, and when.
 
 The leader of an instance orders transfers in its step plans (see `step`), so all ranks begin them at the same
-step. Before the step's own work a receive is posted, and a KV cache that earlier steps have computed is sent.
+step. Before the step's own work a rank posts receives, and sends the caches that earlier steps have computed.
 A cache that the step itself completes is sent layer by layer: each piece (see `layout.cuts`) as soon as the
 last of its layers is in the cache.
 
-A piece is gathered into one contiguous buffer (see `KVCache.read`) and scattered into blocks on arrival: the
-two ends may have different block sizes. A cache that is not worth several messages (`Mover.whole_below`) goes
+A piece is gathered into one contiguous buffer (see `KVCache.read`) and scattered into blocks on arrival, so
+the two ends may have different block sizes. A cache too small for several messages (`Mover.whole_below`) goes
 in one piece to each rank.
 """
 
@@ -56,7 +56,7 @@ class _Piece(NamedTuple):
 
 @dataclass
 class _Under:
-    """A transfer under way, with its pieces under way."""
+    """A transfer in progress, with its pieces in flight."""
 
     transfer: Transfer
     pieces: deque[tuple[Moving, _Piece, Tensor]] = field(default_factory=deque)
@@ -90,7 +90,7 @@ class Transfers:
         sends: bool,
         most_bytes: int | None = None,
     ) -> None:
-        """`sends`: this rank is of a context instance.
+        """`sends`: this rank belongs to a context instance.
 
         Its buffers take at most `most_bytes`, or one piece.
         """
@@ -101,7 +101,7 @@ class Transfers:
             peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()
         }
         self._whole = {peer: _pieces(config, layout, other, sends, 1) for peer, other in peers.items()}
-        # The number of tokens from which a cache moves in several pieces, by ranks of the larger instance.
+        # The number of tokens from which a cache moves in several pieces: by ranks of the larger instance.
         n_ranks = {
             peer: max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size)
             for peer, other in peers.items()
@@ -166,7 +166,7 @@ class Transfers:
         return done
 
     def _gather(self) -> None:
-        """Send what there is room for. The blocks keep their content until all has left."""
+        """Send what buffers have room for. The blocks keep their content until all of it has left."""
         ready: list[tuple[_Under, _Piece]] = []
         while self._to_send:
             under, piece = self._to_send[0]

@@ -227,7 +227,7 @@ def rotate_store(
 
 @triton.jit
 def _operand(q):
-    """Return queries for products with fp8 keys: bfloat16 as float16, to which alone the GPU widens fp8.
+    """Return queries for products with fp8 keys: bfloat16 as float16, the only type to which GPUs widen fp8.
 
     float16 holds fp8 keys and values exactly. A query loses what is smaller than 2^-24, and is clipped at
     65,504.
@@ -441,7 +441,7 @@ def _context(
         scale *= tl.load(scales + head)
         value_scale = tl.load(scales + K + head)
     block_row = table + slot * n_per_slot
-    # Padding rows see something, so that nothing is divided by zero.
+    # Padding rows attend to something, or they would divide by zero.
     limit = position + tl.minimum(token, n - 1)
     result, total, _ = _attend(
         q, 0, position + n, limit, block_row, keys, values, head, scale, K, D, SIZE, ROWS, BLOCK_D, TILE

@@ -1,4 +1,4 @@
-"""The matrix product with weights, floats or 8 bits: a running model knows of quantisation only here.
+"""The matrix product with weights, floats or 8 bits: the only place in a running model that quantises.
 
 Floats on x86 with AVX-512 go to oneDNN with packed weights, measured on an AMD EPYC as 2 to 2.5 times as fast
 as PyTorch's default (MKL) in float32, and 1.2 times in bfloat16. Elsewhere `F.linear`: with AVX2 neither is
@@ -125,9 +125,9 @@ class GroupedLinear:
     """The products of a mixture: each pair of row and expert (see `Choice`) with the expert's weights."""
 
     def __init__(self, linears: list[Linear]) -> None:
-        """This rank's experts, all of one shape.
+        """Take this rank's experts, all of one shape.
 
-        On a GPU one kernel takes floats; with 8 bits the host reads the choice.
+        On a GPU one kernel computes with floats; with 8 bits the host reads the choice.
         """
         self.in_features, self.out_features = linears[0].in_features, linears[0].out_features
         self._linears = linears
@@ -142,9 +142,9 @@ class GroupedLinear:
                 linear.warm_up(dtype)
 
     def __call__(self, x: Tensor, choice: Choice) -> Tensor:
-        """x [rows, in] or [pairs, in] to [pairs, out].
+        """Multiply x [rows, in] or [pairs, in]: [pairs, out].
 
-        Undefined on a GPU, zeros on a CPU, for other ranks' experts.
+        For other ranks' experts the result is undefined on a GPU, and zero on a CPU.
         """
         if self._stacked is not None:
             from mpillm.engine.kernels.expert_kernels import grouped_product

@@ -1,7 +1,7 @@
 """The shape of a Llama or Mixtral, read from `config.json` without torch and without reading weights.
 
 A model is a Hugging Face folder (`config.json`, `*.safetensors`, `generation_config.json`) or the name of a
-preset: a `config.json` of ours that runs with seeded random weights. `model_info` checks it for a run.
+preset: a `config.json` that comes with mpillm, for seeded random weights. `model_info` checks it for a run.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ModelConfig:
 
 
 def load_model_config(model_path: str) -> ModelConfig:
-    """Return the model in a folder or of a preset; ConfigError if there is none or we cannot run it."""
+    """Return the model in a folder or of a preset. Raises ConfigError if it is missing or cannot run here."""
     source, _ = locate(model_path)
     raw = read_object(source)
     architecture_of(raw, source)
@@ -104,7 +104,7 @@ def load_model_config(model_path: str) -> ModelConfig:
 
 
 def preset_json(name: str) -> dict[str, Any]:
-    """Return the path of a preset's `config.json`."""
+    """Return a preset's `config.json`, parsed."""
     return read_object(PRESETS / f"{name}.json")
 
 

@@ -1,4 +1,4 @@
-"""What a run needs to know about a model, and the checks of it, without torch and without reading weights."""
+"""Read and check a model for a run, without torch and without reading its weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ModelInfo:
 
 
 def check_model(config: CoreConfig) -> ModelInfo:
-    """As `model_info`, and ConfigError if the model does not fit the memory free now.
+    """As `model_info`; raises ConfigError also if the model does not fit in free memory.
 
     Call it before any rank loads.
     """

@@ -1,12 +1,12 @@
 """Llama and Mixtral, over a flat batch: a step's tokens are rows, whatever sequence they belong to.
 
-`Weights` reorders the rows of the q and k projections so that the two halves that a rotary embedding pairs
-are adjacent; the rotation is then one complex product, in place. Scores do not change; a cached key has that
+`Weights` reorders the rows of the q and k projections so that the values that a rotary embedding pairs are
+adjacent; the rotation is then one complex product, in place. Scores do not change; cached keys keep that
 order.
 
 `Weights` gives a rank its own heads, intermediate values, experts and vocabulary. So the model runs as
-written, on fewer of them; only the sums over the TP group remain, after `o`, after the feed-forward and after
-the embedding.
+written, on fewer of them, and only sums over the TP group are added: after `o`, after the feed-forward and
+after the embedding.
 
 Only matrix products are here: attention comes with the step, the rest is in `ops` or, on a GPU, in `kernels`.
 """
@@ -116,7 +116,7 @@ class Llama:
     def __init__(
         self, config: ModelConfig, weights: Weights, max_seq_len: int, groups: Groups, ops: Ops = ops
     ) -> None:
-        """Read layer by layer from `weights`; ConfigError if a tensor cannot be read."""
+        """Read layer by layer from `weights`; raises ConfigError if a tensor cannot be read."""
         layout = groups.layout
         self.config = config
         self._groups = groups
@@ -183,7 +183,7 @@ class Llama:
     def _sum(self, product: Tensor | Unscaled) -> Tensor | Unscaled:
         """Sum over the TP group, whose ranks have scales of their own.
 
-        Alone, leave the scales to what follows.
+        A rank that is alone leaves the scales to the next operation.
         """
         if self._groups.layout.tp_size == 1:
             return product

@@ -4,7 +4,7 @@
 transport for tensors on devices replaces the methods under "tensors" and keeps the rest: plans and tokens are
 host data anyway.
 
-Sends never wait, and receives are polled; only collectives wait, in a step that every member of the TP group
+Sends never wait, and receives are polled. Only collectives wait, in a step that every member of the TP group
 is about to run, in the same order.
 """
 
@@ -123,5 +123,5 @@ class MpiGroups(Groups):
         MOVED.send(self._instance, 0, tickets)
 
     def take_moved(self) -> list[int] | None:
-        """Return what one of the other ranks has sent, if anything has arrived."""
+        """Return the tickets that another rank has sent, if any have arrived."""
         return MOVED.take(self._instance, self._mpi.ANY_SOURCE, tries=1)

@@ -25,7 +25,7 @@ FUSED = {
 
 
 def share(n: int, rank: int, size: int) -> slice:
-    """Return the part of `n` items that `rank` of `size` holds; sizes differ by one at most."""
+    """Return the part of `n` items that `rank` of `size` holds; sizes differ by at most one."""
     return slice(n * rank // size, n * (rank + 1) // size)
 
 
@@ -62,7 +62,7 @@ class Layout:
         return share(config.vocab_size, self.tp_rank, self.tp_size)
 
     def vocabulary_sizes(self, config: ModelConfig) -> list[int]:
-        """The part of each rank of the TP group."""
+        """Return the size of each TP rank's part of the vocabulary."""
         n = config.vocab_size
         return [len(range(n)[share(n, rank, self.tp_size)]) for rank in range(self.tp_size)]
 

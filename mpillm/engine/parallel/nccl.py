@@ -1,8 +1,8 @@
 """NCCL through ctypes: collectives of a TP group and messages between GPUs, on PyTorch's current stream.
 
-So CUDA graphs capture them. The library is the one that comes with PyTorch; the communicators are ours, made
-with an id that goes over MPI. The host never waits here: operations are complete in stream order. Tensors are
-contiguous and on this rank's GPU.
+CUDA graphs therefore capture them. The library is the one that comes with PyTorch; the communicators are
+ours, made with an id that goes over MPI. The host never waits here: operations complete in stream order.
+Tensors are contiguous and on this rank's GPU.
 """
 
 from __future__ import annotations
@@ -62,10 +62,9 @@ class NcclComm:
     """A communicator over the GPUs of several ranks."""
 
     def __init__(self, rank: int, size: int, tell: Callable[[bytes], bytes]) -> None:
-        """Collective.
+        """Join the communicator with PyTorch's current GPU. Collective.
 
-        This rank's GPU is PyTorch's current one; `tell` returns rank 0's argument on every rank. Raises
-        RuntimeError with NCCL's message.
+        `tell` returns rank 0's argument on every rank. Raises RuntimeError with NCCL's message.
         """
         self._nccl = _load()
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
@@ -136,7 +135,7 @@ def _count(x: Tensor) -> ctypes.c_size_t:
 
 
 class NcclGroups(MpiGroups):
-    """Tensors go over NCCL, from GPU to GPU; plans and tokens over MPI.
+    """Sends tensors over NCCL, from GPU to GPU; plans and tokens over MPI.
 
     Every rank of the TP group gets what is gathered. The stream, not the host, waits for a stage's input.
     """

@@ -1,4 +1,4 @@
-"""Folders of safetensors: read without torch, written tensor by tensor, renamed when they are complete."""
+"""Folders of safetensors: read without torch, written tensor by tensor, renamed once complete."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for its digest
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Read a safetensors file's header, and compare it with the file's size. ConfigError if it is damaged."""
+    """Read a safetensors file's header and compare it with the file's size. ConfigError if it is damaged."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -73,7 +73,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model's index, or its only one.
 
-    ConfigError if the index cannot be read.
+    Raises ConfigError if the index cannot be read.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -86,9 +86,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
-    """Give a folder to write in; at the end it becomes `target`, or is removed if something failed.
+    """Yield a folder to write in. It becomes `target` at the end, or is removed after an error.
 
-    ConfigError if `target` exists and must not be replaced, or cannot be written.
+    Raises ConfigError if `target` exists and must not be replaced, or cannot be written.
     """
     target = target.absolute()
     if target.exists() and not overwrite:
@@ -191,7 +191,7 @@ def _bytes(tensor: Tensor) -> Any:
 def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     """Return the file of every tensor of `model`.
 
-    ConfigError if one is missing, truncated, or of a wrong shape or type.
+    Raises ConfigError if one is missing, truncated, or of a wrong shape or type.
     """
     files = weight_files(folder)
     found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}

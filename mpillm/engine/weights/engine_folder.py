@@ -1,4 +1,4 @@
-"""A model built for a layout (see `build_engine`): the content of its folder, and whether it fits a run.
+"""Engine folders: a model built for a layout by `build_engine`; what they hold, and whether they fit a run.
 
 Without torch. `config.json` has the form of TensorRT-LLM's engines: `pretrained_config` is the model's with
 `dtype`, `mapping` and `quantization`, `build_config` the builder's options. Rank r of an instance, stage by
@@ -98,7 +98,7 @@ def engine_json(
 
 @about("engine_dir")
 def read_engine(folder: Path) -> EngineFolder:
-    """Read an engine. ConfigError: `folder` holds none of ours."""
+    """Read an engine. Raises ConfigError if `folder` holds none of ours."""
     if not folder.is_dir():
         raise ConfigError(
             f"--engine_dir {folder}: no such folder (`python -m mpillm generate-engines` makes an engine)"

@@ -57,7 +57,7 @@ def kv_scale_alias(name: str) -> str:
 
 
 def held_kv_scales(layer: int) -> str:
-    """Return an engine file's name of both: float32 [2, KV heads of the rank], the keys' first."""
+    """Return an engine file's name for both: float32 [2, KV heads of the rank], the keys' first."""
     return f"model.layers.{layer}.self_attn.kv_scale"
 
 

@@ -38,7 +38,7 @@ def gpu_room(
 ) -> int:
     """Return the bytes of `there` that the model leaves on each GPU for the KV cache.
 
-    ConfigError if there are none. `quantization`: of the weights in memory.
+    Raises ConfigError if there are none. `quantization`: of the weights in memory.
     """
     width = N_BYTES[dtype]
     ranks = [(tp_rank, pp_rank) for tp_rank in range(config.tp_size) for pp_rank in range(config.pp_size)]

@@ -32,7 +32,7 @@ def held(quantization: str, on_gpu: bool) -> str:
 
 
 def check_algorithm(source: str, algorithm: str, allowed: tuple[str, ...]) -> None:
-    """ConfigError naming `source` (an option, as a rule) unless `algorithm` is one of `allowed`."""
+    """Raise ConfigError naming `source` (an option, as a rule) unless `algorithm` is one of `allowed`."""
     if algorithm not in allowed:
         raise ConfigError(
             f"{source} {algorithm}: not one of {', '.join(allowed)}{nearest(algorithm, allowed)}"
@@ -76,7 +76,7 @@ def quantization_config(algorithm: str, n_experts: int, kv_algorithm: str = "non
 def parse_quantization(raw: dict[str, Any], source: Path) -> tuple[str, str]:
     """Return the algorithms of weights and KV cache in `quantization_config`, "none" for none.
 
-    ConfigError if we cannot run it.
+    Raises ConfigError if we cannot run it.
     """
     config = raw.get("quantization_config")
     if config is None:

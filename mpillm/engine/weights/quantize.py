@@ -74,8 +74,8 @@ def quantize(
     Files keep their names, other tensors their type; `target` appears when it is complete. Returns the
     content of `quantization.json`: bytes before and after, and each matrix's relative error (Frobenius
     norms). With `kv_scales` (see `calibrate`) the folder says that its KV cache is fp8. `progress` gets a
-    line for each file. ConfigError: `source` is not a model that we can read or is quantised already,
-    `target` exists (without `overwrite`), the disk is full.
+    line for each file. Raises ConfigError if `source` is no model that we can read or is quantised already,
+    `target` exists (without `overwrite`), or the disk is full.
     """
     check_algorithm("quantize: algorithm", algo, ("none", *ALGORITHMS))
     source, target = Path(source), Path(target)

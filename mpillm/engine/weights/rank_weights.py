@@ -143,7 +143,7 @@ class Built(Weights):
 def open_weights(info: ModelInfo, layout: Layout, device: str, *, dummy: bool) -> Weights:
     """Return a rank's weights: of a built engine, of a checkpoint, or random (`dummy`, or a preset's).
 
-    ConfigError: a file cannot be opened.
+    Raises ConfigError if a file cannot be opened.
     """
     if info.engine is not None:
         return Built(info.engine, info.config, layout, device)

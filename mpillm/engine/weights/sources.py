@@ -21,7 +21,7 @@ from mpillm.engine.weights.entries import kv_scale_alias
 
 
 class WeightSource(Protocol):
-    """Return rows and columns of a parameter, by Hugging Face name, in the checkpoint's dtype.
+    """Returns rows and columns of a parameter, by Hugging Face name, in the checkpoint's dtype.
 
     Reads only those.
     """
