@@ -28,7 +28,10 @@ class Instance:
 
 
 def served_instances(config: DisaggConfig, path: str) -> list[Instance]:
-    """The instances in the file's order. ConfigError: one has no URL; `path` is the file's name."""
+    """Return the instances in the file's order.
+
+    Raises ConfigError if one has no URL; `path` is the file's name.
+    """
     made: list[Instance] = []
     first = 0
     for section, server in config.sections:

@@ -26,7 +26,7 @@ class WrongLauncher(EveryRankError):
 
 
 def library_title(library: str) -> str:
-    """Name and version of an MPI library, from the text of `MPI_Get_library_version`."""
+    """Return the name and version of an MPI library, from the text of `MPI_Get_library_version`."""
     match = re.match(r"(Open MPI|MPICH) (?:Version:)?\s*v?(\S+?),?\s", library)
     return f"{match[1]} {match[2]}" if match else library.strip("\0 \n").split("\n")[0] or "an unnamed MPI"
 
@@ -80,7 +80,7 @@ def check_world(
 
 
 def _advice(launcher: Launcher, library: str, command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """What to do, with the command line that works."""
+    """Return what to do, with the command line that works."""
     from launch.mpirun import detect  # imports psutil: for this error only
 
     ranks = str(launcher.size or "N")

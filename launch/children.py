@@ -42,11 +42,11 @@ class Child:
     log: Path | None  # None: this process's own output
 
     def tail(self, lines: int = 15) -> str:
-        """The last lines of its log, indented, for an error message; empty if it wrote none."""
+        """Return the last lines of its log, indented, for an error message; empty if it wrote none."""
         return tail(self.log, lines) if self.log else ""
 
     def lines(self, pattern: str, most: int = 5) -> list[str]:
-        """The first lines of its log that match; none without a pattern or a log."""
+        """Return the first lines of its log that match; none without a pattern or a log."""
         if not pattern or self.log is None or not self.log.is_file():
             return []
         with self.log.open(encoding="utf-8", errors="replace") as file:
@@ -121,15 +121,15 @@ class Children:
         return child
 
     def ended(self) -> Child | None:
-        """A child that has ended, if any has."""
+        """Return a child that has ended, if any has."""
         return next((child for child in self._children if child.process.poll() is not None), None)
 
     def running(self) -> list[Child]:
-        """The children that have not ended."""
+        """Return the children that have not ended."""
         return [child for child in self._children if child.process.poll() is None]
 
     def wait(self, child: Child, deadline_s: float | None) -> int | None:
-        """Its exit code (negative: a signal), or None when it has not ended within `deadline_s` seconds."""
+        """Return its exit code (negative: a signal), or None if it has not ended within `deadline_s` s."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
         while child.process.poll() is None:
             if end is not None and time.monotonic() > end:
@@ -154,7 +154,7 @@ class Children:
 
 
 def tail(log: Path, lines: int) -> str:
-    """The last `lines` lines of a log file, indented."""
+    """Return the last `lines` lines of a log file, indented."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -30,7 +30,7 @@ class Command:
         return overlay + shlex.join(self.argv)
 
     def environment(self, keep_job: bool = False) -> dict[str, str]:
-        """Its environment: this process's, without what makes that a rank of an mpirun unless `keep_job`."""
+        """Return its environment: this process's, without what makes that a rank, unless `keep_job`."""
         return {**(os.environ if keep_job else clean_environment(os.environ)), **self.env}
 
 

@@ -24,10 +24,10 @@ class Programs(NamedTuple):
 def disaggregated_servers(
     programs: Programs, path: str, config: DisaggConfig, kind: str | None, launcher: Launcher | None
 ) -> list[Server]:
-    """What this process starts of the YAML at `path`.
+    """Return what this process starts of the YAML at `path`.
 
     `kind`: worker, leader, or None for both; `launcher`: whose rank this process is, if there are several.
-    EveryRankError: it started too few or too many.
+    Raises EveryRankError if it started too few or too many.
     """
     if launcher and kind == "worker":
         return [_worker_rank(programs.worker, path, config, launcher)]
@@ -49,7 +49,7 @@ def disaggregated_servers(
 
 
 def _worker_rank(words: tuple[str, ...], path: str, config: DisaggConfig, launcher: Launcher) -> Server:
-    """The worker for this process's rank."""
+    """Return the worker for this process's rank."""
     if launcher.size not in (config.n_workers, None):
         raise EveryRankError(
             f"{path} has {config.n_workers} workers, but {launcher.name} started {launcher.size} ranks;"
@@ -70,7 +70,7 @@ def _worker_rank(words: tuple[str, ...], path: str, config: DisaggConfig, launch
 
 
 def _workers(words: tuple[str, ...], path: str, config: DisaggConfig) -> Server:
-    """An mpirun of all workers."""
+    """Return an mpirun of all workers."""
     line = command_line(
         detect(), config.n_workers, words, root=os.geteuid() == 0, cores=usable_cores(), survive=False
     )

@@ -92,7 +92,7 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 def rank_environment(
     env: Mapping[str, str], exit_file: Path, tty: bool, session: str | None = None
 ) -> dict[str, str]:
-    """The environment of `mpirun` and, through it, of the ranks.
+    """Return the environment of `mpirun` and, through it, of the ranks.
 
     `session`: a folder on this node for Open MPI 5's session folder, which is named after mpirun's process
     id. Beside others in `TMPDIR`, one that a killed mpirun left keeps a later one with the same id from
@@ -111,7 +111,7 @@ def rank_environment(
 def tell_started(env: Mapping[str, str] = os.environ) -> None:
     """Tell the launcher, if it asked, that rank 0 runs and keeps the deadlines from here on. Rank 0 only.
 
-    ConfigError: rank 0 is on another host, which does not see the launcher's working directory.
+    Raises ConfigError if rank 0 is on another host, which does not see the launcher's working directory.
     """
     launcher = find_launcher(env)
     if EXIT_FILE not in env or launcher is None or launcher.rank != 0:
@@ -126,7 +126,7 @@ def tell_started(env: Mapping[str, str] = os.environ) -> None:
 
 
 def told_started(exit_file: Path) -> bool:
-    """Whether rank 0 has."""
+    """Return whether rank 0 has."""
     return exit_file.with_name(_STARTED).exists()
 
 
@@ -147,7 +147,7 @@ def tell_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:
 
 
 def told_exit_code(exit_file: Path) -> int | None:
-    """The code that rank 0 left in `exit_file`, or None when it left none."""
+    """Return the code that rank 0 left in `exit_file`, or None when it left none."""
     try:
         return int(exit_file.read_text(encoding="ascii"))
     except FileNotFoundError:
@@ -180,7 +180,7 @@ def told_signal(env: Mapping[str, str] = os.environ) -> int | None:
 
 
 def mpirun_ends_ranks(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is a rank of Open MPI's mpirun, started without `mpillm mpirun`.
+    """Return whether this is a rank of Open MPI's mpirun, started without `mpillm mpirun`.
 
     On Ctrl-C that mpirun sends its ranks SIGTERM, drops their output from then on, and kills them half a
     second later.
@@ -190,7 +190,10 @@ def mpirun_ends_ranks(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def launch_type() -> str | None:
-    """Read `LAUNCH_TYPE`: worker or leader, None if it is not set. EveryRankError for any other value."""
+    """Read `LAUNCH_TYPE`: worker or leader, None if it is not set.
+
+    Raises EveryRankError for any other value.
+    """
     given = os.environ.get(LAUNCH_TYPE, "")
     kind = given.lower()
     if kind not in ("", "worker", "leader"):

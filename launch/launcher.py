@@ -71,7 +71,7 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launcher | None:
 
 
 def one_of_several(env: Mapping[str, str] = os.environ) -> Launcher | None:
-    """The launcher, if it started several ranks or does not tell how many."""
+    """Return the launcher, if it started several ranks or does not tell how many."""
     launcher = find_launcher(env)
     return None if launcher is None or launcher.size == 1 else launcher
 

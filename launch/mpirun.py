@@ -191,12 +191,12 @@ def _seconds(option: str, words: list[str]) -> float:
 
 
 def has_option(options: Sequence[str], names: frozenset[str] | set[str]) -> bool:
-    """Whether one of `names` (without dashes) is among the options passed to `mpirun`."""
+    """Return whether one of `names` (without dashes) is among the options passed to `mpirun`."""
     return any(option.startswith("-") and option.lstrip("-").partition("=")[0] in names for option in options)
 
 
 def spans_hosts(options: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether ranks may run on other hosts: a host list is given, or the allocation has several nodes."""
+    """Return whether ranks may run on other hosts: a host list is given, or several nodes are allocated."""
     if has_option(options, _HOSTS) or env.get("PBS_NODEFILE") or env.get("LSB_HOSTS"):
         return True
     nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
@@ -283,7 +283,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
-    """The first of `launchers` (path, and output of ``--version``) that belongs to mpi4py's MPI `library`."""
+    """Return the first of `launchers` (path, output of ``--version``) that belongs to mpi4py's `library`."""
     kind = parse_library_version(library)
     title = library.strip().splitlines()[0].split(", package")[0] if library.strip() else "an unnamed MPI"
     if kind is None:
@@ -306,7 +306,7 @@ def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
 
 
 def find_launchers(python: str, path: str) -> list[str]:
-    """Every `mpirun`, best first: beside `python` (a virtual environment's wheel), then in `path`'s order."""
+    """Return every `mpirun`, best first: beside `python` (a virtual environment's wheel), then by `path`."""
     folders = [str(Path(python).parent), *path.split(os.pathsep)]
     found = [shutil.which("mpirun", path=folder) for folder in folders if folder]
     return list(dict.fromkeys(launcher for launcher in found if launcher))
@@ -345,7 +345,7 @@ def usable_cores() -> int:
 
 
 def exit_code(told: int | None, status: int, interrupted: int | None = None, survive: bool = True) -> int:
-    """The launcher's exit code.
+    """Return the launcher's exit code.
 
     `told` is what rank 0 left, `status` is how `mpirun` ended (negative: by a signal), `interrupted` the
     signal that a person sent. With the options that let ranks survive (`survive`), `mpirun` ends with 0 after
@@ -366,7 +366,7 @@ def exit_code(told: int | None, status: int, interrupted: int | None = None, sur
 
 
 def _exports() -> list[str]:
-    """The variables that ranks on other hosts need."""
+    """Return the variables that ranks on other hosts need."""
     return [
         EXIT_FILE,
         "PYTHONUNBUFFERED",

@@ -88,7 +88,7 @@ class Servers:
         self._children.__exit__(kind, error, trace)
 
     def start(self, server: Server) -> Path:
-        """Start a server; its log. ConfigError if its program can't be started."""
+        """Start a server; its log. Raises ConfigError if its program can't be started."""
         log = self._folder / (server.log or f"{server.name.replace(' ', '_')}.log")
         log.write_text(f"$ {server.command}\n", encoding="utf-8")
         self._children.start(
@@ -185,12 +185,15 @@ class _Check:
         self._thread.join(max(0.0, until - time.monotonic()))
 
     def is_late(self, now: float) -> bool:
-        """Whether it had no answer, or has none after the time that an answer may take."""
+        """Return whether it had no answer, or has none after the time that an answer may take."""
         return self.answered is False or (self.answered is None and now - self._began > _ANSWER_S)
 
 
 def write_files(folder: Path, servers: Collection[Server]) -> None:
-    """Make the folder for the logs, and write the files that servers read. OSError if that can't be done."""
+    """Make the folder for the logs, and write the files that servers read.
+
+    Raises OSError if that can't be done.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in files_of(servers).items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,12 +201,12 @@ def write_files(folder: Path, servers: Collection[Server]) -> None:
 
 
 def files_of(servers: Iterable[Server]) -> dict[Path, str]:
-    """The files that servers read, each once."""
+    """Return the files that servers read, each once."""
     return {path: text for server in servers for path, text in server.files.items()}
 
 
 def on_host(server: Server, host: str) -> Server:
-    """The same server on another node of this Slurm allocation. Its URLs must name that host.
+    """Return the same server on another node of this Slurm allocation. Its URLs must name that host.
 
     `srun` carries its environment there and its signals to it; the folder for logs and files must be one that
     both hosts see.
@@ -267,7 +270,7 @@ def _answers(url: str) -> bool:
 
 
 def ports_here(urls: Iterable[str]) -> dict[str, int]:
-    """The ports of those of the addresses ``host:port`` that are on this host."""
+    """Return the ports of those of the addresses ``host:port`` that are on this host."""
     names = (
         "localhost",
         "127.0.0.1",

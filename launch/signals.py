@@ -9,7 +9,7 @@ from launch.environment import EXIT_FILE
 
 
 def stop_signals() -> list[signal.Signals]:
-    """What a user, a closing terminal, or a batch system sends; without SIGHUP under nohup.
+    """Return what a user, a closing terminal, or a batch system sends; without SIGHUP under nohup.
 
     And SIGUSR2 to what `mpillm mpirun` has started: by that it passes them on through Open MPI's mpirun.
     """
@@ -20,5 +20,5 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def title(number: int) -> str:
-    """A signal as a person knows it."""
+    """Return a signal as a person knows it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -40,7 +40,7 @@ class Ports(NamedTuple):
 
 
 def find_tritonserver(given: str | None) -> str:
-    """The program: `given`, in PATH, where NVIDIA's containers have it, or from `make triton`.
+    """Return the program: `given`, in PATH, where NVIDIA's containers have it, or from `make triton`.
 
     NotHere if it is not there.
     """
@@ -53,7 +53,10 @@ def find_tritonserver(given: str | None) -> str:
 
 
 def read_repositories(prefix: str) -> list[Repository]:
-    """Read the model repositories ``<prefix>_0``, ``<prefix>_1``, …. ConfigError for one without a model."""
+    """Read the model repositories ``<prefix>_0``, ``<prefix>_1``, ….
+
+    Raises ConfigError for one without a model.
+    """
     repos: list[Repository] = []
     while (folder := Path(f"{prefix}_{len(repos)}")).is_dir():
         files = sorted(folder.glob("*/config.pbtxt"))
@@ -66,7 +69,7 @@ def read_repositories(prefix: str) -> list[Repository]:
 
 
 def _ranks_of(file: Path) -> int:
-    """The GPUs of a model, which are its engine's ranks; 1 if it does not say."""
+    """Return the GPUs of a model, which are its engine's ranks; 1 if it does not say."""
     match = re.search(
         r'"gpu_device_ids"\s*value:?\s*\{\s*string_value:\s*"([^"]*)"', file.read_text(encoding="utf-8")
     )
@@ -79,7 +82,7 @@ def default_grpc_ports(n: int) -> list[int]:
 
 
 def ports_beside(grpc: Sequence[int]) -> list[Ports]:
-    """All ports of each server: neighbours of a default gRPC port, else numbers above the highest."""
+    """Return all ports of each server: neighbours of a default gRPC port, else numbers above the highest."""
     others = (port for port in (*range(max(grpc) + 1, 65536), *range(8000, max(grpc))) if port not in grpc)
     return [
         Ports(port - 1, port, port + 1) if port == default else Ports(next(others), port, next(others))

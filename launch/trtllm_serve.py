@@ -24,11 +24,7 @@ def endpoints(
     n_ranks: int,
     n_gpus: int | None,
 ) -> list[Server]:
-    """An endpoint on each port of this host, each on `n_ranks` of the `n_gpus` visible GPUs (None: unknown).
-
-    `model`: the model's words on the command line. `options`: by name, without those that are None. `extra`:
-    the file of LLM arguments.
-    """
+    """Return an endpoint on each port of this host, each on `n_ranks` of `n_gpus` GPUs (None: unknown)."""
     servers = []
     for index, port in enumerate(ports):
         words = [program, "serve", *model, "--host", "0.0.0.0", "--port", str(port)]
@@ -49,7 +45,7 @@ def endpoints(
 
 
 def disaggregated(program: str, path: str, ready_s: float, request_s: float) -> Programs:
-    """The worker and the leader of the YAML at `path`.
+    """Return the worker and the leader of the YAML at `path`.
 
     The leader gives workers `ready_s` to start and a request `request_s`.
     """

@@ -57,12 +57,12 @@ _THEIRS = {
 
 
 def module_of(command: str) -> str:
-    """The module whose `main` takes the command's arguments and returns its exit code."""
+    """Return the module whose `main` takes the command's arguments and returns its exit code."""
     return "launch.mpirun" if command == "mpirun" else f"mpillm.commands.{command.replace('-', '_')}"
 
 
 def usage() -> str:
-    """The text of --help."""
+    """Return the text of --help."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {description}" for name, description in COMMANDS.items()]
     return (

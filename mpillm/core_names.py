@@ -39,12 +39,12 @@ def _installed(**about: Any) -> Any:
 
 
 def names() -> list[str]:
-    """The names of all cores that can run a test."""
+    """Return the names of all cores that can run a test."""
     return sorted({*BUILT_IN, *registered, *(point.name for point in _installed())})
 
 
 def class_path(name: str) -> str | None:
-    """The ``module:Class`` of a core, or None; a `name` with a colon is returned as it is."""
+    """Return the ``module:Class`` of a core, or None; a `name` with a colon is returned as it is."""
     if ":" in name:
         return name
     if path := registered.get(name) or BUILT_IN.get(name):

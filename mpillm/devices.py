@@ -32,7 +32,7 @@ class _Memory(ctypes.Structure):
 
 
 def visible_gpus() -> tuple[Gpu, ...] | None:
-    """The NVIDIA GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible, in its order, from NVML.
+    """Return the NVIDIA GPUs of this node that CUDA_VISIBLE_DEVICES leaves visible, in its order, from NVML.
 
     None: NVIDIA's driver is not installed, so nothing is known.
     """
@@ -92,9 +92,10 @@ def share_out(ranks: Sequence[int], gpus: Sequence[tuple[Gpu, ...]]) -> dict[int
 
 
 def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, OwnGpu]:
-    """The GPU of each worker rank; empty: the CPU.
+    """Return the GPU of each worker rank; empty: the CPU.
 
-    `gpus`: what each rank sees. `auto` is cuda if any worker sees a GPU. ConfigError: a node has too few.
+    `gpus`: what each rank sees. `auto` is cuda if any worker sees a GPU. Raises ConfigError if a node has too
+    few.
     """
     workers = [rank for rank in plan.ranks if rank.device is not None]
     if device == "cpu" or (device == "auto" and not any(gpus[rank.rank] for rank in workers)):

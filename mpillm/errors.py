@@ -82,6 +82,6 @@ class Interrupted(BaseException):
         return None if told is None else cls(title(told), told)
 
     def failure(self, rank: int | None = None) -> Failure:
-        """The failure to report from `rank`; None: from rank 0, about the whole run."""
+        """Return the failure to report from `rank`; None: from rank 0, about the whole run."""
         code = None if rank else self.exit_code
         return Failure(f"interrupted ({self.how})", rank, code=code, interrupted=True)

@@ -6,7 +6,7 @@ import asyncio
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """An event loop: uvloop's if it is installed, which does the same in less time."""
+    """Return an event loop: uvloop's if it is installed, which does the same in less time."""
     try:
         import uvloop
     except ModuleNotFoundError:  # there is no wheel for every machine

@@ -13,7 +13,7 @@ from disagg.errors import ConfigError
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. ConfigError: names the file, and the line of a mistake."""
+    """Read a JSON file. Raises ConfigError naming the file, and the line of a mistake."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -57,12 +57,12 @@ def as_writable(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` whole or not at all. OSError: the disk is full."""
+    """Write `value` whole or not at all. Raises OSError if the disk is full."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` whole or not at all. OSError: the disk is full.
+    """Write `text` whole or not at all. Raises OSError if the disk is full.
 
     Bytes of a file's name that are not UTF-8 (lone surrogates in Python) become escapes, which JSON can read.
     """
@@ -84,8 +84,8 @@ def replace_folder(
     """Rename the folder `made` to `target`.
 
     What was there goes to `aside`, and comes back if anything, a signal included, interrupts. All three are
-    in one file system. `is_there`: whether another process has made `target` meanwhile; it then stays.
-    OSError: renaming failed.
+    in one file system. `is_there`: whether another process has made `target` meanwhile; it then stays. Raises
+    OSError if renaming failed.
     """
     if is_there():
         return

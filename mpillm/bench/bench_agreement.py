@@ -82,7 +82,7 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
 
 
 def agreeing(a: list[int], b: list[int]) -> int:
-    """How many tokens precede the first difference."""
+    """Return how many tokens precede the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
@@ -142,7 +142,7 @@ def _instance(config: Options, comm: MPI.Intracomm, device: int | None, dtype: s
 
 
 def answer(core: Any, prompts: list[list[int]], n_output: int, **fields: Any) -> dict[int, list[int]]:
-    """The answers by prompt; `fields`: values for fields of REQUEST, for sampling."""
+    """Return the answers by prompt; `fields`: values for fields of REQUEST, for sampling."""
     rows = np.zeros(len(prompts), REQUEST)
     rows["id"], rows["n_tokens"] = np.arange(len(prompts)), list(map(len, prompts))
     rows["max_output"] = rows["min_output"] = n_output

@@ -158,7 +158,7 @@ def bench_decode(config: Options) -> int:
 
 
 def _weight_bytes(info: ModelInfo, batch: int) -> int:
-    """Bytes of weights that a step reads.
+    """Return the bytes of weights that a step reads.
 
     Of the embedding the rows of its tokens; of a mixture the experts that random choices hit, on average.
     """
@@ -174,7 +174,10 @@ def _weight_bytes(info: ModelInfo, batch: int) -> int:
 def _decode(
     worker: Worker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int
 ) -> tuple[list[float], int]:
-    """Seconds between the tokens of consecutive steps of the whole engine; tokens in the cache half way."""
+    """Measure consecutive steps of the whole engine.
+
+    Returns the seconds between their tokens, and the tokens in the cache half way.
+    """
     from mpillm.engine.engine import Engine, EngineLimits
 
     engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
@@ -193,7 +196,7 @@ def _decode(
 
 
 def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
-    """A sequence in generation, as if handed over by a context instance."""
+    """Return a sequence in generation, as if handed over by a context instance."""
     from mpillm.engine.sampler import SamplingParams
     from mpillm.engine.sequence import Sequence
 
@@ -206,7 +209,7 @@ def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
 
 
 def _attention(part: ModelPart, batch: int, n_tokens: int) -> float:
-    """Seconds for the attention of all layers, over `n_tokens` of each sequence."""
+    """Return the seconds for the attention of all layers, over `n_tokens` of each sequence."""
     import torch
 
     from mpillm.engine.kernels import step_kernels as kernels
@@ -233,7 +236,7 @@ def _attention(part: ModelPart, batch: int, n_tokens: int) -> float:
 
 
 def _products(part: ModelPart, batch: int) -> float:
-    """Seconds for all matrix products with weights."""
+    """Return the seconds for all matrix products with weights."""
     import torch
 
     from mpillm.engine.kernels import fp8_kernels
@@ -280,7 +283,7 @@ def _products(part: ModelPart, batch: int) -> float:
 
 
 def _graph_time(work: Callable[[], None]) -> float:
-    """Seconds for a replay of `work` as a CUDA graph."""
+    """Return the seconds for a replay of `work` as a CUDA graph."""
     import torch
 
     with torch.inference_mode():

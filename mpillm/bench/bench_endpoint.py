@@ -160,7 +160,7 @@ def main(config: Options) -> int:
 def _measure(
     config: Options, url: str, tokenizer: Tokenizer, dataset: Dataset, values: dict[str, Any]
 ) -> tuple[dict[str, Any], LoadTest]:
-    """What was asked and how long it took, and what became of each request. EndpointError."""
+    """Return what was asked and how long it took, and what became of each request."""
     try:
         endpoint = Endpoint(url)
     except ValueError as error:

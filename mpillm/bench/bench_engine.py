@@ -120,7 +120,7 @@ def main(config: Options) -> int:
 
 
 def _others_cpu_s() -> float:
-    """CPU time of this machine's other processes since it started, seconds."""
+    """Return the CPU time of this machine's other processes since it started, seconds."""
     machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
     waiting = machine.idle + getattr(machine, "iowait", 0.0)
     return float(sum(machine) - waiting - own.user - own.system)
@@ -173,7 +173,7 @@ class _Engine:
         return [sequence.output for sequence in sequences]
 
     def products(self) -> float:
-        """Seconds for the last `answer`'s matrix products with weights, alone and one after the other."""
+        """Return the seconds for the last `answer`'s matrix products with weights, alone and one by one."""
         import torch
 
         from mpillm.engine.model.transformer import Mlp

@@ -123,7 +123,7 @@ class _Bench:
             self._mover = NcclMover.connected(self._handoff, [1 - world.rank], sends=self._sends)
 
     def measure(self, model: Any, n_tokens: int) -> tuple[_Figures, int, int]:
-        """The figures, the bytes of a cache, and how many caches were moved in a row."""
+        """Return the figures, the bytes of a cache, and how many caches were moved in a row."""
         import torch
 
         from mpillm.comms.mover import Peer
@@ -198,7 +198,7 @@ class _Bench:
                 self._world.Recv(np.asarray(buffer), 0)
 
     def _timed(self, moves: Callable[[int], None], n: int) -> float:
-        """Seconds until the receiver has everything and the sender knows."""
+        """Return the seconds until the receiver has everything and the sender knows."""
         import torch
 
         self._world.Barrier()

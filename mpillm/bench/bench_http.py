@@ -92,7 +92,7 @@ def main(config: Options) -> int:
 
 
 def _runs(config: Options) -> dict[_Row, float]:
-    """Requests per second, and time to the first token, of a test through MPI and one through HTTP."""
+    """Return requests per second and time to the first token, of a test through MPI and one through HTTP."""
     data = _data(config, config.output_len)
     server = _words(scenarios="Server", server_target_qps=config.qps, min_duration=0)
     server += _words(min_query_count=config.server_s * config.qps)
@@ -131,7 +131,7 @@ def _first_tokens(config: Options) -> dict[_Row, float]:
 
 
 def _streams(config: Options) -> dict[_Row, float]:
-    """Tokens per second through `serve`, of answers that are there at once, and token by token."""
+    """Return the tokens per second through `serve`, of answers that are there at once, and token by token."""
     load = _words(max_concurrency=_STREAMS, num_prompts=max(_STREAMS, config.requests // 4))
     load += _words(input_len=config.input_len, output_len=128)
     every_ms = _words(core_options="ttft_ms:1,tpot_ms:1", max_batch_size=1024)

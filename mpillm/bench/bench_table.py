@@ -131,7 +131,7 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def _run(config: Options, model: str, n_in: int, n_out: int, n_samples: int) -> dict[str, Any]:
-    """The run's `result.json`; of a run without one, a status and its last lines."""
+    """Return the run's `result.json`; of a run without one, a status and its last lines."""
     options = {
         "model_path": model,
         "quantization": config.quantization,

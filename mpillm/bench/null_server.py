@@ -63,7 +63,7 @@ def _json(value: Any) -> bytes:
 
 @cache
 def _completion(n: int, stream: bool, usage: bool) -> bytes:
-    """The whole response, as it goes over the wire."""
+    """Return the whole response, as it goes over the wire."""
     counts = {"prompt_tokens": 1, "completion_tokens": n, "total_tokens": n + 1}
     about = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": MODEL}
 

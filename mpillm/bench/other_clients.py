@@ -81,7 +81,7 @@ def _model(load: Load) -> str:
 
 
 def _run(words: list[Any]) -> str:
-    """What it prints. ConfigError: it failed."""
+    """Return what it prints. Raises ConfigError if it failed."""
     argv = [str(word) for word in words]
     name = " ".join(Path(word).name for word in argv[:3])
     print(f"  {name}", file=sys.stderr, flush=True)

@@ -48,8 +48,8 @@ def run_on_ranks(
 ) -> int:
     """Call ``work(options, world, GPU's index, or None on CPUs)`` on every rank; return the exit code.
 
-    An error on one rank ends all, as does the deadline: the others may be waiting for that rank.
-    EveryRankError: a bad option, the wrong number of ranks, or too few GPUs.
+    An error on one rank ends all, as does the deadline: the others may be waiting for that rank. Raises
+    EveryRankError for a bad option, the wrong number of ranks, or too few GPUs.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # a handler could not run while MPI waits

@@ -26,7 +26,7 @@ DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generat
 def numbers(
     records: Sequence[Record], duration: float, percentiles: Sequence[float], limits_ms: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The result's keys as `vllm bench serve` writes them; `limits_ms`: of goodput, by name."""
+    """Return the result's keys as `vllm bench serve` writes them; `limits_ms`: of goodput, by name."""
     good = [record for record in records if not record.error]
     times = {
         "ttft": [record.ttft for record in good],
@@ -73,7 +73,7 @@ def numbers(
 
 
 def _peaks(records: Sequence[Record]) -> tuple[float, int]:
-    """The most tokens of a second, and the most requests at one time."""
+    """Return the most tokens of a second, and the most requests at one time."""
     if not records:
         return 0.0, 0
     first = min(record.start for record in records)
@@ -86,7 +86,7 @@ def _peaks(records: Sequence[Record]) -> tuple[float, int]:
 def table(
     result: Mapping[str, Any], percentiles: Sequence[float], rate: float | None, most_at_once: int | None
 ) -> Iterator[str]:
-    """The lines that a person sees."""
+    """Yield the lines that a person sees."""
 
     def line(name: str, value: float) -> str:
         return f"{name:<40} {value:<10.2f}" if isinstance(value, float) else f"{name:<40} {value:<10}"

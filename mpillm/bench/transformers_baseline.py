@@ -16,7 +16,7 @@ class TransformersBaseline:
     """A model that answers greedily, each answer of the same length."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        """`dtype`: a torch dtype's name. ConfigError: torch or transformers is missing."""
+        """`dtype`: a torch dtype's name. Raises ConfigError if torch or transformers is missing."""
         try:
             self._torch: Any = importlib.import_module("torch")
             self._transformers: Any = importlib.import_module("transformers")

@@ -23,7 +23,7 @@ _URL = re.compile(r"serving .* at (http://\S+)")
 
 
 def run_once(ranks: int, *options: str) -> dict[str, Any]:
-    """``run`` on `ranks` ranks with `options`; its result.json. ConfigError: it failed."""
+    """``run`` on `ranks` ranks with `options`; its result.json. Raises ConfigError if it failed."""
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory, _children() as children:
         folder = Path(directory)
         words = [*_mpirun(ranks), "run", "--log_dir", directory, *options]
@@ -34,7 +34,7 @@ def run_once(ranks: int, *options: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def served(ranks: int, *options: str) -> Iterator[str]:
-    """The URL of ``serve`` on `ranks` ranks with `options`, which ends with this context. ConfigError."""
+    """Run ``serve`` on `ranks` ranks with `options`, and yield its URL. Raises ConfigError if it failed."""
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory, _children() as children:
         log = Path(directory) / "output.txt"
         words = [*_mpirun(ranks), "serve", "--port", "0", "--log_dir", directory, *options]
@@ -48,7 +48,7 @@ def served(ranks: int, *options: str) -> Iterator[str]:
 
 
 def load_test(url: str, *options: str) -> dict[str, Any]:
-    """``bench endpoint`` against `url`; what it writes. ConfigError: a request failed."""
+    """``bench endpoint`` against `url`; what it writes. Raises ConfigError if a request failed."""
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory, _children() as children:
         file = Path(directory) / "result.json"
         words = [sys.executable, "-m", "mpillm", "bench", "endpoint", "--url", url, *options]

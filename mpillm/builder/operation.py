@@ -50,25 +50,25 @@ class Operation(ABC):
 
     @abstractmethod
     def inputs(self) -> dict[str, Any]:
-        """What the output depends on, dependencies apart: values that JSON can hold; files by `identity`."""
+        """Return what the output depends on besides dependencies: values for JSON; files by `identity`."""
 
     @abstractmethod
     def files(self) -> Sequence[str]:
-        """The files that make the output complete, relative to it."""
+        """Return the files that make the output complete, relative to it."""
 
     def missing(self, folder: Path) -> list[str]:
-        """The files that `folder` lacks, or has empty."""
+        """Return the files that `folder` lacks, or has empty."""
         return [name for name in self.files() if not _has(folder / name)]
 
     @abstractmethod
     def commands(self, target: Path) -> Sequence[Command]:
-        """The commands that make the output in the folder `target`; none if this process makes it itself."""
+        """Return the commands that make the output in the folder `target`; none if this process makes it."""
 
     def check(self) -> None:  # noqa: B027 (nothing may be known)
-        """ConfigError: what is known to be wrong before anything is made."""
+        """Raise ConfigError for what is known to be wrong before anything is made."""
 
     def describe(self) -> list[str]:
-        """What `--dry_run` prints: the commands, with the output in its place."""
+        """Return what `--dry_run` prints: the commands, with the output in its place."""
         return [str(command) for command in self.commands(self.output)]
 
     def make(self, target: Path, children: Children, log: Path) -> None:
@@ -90,7 +90,7 @@ class Operation(ABC):
     # --- what is there ---
 
     def digest(self) -> str:
-        """A hash of everything that the output depends on."""
+        """Return a hash of everything that the output depends on."""
         state = {
             "operation": self.name,
             "inputs": self.inputs(),
@@ -99,7 +99,7 @@ class Operation(ABC):
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
     def why(self) -> str:
-        """Why it must be made; empty if the output exists, complete, and made from the same inputs."""
+        """Return why it must be made; empty if the output exists, complete, and made from the same inputs."""
         stamp = read_stamp(self.output)
         if stamp is None:
             return "not there"
@@ -153,12 +153,12 @@ def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bo
 
 
 def log_of(output: Path) -> Path:
-    """Where the log of a stage is kept."""
+    """Return where the log of a stage is kept."""
     return output.with_name(output.name + ".log")
 
 
 def _ordered(operations: Sequence[Operation]) -> list[Operation]:
-    """The operations, each after its dependencies; of equal ones for the same place, only the first."""
+    """Return the operations, each after its dependencies, without repetitions for the same place."""
     order: dict[tuple[Path, str], Operation] = {}
 
     def visit(op: Operation, above: tuple[Operation, ...]) -> None:
@@ -227,7 +227,7 @@ def _sweep(output: Path) -> None:
 
 
 def _check_apart(operations: Sequence[Operation]) -> None:
-    """ConfigError: an output is, or lies in, another's folder, so that making one would remove the other."""
+    """Check that no output is, or lies in, another's folder: making one would remove the other."""
     for i, op in enumerate(operations):
         for other in operations[:i]:
             a, b = op.output.resolve(), other.output.resolve()
@@ -239,7 +239,10 @@ def _check_apart(operations: Sequence[Operation]) -> None:
 
 
 def _check_place(op: Operation) -> None:
-    """ConfigError: the output's place holds something that mpillm did not make, or can't be written."""
+    """Check the output's place.
+
+    Raises ConfigError if something is there that mpillm did not make, or it can't be written.
+    """
     output = op.output
     try:
         if output.exists() and (
@@ -258,7 +261,7 @@ def _check_place(op: Operation) -> None:
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:
-    """The stamp in a folder that a stage has made; None for any other folder."""
+    """Return the stamp in a folder that a stage has made; None for any other folder."""
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         return stamp if {"digest", "inputs", "files"} <= stamp.keys() else None
@@ -267,7 +270,7 @@ def read_stamp(folder: Path) -> dict[str, Any] | None:
 
 
 def identity(path: Path) -> Any:
-    """The identity of a file or folder: a stamp's digest, hashes of small files, sizes and times of large."""
+    """Identify a file or folder: a stamp's digest, hashes of small files, sizes and times of large ones."""
     if stamp := read_stamp(path):
         return stamp["digest"]
     if path.is_dir():
@@ -292,7 +295,7 @@ def _has(path: Path) -> bool:
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> str:
-    """The first input that has changed, with both values if they are short."""
+    """Return the first input that has changed, with both values if they are short."""
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
         if before == after:

@@ -18,7 +18,7 @@ class Name(str):
 
 
 def dump(message: Mapping[str, Any]) -> str:
-    """The text of a message, a field a line."""
+    """Return the text of a message, a field a line."""
     return "".join(_field(name, value, "") for name, value in message.items())
 
 

@@ -51,13 +51,16 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def weights(folder: Path) -> list[Path]:
-    """The weight files of a model's folder."""
+    """Return the weight files of a model's folder."""
     return [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
 
 
 @about("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism")
 def check_divides(config: dict[str, Any], layout: Layout) -> None:
-    """ConfigError: a Hugging Face `config.json` does not allow the layout. TensorRT-LLM notices late."""
+    """Raise ConfigError if a Hugging Face `config.json` does not allow the layout.
+
+    TensorRT-LLM notices late.
+    """
     heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
     kv_heads, experts = config.get("num_key_value_heads", heads), config.get("num_local_experts")
     tp, pp, ep = layout.tp_size, layout.pp_size, layout.ep_size
@@ -79,14 +82,14 @@ def check_divides(config: dict[str, Any], layout: Layout) -> None:
 
 
 def check_gpus(needed: int, what: str) -> None:
-    """ConfigError: `what` needs more GPUs than there are, if their number is known."""
+    """Raise ConfigError if `what` needs more GPUs than there are, if their number is known."""
     gpus = visible_gpus()
     if gpus is not None and len(gpus) < needed:
         raise NotHere(f"{what} needs {needed} GPU{'s' if needed > 1 else ''}; {len(gpus)} are visible here")
 
 
 def check_space(target: Path, needed: int) -> None:
-    """ConfigError: the disk of `target` has no room for `needed` more bytes."""
+    """Raise ConfigError if the disk of `target` has no room for `needed` more bytes."""
     folder = next(above for above in (target.absolute(), *target.absolute().parents) if above.is_dir())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -96,7 +99,7 @@ def check_space(target: Path, needed: int) -> None:
 
 
 def find_script(lib_path: Path | None, candidates: Sequence[str], option: str, must: bool) -> Path:
-    """The first existing one of `candidates`, relative to TensorRT-LLM's repository.
+    """Return the first existing one of `candidates`, relative to TensorRT-LLM's repository.
 
     Without any: ConfigError if it `must` exist, otherwise where it would be.
     """
@@ -128,7 +131,7 @@ def lacking(config: RunConfig, problem: NotHere) -> None:
 
 
 def program_or_name(config: RunConfig, name: str, hint: str) -> str:
-    """The path of a program; in a dry run that does not find it, its name."""
+    """Return the path of a program; in a dry run that does not find it, its name."""
     try:
         return find_program(name, hint)
     except NotHere as error:

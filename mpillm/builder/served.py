@@ -30,7 +30,10 @@ class Served(NamedTuple):
 
 
 def served(config: RunConfig) -> Served:
-    """What the options name to serve, whether it exists or not. ConfigError: they name no model."""
+    """Return what the options name to serve, whether it exists or not.
+
+    Raises ConfigError if they name no model.
+    """
     backend = backend_of(config)
     path = config.model_path
     with config.autoapply():
@@ -90,14 +93,14 @@ def llm_api_options(config: RunConfig) -> dict[str, Any]:
 
 
 def on_this_host(config: RunConfig, n_workers: int | None) -> DisaggConfig:
-    """The configuration for workers on this host; None: as many as the options make instances for."""
+    """Return the configuration for workers on this host; None: as many as the options make instances for."""
     return for_workers(config, ["localhost"] * (n_workers or generated(config, None).n_workers))
 
 
 def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
-    """The configuration for workers on these hosts, in rank order, with URLs.
+    """Return the configuration for workers on these hosts, in rank order, with URLs.
 
-    ConfigError: the options need another number of workers.
+    Raises ConfigError if the options need another number of workers.
     """
     # Two control ranks more: `generate` makes one of its workers a control rank where it must to fit, and
     # that must not happen here.
@@ -148,7 +151,10 @@ def as_served(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
 
 
 def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
-    """ConfigError: the YAML, all that trtllm-serve reads, lacks something or contradicts an option."""
+    """Check the YAML, all that trtllm-serve reads.
+
+    Raises ConfigError if it lacks something or contradicts an option.
+    """
     again = "run generate-disagg-config again with these options, or leave them out"
     if yaml.model is None:
         raise ConfigError(

@@ -177,7 +177,7 @@ HelpInfo.add_configurator_dependencies(TorchBuilderOp, (TorchQuantizerOp, TRTLLM
 
 
 def engine_stages(config: RunConfig) -> Operation:
-    """The build, after a quantisation if the options ask for one."""
+    """Return the build, after a quantisation if the options ask for one."""
     deadline_s = config.build_deadline
     checkpoint = QuantizerConfig()
     is_asked = checkpoint.qformat != "full_prec" or "kv_cache_dtype" in checkpoint.flags

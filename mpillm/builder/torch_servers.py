@@ -40,7 +40,7 @@ def torch_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
 
 
 def _yaml(config: RunConfig, path: str, size: int | None) -> DisaggConfig:
-    """The named YAML; in a dry run without it, what generate-disagg-config would write for this host."""
+    """Return the named YAML; in a dry run without it, what generate-disagg-config would write here."""
     if Path(path).exists():
         config = config.with_yaml()
         assert config.yaml is not None

@@ -38,10 +38,7 @@ from mpillm.triton_models.{module} import TritonPythonModel
 
 
 def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[str, str]]:
-    """The engine's or the model's folder, its limits, the GPUs of a model, and parameters of `config.pbtxt`.
-
-    ConfigError: there is no model, or it has several ranks.
-    """
+    """Return the folder of the engine or model, its limits, a model's GPUs, and `config.pbtxt`'s parameters."""
     if not config.model_path:
         raise ConfigError(f"triton_backend:{PYTHON} needs --model_path", about=["model_path"])
     for name in ("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism"):
@@ -72,7 +69,7 @@ _DEFAULT_BATCH = 64
 
 
 def _absolute(path: str) -> str:
-    """A folder's; tritonserver may be started elsewhere. A preset's name stays."""
+    """Return a folder's; tritonserver may be started elsewhere. A preset's name stays."""
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
@@ -85,10 +82,7 @@ def model_program(config: Mapping[str, Any]) -> str | None:
 
 
 def site_packages() -> str:
-    """Where a model finds mpillm: what `make triton` has made beside this environment, or this environment.
-
-    That one has a NumPy that fits the server's Python backend, and leads to the packages of this one.
-    """
+    """Return where a model finds mpillm: what `make triton` made beside this environment, or this one."""
     ours = Path(sysconfig.get_path("purelib"))
     prefix = os.environ.get("MPILLM_TRITON_PREFIX") or f"{sys.prefix}/triton"
     made = prefix / ours.relative_to(sys.prefix)

@@ -103,18 +103,14 @@ class TritonLayout:
     gpus_per_model: int
 
     def gpus(self, model: int) -> range:
-        """The GPUs of a model, counted over all servers."""
+        """Return the GPUs of a model, counted over all servers."""
         return range(model * self.gpus_per_model, (model + 1) * self.gpus_per_model)
 
 
 def triton_layout(
     scenario: str, gpus_per_model: int, n_servers: int | None, models_per_server: int | None
 ) -> TritonLayout:
-    """The numbers as given, or from the GPUs of this node: Offline one server for all models, else one each.
-
-    A gRPC channel carries about a hundred streams at once, and only Offline has none. If the GPUs are unknown
-    a server has one model. ConfigError: the models can't be spread evenly.
-    """
+    """Return the numbers as given, or by this node's GPUs: Offline one server for all models, else one each."""
     gpus = visible_gpus()
     models = max(1, len(gpus) // gpus_per_model) if gpus else None
     if n_servers is None and models_per_server is None:
@@ -139,7 +135,10 @@ def model_name(benchmark: str, scenario: str, index: int) -> str:
 
 
 def model_parameters(flags: Mapping[str, Any]) -> dict[str, str]:
-    """Parameters of the `tensorrt_llm` model, as text, from runtime flags. ConfigError: one is wrong."""
+    """Parameters of the `tensorrt_llm` model, as text, from runtime flags.
+
+    Raises ConfigError if one is wrong.
+    """
     given = {name: value for name, value in flags.items() if value is not None}
     parameters = {name: f"${{{name}}}" for name in _NEEDED}
     for name, value in given.items():
@@ -320,7 +319,7 @@ class GenerateTritonConfigOp(Operation):
 
 
 def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
-    """The model repositories of a test, one per server. A dry run assumes an engine, and says so."""
+    """Return the model repositories of a test, one per server. A dry run assumes an engine, and says so."""
     if len(config.scenarios) > 1 or len(config.benchmarks or ()) > 1:
         raise ConfigError(
             "generate-triton-config makes the repositories of one test: name one workload and one scenario"
@@ -368,7 +367,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
 
 
 def _trtllm_engine(config: RunConfig, harness: TritonHarnessConfig) -> tuple[str, BuildConfig, int]:
-    """The folder of TensorRT-LLM's engine, what it was built for, and its ranks."""
+    """Return the folder of TensorRT-LLM's engine, what it was built for, and its ranks."""
     engine_dir = config.engine_dir
     if not engine_dir:
         if not config.model_path:

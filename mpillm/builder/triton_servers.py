@@ -23,7 +23,7 @@ from mpillm.config.options import RunConfig
 
 
 def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
-    """A `tritonserver` for each model repository."""
+    """Return a `tritonserver` for each model repository."""
     if config.triton_skip_server_spawn:
         raise ConfigError(
             "--triton_skip_server_spawn: the servers run already, so there is nothing to start",
@@ -42,7 +42,7 @@ def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
 
 
 def _repositories(config: RunConfig) -> list[Repository]:
-    """The existing ones; in a dry run that finds none, those that generate-triton-config would write."""
+    """Return the existing ones; in a dry run without any, what generate-triton-config would write."""
     repos = read_repositories(config.triton_model_repo)
     if not repos:
         folder = f"{config.triton_model_repo}_0"
@@ -68,7 +68,7 @@ def _repositories(config: RunConfig) -> list[Repository]:
 
 @about("triton_grpc_ports", "triton_server_urls")
 def _grpc_ports(config: RunConfig, n: int) -> list[int]:
-    """The gRPC port of each server of this host: as given, or the default ones."""
+    """Return the gRPC port of each server of this host: as given, or the default ones."""
     urls = config.build(TritonHarnessConfig).server_urls
     if not urls:
         return default_grpc_ports(n)

@@ -15,7 +15,7 @@ from mpillm.builder.pbtxt import Name
 
 
 def tensors(table: str) -> list[dict[str, Any]]:
-    """The messages of a table's lines."""
+    """Return the messages of a table's lines."""
     return [_tensor(*line.split()) for line in table.split("\n") if line]
 
 

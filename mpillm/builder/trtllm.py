@@ -92,7 +92,7 @@ class TRTLLMLibraryLoader:
 
     @about("trtllm_lib_path", "quantizer_lib_path_override")
     def script(self, candidates: Sequence[str], must: bool, quantizer: bool = False) -> list[str]:
-        """The beginning of a command line that runs one of the library's scripts; `must`: it must exist."""
+        """Return the beginning of a command line for a script of the library; `must`: it must exist."""
         if quantizer and self.quantizer_lib_path:
             found = find_script(
                 Path(self.quantizer_lib_path), candidates, "--quantizer_lib_path_override", must
@@ -104,7 +104,7 @@ class TRTLLMLibraryLoader:
         return [python_with_trtllm(), str(found)]
 
     def build(self, must: bool) -> list[str]:
-        """The beginning of `trtllm-build`'s command line: the library's, if its path is given."""
+        """Return the beginning of `trtllm-build`'s command line: the library's, if its path is given."""
         if self.lib_path:
             return self.script(_BUILD_SCRIPT, must)
         try:
@@ -158,7 +158,7 @@ class QuantizerConfig:
         return str(self.flags.get("qformat", "full_prec"))
 
     def folder(self, layout: str) -> Path:
-        """Where the checkpoint goes: as given, or under build/checkpoints by model, format and layout."""
+        """Return the checkpoint's place: as given, or under build/checkpoints by model, format and layout."""
         if self.output_path:
             return Path(self.output_path)
         assert self.model_path is not None
@@ -204,7 +204,7 @@ class TRTLLMQuantizerOp(Operation):
 
     @about("trtllm_checkpoint_flags")
     def _arguments(self) -> list[str]:
-        """The flags, checked, without folders."""
+        """Return the flags, checked, without folders."""
         flags = dict(self.config.flags)
         layout = self.layout
         sizes = [] if self.export_hf else [f"--tp_size={layout.tp_size}", f"--pp_size={layout.pp_size}"]
@@ -361,13 +361,16 @@ def _check_ours(config: RunConfig) -> None:
 
 
 def engine_files(layout: Layout) -> tuple[str, ...]:
-    """The files of an engine: `trtllm-build` writes one for each rank."""
+    """Return the files of an engine: `trtllm-build` writes one for each rank."""
     return ("config.json", *(f"rank{rank}.engine" for rank in range(layout.ranks)))
 
 
 @about("engine_dir")
 def read_engine(folder: Path) -> tuple[BuildConfig, Layout]:
-    """The build configuration of an existing engine, and its layout. ConfigError: it is incomplete."""
+    """Return the build configuration of an existing engine, and its layout.
+
+    Raises ConfigError if it is incomplete.
+    """
     if not folder.is_dir():
         raise NotHere(f"--engine_dir {folder}: no such folder; generate-engines makes it")
     engine = EngineConfig.from_engine_dir(folder)

@@ -27,7 +27,7 @@ _EXTRA_OPTIONS = Path("build/servers/extra_llm_api_options.yaml")
 
 
 def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
-    """A `trtllm-serve` for each URL on this host, each with its share of the GPUs."""
+    """Return a `trtllm-serve` for each URL on this host, each with its share of the GPUs."""
     harness = config.build(TrtllmEndpointConfig)
     what = served(config)
     if what.is_made and not Path(what.model).is_dir():
@@ -102,7 +102,7 @@ def disaggregated_servers(config: RunConfig, argv: Sequence[str]) -> list[Server
 
 
 def _yaml(config: RunConfig, path: str, size: int | None) -> DisaggConfig:
-    """The named YAML; in a dry run without it, what generate-disagg-config would write for this host."""
+    """Return the named YAML; in a dry run without it, what generate-disagg-config would write here."""
     if Path(path).exists():
         config = config.with_yaml()
         assert config.yaml is not None

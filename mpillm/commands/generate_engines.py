@@ -27,7 +27,7 @@ _SHOWN = shown("workload", "stages", "checkpoint", "build", also=_ALSO)
 
 
 def engine_stages(config: RunConfig) -> Operation:
-    """The last stage of `generate-engines` for a test; the stages before it are its dependencies."""
+    """Return the last stage of `generate-engines` for a test; the stages before it are its dependencies."""
     with config.autoapply():
         path = BackendRegistry.declared(config.core_type).engine_stages
         if path is None:

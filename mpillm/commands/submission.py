@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _name(option: str, value: str | None) -> str:
-    """An option's value that becomes a folder's name."""
+    """Return an option's value that becomes a folder's name."""
     if not value:
         raise ConfigError(f"mpillm submission: --{option} is missing")
     if not re.fullmatch(r"[\w][\w.+-]*", value):

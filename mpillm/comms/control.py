@@ -81,7 +81,7 @@ class RankControl:
         return worked
 
     def rank0_lost(self) -> str:
-        """Why rank 0 can no longer end the run, so that this rank must end by itself; "" if it can.
+        """Return why rank 0 can no longer end the run, so that this rank must end by itself; "" if it can.
 
         Any thread may call this.
         """
@@ -161,7 +161,7 @@ class RankState:
         return f"{self.label}, {self.host}, pid {self.pid}" if self.pid else self.label
 
     def last_seen(self) -> str:
-        """The phase of its last message and, if its main thread was stuck there, the stack."""
+        """Return the phase of its last message and, if its main thread was stuck there, the stack."""
         stack = (
             f", stuck for {self.beat.away_s:.1f} s in:\n{self.beat.stack}"
             if self.beat and self.beat.stack
@@ -202,7 +202,7 @@ class Rank0Control:
         BYE.handle(self._transport, lambda source, _: self._byes.add(source))
 
     def poll(self) -> bool:
-        """Check deadlines and heartbeats. RunError: the run can't go on."""
+        """Check deadlines and heartbeats. Raises RunError if the run can't go on."""
         now = time.monotonic()
         if now - self._checked < _CHECK_INTERVAL_S:
             return False
@@ -248,7 +248,7 @@ class Rank0Control:
         return sorted({*self.dead(), *self.silent()})
 
     def settle(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-        """The failures to report: `failures` and those of the next moment, without mere consequences."""
+        """Return the failures to report: `failures` and those of the next moment, without mere consequences."""
         # Whoever interrupted rank 0 may kill it in a moment: mpirun does so when it has lost a rank.
         end = time.monotonic() + (_SETTLE_S if not failures[0].interrupted else _SETTLE_S / 10)
         while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
@@ -263,7 +263,7 @@ class Rank0Control:
         return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])
 
     def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
-        """The failures to report for ranks that `gone` or `dead` found."""
+        """Return the failures to report for ranks that `gone` or `dead` found."""
         dead = set(self.dead())
         silence = f"no heartbeat for {self._limits.heartbeat:g} s (--heartbeat_timeout)"
         return tuple(
@@ -338,7 +338,7 @@ class Rank0Control:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process exists and is more than a zombie."""
+    """Return whether the process exists and is more than a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

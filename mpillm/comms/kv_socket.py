@@ -48,7 +48,10 @@ class KvStore:
     """The caches of requests until they are fetched. The threads share it; ids are those of requests."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
-        """Listen at a free port of `host`. A cache is kept for `timeout_s` at most. OSError: no such host."""
+        """Listen at a free port of `host`. A cache is kept for `timeout_s` at most.
+
+        Raises OSError if there is no such host.
+        """
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._kept: dict[int, _Kept] = {}
@@ -86,7 +89,7 @@ class KvStore:
         kept.there.set()
 
     def take_fetched(self) -> list[int]:
-        """The requests whose caches have been fetched since the last call; they are dropped."""
+        """Return the requests whose caches have been fetched since the last call; they are dropped."""
         if not self._fetched:
             return []
         with self._lock:
@@ -94,7 +97,7 @@ class KvStore:
         return fetched
 
     def overdue(self) -> list[int]:
-        """The open requests whose time is over."""
+        """Return the open requests whose time is over."""
         now = time.monotonic()
         with self._lock:
             return [id_ for id_, kept in self._kept.items() if now > kept.until]
@@ -161,7 +164,10 @@ def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> C
 
 
 def _received(connection: socket.socket, n_bytes: int, end: float | None = None) -> Cache:
-    """As many bytes, until `end` (time.monotonic()). EOFError: there are fewer; TimeoutError, OSError."""
+    """As many bytes, until `end` (time.monotonic()).
+
+    Raises EOFError if there are fewer; TimeoutError, OSError.
+    """
     made = np.empty(n_bytes, np.uint8)
     view, at = made.data, 0
     while at < n_bytes:

@@ -115,18 +115,18 @@ class Batch:
         return offsets
 
     def split(self) -> list[Batch]:
-        """One batch per row: views."""
+        """Return one batch per row: views."""
         offsets = self.offsets()
         return [
             Batch(self.rows[i : i + 1], self.tokens[offsets[i] : offsets[i + 1]]) for i in range(len(self))
         ]
 
     def select(self, keep: NDArray[np.bool_]) -> Batch:
-        """Its rows where `keep` (shape [n]) is true, with their tokens: copies."""
+        """Return its rows where `keep` (shape [n]) is true, with their tokens: copies."""
         return Batch(self.rows[keep], self.tokens[np.repeat(keep, self.rows["n_tokens"])])
 
     def pack(self) -> Buffer:
-        """The batch as one buffer for the wire."""
+        """Return the batch as one buffer for the wire."""
         row_end = _HEADER_BYTES + self.rows.nbytes
         buffer = np.empty(row_end + self.tokens.nbytes, np.uint8)
         buffer[:_HEADER_BYTES].view(np.int64)[:] = (len(self.rows), len(self.tokens))
@@ -136,7 +136,10 @@ class Batch:
 
     @staticmethod
     def unpack(buffer: Buffer, dtype: np.dtype[np.void]) -> Batch:
-        """The batch of rows of `dtype` in `buffer`: views of it. ValueError if the sizes do not add up."""
+        """Return the batch of rows of `dtype` in `buffer`: views of it.
+
+        Raises ValueError if the sizes do not add up.
+        """
         count, n_tokens = buffer[:_HEADER_BYTES].view(np.int64).tolist()
         row_end = _HEADER_BYTES + count * dtype.itemsize
         if row_end + 4 * n_tokens != len(buffer):
@@ -147,7 +150,7 @@ class Batch:
 
 
 def concat(batches: list[Batch]) -> Batch:
-    """One batch of all rows and tokens, in order. `batches`: at least one, all of one dtype."""
+    """Return one batch of all rows and tokens, in order. `batches`: at least one, all of one dtype."""
     if len(batches) == 1:
         return batches[0]
     return Batch(np.concatenate([b.rows for b in batches]), np.concatenate([b.tokens for b in batches]))
@@ -277,7 +280,7 @@ class Message(Generic[T]):
         transport.handlers[self.tag] = lambda received: handler(received.source, read(received.buffer))
 
     def take(self, transport: Transport, source: int, tries: int = 32) -> T | None:
-        """The value of a waiting message of `source`, out of turn; None if there is none."""
+        """Return the value of a waiting message of `source`, out of turn; None if there is none."""
         received = transport.take(source, self.tag, tries)
         return None if received is None else self.read(received.buffer)
 
@@ -304,7 +307,7 @@ def _read_pairs(buffer: Buffer) -> Pairs:
 
 
 def _object(tag: Tag) -> Message[Any]:
-    """A message of a small Python object: for cold paths."""
+    """Return a message of a small Python object: for cold paths."""
     return Message(tag, _write_object, _read_object)
 
 

@@ -26,7 +26,7 @@ class Moving(Protocol):
     """A transfer in progress."""
 
     def done(self) -> bool:
-        """Whether the buffer has left, or arrived."""
+        """Return whether the buffer has left, or arrived."""
         ...
 
 

@@ -25,9 +25,9 @@ _SECOND_S = 2.0  # rank 1 reports this much later than rank 0 would have
 
 
 def mpi_library() -> str:
-    """The text of `MPI_Get_library_version`, without starting MPI.
+    """Return the text of `MPI_Get_library_version`, without starting MPI.
 
-    EveryRankError: mpi4py finds no MPI library.
+    Raises EveryRankError if mpi4py finds no MPI library.
     """
     import mpi4py
 
@@ -46,8 +46,8 @@ def start_mpi(command: Sequence[str], deadline_s: float) -> MPI.Intracomm:
     """Start MPI and return a duplicate of the world, on which errors are exceptions.
 
     `command`: the mpillm command with its options, for the command line that an error shows. If MPI has not
-    started after `deadline_s` seconds, the process ends. EveryRankError: no MPI library, or an unfit one;
-    WrongLauncher: the launcher belongs to another MPI.
+    started after `deadline_s` seconds, the process ends. Raises EveryRankError if the MPI library is missing
+    or unfit, WrongLauncher if the launcher belongs to another MPI.
     """
     with _deadline(deadline_s):
         library = mpi_library()

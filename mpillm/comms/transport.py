@@ -65,7 +65,7 @@ class Transport:
             self.reap()
 
     def poll(self) -> Received | None:
-        """The next message, or None."""
+        """Return the next message, or None."""
         self.reap()
         if self._local:
             return self._local.popleft()
@@ -84,7 +84,7 @@ class Transport:
         return None
 
     def take(self, source: int, tag: Tag, tries: int = 32) -> Received | None:
-        """A small waiting message of this source and tag, out of turn; None if there is none.
+        """Return a small waiting message of this source and tag, out of turn; None if there is none.
 
         MPICH advances by one waiting message per try. One is enough for who asks again soon.
         """

@@ -77,7 +77,7 @@ class Watch:
         os.write(self._stderr, f"mpillm: rank {self._rank}: {message}\n".encode())
 
     def main_stack(self) -> str:
-        """The Python stack of the main thread, innermost call last."""
+        """Return the Python stack of the main thread, innermost call last."""
         frame = sys._current_frames().get(self._main or 0)
         frames = traceback.extract_stack(frame) if frame else []
         # The frames above the role or the core are always the same and say nothing.

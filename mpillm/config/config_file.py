@@ -52,7 +52,7 @@ class Entry:
     origins: dict[Field, Origin]
 
     def fits(self, wanted: Mapping[Field, Any]) -> bool:
-        """Whether it agrees with all that is `wanted`, as far as it states that."""
+        """Return whether it agrees with all that is `wanted`, as far as it states that."""
         others = wanted.keys() - {fields.benchmarks, fields.scenarios}
         return all(self.values.get(key) in (None, wanted[key]) for key in others) and any(
             _same(name, other) and _same(scenario, other_scenario)
@@ -61,7 +61,7 @@ class Entry:
         )
 
     def says(self, wanted: Mapping[Field, Any]) -> int:
-        """How much of what is `wanted` it states explicitly."""
+        """Return how much of what is `wanted` it states explicitly."""
         return len(wanted.keys() & self.values.keys())
 
     def __str__(self) -> str:
@@ -105,10 +105,10 @@ def _spelled_out(values: Mapping[Field, Any]) -> dict[Field, Any]:
 
 
 def load(path: str, given: Mapping[Field, Any]) -> Configuration:
-    """The one configuration of the file that agrees with what is `given`, by key field.
+    """Return the one configuration of the file that agrees with what is `given`, by key field.
 
     Of several, those win that state most of it explicitly, and among these the one for the fields' defaults.
-    ConfigError: none or several are left.
+    Raises ConfigError if none or several are left.
     """
     entries = _entries(path)
     if not entries:
@@ -162,7 +162,10 @@ def _entries(path: str) -> tuple[Entry, ...]:
 
 
 def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]) -> Entry:
-    """`items`: values by name, each with its file:line. ConfigError: an unknown name, or a wrong value."""
+    """`items`: values by name, each with its file:line.
+
+    Raises ConfigError for an unknown name, or a wrong value.
+    """
     values: dict[Field, Any] = {}
     origins: dict[Field, Origin] = {}
     for written, (value, where) in items.items():
@@ -210,7 +213,7 @@ def _python_entries(path: str, text: str) -> tuple[Entry, ...]:
 
 
 def _classes(path: str) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
-    """The registered classes: name, line, and values by name with the file:line of each."""
+    """Yield the registered classes: name, line, and values by name with the file:line of each."""
     lines = functools.cache(_lines)
     for cls, settings in ConfigRegistry.registered:
         line = lines(path).get((cls.__name__, ""), 1)
@@ -239,7 +242,7 @@ def _classes(path: str) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]
 def _run(path: str, text: str) -> types.ModuleType:
     """Load the file as a module; its classes are in `ConfigRegistry.registered`.
 
-    ConfigError: it raised an error; the message names the line.
+    Raises ConfigError if it raised an error; the message names the line.
     """
     name = "mpillm_user_configuration"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -265,7 +268,7 @@ def _run(path: str, text: str) -> types.ModuleType:
 
 
 def _lines(file: str) -> dict[tuple[str, str], int]:
-    """The lines of all classes, by (name, ""), and of all attributes that they set, by (class, attribute)."""
+    """Return the lines of classes, by (name, ""), and of the attributes that they set, by (class, attribute)."""
     lines: dict[tuple[str, str], int] = {}
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8-sig"))):
         if isinstance(node, ast.ClassDef):
@@ -312,7 +315,7 @@ def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
 
 
 def _key_lines(node: Any, path: str) -> dict[str, int]:
-    """The line of every key of a mapping, with those that it merges (``<<``)."""
+    """Return the line of every key of a mapping, with those that it merges (``<<``)."""
     merged: dict[str, int] = {}
     own: dict[str, int] = {}
     for key, value in node.value:

@@ -39,7 +39,7 @@ class Place:
         return ".".join(self.key)
 
     def of(self, server: ServerConfig) -> Any:
-        """The value there, in the YAML's words; None if there is none."""
+        """Return the value there, in the YAML's words; None if there is none."""
         outer, *inner = self.key
         value = getattr(server, outer) if outer in SERVER else server.extra.get(outer)
         for key in inner:
@@ -108,7 +108,10 @@ class Stated(NamedTuple):
 
 
 def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool) -> dict[str, Stated]:
-    """What the YAML in `path` states about the whole run, by option; `serves_model`: servers read `model`."""
+    """Return what the YAML in `path` states about the whole run, by option.
+
+    `serves_model`: servers read `model`.
+    """
     origin = Origin(Level.YAML, path)
     stated = {fields.mode.name: Stated(Found(yaml.mode, origin), yaml.mode)}
     if yaml.model is not None and not serves_model:
@@ -121,7 +124,7 @@ def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool) -> dict[str, S
 
 
 def of_a_section(section: str, server: ServerConfig, path: str) -> dict[str, Stated]:
-    """What it states about a section's instances, by option; TensorRT-LLM's own routers: nothing."""
+    """Return what it states about a section's instances, by option; TensorRT-LLM's own routers: nothing."""
     theirs = [place for place in (ROUTER, KV_CACHE_DTYPE) if place.of(server) not in place.field.choices]
     return _stated(
         tuple(place for place in (EXPERTS, *CORE, ROUTER, KV_TRANSFER_TIMEOUT) if place not in theirs),
@@ -146,7 +149,7 @@ def _stated(places: tuple[Place, ...], section: str, server: ServerConfig, path:
 
 
 def same(name: str, one: Any, other: Any) -> bool:
-    """Whether two values of an option are the same: a path may be written in several ways."""
+    """Return whether two values of an option are the same: a path may be written in several ways."""
     return bool(
         one == other
         or (
@@ -159,7 +162,7 @@ def same(name: str, one: Any, other: Any) -> bool:
 
 
 def router_arguments(server: ServerConfig, tokens_per_block: int) -> dict[str, int]:
-    """Those of the router kv_cache_aware, by name; `tokens_per_block`: if the section says nothing."""
+    """Return those of the router kv_cache_aware, by name; `tokens_per_block`: if the section says nothing."""
     stated = {name: server.router[name] for name in ROUTER_ARGUMENTS if server.router.get(name) is not None}
     return {"tokens_per_block": tokens_per_block, **stated}
 
@@ -188,7 +191,7 @@ def with_sections(yaml: DisaggConfig, change: Callable[[str, ServerConfig], Serv
 
 
 def without_effect(server: ServerConfig) -> Iterator[str]:
-    """The names of a section's settings that none of our cores reads."""
+    """Yield the names of a section's settings that none of our cores reads."""
     read = {place.key for place in (EXPERTS, ROUTER, *CORE)} | {(place.also,) for place in CORE}
     if ROUTER.of(server) == "kv_cache_aware":
         read |= {("router", name) for name in ROUTER_ARGUMENTS}

@@ -21,10 +21,10 @@ PORTS = ("server_port", "worker_start_port")
 
 
 def disagg_config(config: RunConfig, world_size: int | None, clients: bool = False) -> DisaggConfig:
-    """The given YAML, or one generated from the options for `world_size` ranks.
+    """Return the given YAML, or one generated from the options for `world_size` ranks.
 
     `clients`: the ranks are clients of servers. What is stated is the servers' layout, and each worker rank
-    is an executor. ConfigError: names the file or the option.
+    is an executor. Raises ConfigError naming the file or the option.
     """
     if clients:
         return disagg.generate("aggregated", world_size, model=config.model_path)
@@ -35,7 +35,7 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
 
 
 def _half(config: RunConfig, section: str) -> DisaggConfig:
-    """One instance of a section: the YAML's, or one of the options' sizes."""
+    """Return one instance of a section: the YAML's, or one of the options' sizes."""
     yaml = config.yaml or config.with_yaml().yaml
     if yaml is not None:
         (server,) = (server for name, server in yaml.sections if name == section)
@@ -47,10 +47,7 @@ def _half(config: RunConfig, section: str) -> DisaggConfig:
 
 
 def generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
-    """The instances that the options make, ignoring a YAML: for `world_size` ranks, or (None) as needed.
-
-    Without how instances run: the command's values have that (see `stating`).
-    """
+    """Return the instances that the options make without a YAML, for `world_size` ranks or as needed (None)."""
     try:
         return disagg.generate(
             config.mode,

@@ -36,7 +36,10 @@ def overlaid(field: Field, flags: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def renamed(flags: Found, flags_name: str) -> Found:
-    """Flags by their first names. ConfigError: a wrong text, or two names that differ in like sources."""
+    """Flags by their first names.
+
+    Raises ConfigError for a wrong text, or two names that differ in like sources.
+    """
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     written: dict[str, str] = {}
@@ -68,7 +71,7 @@ LIMITS = (fields.max_batch_size.name, fields.max_num_tokens.name)
 
 
 def limits_of_engine(run: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:
-    """The limits that `run` does not state: those of the engine, if they are known."""
+    """Return the limits that `run` does not state: those of the engine, if they are known."""
     return {name: built[name] for name in LIMITS if run.get(name) is None and built.get(name) is not None}
 
 
@@ -84,7 +87,7 @@ def check_limits(run: Mapping[str, Any], built: Mapping[str, Any], of: str) -> N
 
 
 def check_honoured(core_type: str, flags: Found) -> None:
-    """ConfigError: our core of this type does not have a runtime flag, or can't honour it."""
+    """Raise ConfigError if our core of this type does not have a runtime flag, or can't honour it."""
     for name, value in flags.value.items():
         where = f"{flags.key_origins()[name].where}: trtllm_runtime_flags {name}"
         if name in RUNTIME_OPTIONS:

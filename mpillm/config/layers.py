@@ -19,7 +19,7 @@ from mpillm.fields.passed_over import PASSED_OVER
 
 
 def of_the_user(options: Mapping[str, str], defaults: Mapping[Field, Any] | None) -> Configuration:
-    """The layers of user and command: the command line, the file that it names, the command's defaults."""
+    """Return the layers of user and command: command line, the file that it names, the command's defaults."""
     commands = Configuration(defaults, origins=Origin(Level.DEFAULT, "default of this command"))
     own = Configuration(below=commands, options=options)
     if (path := said(own, fields.config_file).value) is not None:
@@ -41,7 +41,7 @@ def said(own: Configuration, field: Field) -> Found:
 def stated(
     options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None
 ) -> dict[str, Found]:
-    """Each field's value and layer, from all layers but the YAML, which an option names (`lay_yaml`)."""
+    """Return each field's value and layer, from all layers but the YAML, which an option names (`lay_yaml`)."""
     own = of_the_user(options, defaults)
     workload = Configuration(below=own.below)
     generation = own.below = Configuration(below=workload)
@@ -75,7 +75,7 @@ def lay_yaml(
     yaml: Mapping[str, disagg_values.Stated],
     named: Callable[[str], str],
 ) -> dict[str, Found]:
-    """What is `stated`, with a YAML's values under those of higher layers, which must be the same.
+    """Return what is `stated`, with a YAML's values under those of higher layers, which must be the same.
 
     `in_force`: the values that were resolved from `stated`. `named`: an option, its value and source, for
     messages.

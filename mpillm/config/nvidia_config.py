@@ -62,7 +62,7 @@ def _modules() -> dict[str, types.ModuleType]:
 
 
 def _tree(path: str) -> Path | None:
-    """The top of the tree that a file belongs to by its path; None for a file of its own."""
+    """Return the top of the tree that a file belongs to by its path; None for a file of its own."""
     file = Path(path).absolute()
     return file.parents[3] if len(file.parents) > 3 and file.parents[2].name == "configs" else None
 
@@ -100,7 +100,7 @@ def importable(path: str) -> Iterator[None]:
 def exports(
     module: types.ModuleType, path: str, text: str
 ) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
-    """The configurations in EXPORTS, if any: name, line, and values by name with the file:line of each.
+    """Yield the configurations in EXPORTS, if any: name, line, and values by name with the file:line of each.
 
     Workload, scenario and system are those of the file's path, if it is in a tree.
     """
@@ -132,7 +132,7 @@ def exports(
 
 
 def in_our_unit(name: str, value: Any, where: str) -> Any:
-    """A value of a file in NVIDIA's form, where a bare number for min_duration is in milliseconds."""
+    """Return a value of a file in NVIDIA's form, where a bare number for min_duration is in milliseconds."""
     if (
         name != fields.min_duration.name
         or isinstance(value, bool)
@@ -166,7 +166,7 @@ def _of_path(path: str) -> dict[str, str]:
 
 
 def _in_tree(field: Field, value: Any, path: str) -> Any:
-    """A path that is not here, but in the file's tree."""
+    """Return a path that is not here, but in the file's tree."""
     tree = _tree(path)
     if (
         field in _PATHS
@@ -180,13 +180,13 @@ def _in_tree(field: Field, value: Any, path: str) -> Any:
 
 
 def _assigned(text: str) -> dict[str, ast.expr]:
-    """The assignments of a file to names, outside its classes and functions."""
+    """Return the assignments of a file to names, outside its classes and functions."""
     body = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
     return {target.id: node.value for node in body for target in node.targets if isinstance(target, ast.Name)}
 
 
 def _lines(assigned: Mapping[str, ast.expr], node: ast.expr | None) -> dict[str, int]:
-    """The lines of fields' names in a dictionary, and in the dictionaries of this file that it is made of."""
+    """Return the lines of fields' names in a dictionary, and in those of this file that it is made of."""
     if isinstance(node, ast.Name):
         return _lines(assigned, assigned.get(node.id))
     found: dict[str, int] = {}

@@ -76,7 +76,7 @@ class RunConfig(Values, AllFields):
         return workloads.get(self.benchmark, self.model_scale) if self.benchmark else None
 
     def with_yaml(self) -> RunConfig:
-        """The configuration with the values of the disaggregation YAML that it names, if any.
+        """Return the configuration with the values of the disaggregation YAML that it names, if any.
 
         `yaml` is then its content, and `of` has the values of each section, which may differ. ConfigError:
         names the file, or a value that the user set otherwise in a higher source. A dry run ignores a missing
@@ -103,11 +103,11 @@ class RunConfig(Values, AllFields):
         return made
 
     def _over(self, yaml: Mapping[str, disagg_values.Stated]) -> RunConfig:
-        """The configuration with a YAML's values, under those of higher sources, which must be the same."""
+        """Lay a YAML's values under those of higher sources, which must be the same."""
         return _resolved(layers.lay_yaml(self.stated, self.found, yaml, self.named))
 
     def of(self, section: str) -> RunConfig:
-        """The values that hold for the instances of a YAML's section."""
+        """Return the values that hold for the instances of a YAML's section."""
         return self.sections.get(section, self)
 
     def passed_over(self) -> str:
@@ -134,11 +134,11 @@ class RunConfig(Values, AllFields):
         return "".join(f"\n{name} is set by {where}" for name, where in places)
 
     def explain(self, error: ConfigError) -> str:
-        """The message, and where the options that it is about were set."""
+        """Return the message, and where the options that it is about were set."""
         return str(error) + self.set_by(*error.about)
 
     def configuration(self) -> Configuration:
-        """The values for `@autoconfigure`d classes, as they are: nothing overrides them again."""
+        """Return the values for `@autoconfigure`d classes, as they are: nothing overrides them again."""
         values = {
             BY_NAME[name]: found.value
             for name, found in self.found.items()
@@ -156,7 +156,7 @@ class RunConfig(Values, AllFields):
             raise type(error)(self.explain(error)) from error
 
     def build(self, cls: type[T]) -> T:
-        """The instance of an `@autoconfigure`d class from these values; the same one each time."""
+        """Return the instance of an `@autoconfigure`d class from these values; the same one each time."""
         if cls in self._built:
             return cast(T, self._built[cls])
         with self.autoapply():
@@ -164,7 +164,7 @@ class RunConfig(Values, AllFields):
         return built
 
     def digest(self) -> str:
-        """A hash of all values and of their YAML, equal on ranks that were started alike."""
+        """Return a hash of all values and of their YAML, equal on ranks that were started alike."""
         import hashlib  # OpenSSL: milliseconds at the start of every rank
 
         state = hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode())
@@ -173,7 +173,7 @@ class RunConfig(Values, AllFields):
         return state.hexdigest()
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """The first option whose value differs from `other`'s, with both values; empty if none does."""
+        """Return the first option whose value differs from `other`'s, with both values; "" if none does."""
         for name, value in self.values.items():
             if value != other.get(name):
                 level, where = self.origin(name)
@@ -274,7 +274,7 @@ def _with_all(shown: Sequence[Field]) -> list[Field]:
 
 
 def parse_run(argv: Sequence[str]) -> RunConfig:
-    """The configuration from a command line of `run`."""
+    """Return the configuration from a command line of `run`."""
     parser = Parser(
         prog="mpillm run",
         description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
@@ -290,7 +290,7 @@ def parse_run(argv: Sequence[str]) -> RunConfig:
 
 
 def parse_serve(argv: Sequence[str]) -> RunConfig:
-    """The configuration that a command line of `serve` gives."""
+    """Return the configuration that a command line of `serve` gives."""
     parser = Parser(
         prog="mpillm serve",
         description="Put an OpenAI-compatible HTTP endpoint before the ranks of this mpirun.",
@@ -382,7 +382,7 @@ def run_name(config: RunConfig) -> str:
 
 
 def model_name(config: RunConfig) -> str:
-    """What answers: the workload, the model or the core."""
+    """Return what answers: the workload, the model or the core."""
     return config.benchmark_name or (Path(config.model_path).name if config.model_path else config.core_type)
 
 

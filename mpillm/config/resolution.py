@@ -51,7 +51,7 @@ _PRECISIONS = {
 
 
 def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
-    """The values in force, by name, from what is `stated` of every field.
+    """Return the values in force, by name, from what is `stated` of every field.
 
     An option and its other names get one value: that of the highest source, and within a source the option's
     own. Runtime flags get their defaults; flags that are only options are taken out. ConfigError names the
@@ -86,7 +86,7 @@ def resolve(stated: Mapping[str, Found]) -> dict[str, Found]:
 
 
 def _imply(found: dict[str, Found], field: Field, value: Any, other: Field, its_value: Any) -> None:
-    """ConfigError: the user set the other option otherwise, in whatever source."""
+    """Raise ConfigError if the user set the other option otherwise, in whatever source."""
     cause, effect = found[field.name], found[other.name]
     if cause.value != value or effect.value == its_value:
         return
@@ -112,7 +112,7 @@ def _quantise(found: dict[str, Found]) -> None:
 
 
 def _means(precision: Found, meaning: str, value: str, other: Found) -> bool:
-    """Whether `other` is from a lower source, so that the meaning holds.
+    """Return whether `other` is from a lower source, so that the meaning holds.
 
     ConfigError if it is another value from the same source.
     """
@@ -160,7 +160,7 @@ def _share(
 
 
 def _called(name: str, found: Found) -> Found:
-    """Its source, and the other name that it has there."""
+    """Return its source, and the other name that it has there."""
     return Found(found.value, Origin(found.origin.level, f"{found.origin.where}: {name}"))
 
 

@@ -30,28 +30,31 @@ class Values(Options):
         return {name: found.value for name, found in self.found.items()}
 
     def origin(self, name: str) -> Origin:
-        """Where the value came from; `name`: the field's, or one of its other names."""
+        """Return where the value came from; `name`: the field's, or one of its other names."""
         return (self.found.get(name) or self.found[BY_NAME[name].name]).origin
 
     def source(self, name: str) -> str:
-        """Where the value came from: ``command line``, ``file:line``, ``workload X``, ``default``, …"""
+        """Return the value's origin: ``command line``, ``file:line``, ``workload X``, ``default``, …"""
         return self.origin(name).where
 
     def given(self, name: str) -> bool:
-        """Whether the user set it, in another place than a disaggregation YAML."""
+        """Return whether the user set it, in another place than a disaggregation YAML."""
         level = self.origin(name).level
         return level >= Level.CONTEXT or level is Level.GENERATION
 
 
 def collect(argv: Sequence[str], options: type[V], parser: Parser) -> V:
-    """Values of a command's own `options`, from the command line. ConfigError: one is wrong."""
+    """Return the values of a command's own `options`, from the command line.
+
+    Raises ConfigError if one is wrong.
+    """
     own = options.declared()
     add_fields(parser, own)
     return options(complete(Configuration(options=parser.texts(argv), environ={}), own))
 
 
 def complete(configuration: Configuration, fields: Iterable[Field]) -> dict[str, Found]:
-    """The found value of each of `fields`, by name; None, with the default's origin, without one."""
+    """Return the found value of each of `fields`, by name; None, with the default's origin, without one."""
     fields = list(fields)
     found = configuration.resolve(fields)
     return {field.name: found.get(field, Found(None, DEFAULT)) for field in fields}

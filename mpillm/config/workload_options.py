@@ -14,7 +14,10 @@ _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prom
 
 
 def defaults_of(workload: Workload, scenario: str) -> dict[Field, Any]:
-    """Return a workload's defaults; answers are greedy. ConfigError for a scenario it does not have."""
+    """Return a workload's defaults; answers are greedy.
+
+    Raises ConfigError for a scenario it does not have.
+    """
     if scenario not in workload.scenarios:
         have = " and ".join(workload.scenarios)
         raise ConfigError(
@@ -41,8 +44,8 @@ def defaults_of(workload: Workload, scenario: str) -> dict[Field, Any]:
 def named_test(benchmarks: Found, scenarios: Found, accuracy_target: Found) -> dict[str, Found]:
     """Return workload, scenario and accuracy target by field name, for llama2-70b-99.9 or Interactive.
 
-    Lists, which are several tests, stay as they are. ConfigError for an accuracy target that contradicts the
-    name's, and for a workload without an interactive form.
+    Lists, which are several tests, stay as they are. Raises ConfigError for an accuracy target that
+    contradicts the name's, and for a workload without an interactive form.
     """
     names = [accuracy_of(name) for name in benchmarks.value or ()]
     if len(names) == 1 and (target := names[0][1]) is not None:

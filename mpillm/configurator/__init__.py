@@ -82,11 +82,11 @@ class Found(NamedTuple):
         )
 
     def key_origins(self) -> dict[str, Origin]:
-        """Where each key of a dictionary came from."""
+        """Return where each key of a dictionary came from."""
         return {key: self.keys.get(key, self.origin) for key in self.value}
 
     def key(self, name: str) -> Found:
-        """The value of a dictionary's key; None, with the origin of defaults, without it."""
+        """Return the value of a dictionary's key; None, with the origin of defaults, without it."""
         return (
             Found(self.value[name], self.keys.get(name, self.origin))
             if name in self.value
@@ -94,13 +94,13 @@ class Found(NamedTuple):
         )
 
     def with_key(self, name: str, found: Found) -> Found:
-        """The dictionary with this key set."""
+        """Return the dictionary with this key set."""
         return Found(
             {**self.value, name: found.value}, self.origin, {**self.key_origins(), name: found.origin}
         )
 
     def without_key(self, name: str) -> Found:
-        """The dictionary without this key."""
+        """Return the dictionary without this key."""
         kept = {key: value for key, value in self.value.items() if key != name}
         return Found(kept, self.origin, {key: origin for key, origin in self.keys.items() if key != name})
 
@@ -137,7 +137,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
             _current.reset(token)
 
     def resolve(self, fields: Iterable[Field]) -> dict[Field, Found]:
-        """The values of fields that have one, from all sources."""
+        """Return the values of fields that have one, from all sources."""
         fields = list(fields)
         environ = os.environ if self.environ is None else self.environ
         options = option_texts(fields, sys.argv[1:]) if self.options is None else self.options
@@ -162,7 +162,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         return found
 
     def _layers(self, field: Field) -> list[Found]:
-        """The values of `field` in this configuration and those below, the lowest first."""
+        """Return the values of `field` in this configuration and those below, the lowest first."""
         layers = self.below._layers(field) if self.below is not None else []
         if field in self.data:
             layers.append(
@@ -176,7 +176,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
     def configure(self, cls: type, given: Iterable[str] = ()) -> dict[str, Any]:
         """Arguments for `cls` by parameter, without those `given`.
 
-        ConfigError: a field that disallows its default has no value.
+        Raises ConfigError if a field that disallows its default has no value.
         """
         wanted = {field: name for field, name in bound_fields(cls).items() if name not in set(given)}
         found = self.resolve(wanted)
@@ -200,18 +200,21 @@ _current: ContextVar[Configuration | None] = ContextVar("configuration", default
 
 
 def current() -> Configuration | None:
-    """The configuration in force in this thread."""
+    """Return the configuration in force in this thread."""
     return _current.get()
 
 
 def environment() -> Mapping[str, str]:
-    """The environment in force: the current configuration's, or this process's."""
+    """Return the environment in force: the current configuration's, or this process's."""
     configuration = _current.get()
     return os.environ if configuration is None or configuration.environ is None else configuration.environ
 
 
 def from_environment(field: Field, variable: str, environ: Mapping[str, str]) -> Found | None:
-    """The value of `field` in an environment variable; None if it is not set. ConfigError: a wrong value."""
+    """Return the value of `field` in an environment variable; None if it is not set.
+
+    Raises ConfigError for a wrong value.
+    """
     if (text := environ.get(variable)) is None:
         return None
     where = f"environment variable {variable}"
@@ -249,7 +252,7 @@ def parse_fields(
 
 
 def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]:
-    """The texts of `fields` in a command line, which may have other options, too, by name."""
+    """Return the texts of `fields` in a command line, which may have other options, too, by name."""
     parser = Parser(prog="mpillm", add_help=False)
     add_fields(parser, list(fields))
     return {name: text for name, text in vars(parser.parse_known(argv)[0]).items() if text is not None}
@@ -270,7 +273,7 @@ def bind(field: Field, arg_name: str | None = None) -> Callable[[T], T]:
 
 
 def _parameters(cls: type) -> tuple[Collection[str], bool]:
-    """The parameters of `cls`, and whether it takes any other keyword, too.
+    """Return the parameters of `cls`, and whether it takes any other keyword, too.
 
     An `__init__` that wraps a dataclass's own to take any keyword has no parameters to read: the dataclass's
     fields are the parameters.
@@ -283,10 +286,7 @@ def _parameters(cls: type) -> tuple[Collection[str], bool]:
 
 
 def bound_fields(cls: type) -> dict[Field, str]:
-    """The parameter that each field is bound to: in `cls`, and in its bases if its `__init__` takes that.
-
-    A subclass that binds a parameter to another field overrides the inherited binding.
-    """
+    """Return the parameter that each field is bound to: in `cls`, and in bases if its `__init__` takes that."""
     names, _ = _parameters(cls)
     bound: dict[Field, str] = dict(vars(cls).get("_bound_fields", {}))
     for base in cls.__mro__[1:]:
@@ -319,7 +319,7 @@ def autoconfigure(cls: T) -> T:
 
 
 def _from_fields(cls: type, /, *args: Any, config: Configuration | None = None, **kwargs: Any) -> Any:
-    """An instance of a class with bound fields; `config`: default the one in force, or an empty one."""
+    """Make an instance of a class with bound fields from `config`: by default the one in force, or none."""
     if config is None:
         config = _current.get() or Configuration()
     given = (*inspect.signature(cls).bind_partial(*args, **kwargs).arguments, *kwargs)
@@ -338,7 +338,7 @@ class ConfigurationIndex:
         self._configurations[tuple(keyspace)] = config
 
     def get(self, keyspace: Sequence[Hashable], prefix: Sequence[Hashable] = ()) -> Configuration | None:
-        """The configuration stored under the path, or None."""
+        """Return the configuration stored under the path, or None."""
         return self._configurations.get((*prefix, *keyspace))
 
     def load_module(
@@ -349,7 +349,7 @@ class ConfigurationIndex:
     ) -> None:
         """Store the configurations in a Python module's dictionary EXPORTS under its keys, which are paths.
 
-        ConfigError: the module has no such dictionary.
+        Raises ConfigError if the module has no such dictionary.
         """
         exports = getattr(importlib.import_module(module_path), "EXPORTS", None)
         if not isinstance(exports, dict):
@@ -384,7 +384,7 @@ class HelpInfo:
 
     @classmethod
     def fields(cls, classes: Iterable[type]) -> list[Field]:
-        """The fields of classes and of those they make, each once."""
+        """Return the fields of classes and of those they make, each once."""
         found: dict[Field, None] = {}
         waiting, seen = list(classes), set()
         while waiting:
@@ -397,7 +397,7 @@ class HelpInfo:
 
     @classmethod
     def build_help_string(cls, classes: type | Iterable[type]) -> str:
-        """The options of a class, or of several, by group, as --help shows them."""
+        """Return the options of a class, or of several, by group, as --help shows them."""
         parser = Parser(prog="mpillm", add_help=False)
         add_fields(parser, cls.fields([classes] if isinstance(classes, type) else classes))
         return parser.format_help()

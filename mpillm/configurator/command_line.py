@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def texts(self, args: Sequence[str]) -> dict[str, str]:
-        """The texts of the options by name. ConfigError: unknown words."""
+        """Return the texts of the options by name. Raises ConfigError for unknown words."""
         return {name: text for name, text in vars(self.parse_args(args)).items() if text is not None}
 
     def error(self, message: str) -> NoReturn:

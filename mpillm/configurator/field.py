@@ -146,7 +146,7 @@ class Field(Generic[T]):
         return "" if self.default is None or self.default == {} else self.text(self.default)
 
     def text(self, value: Any) -> str:
-        """The text that `parse` reads as `value`."""
+        """Return the text that `parse` reads as `value`."""
         return (
             str(value).lower()
             if isinstance(value, bool)
@@ -154,7 +154,7 @@ class Field(Generic[T]):
         )
 
     def parse(self, text: str, source: str) -> Any:
-        """The value of `text`. ConfigError: names `source`, the text, and what is allowed."""
+        """Return the value of `text`. Raises ConfigError naming `source`, the text, and what is allowed."""
         if self.choices and text not in self.choices:
             by_case = {choice.lower(): choice for choice in self.choices}
             if text.lower() in by_case:
@@ -178,7 +178,9 @@ class Field(Generic[T]):
             raise ConfigError(f"{source} {text}: expected {expected}{why}") from None
 
     def check(self, value: Any, source: str) -> Any:
-        """The value of a file's entry, as `parse` would read it from text. ConfigError: names `source`.
+        """Return the value of a file's entry, as `parse` would read it from text.
+
+        Raises ConfigError naming `source`.
 
         None is a value if there is no default.
         """
@@ -208,12 +210,12 @@ class Options:
     """A class whose attributes are fields; on an instance they are the fields' values."""
 
     def __getitem__(self, field: Field[T]) -> T:
-        """The value of `field`."""
+        """Return the value of `field`."""
         raise NotImplementedError(f"{type(self).__name__} declares fields and holds no values")
 
     @classmethod
     def declared(cls) -> list[Field]:
-        """The fields of this class and its bases, each name once, the nearest class first."""
+        """Return the fields of this class and its bases, each name once, the nearest class first."""
         found: dict[str, Field] = {}
         for base in cls.__mro__:
             for field in vars(base).values():

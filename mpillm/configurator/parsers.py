@@ -94,13 +94,13 @@ def boolean(text: str) -> bool:
 
 @expects(f"a whole number of at least 1 and at most {_LARGEST}")
 def positive(text: str) -> int:
-    """An int of at least 1."""
+    """Return an int of at least 1."""
     return _between(_whole(text), 1, _LARGEST)
 
 
 @expects(f"a whole number of at least 0 and at most {_LARGEST}")
 def natural(text: str) -> int:
-    """An int of at least 0."""
+    """Return an int of at least 0."""
     return _between(_whole(text), 0, _LARGEST)
 
 
@@ -130,13 +130,13 @@ def _in_seconds(text: str) -> float:
 
 @expects(f"a duration above 0, {_AS}")
 def seconds(text: str) -> float:
-    """A duration above 0, in seconds."""
+    """Return a duration above 0, in seconds."""
     return _above(_in_seconds(text), 0, _MOST_SECONDS)
 
 
 @expects(f"a duration of at most a day, {_AS}")
 def length_of_a_test(text: str) -> float:
-    """A duration of at least 0, in seconds.
+    """Return a duration of at least 0, in seconds.
 
     More than a day is a mistake: most likely milliseconds, the unit of NVIDIA's min_duration.
     """
@@ -166,19 +166,19 @@ def rate(text: str) -> float:
 
 @expects("a number of at least 0")
 def not_negative(text: str) -> float:
-    """A number of at least 0."""
+    """Return a number of at least 0."""
     return _between(_number(text), 0, math.inf)
 
 
 @expects("a number of at least 1")
 def at_least_one(text: str) -> float:
-    """A number of at least 1."""
+    """Return a number of at least 1."""
     return _between(_number(text), 1, math.inf)
 
 
 @expects("a number above 0 and up to 1")
 def fraction(text: str) -> float:
-    """A number above 0 and up to 1."""
+    """Return a number above 0 and up to 1."""
     return _above(_number(text), 0, 1)
 
 
@@ -188,7 +188,7 @@ def _words(value: Any) -> str:
 
 @expects('a word, or a JSON array of words and arrays of token ids, as ["###", [13, 13]]', _words)
 def stop_words(text: str) -> list[str | list[int]]:
-    """One word, or a JSON array of words and of arrays of token ids."""
+    """Return one word, or a JSON array of words and of arrays of token ids."""
     words = json.loads(text) if text.startswith("[") else [text]
     for word in words:
         ids = isinstance(word, list) and all(type(token) is int and 0 <= token <= _LARGEST for token in word)
@@ -199,7 +199,7 @@ def stop_words(text: str) -> list[str | list[int]]:
 
 @expects("0.99 or 0.999")
 def accuracy(text: str) -> float:
-    """The share of the reference accuracy to reach: 0.99 or 0.999, also written 99 or 99.9."""
+    """Return the share of the reference accuracy to reach: 0.99 or 0.999, also written 99 or 99.9."""
     value = _number(text)
     value = round(value / 100, 6) if value > 1 else value
     if value not in (0.99, 0.999):
@@ -265,7 +265,7 @@ def _hosts(value: Any) -> str:
 
 @expects("host_0:port_0,port_1|host_1:port_0,port_1", _hosts)
 def grpc_ports(text: str) -> dict[str, tuple[int, ...]]:
-    """The ports of each host's servers: ``host_0:port_0,port_1|host_1:port_0,port_1``."""
+    """Return the ports of each host's servers: ``host_0:port_0,port_1|host_1:port_0,port_1``."""
     result: dict[str, tuple[int, ...]] = {}
     for part in text.split("|"):
         host, colon, ports = part.partition(":")
@@ -281,7 +281,7 @@ def grpc_ports(text: str) -> dict[str, tuple[int, ...]]:
 
 @expects("a port, 1 to 65535")
 def port(text: str) -> int:
-    """A TCP port."""
+    """Return a TCP port."""
     number = int(text) if re.fullmatch(r"\s*[0-9]{1,5}\s*", text) else 0
     if not 0 < number < 65536:
         raise Reason(f"'{text}' is not a port, 1 to 65535")
@@ -290,7 +290,7 @@ def port(text: str) -> int:
 
 @expects("a port, 1 to 65535, or 0 for any that is free")
 def port_or_any(text: str) -> int:
-    """A TCP port, or 0."""
+    """Return a TCP port, or 0."""
     return 0 if text.strip() == "0" else port(text)
 
 
@@ -308,7 +308,7 @@ class Secret:
 
 @expects("a text that is not empty")
 def secret(text: str) -> Secret:
-    """A key."""
+    """Return a key."""
     if not text.strip():
         raise ValueError
     return Secret(text)

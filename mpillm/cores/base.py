@@ -89,7 +89,7 @@ class LLMCore(ABC):
 
     @classmethod
     def gpus(cls) -> tuple[Gpu, ...]:
-        """The GPUs of this node that a rank of this core could take, as this process numbers them."""
+        """Return the GPUs of this node that a rank of this core could take, as this process numbers them."""
         return (visible_gpus() or ()) if cls.uses_gpus else ()
 
     # --- life ---
@@ -106,7 +106,7 @@ class LLMCore(ABC):
         """
 
     def warm_up_requests(self) -> Batch:
-        """The requests that warm this instance up before `ready`: by default two short greedy ones."""
+        """Return the requests that warm this instance up before `ready`: by default two short greedy ones."""
         rows = np.zeros(2, REQUEST)
         rows["id"] = [0, 1]
         rows["n_tokens"] = 8
@@ -119,15 +119,15 @@ class LLMCore(ABC):
         """Reset counters of requests: the warm-up is over, and nothing is in flight."""
 
     def statistics(self) -> dict[str, float]:
-        """More counts of the test for `result.json`, such as preemptions."""
+        """Return more counts of the test for `result.json`, such as preemptions."""
         return {}
 
     def compiled_in_test(self) -> list[str]:
-        """What this rank has compiled since `start_test`: nothing, if the warm-up was complete."""
+        """Return what this rank has compiled since `start_test`: nothing, if the warm-up was complete."""
         return []
 
     def metrics(self) -> Metrics | None:
-        """What is computed so far, unfinished answers included; None if the core does not know.
+        """Return what is computed so far, unfinished answers included; None if the core does not know.
 
         Called on the instance's leader twice a second, between polls: it must not wait.
         """
@@ -143,7 +143,7 @@ class LLMCore(ABC):
 
     @abstractmethod
     def credits(self) -> Credits:
-        """What this instance can hold; called once, after `load`."""
+        """Return what this instance can hold; called once, after `load`."""
 
     @abstractmethod
     def enqueue(self, requests: Batch) -> None:
@@ -160,7 +160,7 @@ class LLMCore(ABC):
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether `poll_responses` has something to do now (False lets the rank sleep)."""
+        """Return whether `poll_responses` has something to do now (False lets the rank sleep)."""
 
     def cancel(self, ids: Iterable[int]) -> None:  # noqa: B027 - optional: a request then just runs to its end
         """Cancel requests in any state: each open one yields one more row, FINAL | CANCELLED, without tokens.
@@ -178,7 +178,7 @@ class LLMCore(ABC):
         raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over, and takes none")
 
     def host_end(self) -> HostEnd:
-        """The other end of the handoff in this rank's memory, for a server whose partner is another run.
+        """Make the handoff's other end in this rank's memory, for a server whose partner is another run.
 
         Called on the instance's leader after `load`, if `connect` has named a single peer of one rank: this
         one.
@@ -186,7 +186,10 @@ class LLMCore(ABC):
         raise RuntimeError(f"core {self.config.core_type} hands its KV caches over to its own run only")
 
     def poll_kv(self) -> list[int]:
-        """Ids of requests whose whole KV cache has left this instance, or arrived. Polled on every rank."""
+        """Return the ids of requests whose whole KV cache has left this instance, or arrived.
+
+        Polled on every rank.
+        """
         return []
 
     def release_kv(self, request_id: int) -> None:
@@ -194,7 +197,7 @@ class LLMCore(ABC):
         raise RuntimeError(f"core {self.config.core_type} has no KV cache to hand over")
 
     def started(self) -> list[int]:
-        """Ids of the context-only requests that have got memory for their contexts since the last call.
+        """Return the ids of context-only requests that got memory for their contexts since the last call.
 
         Called before each `poll_responses`. Each keeps its memory until `release_kv`. Requests of a single
         token are not named.

@@ -95,7 +95,7 @@ class DummyLimits(NamedTuple):
 
 
 def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The dummy's answers, back to back: token j is (a hash of the prompt) + j, modulo the vocabulary."""
+    """Return the dummy's answers, back to back: token j is (hash of the prompt + j) % VOCAB_SIZE."""
     lengths = prompts.rows["n_tokens"].astype(np.int64)
     starts = np.cumsum(lengths) - lengths
     position = np.arange(len(prompts.tokens), dtype=np.int64) - np.repeat(starts, lengths)
@@ -167,7 +167,7 @@ class DummyCore(LLMCore):
         return {"kv_bytes": self._kv_bytes} if self.config.role == "context" else {}
 
     def metrics(self) -> Metrics:
-        """Tokens by the clock, unfinished answers included; it has no KV cache."""
+        """Return tokens by the clock, unfinished answers included; it has no KV cache."""
         now = time.perf_counter()
         under_way = sum(
             self._generated_of(answer, due - now)
@@ -314,7 +314,7 @@ class DummyCore(LLMCore):
         return np.clip(np.rint(drawn).astype(np.int64), least, most)
 
     def _hand_over(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Which requests end here after the first token and continue elsewhere."""
+        """Return which requests end here after the first token and continue elsewhere."""
         if self.config.role != "context":
             return np.zeros(len(rows), np.bool_)
         handed: NDArray[np.bool_] = (rows["generation"] != NO_INSTANCE) & (self._lengths(rows) > 1)
@@ -411,7 +411,7 @@ class DummyCore(LLMCore):
         self._push(last_at, ResponseFlag.FINAL, request, answer)
 
     def _generated_of(self, answer: NDArray[np.int32], left_s: float) -> int:
-        """How many tokens this core has generated of an answer that will be complete in `left_s` seconds."""
+        """Return how many tokens are generated of an answer that will be complete in `left_s` seconds."""
         most = len(answer) - (self.config.role == "generation")  # the first token is the context instance's
         if left_s <= 0:
             return most

@@ -50,7 +50,7 @@ class Streams:
         self._rows = np.concatenate([self._rows, rows])
 
     def is_due(self, now: float) -> bool:
-        """Whether `step` has a token."""
+        """Return whether `step` has a token."""
         return bool(len(self._rows)) and bool(self._rows["due"].min() <= now)
 
     def step(self, now: float) -> Batch:

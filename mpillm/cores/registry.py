@@ -25,13 +25,16 @@ class BackendRegistry:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of the cores that can run a test."""
+        """Return the names of the cores that can run a test."""
         return core_names.names()
 
     @classmethod
     @about("core_type")
     def get(cls, name: str) -> type[LLMCore]:
-        """The class of a core that can run a test. ConfigError: as `declared`, or the class lacks methods."""
+        """Return the class of a core that can run a test.
+
+        Raises ConfigError as `declared`, or the class lacks methods.
+        """
         core = cls.declared(name)
         if inspect.isabstract(core):
             lacking = ", ".join(sorted(core.__abstractmethods__))
@@ -41,7 +44,10 @@ class BackendRegistry:
     @classmethod
     @about("core_type")
     def declared(cls, name: str) -> type[LLMCore]:
-        """The class of a core, for its declarations. ConfigError: an unknown name, or a missing package."""
+        """Return the class of a core, for its declarations.
+
+        Raises ConfigError for an unknown name, or a missing package.
+        """
         path = core_names.class_path(name)
         if path is None:
             raise ConfigError(
@@ -68,13 +74,13 @@ class BackendRegistry:
 
 
 def function(path: str) -> Any:
-    """The object that `engine_stages`, `servers` or `rank_core` of a core's class names."""
+    """Return the object that `engine_stages`, `servers` or `rank_core` of a core's class names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def check_core(config: RunConfig) -> None:
-    """ConfigError: `config`, with its YAML, lacks what the core needs."""
+    """Raise ConfigError if `config`, with its YAML, lacks what the core needs."""
     if not BackendRegistry.get(config.core_type).needs_model:
         return
     if not config.model_path:

@@ -66,7 +66,10 @@ class TorchCore(LLMCore):
     packages = ("torch", "triton")
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """ConfigError: as `model_info`; not for memory: another rank of the node may be loading already."""
+        """Read the model. Raises ConfigError as `model_info`.
+
+        Memory is not checked: another rank of the node may be loading already.
+        """
         super().__init__(config, comms)
         self.info = model_info(config)
         self._refused: list[int] = []
@@ -215,7 +218,7 @@ class TorchCore(LLMCore):
         )
 
     def _counts(self) -> dict[str, int]:
-        """Counts since the start; reused blocks only with block reuse, to show that it was on."""
+        """Return the counts since the start; reused blocks only with block reuse, to show that it was on."""
         from mpillm.engine.cache.prefix_cache import PrefixCache
 
         counts = {"preemptions": self.engine.scheduler.preemptions}

@@ -57,19 +57,19 @@ class LLMDataLoader:
             ) from None
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return how many samples there are."""
         raise NotImplementedError(f"{type(self).__name__}.__len__")
 
     def get_input_tokens(self, sample_indices: Sequence[int]) -> Sequence[Sequence[int]]:
-        """The prompts of these samples."""
+        """Return the prompts of these samples."""
         raise NotImplementedError(f"{type(self).__name__}.get_input_tokens")
 
     def get_stop_tokens(self, sample_indices: Sequence[int]) -> Sequence[Sequence[int] | None]:
-        """The stop word that ends the answer of each of these samples, as tokens; None: no stop word."""
+        """Return the stop word that ends each of these samples' answers, as tokens; None: no stop word."""
         return [None for _ in sample_indices]
 
     def load(self) -> Samples:
-        """All samples. ConfigError names the sample that has no tokens, or too many stop words."""
+        """Return all samples. ConfigError names the sample that has no tokens, or too many stop words."""
         name, every = type(self).__name__, range(len(self))
         prompts, stop_words = self.get_input_tokens(every), self.get_stop_tokens(every)
         for method, got in (("get_input_tokens", prompts), ("get_stop_tokens", stop_words)):

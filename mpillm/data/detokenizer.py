@@ -32,7 +32,7 @@ class Detokenizer:
         self._length = 0  # of the text that was given
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens add."""
+        """Return the text that these tokens add."""
         if self._bytes is not None:
             return self._bytes.decode(bytes(token if 0 <= token < 256 else 0xFF for token in tokens))
         self._tokens += tokens
@@ -57,7 +57,7 @@ class Detokenizer:
         return self._tokenizer.decode(self._tokens[self._context :]), n
 
     def end(self) -> str:
-        """The text of what was held back."""
+        """Return the text of what was held back."""
         if self._bytes is not None:
             return self._bytes.decode(b"", final=True)
         return self._tokenizer.decode(self._tokens)[self._length :]
@@ -87,11 +87,11 @@ class StopStrings:
         return text[: len(text) - held]
 
     def end(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, string: str) -> int:
-    """The length of the longest end of `text` that `string`, which `text` does not have, begins with."""
+    """Return the length of the longest end of `text` that begins `string`, which `text` does not have."""
     return next((n for n in range(min(len(string) - 1, len(text)), 0, -1) if text.endswith(string[:n])), 0)

@@ -45,7 +45,10 @@ class Tokenizer(Protocol):
         """`encode` for many prompts, on all cores."""
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Return the model's input for a chat. ConfigError: no chat template, or none for these messages."""
+        """Return the model's input for a chat.
+
+        Raises ConfigError if there is no chat template, or none for these messages.
+        """
 
     def encode_text(self, text: str) -> list[int]:
         """Return the model's input for a text that is no chat, with the special tokens that frame any."""
@@ -97,7 +100,10 @@ class ByteTokenizer:
     encode_plain = encode_text
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
-        """Tokens outside 0 to 255 (a model's vocabulary may be larger) and invalid UTF-8 become U+FFFD."""
+        """Decode bytes.
+
+        Tokens outside 0 to 255 (a model's vocabulary may be larger) and invalid UTF-8 become U+FFFD.
+        """
         ids = np.asarray(tokens, np.int64)
         ids = np.where((ids >= 0) & (ids < 256), ids, 0xFF)  # the byte 0xFF never occurs in UTF-8
         return ids.astype(np.uint8).tobytes().decode(errors="replace")

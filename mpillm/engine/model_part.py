@@ -27,7 +27,7 @@ class ModelPart:
         device: str = "cpu",
         ops: Ops = ops,
     ) -> None:
-        """Load the weights, which takes minutes for a large model. Raises ConfigError as `open_weights` does."""
+        """Load the weights: minutes for a large model. Raises ConfigError as `open_weights`."""
         config, layout = info.config, groups.layout
         self.info = info
         self.groups = groups

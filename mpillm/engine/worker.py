@@ -125,7 +125,7 @@ class Worker:
         return self.part.model.logits(self.steps.forward(step))
 
     def warm_up(self, max_num_tokens: int) -> None:
-        """Run every kind of step of up to `max_num_tokens` tokens, so that no test compiles one. Collective."""
+        """Run every kind of step of up to `max_num_tokens` tokens, so that tests compile none. Collective."""
         self.steps.warm_up(max_num_tokens, self.run)
 
     def _choose(self, logits: Tensor, step: Step) -> Tensor | None:

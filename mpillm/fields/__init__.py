@@ -73,7 +73,7 @@ SETS: dict[Field, tuple[Field, ...]] = {
 
 
 def shown(*groups: str, also: Iterable[str] = ()) -> list[Field]:
-    """A command's options: the fields of `groups`, those in `also`, and all that may set any of these."""
+    """Return a command's options: the fields of `groups`, those in `also`, and all that may set one of them."""
     found = {field for field in FIELDS if field.group in groups} | {BY_NAME[name] for name in also}
     while setting := {field for field, others in SETS.items() if found.intersection(others)} - found:
         found |= setting
@@ -81,7 +81,7 @@ def shown(*groups: str, also: Iterable[str] = ()) -> list[Field]:
 
 
 def __getattr__(name: str) -> Field:
-    """A field, by its name or an alias."""
+    """Return a field, by its name or an alias."""
     try:
         return BY_NAME[name]
     except KeyError:

@@ -42,8 +42,8 @@ class LLMServerFactory:
     ) -> LLMServer:
         """Make a server: cores (all, or those in `core_indices`), scheduler, progress display, warm-up.
 
-        `backend_type`: a class, or its name in `BackendRegistry`. ConfigError: that is no `LLMCore` of this
-        room, or the policy needs ranks.
+        `backend_type`: a class, or its name in `BackendRegistry`. Raises ConfigError if that is no `LLMCore`
+        of this room, or the policy needs ranks.
         """
         backend = backend_class(backend_type)
         config = HarnessConfig()
@@ -74,7 +74,7 @@ class LLMServerFactory:
 
 
 def backend_class(backend_type: str | type[LLMCore]) -> type[LLMCore]:
-    """The class of a name. ConfigError: it is a core of mpillm's own."""
+    """Return the class of a name. Raises ConfigError if it is a core of mpillm's own."""
     if isinstance(backend_type, type):
         return backend_type
     backend: type[LLMCore] | None = getattr(BackendRegistry.get(backend_type), "backend", None)
@@ -87,7 +87,7 @@ def backend_class(backend_type: str | type[LLMCore]) -> type[LLMCore]:
 
 
 def n_cores(backend: type[LLMCore], backend_kwargs: dict[str, Any]) -> int:
-    """The result of `get_num_cores_for_workload`. ConfigError: it is less than 1."""
+    """Return the result of `get_num_cores_for_workload`. Raises ConfigError if it is less than 1."""
     n = backend.get_num_cores_for_workload(**backend_kwargs)
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"{backend.__name__}.get_num_cores_for_workload() gave {n!r}; must be at least 1")

@@ -37,7 +37,7 @@ class LLMHarnessOp:
 
     @classmethod
     def output_keys(cls) -> list[str]:
-        """The keys of what `run` returns."""
+        """Return the keys of what `run` returns."""
         return ["log_dir", "result_metadata"]
 
     def __init__(
@@ -47,7 +47,7 @@ class LLMHarnessOp:
         core_type: type[LLMCore] | str | None = None,
         **options: Any,
     ) -> None:
-        """`options`: values of other fields, by name. ConfigError: names one that is not a field."""
+        """`options`: values of other fields, by name. Raises ConfigError naming one that is not a field."""
         if unused := [
             name for name in ("issue_queries", "flush_queries", "wrap_lg_test") if hasattr(self, name)
         ]:
@@ -60,7 +60,7 @@ class LLMHarnessOp:
         self.options = options
 
     def get_backend_kwargs(self, dependency_outputs: Mapping[type, Any]) -> dict[str, Any]:
-        """More arguments than --core_options for `get_num_cores_for_workload` and `get_config_for_core`."""
+        """Return arguments of `get_num_cores_for_workload` and `get_config_for_core` besides --core_options."""
         return {}
 
     def run(
@@ -85,7 +85,7 @@ class LLMHarnessOp:
         }
 
     def words(self) -> list[str]:
-        """The command line of the run."""
+        """Return the command line of the run."""
         said: dict[str, Any] = dict(self.options)
         if self.wl is not None:
             said["benchmarks"] = self.wl if isinstance(self.wl, str) else self.wl.name

@@ -44,7 +44,7 @@ class RankCore(LLMCore):
 
     @classmethod
     def check(cls, config: CoreConfig) -> None:
-        """ConfigError: there are fewer cores than instances."""
+        """Raise ConfigError if there are fewer cores than instances."""
         n = n_cores(cls.backend, {**cls.backend_kwargs, **config.options})
         if n < config.n_instances:
             raise ConfigError(

@@ -21,7 +21,10 @@ class WarmupManager:
         self.readiness_timeout = readiness_timeout
 
     def run_health_checks(self, cores: Sequence[LLMCore]) -> None:
-        """Wait until each core's `run_health_check` passes. TimeoutError: names a core whose check fails."""
+        """Wait until each core's `run_health_check` passes.
+
+        Raises TimeoutError naming a core whose check fails.
+        """
         _each(cores, self._until_healthy)
 
     def warmup(self, cores: Sequence[LLMCore], warmup_queries: list[LLMRequest]) -> None:

@@ -40,7 +40,7 @@ class Forecast:
         return {"expected_queries": self.queries, "early_stopping_queries": self.needed}
 
     def lines(self) -> list[str]:
-        """The lines to print."""
+        """Return the lines to print."""
         return [self.line] + (
             [f"this test can't become VALID: {'; '.join(self.obstacles)}"] if self.obstacles else []
         )
@@ -201,7 +201,7 @@ def _arrivals(settings: Any, seconds: float, queries: int) -> NDArray[np.float64
 
 
 def _before(times: NDArray[np.float64], seconds: float, rate: float) -> int:
-    """How many queries are due before `seconds`."""
+    """Return how many queries are due before `seconds`."""
     return int(np.searchsorted(times, seconds)) if len(times) else round(seconds * rate)
 
 

@@ -40,12 +40,12 @@ class LoggedAnswer:
 
 
 def read_detail(directory: Path) -> dict[str, Any]:
-    """The values of ``mlperf_log_detail.txt`` by key, the last of a repeated key; {} without the file."""
+    """Return the values of ``mlperf_log_detail.txt`` by key, the last of a repeated one; {} without a file."""
     return {entry["key"]: entry["value"] for entry in _entries(directory / DETAIL)}
 
 
 def logged_errors(directory: Path) -> list[str]:
-    """The entries that LoadGen marks as errors in ``mlperf_log_detail.txt``."""
+    """Return the entries that LoadGen marks as errors in ``mlperf_log_detail.txt``."""
     return [
         str(entry["value"])
         for entry in _entries(directory / DETAIL)
@@ -62,10 +62,10 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_answers(path: Path) -> list[LoggedAnswer]:
-    """The entries, in order, of an accuracy log whose answers are int32 tokens.
+    """Return the entries, in order, of an accuracy log whose answers are int32 tokens.
 
-    Of an index logged twice the first counts, as in MLCommons' accuracy scripts. ConfigError: the file can't
-    be read, was cut, is empty, or holds something else.
+    Of an index logged twice the first counts, as in MLCommons' accuracy scripts. Raises ConfigError if the
+    file can't be read, was cut, is empty, or holds something else.
     """
     try:
         entries = json.loads(path.read_bytes())
@@ -99,9 +99,9 @@ def _tokens(text: str) -> NDArray[np.int32]:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a log, hexadecimal, by which MLCommons identifies a whole accuracy log.
+    """Return the SHA-256 of a log, hexadecimal, by which MLCommons identifies a whole accuracy log.
 
-    ConfigError: the file can't be read.
+    Raises ConfigError if the file can't be read.
     """
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -110,7 +110,7 @@ def digest(path: Path) -> str:
 
 
 def unsatisfied(directory: Path) -> list[str]:
-    """The conditions that a test lacks to be VALID: "Early stopping satisfied: NO" in LoadGen's summary."""
+    """Return the conditions that a test lacks to be VALID ("Early stopping satisfied: NO" in the summary)."""
     path = directory / SUMMARY
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     conditions = [
@@ -159,6 +159,6 @@ def verdict(directory: Path, test_mode: str) -> str | None:
 
 
 def accuracy_samples(detail: dict[str, Any]) -> int | None:
-    """How many samples an accuracy run must answer, from its detailed log; None if that was cut."""
+    """Return how many samples an accuracy run must answer, from its detailed log; None if that was cut."""
     count = detail.get("effective_accuracy_sample_count", detail.get("qsl_reported_total_count"))
     return None if count is None else int(count)

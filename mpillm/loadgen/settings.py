@@ -55,7 +55,7 @@ class LoadGenConfig:
 
     @staticmethod
     def from_run(config: RunConfig) -> LoadGenConfig:
-        """The test that the options of a run describe."""
+        """Return the test that the options of a run describe."""
         workload = config.workload
         scaled: dict[str, float] = {}
         given: dict[str, float] = {}
@@ -83,7 +83,7 @@ class LoadGenSettings:
     forecast: Forecast
 
     def to_json(self) -> dict[str, Any]:
-        """The settings that decide the result, for result.json; a latency limit is None if there is none."""
+        """Return the settings that decide the result, for result.json; a missing latency limit is None."""
         s = self.test
         is_server = s.scenario == lg.TestScenario.Server
         limits = {"ttft_latency_ms": s.ttft_latency / 1e6, "tpot_latency_ms": s.tpot_latency / 1e6}
@@ -101,7 +101,7 @@ class LoadGenSettings:
         }
 
     def _target_qps(self) -> float | None:
-        """The rate; None for SingleStream, which has none."""
+        """Return the rate; None for SingleStream, which has none."""
         s = self.test
         return {
             lg.TestScenario.Server: s.server_target_qps,
@@ -109,7 +109,7 @@ class LoadGenSettings:
         }.get(s.scenario)
 
     def describe(self) -> str:
-        """The same in words, in one line."""
+        """Return the same in words, in one line."""
         values = self.to_json()
         limits = [
             f"{name.upper()} {ms:g} ms"
@@ -129,8 +129,9 @@ class LoadGenSettings:
 def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
     """LoadGen's settings: from the mlperf.conf in it, the user's file and the command line; the last wins.
 
-    Call this once per process: LoadGen reads its own values only at the first call. ConfigError: a line of
-    the user's file is wrong, a Server test has no rate, or the data set has too few samples for the test.
+    Call this once per process: LoadGen reads its own values only at the first call. Raises ConfigError if a
+    line of the user's file is wrong, a Server test has no rate, or the data set has too few samples for the
+    test.
     """
     text = "# What this run asked of LoadGen, over the mlperf.conf inside it.\n"
     if config.scaled:
@@ -172,7 +173,7 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
 
 
 def _is_set(text: str, config: LoadGenConfig, key: str) -> bool:
-    """Whether a user.conf sets `key` for this test: under its model and scenario, or a * for either."""
+    """Return whether a user.conf sets `key` for this test: under its model and scenario, or * for either."""
     keys = {line.partition("=")[0].strip() for line in text.splitlines()}
     return any(
         f"{model}.{scenario}.{key}" in keys
@@ -186,7 +187,7 @@ def _lines(section: str, values: Mapping[str, float]) -> str:
 
 
 def _without_a_workload(config: LoadGenConfig, n_samples: int) -> dict[str, float]:
-    """The values of a test without an MLPerf workload.
+    """Return the values of a test without an MLPerf workload.
 
     Each sample once, or as many as early stopping needs; token latencies are measured, without limits.
     """
@@ -206,7 +207,7 @@ def _without_a_workload(config: LoadGenConfig, n_samples: int) -> dict[str, floa
 
 @about("user_conf")
 def _user_lines(file: Path) -> str:
-    """The text of a user's user.conf, checked: LoadGen ignores unknown keys."""
+    """Return the text of a user's user.conf, checked: LoadGen ignores unknown keys."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

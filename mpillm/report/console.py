@@ -80,7 +80,7 @@ class Console:
         self._print(text)
 
     def _lately(self, elapsed_s: float, done: int, tokens: int) -> str:
-        """The throughput since the last bar that is no older than the window."""
+        """Return the throughput since the last bar that is no older than the window."""
         while self._drawn_before and elapsed_s - self._drawn_before[0][0] > _STEADY_S:
             self._drawn_before.popleft()
         self._drawn_before.append((elapsed_s, done, tokens))
@@ -157,7 +157,7 @@ class Console:
 
 
 def progress_lines(done: int, total: int, elapsed_s: float, computed: Computed | None) -> list[str]:
-    """What is answered and, if the instances report it, computed: lines of at most 80 columns."""
+    """Return what is answered and, if the instances report it, computed: lines of at most 80 columns."""
     text = f"{done}/{total} samples  {done / elapsed_s:.1f} samples/s  {elapsed_s:.0f} s"
     head = "  test    "
     width = min(_MOST_BAR, _WIDTH - len(f"{head}[] {text}"))

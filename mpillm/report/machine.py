@@ -118,7 +118,7 @@ def _software(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _first_line(path: Path) -> str:
-    """The file's first line; empty if it is missing or unreadable (a network card without a link)."""
+    """Return the file's first line; empty if it is missing or unreadable (a network card without a link)."""
     try:
         return path.read_text(errors="replace").partition("\n")[0].strip()
     except OSError:

@@ -28,7 +28,7 @@ class Outputs:
         self._shown: dict[int, NDArray[np.int32]] = {}
 
     def add(self, index: int, tokens: NDArray[np.int32]) -> None:
-        """Take the answer to the sample at `index`. OSError: the disk is full."""
+        """Take the answer to the sample at `index`. Raises OSError if the disk is full."""
         if index not in self._shown and (len(self._shown) < SHOWN or index < max(self._shown)):
             if len(self._shown) == SHOWN:
                 del self._shown[max(self._shown)]
@@ -56,7 +56,7 @@ class Outputs:
         return self._tokenizer.decode(self._dataset.sample(index)) if text is None else text
 
     def close(self) -> None:
-        """Write out what is buffered. OSError: the disk is full."""
+        """Write out what is buffered. Raises OSError if the disk is full."""
         if self._file is not None:
             with self._named_errors():
                 self._file.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 def open_rank_log(directory: Path, rank: int) -> Path:
     """Send logging to ``ranks/rank_NNNN.log``, and, unless this is rank 0, stdout and stderr.
 
-    OSError: the file can't be written.
+    Raises OSError if the file can't be written.
     """
     path = directory / "ranks" / f"rank_{rank:04d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ def test_result(totals: Totals, reports: dict[int, DrainReport], timeline: Timel
 
 
 def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -> list[tuple[str, Any]]:
-    """The summary for the console: names and values of `result.json`, which lies in `directory`."""
+    """Return the summary for the console: names and values of `result.json`, which lies in `directory`."""
     rows: list[tuple[str, Any]] = [
         ("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})")
     ]
@@ -113,7 +113,7 @@ def _measured_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]
 
 
 def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
-    """What the reader of an instance's figures must know."""
+    """Yield what the reader of an instance's figures must know."""
     if n := instance.get("preemptions"):
         yield f"its KV cache was full: {n} evictions; with --batch_scheduler_policy no_evict it starts fewer"
     if (busy := instance.get("client_busy_fraction", 0)) > _BUSY:

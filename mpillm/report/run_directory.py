@@ -48,7 +48,7 @@ def unused(path: Path) -> Path:
 def lock(folder: Path) -> None:
     """Keep other runs out of a run directory until this process ends, where the file system has locks.
 
-    ConfigError: another run is writing to it.
+    Raises ConfigError if another run is writing to it.
     """
     descriptor = os.open(folder, os.O_RDONLY)  # never closed: that would release the lock
     try:
@@ -62,7 +62,7 @@ def lock(folder: Path) -> None:
 
 @about("log_dir")
 def take_directory(config: RunConfig, name: str) -> Path:
-    """Create and lock the directory of a run. ConfigError, RunError: that is impossible.
+    """Create and lock the directory of a run. Raises ConfigError, RunError if that is impossible.
 
     `name`: what the default directory is called, after the time.
     """
@@ -87,7 +87,7 @@ def take_directory(config: RunConfig, name: str) -> Path:
 
 
 def unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:
-    """The error of a run directory that can't be written: a wrong option, unless the disk is full."""
+    """Return the error of a run directory that can't be written: a wrong option, unless the disk is full."""
     message = f"the run directory {path} (--log_dir) can't be written: {error.strerror}"
     return RunError(
         Failure(
@@ -125,7 +125,7 @@ class RunRecord:
     def write_plan(self, yaml: DisaggConfig, plan: WorldPlan, reports: dict[int, JoinReport]) -> None:
         """Write what will run, where and from which options; delete an earlier run's results.
 
-        OSError: a file can't be written.
+        Raises OSError if a file can't be written.
         """
         (self.path / "disagg.yaml").write_text(disagg.dump(yaml), encoding="utf-8")
         write_json(self.path / "plan.json", plan.to_json())
@@ -139,7 +139,7 @@ class RunRecord:
             (self.path / name).unlink(missing_ok=True)
 
     def write_result(self) -> None:
-        """Write result.json. OSError: the disk is full."""
+        """Write result.json. Raises OSError if the disk is full."""
         write_json(self.path / "result.json", self.result | {"phases_s": self.phases_s})
 
 
@@ -153,7 +153,10 @@ class RunDirectory:
 
     @staticmethod
     def read(path: Path) -> RunDirectory:
-        """Read a run. ConfigError: `path` is no run directory, a file can't be read, or the run failed."""
+        """Read a run.
+
+        Raises ConfigError if `path` is no run directory, a file can't be read, or the run failed.
+        """
         if not path.is_dir():
             raise ConfigError(
                 f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}"
@@ -186,7 +189,7 @@ class RunDirectory:
 
     @property
     def benchmark(self) -> str:
-        """The workload's name. ConfigError: the run had none."""
+        """The workload's name. Raises ConfigError if the run had none."""
         name = _one(self.config.get("benchmarks"))
         if not name:
             raise ConfigError(f"{self.path} is not a run of an MLPerf workload: start one with --benchmarks")
@@ -208,5 +211,5 @@ class RunDirectory:
 
 
 def _one(value: Any) -> str:
-    """The one name in a field that may hold several, but not for a run."""
+    """Return the one name in a field that may hold several, but not for a run."""
     return str(value[0] if isinstance(value, (list, tuple)) else value or "")

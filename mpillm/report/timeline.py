@@ -42,7 +42,7 @@ class _Gauge:
         self._last = value
 
     def summary(self) -> dict[str, float] | None:
-        """None if there was no value."""
+        """Return None if there was no value."""
         if self._n == 0:
             return None
         return {
@@ -167,7 +167,7 @@ class Timeline:
         return track.summary() if track else None
 
     def close(self) -> None:
-        """Close the file, and ignore later metrics: they are not of the test. OSError as `add`."""
+        """Close the file, and ignore later metrics: they are not of the test. Raises OSError as `add`."""
         self._closed = True
         if self._file is not None:
             self._file.close()

@@ -101,7 +101,7 @@ class Context(InstanceRole):
             self._sender.tell_first(first_tokens)
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """The first tokens, also of answers that continue elsewhere."""
+        """Return the first tokens, also of answers that continue elsewhere."""
         return int(rows["n_tokens"][(rows["flags"] & NO_TOKENS) == 0].sum())
 
     def _on_handed_over(self, handed_over: list[HandedOver]) -> None:

@@ -100,7 +100,7 @@ class HandoffSender:
         ACCEPT.handle(transport, self._on_accept)
 
     def __contains__(self, id_: int) -> bool:
-        """Whether the request was offered and either side may still hold something of it."""
+        """Return whether the request was offered and either side may still hold something of it."""
         return id_ in self._given
 
     @property

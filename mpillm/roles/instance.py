@@ -153,5 +153,5 @@ class InstanceRole(Follower):
         self._samples += n_requests
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """How many tokens this instance generated for responses, of which some are `final`."""
+        """Return how many tokens this instance generated for responses, of which some are `final`."""
         return int(rows["n_tokens"][final].sum())

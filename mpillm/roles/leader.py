@@ -91,7 +91,7 @@ class Leader(Role):
         return True
 
     def owed(self) -> dict[int, int]:
-        """Requests that each instance still owes."""
+        """Return the requests that each instance still owes."""
         pools = [self._entry] if self._generation is None else [self._entry, self._generation]
         return {
             int(i): int(n) for pool in pools for i, n in zip(pool.instances, pool.owed_requests, strict=True)

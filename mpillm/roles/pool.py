@@ -35,7 +35,7 @@ class InstancePool:
         self._position = {instance: i for i, instance in enumerate(instances)}
 
     def position(self, instance: int) -> int:
-        """The index of `instance` in this pool's arrays."""
+        """Return the index of `instance` in this pool's arrays."""
         return self._position[instance]
 
     def grant(self, position: int, requests: int, tokens: int) -> None:
@@ -54,7 +54,7 @@ class InstancePool:
         return np.full(n, position, np.int64)
 
     def pick(self, needs: NDArray[np.int64]) -> tuple[int, int]:
-        """The position of the instance for the next requests, and how many; (-1, 0) if none has room.
+        """Return the position of the instance for the next requests, and how many; (-1, 0) if none has room.
 
         `needs`: KV tokens of the waiting requests, in order. An instance receives consecutive requests up to
         its fair share, so that one message per instance spreads a large batch, and a single request goes

@@ -85,7 +85,7 @@ class PrefixPool(InstancePool):
         order[position] = (owed << 40) + self._n_served if free > 0 else _NO_ROOM
 
     def _idlest(self, order: NDArray[np.int64], need: int) -> int:
-        """The position with room for `need` tokens that comes first in `order`; -1: there is none."""
+        """Return the position with room for `need` tokens that comes first in `order`; -1: there is none."""
         position = int(order.argmin())
         if self.free_tokens[position] < need:
             with_room = np.where(self.free_tokens >= need, order, _NO_ROOM)
@@ -94,7 +94,7 @@ class PrefixPool(InstancePool):
         return position if order[position] != _NO_ROOM else -1
 
     def _hashes(self, prompt: NDArray[np.int32]) -> list[int]:
-        """A hash of each full block and those before it; the last token is computed in any case."""
+        """Return a hash of each full block and those before it; the last token is computed in any case."""
         size = 4 * self._routing.tokens_per_block
         data = prompt[:-1].tobytes()
         hashes, before = [], 0
@@ -104,7 +104,7 @@ class PrefixPool(InstancePool):
         return hashes
 
     def _best(self, idlest: int, blocks: list[int], order: NDArray[np.int64], need: int) -> int:
-        """The position with the highest score."""
+        """Return the position with the highest score."""
         best, best_score, seen, left = idlest, self._score(idlest, 0.0), 0, _MOST_HOLDERS
         for n_cached, holders in reversed(self._levels(blocks)):
             if holders >> idlest & 1:
@@ -127,7 +127,7 @@ class PrefixPool(InstancePool):
         return cached - int(self.owed_requests[position]) / self._routing.max_batch_size
 
     def _levels(self, blocks: list[int]) -> list[tuple[int, int]]:
-        """How many of the first blocks are cached, and by whom (a bit each): the fewest blocks first.
+        """Return how many of the first blocks are cached, and by whom (a bit each): the fewest blocks first.
 
         Who has more of them is in the levels of fewer, too.
         """
@@ -161,7 +161,7 @@ def make_pool(instances: list[int], policy: str, routing: PrefixRouting) -> Inst
 
 
 def _bits(mask: int, first: int) -> Iterator[int]:
-    """The numbers of the bits that are set, from `first` upwards and then from 0."""
+    """Yield the numbers of the bits that are set, from `first` upwards and then from 0."""
     for part, offset in ((mask >> first, first), (mask & ((1 << first) - 1), 0)):
         while part:
             lowest = part & -part

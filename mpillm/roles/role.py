@@ -25,16 +25,16 @@ class Role:
         return False
 
     def done(self, phase: Phase) -> bool:
-        """Whether this role's part of `phase` is done."""
+        """Return whether this role's part of `phase` is done."""
         return True
 
     def measured(self) -> tuple[float, Metrics] | None:
-        """Seconds of the test, and the metrics by then of the instance that this role leads.
+        """Return the seconds of the test, and the metrics by then of the instance that this role leads.
 
         The heartbeat's thread calls this.
         """
         return None
 
     def report(self) -> dict[str, Any]:
-        """What to tell rank 0 about the test once this rank has drained."""
+        """Return what to tell rank 0 about the test once this rank has drained."""
         return {}

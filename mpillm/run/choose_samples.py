@@ -20,7 +20,7 @@ from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 def load_samples(
     config: RunConfig, models: Sequence[ModelLimits | None], run_directory: Callable[[], Path]
 ) -> tuple[Dataset, Tokenizer]:
-    """The data set and the tokenizer of a run.
+    """Return the data set and the tokenizer of a run.
 
     `models`: what each instance allows; ConfigError if a sample does not fit one of them. For a scaled-down
     workload without --dataset_path a data set is written to `run_directory()`; `config` then says where.
@@ -37,7 +37,7 @@ def load_samples(
 
 
 def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> Limits:
-    """What the options and the models of all instances allow."""
+    """Return what the options and the models of all instances allow."""
     lengths = [section.max_seq_len for section in config.sections.values() or [config] if section.max_seq_len]
     return Limits(
         min((model.vocab_size for model in known), default=None),
@@ -77,7 +77,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
 
 
 def _loader_class(path: str) -> type[LLMDataLoader]:
-    """The class that ``package.module:Class`` names."""
+    """Return the class that ``package.module:Class`` names."""
     module, _, name = path.partition(":")
     try:
         loader = getattr(importlib.import_module(module), name)

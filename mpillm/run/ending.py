@@ -55,7 +55,7 @@ class State(enum.Enum):
 def failures_of(
     error: BaseException, rank: int, phase: Phase, config: RunConfig | None
 ) -> tuple[Failure, ...]:
-    """The failures that `error`, raised in the main thread of `rank`, means for the run.
+    """Return the failures that `error`, raised in the main thread of `rank`, means for the run.
 
     On rank 0 a wrong option is the failure of the whole run.
     """

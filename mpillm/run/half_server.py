@@ -24,7 +24,7 @@ class HalfServer:
     def __init__(self, config: RunConfig, model: Any, url: str) -> None:
         """`model`: what the core's check returned; `url`: of the endpoint.
 
-        ConfigError: the core can't be one.
+        Raises ConfigError if the core can't be one.
         """
         role, timeout_s = config.half, config.kv_transfer_timeout_ms / 1000
         if not BackendRegistry.get(config.core_type).has_host_end:

@@ -87,7 +87,7 @@ def ranks_of(config: RunConfig) -> int:
 
 
 def _without_ours(argv: Sequence[str]) -> list[str]:
-    """The options as typed, without those that this module sets for each test."""
+    """Return the options as typed, without those that this module sets for each test."""
     kept: list[str] = []
     ours = False  # whether the word is the name or a value of such an option
     for word in argv:
@@ -107,7 +107,7 @@ def _written(test: Test) -> int | None:
 
 
 def _outcome(test: Test, code: int, earlier: int | None) -> tuple[str, str, str]:
-    """Status, samples per second and exit code for the table, from the test's result.json.
+    """Return the status, samples per second and exit code for the table, from the test's result.json.
 
     `earlier`: when an earlier run had written that file; an unchanged file is no result.
     """

@@ -52,7 +52,7 @@ class Prepared:
     settings: LoadGenSettings
 
     def announcement(self, directory: str) -> list[str]:
-        """Lines to print before the run loads; `directory`: the run directory as the user names it."""
+        """Return lines to print before the run loads; `directory`: the run directory as the user names it."""
         planned, config, dataset = self.planned, self.planned.config, self.dataset
         plan = planned.plan
         nodes = len({rank.node for rank in plan.ranks})
@@ -87,7 +87,7 @@ class Prepared:
 
 
 def plan_run(config: RunConfig | None, reports: dict[int, JoinReport]) -> Planned:
-    """Plan the run. ConfigError: the ranks differ, or can't run the configuration.
+    """Plan the run. Raises ConfigError if the ranks differ, or can't run the configuration.
 
     `config`: rank 0's; None if its command line is wrong.
     """
@@ -106,7 +106,9 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport]) -> Planne
 
 
 def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:
-    """Read the data set and LoadGen's settings. ConfigError: they don't fit the model, or each other.
+    """Read the data set and LoadGen's settings.
+
+    Raises ConfigError if they don't fit the model, or each other.
 
     `run_directory()` is called only to write the data set of a scaled-down workload there.
     """
@@ -117,14 +119,15 @@ def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:
 
 
 def has_text(config: RunConfig) -> bool:
-    """Whether answers can be shown as text: the model has a folder, and so a tokenizer."""
+    """Return whether answers can be shown as text: the model has a folder, and so a tokenizer."""
     return bool(config.model_path and Path(config.model_path).is_dir())
 
 
 def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConfig:
-    """The configuration of all ranks.
+    """Return the configuration of all ranks.
 
-    ConfigError: names the rank with another one, another version of a package, or a wrong command line.
+    Raises ConfigError naming the rank with another one, another version of a package, or a wrong command
+    line.
     """
     errors: dict[str, list[int]] = {}
     for rank, report in reports.items():

@@ -229,7 +229,7 @@ class Rank:
 
 
 def _process_age_s() -> float:
-    """Seconds since this process started, Python's own start included; 0 where the system does not say."""
+    """Return the seconds since this process started, Python included; 0 if the system does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -25,10 +25,10 @@ class RunSession(Protocol):
     """What a run has on rank 0 from when all ranks have joined."""
 
     def make_harness(self, route: Transport, leader: int) -> Role:
-        """The role that asks; `leader`: the leader's rank in the route communicator."""
+        """Return the role that asks; `leader`: the leader's rank in the route communicator."""
 
     def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
-        """The role of the instance's first rank, if this run is one half of disaggregated serving."""
+        """Return the role of the instance's first rank, if this run is one half of disaggregated serving."""
 
     def poll(self) -> bool:
         """During the test; called often."""
@@ -37,10 +37,10 @@ class RunSession(Protocol):
         """Called by signal handlers: begin to end the test in an orderly way, if it can; return whether."""
 
     def ready(self) -> str:
-        """All ranks are ready; a note for the person."""
+        """All ranks are ready: return a note for the person."""
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
-        """The test is over; a note for the person."""
+        """The test is over: return a note for the person."""
 
     def finished(self) -> int:
         """Everything has ended well: the last lines, and the exit code."""
@@ -80,7 +80,7 @@ class Rank0:
         self.control = Rank0Control(control, size, started, self._phase_done)
 
     def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
-        """All ranks have done `phase`; the value returned is released to all of them."""
+        """All ranks have done `phase`: return the value to release to all of them."""
         note, value = "", None
         if self.session is None:
             value, note = self._joined(reports), "all ranks agree"
@@ -103,7 +103,7 @@ class Rank0:
         return Setup(planned.plan, str(record().path), (reports[0].host, reports[0].pid), planned.gpus)
 
     def _made_record(self, planned: Planned) -> RunRecord:
-        """The run directory, created at the first call."""
+        """Return the run directory, created at the first call."""
         if self._record is None:
             config, purpose = planned.config, self._purpose
             path = take_directory(config, purpose.name(config))

@@ -49,7 +49,7 @@ _CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 def core_configs(
     config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpus: dict[int, OwnGpu]
 ) -> list[CoreConfig]:
-    """The configurations of the cores on `ranks`, all of instances; `gpus`: see `devices.assign`."""
+    """Return the configurations of the cores on `ranks`, all of instances; `gpus`: see `devices.assign`."""
     workers = Counter(rank.node for rank in plan.ranks if rank.instance is not None)
     return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
 
@@ -91,9 +91,9 @@ def _core_config(
 
 
 def check_honoured(config: RunConfig) -> list[str]:
-    """A line for each section of the YAML with settings that have no effect here.
+    """Return a line for each section of the YAML with settings that have no effect here.
 
-    ConfigError: a setting can't be ignored.
+    Raises ConfigError if a setting can't be ignored.
     """
     lines = []
     for section, server in config.yaml.sections if config.yaml else ():
@@ -119,13 +119,13 @@ def check_honoured(config: RunConfig) -> list[str]:
 
 
 def _finds_nothing(config: RunConfig) -> bool:
-    """Whether requests start at instances that reuse no KV cache, but are to go where it can be reused."""
+    """Return whether requests start at instances without reuse, but are to go where caches can be reused."""
     of = _entry_section(config)
     return of.traffic_distribution_policy == "kv_cache_aware" and not of.enable_kv_cache_reuse
 
 
 def _entry_section(config: RunConfig) -> RunConfig:
-    """The values of the instances where requests start."""
+    """Return the values of the instances where requests start."""
     return config.of(config.yaml.sections[0][0]) if config.yaml else config
 
 

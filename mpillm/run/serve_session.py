@@ -38,7 +38,10 @@ class ServeSession:
     def __init__(
         self, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> None:
-        """Take the port. ConfigError: that is impossible, or an option is wrong; OSError: as `write_plan`."""
+        """Take the port.
+
+        Raises ConfigError if that is impossible, or an option is wrong; OSError as `write_plan`.
+        """
         try:
             from mpillm.run.half_server import HalfServer
             from mpillm.serve.app import Service
@@ -151,7 +154,7 @@ class ServeSession:
 
 
 def _served(planned: Planned) -> Served:
-    """What the options and the cores' models say of what is behind the endpoint."""
+    """Return what the options and the cores' models say of what is behind the endpoint."""
     config, models = planned.config, [model for model in planned.models if model is not None]
     folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
     names = tuple(

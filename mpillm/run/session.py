@@ -36,7 +36,7 @@ class Session:
     def __init__(
         self, prepared: Prepared, record: RunRecord, console: Console, control: Rank0Control
     ) -> None:
-        """Write the plan to the run directory. OSError: one of its files can't be written."""
+        """Write the plan to the run directory. Raises OSError if one of its files can't be written."""
         config, plan = prepared.planned.config, prepared.planned.plan
         self._prepared = prepared
         self._config = config
@@ -59,7 +59,7 @@ class Session:
         self._progress_at = self._logged_at = 0.0
 
     def make_harness(self, route: Transport, leader: int) -> Harness:
-        """The harness role; `leader`: the leader's rank in the route communicator."""
+        """Return the harness role; `leader`: the leader's rank in the route communicator."""
         config, dataset, settings = self._config, self._prepared.dataset, self._prepared.settings
         return Harness(
             route,
@@ -107,7 +107,7 @@ class Session:
         return False
 
     def drain(self) -> bool:
-        """A test does not end early: a signal ends the run."""
+        """Refuse to end early: a signal ends a test's run."""
         return False
 
     # --- after a phase of all ranks: its note for the console ---

@@ -267,7 +267,10 @@ class Service:
     async def _context(
         self, half: Half, asked: Asked, shapes: Shapes, prompt: list[int], wanted: int
     ) -> Json:
-        """The answer to a context-only request. Its KV cache is kept for a generation server from here on."""
+        """Return the answer to a context-only request.
+
+        Its KV cache is kept for a generation server from here on.
+        """
         choice = self._open(0, prompt, wanted, asked, least_output=2)
         reason, is_kept = "abort", False
         try:
@@ -288,7 +291,7 @@ class Service:
 
     @staticmethod
     def _check_answered(answer: Answer) -> None:
-        """ApiError: there will be no (more) answer."""
+        """Raise ApiError if there will be no (more) answer."""
         if answer.failed:
             raise ApiError(
                 500, "the engine could not answer; the log of its rank says why", code="not_answered"
@@ -297,7 +300,10 @@ class Service:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of a choice as they come, and count them. ApiError: there will be no answer."""
+        """Yield the pieces of a choice as they come, and count them.
+
+        Raises ApiError if there will be no answer.
+        """
         answer, reason, seen_at = choice.answer, "abort", 0.0
         try:
             while True:
@@ -371,7 +377,7 @@ async def _on_expect(request: web.Request) -> web.Response | None:
 
 
 def _without_what_is_no_http(record: logging.LogRecord) -> bool:
-    """A client that sends no HTTP gets 400; it is no error of the server, and no traceback in its log."""
+    """Answer a client that sends no HTTP with 400, without a traceback in the log: the server has not failed."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.levelno, record.levelname = logging.INFO, "INFO"

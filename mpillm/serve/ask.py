@@ -110,7 +110,7 @@ class Ask:
         return made
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The body as it comes."""
+        """Return the body as it comes."""
         try:
             async for chunk in self._there.content.iter_any():
                 yield chunk
@@ -131,7 +131,7 @@ class Ask:
 
 
 def _load_of(body: Json) -> tuple[NDArray[np.int32], int]:
-    """A body's prompt, as tokens or as the bytes of its text, and the tokens that its answer may have."""
+    """Return a body's prompt, as tokens or as bytes of text, and the tokens that its answer may have."""
     prompt = body.get("prompt_token_ids") or body.get("prompt") or body.get("messages") or []
     n_output = body.get("max_completion_tokens") or body.get("max_tokens")
     n_output = n_output if type(n_output) is int and 0 < n_output < _MOST else 0

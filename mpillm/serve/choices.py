@@ -55,7 +55,7 @@ class Choice:
         return made
 
     def take(self) -> Piece | None:
-        """The next piece; None if nothing has come."""
+        """Return the next piece; None if nothing has come."""
         new = self.answer.tokens[self.n_tokens :]
         if not new and not self.answer.ended:
             return None

@@ -52,7 +52,7 @@ class _State:
 
     @staticmethod
     def decode(text: object) -> _State:
-        """ApiError: it is not of our making."""
+        """Raise ApiError if it is not of our making."""
         try:
             data = json.loads(base64.b64decode(str(text), validate=True))
             state = _State(**data)
@@ -95,7 +95,10 @@ class Half:
         self._fetchers = ThreadPoolExecutor(_FETCHES, "mpillm-fetch") if store is None else None
 
     def check(self, asked: Asked, served: Served) -> Asked:
-        """What is asked for, with what `disaggregated_params` change. ApiError: that can't be done here."""
+        """Return what is asked for, with what `disaggregated_params` change.
+
+        Raises ApiError if that can't be done here.
+        """
         params = asked.disaggregated
         kind, mine = params.get("request_type"), CONTEXT_ONLY if self.is_context else GENERATION_ONLY
         if kind != mine:
@@ -114,7 +117,7 @@ class Half:
     # --- a context server ---
 
     def first(self, shapes: Shapes, choice: Choice, piece: Piece) -> Json:
-        """The answer to a context-only request, whose first token is there."""
+        """Return the answer to a context-only request, whose first token is there."""
         asked = choice.asked.disaggregated
         made = shapes.whole([choice], [[piece]])
         made["prompt_token_ids"] = choice.prompt
@@ -140,7 +143,10 @@ class Half:
     # --- a generation server ---
 
     async def fetch(self, asked: Asked, prompt: list[int], served: Served) -> Arrival:
-        """The KV cache of a generation-only request. ApiError: it can't be had, and from whom."""
+        """Return the KV cache of a generation-only request.
+
+        Raises ApiError if it can't be had, and from whom.
+        """
         params = asked.disaggregated
         tokens = token_ids(params.get("first_gen_tokens"), "first_gen_tokens", served.vocab_size)
         if len(tokens) != 1:

@@ -26,7 +26,10 @@ _STOP_S = 2.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound, but does not listen yet. ConfigError: the address can't be had."""
+    """Return a socket that is bound, but does not listen yet.
+
+    Raises ConfigError if the address can't be had.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -46,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(bound: socket.socket) -> str:
-    """The URL of the API behind a bound socket."""
+    """Return the URL of the API behind a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 

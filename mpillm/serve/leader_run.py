@@ -56,7 +56,7 @@ def lead(config: RunConfig) -> int:
 
 
 def _pool(workers: list[Worker], config: RunConfig, section: str) -> Pool:
-    """The servers of a section, with its router."""
+    """Return the servers of a section, with its router."""
     of = config.of(section)
     (server,) = (server for name, server in (config.yaml.sections if config.yaml else ()) if name == section)
     routing = PrefixRouting(**router_arguments(server, of.tokens_per_block))

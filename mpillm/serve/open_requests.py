@@ -64,7 +64,7 @@ class Answer:
 
     @staticmethod
     def of(n_prompt: int, tokens: list[int]) -> Answer:
-        """An answer that is whole without any rank's doing."""
+        """Return an answer that is whole without any rank's doing."""
         answer = Answer(-1, n_prompt)
         answer.add(tokens, _ALONE)
         return answer
@@ -122,7 +122,7 @@ class OpenRequests:
         self._answers: dict[int, Answer] = {}  # of the same ids
 
     def __len__(self) -> int:
-        """Ids in use: also of requests that have ended for whoever asked."""
+        """Return the ids in use: also of requests that have ended for whoever asked."""
         return len(self._held)
 
     @property

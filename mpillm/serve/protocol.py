@@ -150,7 +150,7 @@ class Asked:
 
 
 def read(data: bytes, chat: bool, served: Served) -> Asked:
-    """Return what a body asks for. ApiError: it makes no sense, or can't be done here."""
+    """Return what a body asks for. Raises ApiError if it makes no sense, or can't be done here."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -226,7 +226,7 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
 def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:
     """Return the tokens of each prompt and how many its answer may have. May take long.
 
-    ApiError: that does not fit the model.
+    Raises ApiError if that does not fit the model.
     """
     limits, made = served.limits, []
     param = "messages" if asked.chat else "prompt"

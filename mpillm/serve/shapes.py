@@ -14,7 +14,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def usage(choices: Sequence[Choice], n: int) -> Json:
-    """Tokens of prompts, each once for its `n` answers, and of answers; end tokens count."""
+    """Return the tokens of prompts , each once for its `n` answers, and of answers; end tokens count."""
     prompt = sum(len(choice.prompt) for choice in choices[::n])
     completion = sum(choice.n_tokens for choice in choices)
     return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
@@ -35,7 +35,7 @@ class Shapes:
         self._chunk_head = json.dumps(chunk)[:-1]  # without the brace that closes it
 
     def whole(self, choices: Sequence[Choice], pieces: Sequence[Sequence[Piece]]) -> Json:
-        """The answer of a request that does not stream, from the pieces of each choice."""
+        """Return the answer of a request that does not stream, from the pieces of each choice."""
         made = []
         for choice, parts in zip(choices, pieces, strict=True):
             text = "".join(part.text for part in parts)
@@ -56,7 +56,7 @@ class Shapes:
         return whole
 
     def role_chunk(self, choice: Choice) -> bytes:
-        """The chunk that a streamed chat begins with."""
+        """Return the chunk that a streamed chat begins with."""
         made: Json = {
             "choices": [
                 {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -86,7 +86,7 @@ class Shapes:
         return self._event(f'{self._chunk_head}, "choices": [{made}}}]{end}')
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """The last chunk of a stream whose client wants to know."""
+        """Return the last chunk of a stream whose client wants to know."""
         total = json.dumps(usage(choices, self._asked.n))
         return self._event(f'{self._chunk_head}, "choices": [], "usage": {total}}}')
 
@@ -99,5 +99,5 @@ class Shapes:
 
 
 def error_event(body: Json) -> bytes:
-    """What ends a stream that can't go on."""
+    """Return what ends a stream that can't go on."""
     return f"data: {json.dumps(body)}\n\n".encode()

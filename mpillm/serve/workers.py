@@ -45,7 +45,7 @@ class Worker:
         self.gone = why
 
     async def check(self, session: aiohttp.ClientSession) -> bool:
-        """Whether it is well."""
+        """Return whether it is well."""
         try:
             async with session.get(
                 f"{self.base}/health", timeout=aiohttp.ClientTimeout(total=_ANSWER_S)
@@ -99,13 +99,13 @@ class Pool:
         self._router.give_back(np.array([place.position]), np.array([place.need]))
 
     def all_gone(self) -> str:
-        """Why no server of this kind answers; empty if one does."""
+        """Return why no server of this kind answers; empty if one does."""
         if any(not worker.gone for worker in self.workers):
             return ""
         return "; ".join(f"{worker.name} does not answer: {worker.gone}" for worker in self.workers)
 
     def gone_for(self) -> float:
-        """Seconds since the last server of this kind has answered; 0 if one does."""
+        """Return the seconds since the last server of this kind has answered; 0 if one does."""
         if not self.all_gone():
             return 0.0
         return time.monotonic() - max(worker.gone_at for worker in self.workers)

@@ -93,7 +93,7 @@ def _performance(run: Run, closed: bool) -> Iterator[Problem]:
 
 
 def _latencies(run: Run, limits: Limits) -> Iterator[Problem]:
-    """An Interactive run must meet Server's limits, as in the checker; LoadGen has applied its own."""
+    """Check that an Interactive run meets Server's limits, as in the checker; LoadGen has applied its own."""
     detail = run.detail
     if not detail.get("early_stopping_met"):
         why = "; ".join(text for text in advice(run.path) if "unsuccessful" in text)
@@ -159,7 +159,7 @@ def _system(system: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _scenarios(results: Sequence[Result], system: Mapping[str, Any]) -> Iterator[Problem]:
-    """A closed submission of a benchmark has the scenarios of its kind of system."""
+    """Check that a closed submission of a benchmark has the scenarios of its kind of system."""
     by_benchmark: dict[str, tuple[Workload, set[str]]] = {}
     for result in results:
         by_benchmark.setdefault(result.benchmark, (result.workload, set()))[1].add(result.scenario)

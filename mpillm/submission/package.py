@@ -40,7 +40,7 @@ class Submission:
     def write(self, output: Path, force: bool) -> Path:
         """Write ``<output>/<division>/<submitter>`` whole or not at all, and return it.
 
-        ConfigError: it exists and `force` is false, or a file cannot be read or written.
+        Raises ConfigError if it exists and `force` is false, or a file cannot be read or written.
         """
         target = output / self.division / self.submitter
         if target.exists() and not force:

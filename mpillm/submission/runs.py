@@ -140,7 +140,8 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read the run in `path`.
 
-    ConfigError: it is not a run directory of a workload, the run failed, or a submission has no place for it.
+    Raises ConfigError if it is not a run directory of a workload, the run failed, or a submission has no
+    place for it.
     """
     directory = RunDirectory.read(path)
     benchmark, scenario = place(
@@ -174,7 +175,7 @@ class Result:
         return next(iter(self.runs.values())).workload
 
     def forbidden(self, division: str) -> list[Problem]:
-        """What the rules forbid in its runs."""
+        """Return what the rules forbid in its runs."""
         closed = division == "closed"
         tiny = closed and any(run.directory.workload.scaled for run in self.runs.values())
         found = ["the model is a tiny one (--model_scale tiny)"] if tiny else []
@@ -184,7 +185,10 @@ class Result:
 
 
 def group(runs: Iterable[Run]) -> list[Result]:
-    """Return results by benchmark and scenario. ConfigError: two runs for one place, or runs that differ."""
+    """Return results by benchmark and scenario.
+
+    Raises ConfigError for two runs for one place, or runs that differ.
+    """
     results: dict[tuple[str, str], Result] = {}
     for run in runs:
         result = results.setdefault((run.benchmark, run.scenario), Result(run.benchmark, run.scenario))

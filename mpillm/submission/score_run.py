@@ -34,7 +34,7 @@ def read_accuracy_run(
 ) -> Answers:
     """Read the run's answers and references; options that are None come from the run.
 
-    ConfigError: something is missing, or does not belong to the run.
+    Raises ConfigError if something is missing, or does not belong to the run.
     """
     if not run.is_accuracy:
         raise ConfigError(

@@ -74,7 +74,7 @@ def openorca_gsm8k_mbxp(answers: Sequence[Answer], rows: Sequence[Row]) -> Score
 
 
 def long_context(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """Each sample by its metric: ROUGE-L, needle in a haystack, or question answering."""
+    """Return each sample by its metric: ROUGE-L, needle in a haystack, or question answering."""
     split, trained = rouge.splitter()
     texts = rouge.as_lines([answer.text for answer in answers], split)
     targets = rouge.as_lines([row["gt_output"] for row in rows], split)
@@ -108,7 +108,8 @@ METRICS: dict[Metric, Callable[[Sequence[Answer], Sequence[Row]], Scores]] = {
 def pass_at_1(completions: Sequence[Mapping[str, str]], evaluated: Mapping[str, Any]) -> float:
     """Return the percentage of completions that passed, from `evaluate_mbxp`'s ``evaluated_test.json``.
 
-    KeyError: a completion was not evaluated. Completions in languages that the reference skips do not count.
+    Raises KeyError if a completion was not evaluated. Completions in languages that the reference skips do
+    not count.
     """
     counted = [c for c in completions if c["lang"] in MBXP_LANGUAGES]
     return (

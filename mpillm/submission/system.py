@@ -37,7 +37,10 @@ _FOR_A_PERSON = (
 
 
 def system_description(run: Run, submitter: str, division: str, system_name: str) -> dict[str, Any]:
-    """Return the ``systems/<system>.json`` of `run`. ConfigError: unreadable files, or nodes that differ."""
+    """Return the ``systems/<system>.json`` of `run`.
+
+    Raises ConfigError for unreadable files, or nodes that differ.
+    """
     machine = _one_kind(run)
     cpu, gpus = machine["cpu"], machine["gpus"]
     n_gpus = max(Counter(worker["node"] for worker in run.workers).values()) if gpus else 0

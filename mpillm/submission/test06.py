@@ -95,7 +95,7 @@ def check_test06(answers: Sequence[LoggedAnswer], scenario: str, end_ids: Sequen
 
 
 def _begins_with_first(answer: LoggedAnswer) -> bool:
-    """An answer whose first token was never reported fails."""
+    """Fail an answer whose first token was never reported."""
     return (
         answer.first is not None
         and len(answer.first) > 0
@@ -112,7 +112,7 @@ def _end_tokens(answer: LoggedAnswer, end_ids: Sequence[int]) -> int:
 def verify(run: RunDirectory, end_ids: Sequence[int]) -> Test06:
     """Verify the TEST06 run in `run` and write its ``TEST06`` folder.
 
-    ConfigError: it is not such a run, it failed, or its log was cut.
+    Raises ConfigError if it is not such a run, it failed, or its log was cut.
     """
     detail = read_detail(run.path)
     if not is_test06(detail):

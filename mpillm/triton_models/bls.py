@@ -120,7 +120,7 @@ class TritonPythonModel:
             yield {"text_output": text["OUTPUT"], **{name: part[name] for name in _PASSED_ON if name in part}}
 
     def _ask(self, model: str, request_id: str, given: Tensors, wanted: list[str]) -> Iterator[Tensors]:
-        """The responses of another model. An error of it is raised."""
+        """Yield the responses of another model. An error of it is raised."""
         request = pb_utils.InferenceRequest(
             model_name=model,
             request_id=request_id,

@@ -148,7 +148,7 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 def _rows(tensors: Tensors) -> list[Tensors]:
-    """The inputs of each prompt of a request. Refused: they are not of one batch."""
+    """Return the inputs of each prompt of a request. Refused: they are not of one batch."""
     sizes = {len(value) for value in tensors.values()}
     if len(sizes) != 1:
         raise Refused(f"the inputs are of batches of {' and '.join(map(str, sorted(sizes)))}")

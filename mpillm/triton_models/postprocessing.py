@@ -24,7 +24,7 @@ class TritonPythonModel:
         self._keep_special = not as_bool(text_parameter(parameters, "skip_special_tokens") or "true")
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """A text for each beam of each answer."""
+        """Return a text for each beam of each answer."""
         responses = []
         for request in requests:
             given = inputs(request)

@@ -33,7 +33,7 @@ def as_text(value: Any) -> str:
 
 
 def inputs(request: Any) -> dict[str, NDArray[Any]]:
-    """Those of a request, by name, with the dimension of the batch."""
+    """Return those of a request, by name, with the dimension of the batch."""
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
@@ -49,7 +49,7 @@ class TritonPythonModel:
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """The responses, one for each request; an error for one leaves the others alone."""
+        """Return the responses, one for each request; an error for one leaves the others alone."""
         responses = []
         for request in requests:
             try:
@@ -93,7 +93,7 @@ class TritonPythonModel:
 
 
 def _column(value: NDArray[Any] | None, batch: int, default: int) -> NDArray[np.int32]:
-    """A number for each prompt."""
+    """Return a number for each prompt."""
     return (
         np.full((batch, 1), default, np.int32) if value is None else value.reshape(batch, 1).astype(np.int32)
     )

@@ -96,7 +96,7 @@ class Asked:
 
 
 def read(tensors: Tensors, exclude_input: bool) -> Asked:
-    """What one prompt asks for. `exclude_input`: unless the request says it. Refused."""
+    """Return what one prompt asks for. `exclude_input`: unless the request says it. Refused."""
     _refuse(tensors)
 
     def number(name: str, convert: Callable[[Any], Any], default: Any) -> Any:
@@ -150,7 +150,9 @@ def _asks(name: str, value: NDArray[Any]) -> bool:
 
 
 def word_list(value: NDArray[Any] | None) -> tuple[tuple[int, ...], ...]:
-    """The words of a list in TensorRT-LLM's form, shape [2, n]: tokens back to back; ends, then -1. Refused.
+    """Return the words of a list in TensorRT-LLM's form, shape [2, n]: tokens back to back; ends, then -1.
+
+    Raises Refused.
 
     [[7, 8, 9, 0], [1, 3, -1, -1]] are the words (7,) and (8, 9).
     """

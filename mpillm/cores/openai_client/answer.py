@@ -39,7 +39,10 @@ class Answer:
         return len(self.tokens) or len(self.times)
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take a piece of the body, read at `at`. AnswerError, ValueError: it is not part of an answer."""
+        """Take a piece of the body, read at `at`.
+
+        Raises AnswerError or ValueError if it is not part of an answer.
+        """
         if self._events is None:
             self._whole.append(data)
             return
@@ -47,7 +50,10 @@ class Answer:
             self._take(event, at)
 
     def finish(self, at: float) -> None:
-        """Take the end of the body. AnswerError, ValueError: the answer has not ended, or has no token."""
+        """Take the end of the body.
+
+        Raises AnswerError or ValueError if the answer has not ended, or has no token.
+        """
         if self._events is None:
             self._take(b"".join(self._whole), at)
         else:
@@ -95,7 +101,7 @@ class Answer:
 
 
 def error_text(message: Mapping[str, Any]) -> str:
-    """The message in an error's JSON, from any kind of server."""
+    """Return the message in an error's JSON, from any kind of server."""
     inner = message.get("error", message)
     if isinstance(inner, dict):
         inner = inner.get("message", inner)
@@ -105,7 +111,7 @@ def error_text(message: Mapping[str, Any]) -> str:
 
 
 def failure_text(status: int, reply: bytes) -> str:
-    """A reply that is not 200 OK, in a few words."""
+    """Return a reply that is not 200 OK, in a few words."""
     try:
         message = json.loads(reply)
     except ValueError:

@@ -32,7 +32,7 @@ class Listener(Protocol):
         """The first token of a streamed answer has arrived."""
 
     def on_done(self, call: Call) -> None:
-        """The answer is complete. AnswerError: it makes no sense; the call has then failed."""
+        """The answer is complete. Raises AnswerError if it makes no sense; the call has then failed."""
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
         """There will be no answer."""
@@ -266,11 +266,7 @@ class Client:
         self._watching = asyncio.get_running_loop().call_later(pause, self._watch)
 
     def _hangs(self, call: Call, now: float) -> bool:
-        """Whether an answer stopped in the middle, or has not begun although later requests were answered.
-
-        Servers begin requests in the order in which they come. So a request that only waits for its turn
-        does not count as hanging.
-        """
+        """Return whether an answer stopped in the middle, or has not begun although later ones have."""
         if call.endpoint is None or call not in call.endpoint.calls or not call.sent_at:
             return False
         if now - call.heard_at <= self._silence_s:
@@ -287,7 +283,7 @@ class Client:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """The seconds in Retry-After (RFC 9110, 10.2.3); None without them."""
+    """Return the seconds in Retry-After (RFC 9110, 10.2.3); None without them."""
     if retry_after is None:
         return None
     try:

@@ -36,7 +36,7 @@ class ClientThread:
         self.error = self.error or context.get("exception") or RuntimeError(context["message"])
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return or raise what `work` does. TimeoutError: after `timeout_s`."""
+        """Return or raise what `work` does. Raises TimeoutError after `timeout_s`."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
@@ -49,7 +49,7 @@ class ClientThread:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def cpu_s(self) -> float:
-        """CPU time that the thread has used."""
+        """Return the CPU time that the thread has used."""
         assert self._thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 

@@ -54,7 +54,7 @@ class Sampling:
 def body(
     dialect: Dialect, model: str, prompt: str | Sequence[int], sampling: Sampling, stream: bool
 ) -> bytes:
-    """The JSON of a completion request. ValueError for an option that the dialect lacks."""
+    """Return the JSON of a completion request. Raises ValueError for an option that the dialect lacks."""
     request: dict[str, Any] = {
         "model": model,
         "prompt": prompt,

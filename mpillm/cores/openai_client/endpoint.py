@@ -38,7 +38,7 @@ class Endpoint:
     """A server. Everything but the address belongs to the event loop's thread."""
 
     def __init__(self, url: str) -> None:
-        """`url`: host:port, or http(s)://host[:port][/path]. ValueError for another."""
+        """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for another."""
         self.url = url if "://" in url else f"http://{url}"
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -146,7 +146,10 @@ class Endpoint:
     async def fetch(
         self, method: str, path: str, timeout_s: float, body: bytes = b""
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Status, headers and body of the response to one request, over its own connection. HttpError."""
+        """Return the status, headers and body of the response to one request, over its own connection.
+
+        Raises HttpError.
+        """
         end = time.monotonic() + timeout_s
         connection = await self._connect()
         self._used.add(connection)

@@ -102,7 +102,7 @@ class _Statistics:
             waiting.clear()
 
     def values(self) -> dict[str, float]:
-        """Counts, and percentiles in milliseconds."""
+        """Return the counts , and percentiles in milliseconds."""
         result: dict[str, float] = dict(self.counts)
         for name in self._names:
             self._add_all(name)
@@ -214,7 +214,7 @@ class TrtllmEndpointCore(LLMCore):
             raise RunError(Failure(f"the HTTP client of {urls}: {error}", self.config.rank)) from None
 
     def warm_up_requests(self) -> Batch:
-        """A request for each server, with an answer that may end at once."""
+        """Return a request for each server, with an answer that may end at once."""
         rows = np.zeros(len(self._endpoints), REQUEST)
         rows["id"] = np.arange(len(rows))
         rows["n_tokens"] = 8
@@ -373,7 +373,7 @@ class TrtllmDisaggCore(TrtllmEndpointCore):
 
 
 def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> tuple[list[str], int]:
-    """The servers of one of `n_clients` clients, and how many requests it may have at each at once.
+    """Return the servers of one of `n_clients` clients, and how many requests it may have at each at once.
 
     Together the clients of a server have `at_once` there, or one each if that is more.
     """

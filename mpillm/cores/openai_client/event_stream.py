@@ -13,7 +13,10 @@ class EventStream:
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event that ends in `data`. ValueError for a line that is no event's."""
+        """Return the data of each event that ends in `data`.
+
+        Raises ValueError for a line that is no event's.
+        """
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         events: list[bytes] = []
@@ -22,7 +25,7 @@ class EventStream:
         return events
 
     def finish(self) -> list[bytes]:
-        """The data of an event that the end of the stream ends."""
+        """Return the data of an event that the end of the stream ends."""
         return self.feed(b"\n\n")
 
     def _take(self, line: bytes, events: list[bytes]) -> None:

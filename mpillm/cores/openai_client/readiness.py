@@ -23,7 +23,10 @@ _PROBE_IDS = [3] * 8  # as every model has them
 
 
 async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
-    """Wait until the server is healthy (`/health`, else `/v1/models`). EndpointError: after `deadline_s`."""
+    """Wait until the server is healthy (`/health`, else `/v1/models`).
+
+    Raises EndpointError after `deadline_s`.
+    """
     start = logged = time.monotonic()
     last = ""
     while True:
@@ -58,10 +61,7 @@ async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
 
 
 async def find_model(endpoint: Endpoint, wanted: str | None, model_path: str | None, timeout_s: float) -> str:
-    """The name of the model at this server: `wanted`, or the one that `model_path` means, or the only one.
-
-    EndpointError if it lists others, with the nearest match.
-    """
+    """Return the model's name at this server: `wanted`, or what `model_path` means there, or the only one."""
     where = f"{endpoint.url}/v1/models"
     try:
         status, _, reply = await endpoint.fetch("GET", "/v1/models", timeout_s)

@@ -138,7 +138,7 @@ class TritonGrpcCore(LLMCore):
                 raise self._failure(f"tritonserver {url} gave no token: {self._last_error}")
 
     def warm_up_requests(self) -> Batch:
-        """A request for each client, with an answer that may end at once."""
+        """Return a request for each client, with an answer that may end at once."""
         rows = np.zeros(len(self._streams), REQUEST)
         rows["id"] = np.arange(len(rows))
         rows["n_tokens"] = 8
@@ -151,7 +151,7 @@ class TritonGrpcCore(LLMCore):
         self._began()
 
     def statistics(self) -> dict[str, float]:
-        """Clients, the channels under them, and requests that a server has answered with an error."""
+        """Return clients, the channels under them, and requests that a server has answered with an error."""
         return {"clients": len(self._streams), "channels": len(self._channels), "errors": self._errors}
 
     def metrics(self) -> Metrics:

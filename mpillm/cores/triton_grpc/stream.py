@@ -25,7 +25,7 @@ _END_S = 5.0
 
 
 def open_channel(url: str, index: int) -> grpc.Channel:
-    """A connection of its own. `index`: channels with equal arguments would share one."""
+    """Return a connection of its own. `index`: channels with equal arguments would share one."""
     return grpc.insecure_channel(
         url,
         [
@@ -85,7 +85,7 @@ class Stream:
 
 
 def error_text(error: grpc.RpcError) -> str:
-    """What has happened to a call, in a line."""
+    """Return what has happened to a call, in a line."""
     if not isinstance(error, grpc.Call):
         return str(error)
     text = f"{error.code().name}: {error.details()}"

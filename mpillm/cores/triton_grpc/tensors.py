@@ -28,7 +28,7 @@ class Wanted(NamedTuple):
 
 
 def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) -> Any:
-    """A ModelInferRequest. The last response will say that it is the last."""
+    """Return a ModelInferRequest. The last response will say that it is the last."""
     greedy = wanted.temperature == 0
     values: dict[str, NDArray[Any]] = {
         "input_ids": prompt.astype(np.int32, copy=False),
@@ -52,7 +52,7 @@ def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) 
 
 
 def stop_of(model: str, id_: str) -> Any:
-    """A request that ends the one of this id, and is itself answered by an empty last response."""
+    """Return a request that ends the one of this id, and is itself answered by an empty last response."""
     one = np.ones(1, np.int32)
     return _message(
         model,
@@ -74,7 +74,10 @@ def _message(model: str, id_: str, values: dict[str, NDArray[Any]]) -> Any:
 
 
 def word_list(words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Words in TensorRT-LLM's form, shape [2, n]: their tokens back to back; where each ends, then -1."""
+    """Return words in TensorRT-LLM's form, int32 [2, n].
+
+    The first row has their tokens back to back, the second where each ends, then -1.
+    """
     tokens = [token for word in words for token in word]
     listed = np.full((2, len(tokens)), -1, np.int32)
     listed[0] = tokens
@@ -83,12 +86,15 @@ def word_list(words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
 
 
 def is_last(response: Any) -> bool:
-    """Whether a ModelInferResponse is a request's last."""
+    """Return whether a ModelInferResponse is a request's last."""
     return bool(response.parameters["triton_final_response"].bool_param)
 
 
 def tokens_of(response: Any) -> list[int]:
-    """The tokens of the first beam in a ModelInferResponse. ValueError: there is no such tensor."""
+    """Return the tokens of the first beam in a ModelInferResponse.
+
+    Raises ValueError if there is no such tensor.
+    """
     raw = {
         output.name: np.frombuffer(content, np.int32)
         for output, content in zip(response.outputs, response.raw_output_contents, strict=True)

@@ -31,7 +31,7 @@ class Model(NamedTuple):
 
 
 def until_ready(url: str, channel: grpc.Channel, deadline_s: float) -> None:
-    """Wait until the server and all its models are ready. TritonError: after `deadline_s`."""
+    """Wait until the server and all its models are ready. Raises TritonError after `deadline_s`."""
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
     start = logged = time.monotonic()
     last = "it was not asked"
@@ -53,7 +53,10 @@ def until_ready(url: str, channel: grpc.Channel, deadline_s: float) -> None:
 
 
 def find_models(url: str, channel: grpc.Channel, wanted: str | None, timeout_s: float) -> list[Model]:
-    """The models that requests go to: `wanted`, or all that take tokens. TritonError: there is none."""
+    """Return the models that requests go to: `wanted`, or all that take tokens.
+
+    Raises TritonError if there is none.
+    """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
     def ask(method: Any, request: Any) -> Any:

@@ -114,7 +114,7 @@ class TrtllmHlApiCore(LLMCore):
             )
 
     def _arguments(self) -> dict[str, Any]:
-        """The arguments of `LLM`. TensorRT-LLM refuses, by name, a flag that it does not have."""
+        """Return the arguments of `LLM`. TensorRT-LLM refuses, by name, a flag that it does not have."""
         config, api = self.config, importlib.import_module("tensorrt_llm.llmapi")
         pytorch = self._harness.backend_type == "pytorch"
         cache = {

@@ -79,7 +79,7 @@ def no_engines(config: CoreConfig) -> ConfigError:
 
 
 def engine_limits(config: CoreConfig, engine: EngineConfig) -> Limits:
-    """The limits of an engine of `trtllm-build`; without chunked context a prompt must fit into one step."""
+    """Return the limits of an engine; without chunked context a prompt must fit into one step."""
     build = engine.build_config
     longest = None if config.enable_chunked_context else min(config.max_num_tokens, build.max_num_tokens)
     return Limits(
@@ -91,7 +91,10 @@ def engine_limits(config: CoreConfig, engine: EngineConfig) -> Limits:
 
 @about("core_type", "model_path")
 def folder_limits(config: CoreConfig) -> Limits:
-    """The limits of the model in a Hugging Face folder. ConfigError: `config` names no folder."""
+    """Return the limits of the model in a Hugging Face folder.
+
+    Raises ConfigError if `config` names no folder.
+    """
     path = Path(config.model_path or "")
     if not config.model_path or not (path / "config.json").is_file():
         which = f", which {path} is not" if config.model_path else ""
@@ -107,9 +110,9 @@ def folder_limits(config: CoreConfig) -> Limits:
 
 
 def end_ids(config: CoreConfig) -> tuple[int, ...]:
-    """The tokens that end an answer: those of the options, else those of the model's folder.
+    """Return the tokens that end an answer: those of the options, else those of the model's folder.
 
-    An engine has none of its own. ConfigError: no option or file names them.
+    An engine has none of its own. Raises ConfigError if no option or file names them.
     """
     if config.end_ids is not None:
         return config.end_ids
@@ -125,7 +128,10 @@ def end_ids(config: CoreConfig) -> tuple[int, ...]:
 
 
 def sampling(row: np.void) -> dict[str, Any]:
-    """How a REQUEST row is sampled, by names that both have. Greedy is top_k 1; what is off is left out."""
+    """Return how a REQUEST row is sampled, by names that both have.
+
+    Greedy is top_k 1; what is off is left out.
+    """
     chosen: dict[str, Any] = {"top_k": 1}
     if row["temperature"] > 0:
         chosen = {"temperature": float(row["temperature"]), "seed": int(row["seed"])}
@@ -139,12 +145,12 @@ def sampling(row: np.void) -> dict[str, Any]:
 
 
 def ends_of(row: np.void, ends: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end this answer, of the model's: at least one, NO_END if none does."""
+    """Return the tokens that end this answer, of the model's: at least one, NO_END if none does."""
     return (NO_END,) if row["flags"] & RequestFlag.IGNORE_END or not ends else ends
 
 
 def stops(config: CoreConfig, row: np.void, ends: tuple[int, ...]) -> list[list[int]]:
-    """What ends an answer, beside its first end token: other end tokens and stop words, as tokens."""
+    """Return what ends an answer, beside its first end token: other end tokens and stop words, as tokens."""
     words = () if row["flags"] & RequestFlag.IGNORE_STOP else config.stop_words
     return [
         *([end] for end in ends_of(row, ends)[1:]),
@@ -158,7 +164,10 @@ def others(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def streams(row: np.void, first_token_times: bool) -> bool:
-    """Whether tokens are asked for as they come. RuntimeError for a request that is to be handed over."""
+    """Return whether tokens are asked for as they come.
+
+    Raises RuntimeError for a request that is to be handed over.
+    """
     if row["generation"] != NO_INSTANCE:
         raise RuntimeError("TensorRT-LLM's cores hand over no KV cache")
     return first_token_times or bool(row["flags"] & RequestFlag.STREAM)
@@ -186,7 +195,7 @@ class Answers:
         self.ended = 0  # requests
 
     def __len__(self) -> int:
-        """How many requests are open."""
+        """Return how many requests are open."""
         return len(self._open)
 
     def begin(self, requests: Batch) -> None:
@@ -194,7 +203,7 @@ class Answers:
             self._open[id_] = _Open(bool(flags & RequestFlag.STREAM))
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
-        """Those of `ids` that are open. The last answer to each becomes its CANCELLED row."""
+        """Return those of `ids` that are open. The last answer to each becomes its CANCELLED row."""
         mine = [id_ for id_ in ids if id_ in self._open]
         for id_ in mine:
             self._open[id_].cancelled = True

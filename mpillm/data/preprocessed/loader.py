@@ -41,7 +41,10 @@ class PreprocessedLoader(LLMDataLoader):
     """A preprocessed data set: a folder with the arrays, or a data frame (or its folder)."""
 
     def __init__(self, path: Path, columns: Columns | None = None, frame_file: str | None = None) -> None:
-        """`frame_file`: the data frame's name in a folder without arrays. ConfigError if neither is there."""
+        """`frame_file`: the data frame's name in a folder without arrays.
+
+        Raises ConfigError if neither is there.
+        """
         self._columns = columns or Columns()
         self._arrays: Path | None = None  # the folder
         self._frame: Path | None = None

@@ -229,7 +229,7 @@ def _block(values: Any, places: Any, _: int = 2) -> tuple[NDArray[Any], Any]:
 
 
 def _index(kind: str, values: Any) -> Any:
-    """The labels of an axis."""
+    """Return the labels of an axis."""
     if kind == "RangeIndex":
         return range(values["start"], values["stop"], values["step"])
     return _block(values["data"], slice(None))[0]

@@ -58,7 +58,7 @@ class PrefixCache(BlockAllocator):
                 super().give_back([block])
 
     def take_known(self, sequence: Sequence) -> list[int]:
-        """Take the known blocks after its cached tokens; never all, because its last token must be computed."""
+        """Take the known blocks after its cached tokens; never all: the last token must be computed."""
         if sequence.n_cached % self._tokens_per_block:
             return []
         blocks: list[int] = []

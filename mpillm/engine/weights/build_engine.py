@@ -39,8 +39,8 @@ def build(
 
     `dtype` and `quantization` as for a run. `config.json` keeps `build_config` for runs of the engine. One
     matrix is in memory at a time, and `target` appears when it is complete. Returns its `config.json`;
-    `progress` gets a line for each file. Raises ConfigError as `model_info`, if `target` exists (without `overwrite`),
-    or if the disk is full.
+    `progress` gets a line for each file. Raises ConfigError as `model_info`, if `target` exists (without
+    `overwrite`), or if the disk is full.
     """
     target = Path(target)
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("ep_size", ep_size)):

@@ -43,7 +43,10 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file, for its digest
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Read a safetensors file's header and compare it with the file's size. ConfigError if it is damaged."""
+    """Read a safetensors file's header and compare it with the file's size.
+
+    Raises ConfigError if it is damaged.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -52,7 +52,7 @@ class LLMResponse:
 
 
 def warm_up_requests(n: int) -> list[LLMRequest]:
-    """Requests for a warm-up: random small token ids, the same each time."""
+    """Return requests for a warm-up: random small token ids, the same each time."""
     prompts = np.random.default_rng(0).integers(1, 100, (n, _WARM_UP_TOKENS)).tolist()
     return [LLMRequest(i, prompt) for i, prompt in enumerate(prompts)]
 
@@ -144,7 +144,7 @@ class LLMCore(ABC):
         )
 
     def get_num_warmup_iters(self) -> int:
-        """How many requests warm this core up. Optional."""
+        """Return how many requests warm this core up. Optional."""
         return 10
 
     def _cleanup_resources(self) -> None:  # noqa: B027 - optional
@@ -190,7 +190,7 @@ class LLMCore(ABC):
             self.flush()
 
     def enqueue(self, queries: list[LLMRequest]) -> int:
-        """Submit requests; return how many. RuntimeError: the core has failed, or was stopped."""
+        """Submit requests; return how many. Raises RuntimeError if the core has failed, or was stopped."""
         self.check()
         if self.stop_work.is_set():
             raise RuntimeError(f"core {self.name} was stopped and takes no more requests")
@@ -205,11 +205,11 @@ class LLMCore(ABC):
         return len(queries)
 
     def get_num_pending_samples(self) -> int:
-        """The number of open requests."""
+        """Return the number of open requests."""
         return len(self._open)
 
     def check(self) -> None:
-        """RuntimeError: the response thread has failed."""
+        """Raise RuntimeError if the response thread has failed."""
         if self.error is not None:
             raise RuntimeError(
                 f"core {self.name} failed: {type(self.error).__name__}: {self.error}"
