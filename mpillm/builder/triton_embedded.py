@@ -38,7 +38,7 @@ from mpillm.triton_models.{module} import TritonPythonModel
 
 
 def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[str, str]]:
-    """Return the folder of the engine or model, its limits, a model's GPUs, and `config.pbtxt`'s parameters."""
+    """Return the engine's or model's folder, its limits, a model's GPUs, and `config.pbtxt`'s parameters."""
     if not config.model_path:
         raise ConfigError(f"triton_backend:{PYTHON} needs --model_path", about=["model_path"])
     for name in ("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism"):

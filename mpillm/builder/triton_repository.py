@@ -110,7 +110,7 @@ class TritonLayout:
 def triton_layout(
     scenario: str, gpus_per_model: int, n_servers: int | None, models_per_server: int | None
 ) -> TritonLayout:
-    """Return the numbers as given, or by this node's GPUs: Offline one server for all models, else one each."""
+    """Return the numbers as given, or by the GPUs: Offline one server for all models, else one for each."""
     gpus = visible_gpus()
     models = max(1, len(gpus) // gpus_per_model) if gpus else None
     if n_servers is None and models_per_server is None:

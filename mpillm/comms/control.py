@@ -248,7 +248,7 @@ class Rank0Control:
         return sorted({*self.dead(), *self.silent()})
 
     def settle(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-        """Return the failures to report: `failures` and those of the next moment, without mere consequences."""
+        """Return the failures to report: `failures` and those of the next moment, no mere consequences."""
         # Whoever interrupted rank 0 may kill it in a moment: mpirun does so when it has lost a rank.
         end = time.monotonic() + (_SETTLE_S if not failures[0].interrupted else _SETTLE_S / 10)
         while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:

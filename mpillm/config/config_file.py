@@ -268,7 +268,7 @@ def _run(path: str, text: str) -> types.ModuleType:
 
 
 def _lines(file: str) -> dict[tuple[str, str], int]:
-    """Return the lines of classes, by (name, ""), and of the attributes that they set, by (class, attribute)."""
+    """Return the lines of classes, by (name, ""), and of attributes that they set, by (class, attribute)."""
     lines: dict[tuple[str, str], int] = {}
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8-sig"))):
         if isinstance(node, ast.ClassDef):

@@ -47,7 +47,7 @@ def _half(config: RunConfig, section: str) -> DisaggConfig:
 
 
 def generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
-    """Return the instances that the options make without a YAML, for `world_size` ranks or as needed (None)."""
+    """Return the instances that the options make without a YAML: for `world_size` ranks, or as needed."""
     try:
         return disagg.generate(
             config.mode,

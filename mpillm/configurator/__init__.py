@@ -286,7 +286,7 @@ def _parameters(cls: type) -> tuple[Collection[str], bool]:
 
 
 def bound_fields(cls: type) -> dict[Field, str]:
-    """Return the parameter that each field is bound to: in `cls`, and in bases if its `__init__` takes that."""
+    """Return the parameter of each field: in `cls`, and in its bases if its `__init__` takes that."""
     names, _ = _parameters(cls)
     bound: dict[Field, str] = dict(vars(cls).get("_bound_fields", {}))
     for base in cls.__mro__[1:]:

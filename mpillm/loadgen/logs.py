@@ -40,7 +40,7 @@ class LoggedAnswer:
 
 
 def read_detail(directory: Path) -> dict[str, Any]:
-    """Return the values of ``mlperf_log_detail.txt`` by key, the last of a repeated one; {} without a file."""
+    """Return the values of ``mlperf_log_detail.txt`` by key, the last of a repeated one; {} without it."""
     return {entry["key"]: entry["value"] for entry in _entries(directory / DETAIL)}
 
 

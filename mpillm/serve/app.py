@@ -377,7 +377,7 @@ async def _on_expect(request: web.Request) -> web.Response | None:
 
 
 def _without_what_is_no_http(record: logging.LogRecord) -> bool:
-    """Answer a client that sends no HTTP with 400, without a traceback in the log: the server has not failed."""
+    """Answer a client that sends no HTTP with 400. It is no error of the server: no traceback in its log."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.levelno, record.levelname = logging.INFO, "INFO"
