@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": "show what would run where, without MPI",
     "generate-engines": "quantise a model and build its engine",
     "generate-triton-config": "write Triton model repositories for an engine",
+    "fill-template": "fill the placeholders of a Triton model's config.pbtxt",
     "generate-disagg-config": "write a disaggregation YAML from options",
     "run-llm-server": "start the servers that a core needs, and wait until they end",
     "run-harness": "run a test for each workload and scenario named",
@@ -43,8 +44,6 @@ _BUILD = "generate-engines runs it with the options in --trtllm_build_flags"
 _THEIRS = {
     **dict.fromkeys(("convert-checkpoint", "quantize"), _CHECKPOINT),
     **dict.fromkeys(("trtllm-build", "build"), _BUILD),
-    "fill-template": "generate-triton-config writes each config.pbtxt;"
-    " the template's parameters are keys of --trtllm_runtime_flags",
     "launch-triton-server": "run-llm-server --harness_type=triton starts it",
     "tritonserver": "run-llm-server --harness_type=triton starts it",
     "trtllm-serve": "run-llm-server starts it with --core_type=trtllm_endpoint or trtllm_disagg",

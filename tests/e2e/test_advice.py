@@ -91,7 +91,8 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"(.* )?make (generate|run)_.*": Elsewhere(
         "tests/e2e/test_pipeline.py and tests/unit/commands/test_pipeline_page.py"
     ),
-    r".* fill_template.py .*": Elsewhere("tests/unit/commands/test_reference_commands.py"),
+    r".* fill-template .*": Elsewhere("a template must be there: tests/unit/commands/test_fill_template.py"),
+    r".* trtllm-build .*": Elsewhere("tests/unit/commands/test_reference_commands.py"),
     r".* fetch-model .*": Elsewhere("a download: tests/unit/models/test_models.py"),
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
     r"srun .*": Parsed("there is no Slurm here"),
@@ -221,7 +222,7 @@ def test_the_names_of_commands() -> None:
         for advice in ADVICE
         if (match := re.match(r".*-m mpillm (bench [a-z]+|[a-z-]+)", advice.text))
     }
-    assert named <= {*command_names(), "fill"}, named - {*command_names()}
+    assert named <= {*command_names(), "trtllm-build"}, named - {*command_names()}
 
 
 def test_commands_in_messages_stand_between_backticks() -> None:

@@ -130,10 +130,6 @@ SAYS = {
         "build.py --model_dir llama --dtype bfloat16 --use_inflight_batching --output_dir engine",
         _RUNS,
     ),
-    "fill_template": (
-        "fill_template.py -i tensorrt_llm/config.pbtxt enable_trt_overlap:True",
-        "generate-triton-config writes each config.pbtxt",
-    ),
     "hf_lora_convert": (
         "hf_lora_convert.py -i adapter -o weights --storage-type float16",
         "LoRA is not built",

@@ -1,0 +1,90 @@
+"""``python -m mpillm fill-template``: values for the placeholders of a `config.pbtxt`.
+
+It takes the words of `tools/fill_template.py` of TensorRT-LLM's backend for Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import Template
+
+from disagg.errors import ConfigError, nearest
+from mpillm.errors import ExitCode
+from mpillm.files import as_writable, write_text
+
+# Placeholders that get these values where nobody gives another.
+_DEFAULTS = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
+_FORM = "name:value,name:value (a backslash before a comma or colon that is part of a value)"
+
+
+def split(text: str, delimiter: str) -> list[str]:
+    r"""The parts of a text between delimiters. A backslash makes the next character a plain one.
+
+    One level of backslashes goes with each call.
+    """
+    parts, is_plain = [""], False
+    for character in text:
+        if is_plain or character not in (delimiter, "\\"):
+            parts[-1] += character
+            is_plain = False
+        elif character == delimiter:
+            parts.append("")
+        else:
+            is_plain = True
+    return parts
+
+
+def placeholders(text: str) -> list[str]:
+    """The names of a template's placeholders, ``${name}`` or ``$name``, each once."""
+    found = (match["named"] or match["braced"] for match in Template.pattern.finditer(text))
+    return [*dict.fromkeys(name for name in found if name)]
+
+
+def substitutions(text: str) -> dict[str, str]:
+    """Values by the names of placeholders. ConfigError: they are not of the form."""
+    values = {}
+    for part in split(text, ","):
+        pair = split(part, ":")
+        if len(pair) != 2:
+            raise ConfigError(f"fill-template: '{part}' is no substitution: expected {_FORM}")
+        values[pair[0]] = pair[1]
+    return values
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """The text with values in the place of placeholders; those without a value stay."""
+    return Template(text).safe_substitute(_DEFAULTS | dict(values))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the filled file, or write it in its place. ConfigError: a name is not in the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mpillm fill-template",
+        description="Fill the placeholders of a config.pbtxt, as fill_template.py of TensorRT-LLM's backend.",
+        epilog="example:\n  python -m mpillm fill-template -i tensorrt_llm/config.pbtxt"
+        " triton_max_batch_size:4,decoupled_mode:false",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file_path", type=Path, help="the file")
+    parser.add_argument("substitutions", help=_FORM)
+    parser.add_argument("-i", "--in_place", "--in-place", action="store_true", help="write the file")
+    words = parser.parse_args(argv)
+    text = words.file_path.read_text(encoding="utf-8")
+    values = substitutions(words.substitutions)
+    known = placeholders(text)
+    for name in values:
+        if name not in text:
+            listed = f"; it has: {', '.join(known)}" if known else "; it has none"
+            raise ConfigError(
+                f"fill-template: {words.file_path} has no placeholder '{name}'{nearest(name, known)}{listed}"
+            )
+    filled = fill(text, values)
+    if words.in_place:
+        with as_writable(words.file_path):
+            write_text(words.file_path, filled)
+    else:
+        print(filled)
+    return ExitCode.DONE
