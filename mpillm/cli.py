@@ -30,11 +30,13 @@ COMMANDS = {
     "generate-disagg-config": "write a disaggregation YAML from options",
     "run-llm-server": "start the servers that a core needs, and wait until they end",
     "run-harness": "run a test for each workload and scenario named",
+    "triton-client": "send requests to a Triton server, and print the answers",
+    "e2e-test": "check and time the models around an engine behind Triton",
     "accuracy": "score the answers of an accuracy run",
     "compliance": "check a run of compliance test TEST06",
     "submission": "arrange runs as a submission to MLPerf Inference",
     "fetch-model": "fetch a small real model",
-    "bench": "measure: bench routing, engine, load, dataset, agreement, handoff",
+    "bench": "measure: bench routing, engine, core-model, load, dataset, agreement, handoff",
 }
 """What each command does. `module_of` says where it is."""
 
@@ -48,10 +50,10 @@ _THEIRS = {
     "tritonserver": "run-llm-server --harness_type=triton starts it",
     "trtllm-serve": "run-llm-server starts it with --core_type=trtllm_endpoint or trtllm_disagg",
     "hf-lora-convert": "LoRA is not built in this version",
-    **dict.fromkeys(
-        ("inflight-batcher-llm-client", "end-to-end-grpc-client", "end-to-end-test", "benchmark-core-model"),
-        "a client of Triton is not built in this version",
-    ),
+    "inflight-batcher-llm-client": "`python -m mpillm triton-client tokens` takes its options",
+    "end-to-end-test": "`python -m mpillm e2e-test` takes its options",
+    "benchmark-core-model": "`python -m mpillm bench core-model` takes its options",
+    "end-to-end-grpc-client": "`python -m mpillm triton-client text` takes its options",
 }
 
 

@@ -12,6 +12,7 @@ from mpillm.errors import ExitCode
 BENCHES = {
     "routing": "what everything around the model costs, with dummy cores",
     "endpoint": "a load test of a server over HTTP, reported as `vllm bench serve` does",
+    "core-model": "load on the engine's model behind Triton, as benchmark_core_model.py puts it",
     "http": "what HTTP costs beside the same work through MPI, with cores of zero cost",
     "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
     "table": "whole runs beside the throughput that TensorRT-LLM publishes for one H200",
@@ -45,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
     name, *words = argv
     if name not in _ON_RANKS:
         refuse_copies(f"bench {name}")
-    bench = importlib.import_module(f"mpillm.bench.bench_{name}")
+    bench = importlib.import_module(f"mpillm.bench.bench_{name.replace('-', '_')}")
+    if hasattr(bench, "words_of"):  # words of a script that stand among the options
+        words = bench.words_of(words)
     parser = Parser(prog=f"mpillm bench {name}", description=bench.DESCRIPTION, epilog=bench.EPILOG)
     if name in _ON_RANKS:
         return run_on_ranks(words, bench.Options, parser, bench.main, bench.N_RANKS)

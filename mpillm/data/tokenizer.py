@@ -162,6 +162,12 @@ class FileTokenizer:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not keep_special)
 
 
+def special_tokens(model_path: Path) -> dict[str, str]:
+    """The texts of the special tokens that a folder names, as ``eos_token``. ConfigError."""
+    settings = _read_settings(model_path)
+    return {name: str(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
+
+
 def _read_settings(model_path: Path) -> dict[str, Any]:
     """Read `tokenizer_config.json` over the older `special_tokens_map.json`; special tokens as text."""
     settings: dict[str, Any] = {}

@@ -109,6 +109,12 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench endpoint --null": Elsewhere(
         "20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"
     ),
+    r".* (triton-client|e2e-test|bench core-model) .*": Elsewhere(
+        "a tritonserver must be there: tests/e2e/test_triton_clients.py"
+    ),
+    r"python -m mpillm (triton-client (tokens|text)|e2e-test|bench core-model)": Elsewhere(
+        "names of commands, in messages: tests/unit/commands/test_reference_commands.py"
+    ),
     r".* bench http --peers .*": Elsewhere("other people's programs must be there: make test-peers"),
     r".* bench http": Typed(
         "--repeats 1 --parts streams,clients --requests 400", says="tokens/s.*\\n.*trtllm_endpoint"
@@ -220,7 +226,7 @@ def test_the_names_of_commands() -> None:
     named = {
         match[1]
         for advice in ADVICE
-        if (match := re.match(r".*-m mpillm (bench [a-z]+|[a-z-]+)", advice.text))
+        if (match := re.match(r".*-m mpillm (bench [a-z-]+|[a-z0-9-]+)", advice.text))
     }
     assert named <= {*command_names(), "trtllm-build"}, named - {*command_names()}
 
@@ -243,7 +249,10 @@ def test_options_in_messages_exist() -> None:
     # those of single commands
     for path in (path for package in ("launch", "mpillm") for path in (ROOT / package).rglob("*.py")):
         known.update(
-            re.findall(r'(?:Field\(|add_argument\()\s*"-*([a-z_]+)"', path.read_text(encoding="utf-8"))
+            re.findall(
+                r'(?:Field\(|add_argument\(|\badd\(|Given\()\s*(?:"-\w",\s*)?"-*([a-z_]+)"',
+                path.read_text(encoding="utf-8"),
+            )
         )
     sentences = [(where, text) for where, text in strings() if " " in text]
     named = {

@@ -98,7 +98,8 @@ def _built(flag: str, words: str) -> tuple[str, str]:
 
 _OTHER_MODELS = "the repository has only the tensorrt_llm model"
 _RUNS = "generate-engines runs it"
-_CLIENT = "a client of Triton is not built in this version"
+_TOKENS = "`python -m mpillm triton-client tokens` takes its options"
+_CORE_MODEL = "`python -m mpillm bench core-model` takes its options"
 SAYS = {
     "disaggregation: the test before its YAML": (
         f"run_harness {DISAGG}",
@@ -136,30 +137,36 @@ SAYS = {
     ),
     "the client of one request": (
         "inflight_batcher_llm_client.py --request-output-len 200 --tokenizer-dir llama",
-        _CLIENT,
+        _TOKENS,
     ),
     "early stopping": (
         "inflight_batcher_llm_client.py --stop-after-ms 200 --request-output-len 200",
-        _CLIENT,
+        _TOKENS,
     ),
     "the client's logits": (
         "inflight_batcher_llm_client.py --return-context-logits --return-generation-logits",
-        _CLIENT,
+        _TOKENS,
     ),
     "the client's adapters": (
         "inflight_batcher_llm_client.py --top-k 0 --top-p 0.5 --text x --lora-path weights",
-        _CLIENT,
+        _TOKENS,
     ),
-    "the client of a batch": ('end_to_end_grpc_client.py -o 5 -p ["a","b"] --batch-inputs', _CLIENT),
-    "end to end": ("end_to_end_test.py --dataset prompts.json", _CLIENT),
+    "the client of a batch": (
+        'end_to_end_grpc_client.py -o 5 -p ["a","b"] --batch-inputs',
+        "`python -m mpillm triton-client text` takes its options",
+    ),
+    "end to end": (
+        "end_to_end_test.py --dataset prompts.json",
+        "`python -m mpillm e2e-test` takes its options",
+    ),
     "a benchmark of a data set": (
         "benchmark_core_model.py -i grpc --request_rate 10 dataset --dataset prompts.json",
-        _CLIENT,
+        _CORE_MODEL,
     ),
     "a benchmark of lengths": (
         "benchmark_core_model.py -i grpc --request_rate 10 token_norm_dist --input_mean 128 --input_stdev 5"
         " --output_mean 20",
-        _CLIENT,
+        _CORE_MODEL,
     ),
     "the template of preprocessing": (
         f"generate_triton_config {ENGINE}"

@@ -1,0 +1,35 @@
+"""``python -m mpillm triton-client``: requests to a Triton server, as NVIDIA's client scripts send them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from disagg.errors import ConfigError, nearest
+from mpillm.errors import ExitCode
+
+_CLIENTS = {
+    "tokens": "a request to tensorrt_llm: inflight_batcher_llm_client.py",
+    "text": "prompts to ensemble or tensorrt_llm_bls: end_to_end_grpc_client.py",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the client that is named, with the options after its name."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m mpillm triton-client tokens|text [options]\n")
+        for name, description in _CLIENTS.items():
+            print(f"  {name:<6}  {description}")
+        return ExitCode.DONE
+    name, *words = argv
+    if name not in _CLIENTS:
+        raise ConfigError(f"no client '{name}'{nearest(name, _CLIENTS)}; there are: {', '.join(_CLIENTS)}")
+    try:
+        client = importlib.import_module(f"mpillm.triton_client.{name.removesuffix('s')}_client")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "mpillm":
+            raise
+        raise ConfigError(
+            f"triton-client needs the package '{error.name}': pip install 'mpillm[triton]'"
+        ) from error
+    return int(client.run(words))

@@ -1,0 +1,99 @@
+"""Requests to a tritonserver over HTTP: KServe's JSON, and Triton's `generate` and `generate_stream`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from mpillm.triton_client.connection import AnswerError, Response, Tensors
+
+_KINDS = {"i4": "INT32", "f4": "FP32", "u8": "UINT64", "b1": "BOOL", "O": "BYTES"}
+_TYPES: Mapping[str, Any] = {
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP32": np.float32,
+    "UINT64": np.uint64,
+    "BOOL": np.bool_,
+    "BYTES": object,
+}
+
+
+class HttpConnection:
+    """A context: a connection that is kept open, for one request at a time."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """`timeout_s`: the longest silence of the server."""
+        self.url = url
+        self._connection = http.client.HTTPConnection(url, timeout=timeout_s)
+
+    def __enter__(self) -> HttpConnection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+
+    def ask(
+        self, model: str, tensors: Tensors, outputs: Sequence[str] = (), request_id: str = ""
+    ) -> Iterator[Response]:
+        """The response to a request. AnswerError: it failed, or the model is decoupled."""
+        body: dict[str, Any] = {
+            "id": request_id,
+            "inputs": [
+                {
+                    "name": name,
+                    "shape": [*value.shape],
+                    "datatype": _KINDS[value.dtype.str[1:]],
+                    "data": value.reshape(-1).tolist(),
+                }
+                for name, value in tensors.items()
+            ],
+        }
+        if outputs:
+            body["outputs"] = [{"name": name} for name in outputs]
+        answer = json.loads(self._post(f"{model}/infer", body).read())
+        yield {
+            output["name"]: _array(output["data"], output["datatype"]).reshape(output["shape"])
+            for output in answer["outputs"]
+        }
+
+    def generate(self, model: str, values: Mapping[str, Any], stream: bool) -> Iterator[dict[str, Any]]:
+        """The answer of `generate`, or those of `generate_stream` as they come. AnswerError."""
+        response = self._post(f"{model}/generate{'_stream' if stream else ''}", values)
+        if not stream:
+            yield json.loads(response.read())
+            return
+        while line := response.readline():
+            if line.startswith(b"data:"):
+                part = json.loads(line[5:])
+                if "error" in part:
+                    raise AnswerError(part["error"])
+                yield part
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
+        try:
+            self._connection.request("POST", f"/v2/models/{path}", json.dumps(body))
+            response = self._connection.getresponse()
+            if response.status == http.HTTPStatus.OK:
+                return response
+            text = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise AnswerError(f"{self.url}: {type(error).__name__}: {error}") from None
+        try:
+            said = json.loads(text)["error"]
+        except (ValueError, KeyError, TypeError):
+            said = text
+        raise AnswerError(f"{self.url}: HTTP {response.status}: {said}")
+
+
+def _array(data: Sequence[Any], kind: str) -> Any:
+    if kind == "BYTES":
+        return np.array([text.encode() for text in data], object)
+    return np.array(data, _TYPES[kind])
