@@ -83,10 +83,12 @@ class Service:
                 web.get("/v1/models/{model:.+}", self._model),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
-                web.get("/perf_metrics", self._perf_metrics),
                 web.get("/version", self._version),
+                *self.perf_metrics.routes(),
             ]
         )
+        if self._half is not None:
+            app.router.add_get("/server_info", self._half.server_info)
         return app
 
     # --- around every route ---
@@ -184,9 +186,6 @@ class Service:
             gauges["kv_cache_usage_perc"] = usage
         text = self.metrics.text(self._served.names[0], gauges)
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    async def _perf_metrics(self, request: web.Request) -> web.Response:
-        return web.json_response(self.perf_metrics.take())
 
     # --- answers ---
 
@@ -331,7 +330,8 @@ class Service:
         """Count an answer that has ended for its client."""
         self.metrics.finished(choice.answer, reason, choice.n_tokens)
         if self.perf_metrics.wanted and reason in ("stop", "length"):
-            self.perf_metrics.add(_request_id.get(), _came_at.get(), choice.answer)
+            ctx_request_id = None if self._half is None else self._half.ctx_request_id(choice)
+            self.perf_metrics.add(_request_id.get(), _came_at.get(), choice.answer, ctx_request_id)
 
     async def _stream(
         self, request: web.Request, asked: Asked, shapes: Shapes, choices: list[Choice]

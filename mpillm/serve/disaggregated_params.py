@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from aiohttp import web
+
 from mpillm.comms.kv_socket import CacheLost, KvStore, fetch
 from mpillm.comms.messages import RequestFlag
 from mpillm.roles.half import Arrival
@@ -106,13 +108,25 @@ class Half:
         flag = RequestFlag.CONTEXT_ONLY if self.is_context else RequestFlag.GENERATION_ONLY
         row = asked.row | {"flags": int(asked.row["flags"]) | int(flag)}
         prompts = asked.prompts
-        if asked.prompt_token_ids is not None and not self.is_context:
+        if asked.prompt_token_ids is not None:  # of a chat, from the context server or a leader's router
             prompts = [token_ids(asked.prompt_token_ids, "prompt_token_ids", served.vocab_size)]
         if len(prompts) > 1 or asked.n > 1:
             raise ApiError(400, "with disaggregated_params there is one prompt, and n is 1", "prompt")
         if asked.logprobs is not None:
             raise ApiError(400, "logprobs is not supported with disaggregated_params", "logprobs")
         return dataclasses.replace(asked, row=row, prompts=prompts)
+
+    def ctx_request_id(self, choice: Choice) -> object:
+        """What both servers' `/perf_metrics` call a request by; None: it was not sent by a leader."""
+        asked = choice.asked.disaggregated
+        if not self.is_context:
+            return asked.get("ctx_request_id")
+        return (asked.get("disagg_request_id") or choice.answer.id) if asked else None
+
+    @staticmethod
+    async def server_info(request: web.Request) -> web.Response:
+        """What TensorRT-LLM's leader asks first: parameters to add to requests. There are none."""
+        return web.json_response({"disaggregated_params": {}})
 
     # --- a context server ---
 
@@ -121,6 +135,17 @@ class Half:
         asked = choice.asked.disaggregated
         made = shapes.whole([choice], [[piece]])
         made["prompt_token_ids"] = choice.prompt
+        (said,) = made["choices"]
+        # TensorRT-LLM's leader wants them of an answer that has ended, too.
+        params: Json = {
+            "request_type": CONTEXT_ONLY,
+            "first_gen_tokens": piece.tokens,
+            "ctx_request_id": self.ctx_request_id(choice),
+            "encoded_opaque_state": None,
+            "draft_tokens": None,
+            "disagg_request_id": asked.get("disagg_request_id"),
+        }
+        said["disaggregated_params"] = params
         if piece.finish_reason is not None:  # there is nothing to generate
             return made
         assert self._store is not None
@@ -128,16 +153,8 @@ class Half:
         if key is None:
             raise ApiError(503, f"{self._name}: the KV cache was dropped before the answer", code="kv_cache")
         state = _State(self._name, self._host, self._store.port, key.hex(), self._kv.layout)
-        (said,) = made["choices"]
         said["finish_reason"] = "not_finished" if choice.max_tokens > 1 else "length"
-        said["disaggregated_params"] = {
-            "request_type": CONTEXT_ONLY,
-            "first_gen_tokens": piece.tokens,
-            "ctx_request_id": asked.get("disagg_request_id") or choice.answer.id,
-            "encoded_opaque_state": state.encode(),
-            "draft_tokens": None,
-            "disagg_request_id": asked.get("disagg_request_id"),
-        }
+        params["encoded_opaque_state"] = state.encode()
         return made
 
     # --- a generation server ---

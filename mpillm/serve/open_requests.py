@@ -67,6 +67,7 @@ class Answer:
         """Return an answer that is whole without any rank's doing."""
         answer = Answer(-1, n_prompt)
         answer.add(tokens, _ALONE)
+        answer.released = True
         return answer
 
     async def changed(self) -> None:

@@ -2,22 +2,28 @@
 
 Path and names are those of `trtllm-serve` (`get_perf_metrics` in tensorrt_llm/serve/openai_server.py). Times
 are seconds of this machine's steady clock. An instance says how long before the first token it got a request
-and began it. That is counted back from when the token came here: clocks of other nodes do not matter.
+and began it. That is counted back from when the token came here: clocks of other nodes do not matter. The
+leader of disaggregated servers measures how far their clocks are from its own (`/steady_clock_offset`), and
+they add that to the times that they tell.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import NamedTuple
 
+from aiohttp import web
+
 from mpillm.serve.open_requests import Answer
-from mpillm.serve.protocol import Json
+from mpillm.serve.protocol import Json, read_clock_offset
 
 
 class _Request(NamedTuple):
     id: str
     came_at: float  # time.perf_counter(), before its prompt became tokens
     answer: Answer
+    ctx_request_id: object  # in both servers of a disaggregated request; None: of no such request
 
 
 class PerfMetrics:
@@ -26,14 +32,34 @@ class PerfMetrics:
     def __init__(self, most: int) -> None:
         """`most`: requests that are kept; 0: none."""
         self._requests: deque[_Request] = deque(maxlen=most)
+        self._offset_s = 0.0
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/perf_metrics", self._get),
+            web.get("/steady_clock_offset", self._clock),
+            web.post("/steady_clock_offset", self._set_clock),
+        ]
+
+    async def _get(self, request: web.Request) -> web.Response:
+        return web.json_response(self.take())
+
+    async def _clock(self, request: web.Request) -> web.Response:
+        """Of how many seconds a leader's clock is ahead it finds out from these two, as with NTP."""
+        came_at = time.perf_counter()
+        return web.json_response({"receive_ts": came_at, "transmit_ts": time.perf_counter()})
+
+    async def _set_clock(self, request: web.Request) -> web.Response:
+        self._offset_s = read_clock_offset(await request.read())
+        return web.Response()
 
     @property
     def wanted(self) -> bool:
         return self._requests.maxlen != 0
 
-    def add(self, request_id: str, came_at: float, answer: Answer) -> None:
+    def add(self, request_id: str, came_at: float, answer: Answer, ctx_request_id: object = None) -> None:
         """Note an answer that has ended."""
-        self._requests.append(_Request(request_id, came_at, answer))
+        self._requests.append(_Request(request_id, came_at, answer, ctx_request_id))
 
     def take(self) -> list[Json]:
         """Return, once, the requests of which everything is known, the oldest first."""
@@ -41,10 +67,10 @@ class PerfMetrics:
         left = [request for request in self._requests if not request.answer.released]
         self._requests.clear()
         self._requests.extend(left)
-        return [_shown(request) for request in ready]
+        return [_shown(request, self._offset_s) for request in ready]
 
 
-def _shown(request: _Request) -> Json:
+def _shown(request: _Request, offset_s: float) -> Json:
     answer = request.answer
     timing: Json = {
         "server_arrival_time": request.came_at,
@@ -54,7 +80,7 @@ def _shown(request: _Request) -> Json:
         "server_first_token_time": answer.first_at,
         "last_token_time": answer.last_at,
     }
-    metrics: Json = {"timing_metrics": timing}
+    metrics: Json = {}
     if answer.times is not None:
         at_instance_us, begun_us, n_reused = answer.times
         timing["arrival_time"] = answer.first_at - 1e-6 * at_instance_us
@@ -63,4 +89,6 @@ def _shown(request: _Request) -> Json:
     if answer.moved is not None:
         end, us = answer.moved
         timing |= {"kv_cache_transfer_start": end - 1e-6 * us, "kv_cache_transfer_end": end}
-    return {"request_id": request.id, "perf_metrics": metrics}
+    metrics["timing_metrics"] = {name: at and at + offset_s for name, at in timing.items()}
+    shown: Json = {"request_id": request.id, "perf_metrics": metrics}
+    return shown if request.ctx_request_id is None else shown | {"ctx_request_id": request.ctx_request_id}

@@ -36,6 +36,7 @@ _MOST_ANSWERS = 128  # to each of them; as OpenAI's API
 _MOST_STOPS = 64
 _MOST_LOGPROBS = 20  # of the likeliest tokens; as OpenAI's API
 _MOST_TOKENS = 1 << 20  # of prompt and answer, where neither the model nor an option says less
+_MOST_SECONDS = 1e12  # between the clocks of two machines
 _OPENAI_COMPLETION_TOKENS = 16  # of a text completion that does not say how many
 
 # Names with the values that ask for nothing; any other asks for what is not here.
@@ -139,7 +140,7 @@ class Asked:
     disaggregated: Json = field(
         default_factory=dict
     )  # `disaggregated_params`, unchecked: see disaggregated.py
-    prompt_token_ids: Any = None  # of a chat, unchecked; only a generation server looks at them
+    prompt_token_ids: Any = None  # of a chat, unchecked; only halves of disaggregated serving look at them
 
     @property
     def n_characters(self) -> int:
@@ -151,12 +152,7 @@ class Asked:
 
 def read(data: bytes, chat: bool, served: Served) -> Asked:
     """Return what a body asks for. Raises ApiError if it makes no sense, or can't be done here."""
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body must be an object; it is {_kind(body)}")
+    body = _object(data)
     model = body.get("model")
     if model is not None and model not in served.names:
         raise ApiError(
@@ -221,6 +217,21 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
         disaggregated=disaggregated,
         prompt_token_ids=body.get("prompt_token_ids"),
     )
+
+
+def read_clock_offset(data: bytes) -> float:
+    """Return the seconds that a leader wants added to times. Raises ApiError if the body makes no sense."""
+    return _number(_object(data), "offset", -_MOST_SECONDS, _MOST_SECONDS) or 0.0
+
+
+def _object(data: bytes) -> Json:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be an object; it is {_kind(body)}")
+    return body
 
 
 def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:

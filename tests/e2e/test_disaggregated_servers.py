@@ -28,6 +28,7 @@ BODY: dict[str, Any] = {
     "ignore_eos": True,
     "return_token_ids": True,
 }
+PERF_METRICS = ("--perf_metrics_max_requests", 100)
 CONTEXT: dict[str, Any] = {"disaggregated_params": {"request_type": "context_only"}}
 
 
@@ -128,8 +129,8 @@ class TestTwoServers:
     """Each an mpirun of its own: what the one does when the other is not there, or does not do its part."""
 
     def test_what_becomes_of_kv_caches(self, one: Starter) -> None:
-        context = serve(one, "context", "--kv_transfer_timeout_ms", 10_000)
-        generation = serve(one, "generation")
+        context = serve(one, "context", "--kv_transfer_timeout_ms", 10_000, *PERF_METRICS)
+        generation = serve(one, "generation", *PERF_METRICS)
         at, to = port_of(context), port_of(generation)
         whole = tokens(ask(at, **BODY))
         assert len(whole) == 20 and tokens(ask(to, **BODY)) == whole
@@ -139,12 +140,29 @@ class TestTwoServers:
             handed(ask(at, **BODY, **CONTEXT))
         leave(at, {**BODY, **CONTEXT, "prompt": [9] * 400})
 
-        params = handed(ask(at, **BODY, **CONTEXT))
+        # What TensorRT-LLM's leader asks, and what it makes of it.
+        assert ask(at, "/server_info") == ask(to, "/server_info") == (200, {"disaggregated_params": {}})
+        sent: dict[str, Any] = {
+            "disaggregated_params": {"request_type": "context_only", "disagg_request_id": 77}
+        }
+        ended = ask(at, **BODY, **sent, stop_token_ids=whole[:1])
+        params = handed(ended)
+        assert ended[1]["choices"][0]["finish_reason"] == "stop" and params["encoded_opaque_state"] is None
+        assert params["ctx_request_id"] == params["disagg_request_id"] == 77
+
+        params = handed(ask(at, **BODY | {"max_tokens": 1}, **sent))
+        assert tokens(ask(to, **BODY | {"max_tokens": 1}, disaggregated_params=params)) == whole[:1]
+        params = handed(ask(at, **BODY, **sent))
         assert tokens(ask(to, **BODY, disaggregated_params=params)) == whole
+        told = [json.loads(ask(port, "/perf_metrics")[1]) for port in (at, to)]
+        first_ids, rest_ids = ([one.get("ctx_request_id") for one in entries] for entries in told)
+        assert first_ids.count(77) == 3 and rest_ids.count(77) == 2 and rest_ids.count(None) == 1
         status, error = ask(to, **BODY, disaggregated_params=params)
         gone = f"context server http://127.0.0.1:{at}: it does not have the KV cache any more"
         assert (status, error["error"]["message"]) == (502, gone)
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "ignore_eos": True}
+        routed = ask(at, "/v1/chat/completions", **chat, **CONTEXT, prompt_token_ids=[5, 6, 7])
+        assert routed[1]["prompt_token_ids"] == [5, 6, 7]  # of a router that has read the chat itself
         status, first = ask(at, "/v1/chat/completions", **chat, **CONTEXT)
         params = handed((status, first)) | {"disagg_request_id": 3}
         check_names(first)

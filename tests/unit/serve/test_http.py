@@ -584,6 +584,20 @@ def test_times_of_requests_are_told_once_and_of_the_last_ones_only(disaggregated
                 assert times["first_token_time"] == times["server_first_token_time"]
             async with a.session.get(f"{a.base}/perf_metrics") as response:
                 assert await response.json() == []
+            # A leader's clock is an hour ahead.
+            async with a.session.get(f"{a.base}/steady_clock_offset") as response:
+                clock = await response.json()
+            assert 0 < clock["receive_ts"] <= clock["transmit_ts"]
+            await a.error(400, "/steady_clock_offset", {"offset": "much"})
+            async with await a.post("/steady_clock_offset", {"offset": 3600.0}) as response:
+                assert response.status == 200
+            await a.answer("/v1/completions", prompt="hello", max_tokens=4)
+            await a.idle()
+            async with a.session.get(f"{a.base}/perf_metrics") as response:
+                (one,) = await response.json()
+            told = one["perf_metrics"]["timing_metrics"]
+            assert told["server_arrival_time"] > clock["transmit_ts"] + 3600 > times["last_token_time"]
+            assert told["first_scheduled_time"] is None
         async with api(disaggregated) as a:
             await a.answer("/v1/completions", prompt="hello", max_tokens=4)
             async with a.session.get(f"{a.base}/perf_metrics") as response:
