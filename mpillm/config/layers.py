@@ -41,7 +41,7 @@ def said(own: Configuration, field: Field) -> Found:
 def stated(
     options: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None
 ) -> dict[str, Found]:
-    """Return each field's value and layer, from all layers but the YAML, named by an option (`lay_yaml`)."""
+    """Return each field's value and layer, from all layers but the YAML, which `lay_yaml` lays later."""
     own = of_the_user(options, defaults)
     workload = Configuration(below=own.below)
     generation = own.below = Configuration(below=workload)

@@ -17,7 +17,7 @@ from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.config.core_config import CoreConfig
 from mpillm.devices import Gpu, visible_gpus
 
-__all__ = ["CoreConfig", "Credits", "LLMCore", "Metrics", "ModelLimits"]
+__all__ = ["CoreConfig", "Credits", "LLMCore", "Metrics", "ModelLimits", "StatedLimits", "short_requests"]
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
@@ -54,6 +54,14 @@ class ModelLimits(Protocol):
 
     @property
     def max_prompt_len(self) -> int | None: ...
+
+
+class StatedLimits(NamedTuple):
+    """`ModelLimits` as numbers; by default none limits anything."""
+
+    vocab_size: int = 1 << 31
+    max_seq_len: int = 1 << 31
+    max_prompt_len: int | None = None
 
 
 class LLMCore(ABC):
@@ -107,13 +115,7 @@ class LLMCore(ABC):
 
     def warm_up_requests(self) -> Batch:
         """Return the requests that warm this instance up before `ready`: by default two short greedy ones."""
-        rows = np.zeros(2, REQUEST)
-        rows["id"] = [0, 1]
-        rows["n_tokens"] = 8
-        rows["max_output"] = rows["min_output"] = 4
-        rows["top_p"] = 1
-        rows["generation"] = NO_INSTANCE
-        return Batch(rows, np.full(16, 3, np.int32))
+        return short_requests(2, min_output=4)
 
     def start_test(self) -> None:  # noqa: B027 - optional: not every core counts
         """Reset counters of requests: the warm-up is over, and nothing is in flight."""
@@ -226,3 +228,14 @@ class LLMCore(ABC):
         `first_token`.
         """
         raise RuntimeError(f"core {self.config.core_type} takes no KV cache")
+
+
+def short_requests(n: int, n_prompt: int = 8, max_output: int = 4, min_output: int = 0) -> Batch:
+    """Return `n` equal greedy requests, for a warm-up. `n_prompt`: tokens of each prompt."""
+    rows = np.zeros(n, REQUEST)
+    rows["id"] = np.arange(n)
+    rows["n_tokens"] = n_prompt
+    rows["max_output"], rows["min_output"] = max_output, min_output
+    rows["top_p"] = 1
+    rows["generation"] = NO_INSTANCE
+    return Batch(rows, np.full(n * n_prompt, 3, np.int32))

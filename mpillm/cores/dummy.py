@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, about, nearest
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag, concat
 from mpillm.comms.tags import Tag
-from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits
 from mpillm.cores.dummy_stream import Streams
 
 if TYPE_CHECKING:
@@ -86,14 +86,6 @@ class DummyOptions:
         return made
 
 
-class DummyLimits(NamedTuple):
-    """Any token, and any length that its KV cache would hold."""
-
-    vocab_size: int = 1 << 31
-    max_seq_len: int = 1 << 31
-    max_prompt_len: int | None = None
-
-
 def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return the dummy's answers, back to back: token j is (hash of the prompt + j) % VOCAB_SIZE."""
     lengths = prompts.rows["n_tokens"].astype(np.int64)
@@ -136,7 +128,7 @@ class DummyCore(LLMCore):
         self._inject("join")
 
     @classmethod
-    def check(cls, config: CoreConfig) -> DummyLimits:
+    def check(cls, config: CoreConfig) -> StatedLimits:
         DummyOptions.from_options(config.options)
         size, wanted = config.kv_cache_tokens, config.max_seq_len
         if size is not None and wanted is not None and wanted > size:
@@ -144,7 +136,7 @@ class DummyCore(LLMCore):
                 f"--kv_cache_tokens {size}: does not hold one sequence of --max_seq_len {wanted} tokens",
                 about=["kv_cache_tokens", "max_seq_len"],
             )
-        return DummyLimits(max_seq_len=size) if size is not None else DummyLimits()
+        return StatedLimits(max_seq_len=size) if size is not None else StatedLimits()
 
     # --- life ---
 

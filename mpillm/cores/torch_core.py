@@ -12,14 +12,14 @@ import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
-from mpillm.cores.base import Credits, LLMCore, Metrics
+from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
 from mpillm.devices import Gpu
 from mpillm.engine import compilations
 from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
@@ -74,8 +74,7 @@ class TorchCore(LLMCore):
         self.info = model_info(config)
         self._refused: list[int] = []
         self.worker: Worker | None = None
-        self._engine: Engine | None = None  # of the instance leader
-        self._follower: Follower | None = None  # of every other rank
+        self._runs: Engine | Follower | None = None  # an engine on the instance's leader
         self._handoff: tuple[Mover, dict[int, Peer]] | None = None
         self._before_test: dict[str, int] = {}
         self._computed_before_test = (0, 0)  # tokens of prompts and of answers
@@ -105,7 +104,7 @@ class TorchCore(LLMCore):
         if self._handoff is not None:
             worker.transfers = self._make_transfers(worker.part.cache, *self._handoff)
         worker.warm_up(c.max_num_tokens)
-        if c.tp_rank == c.pp_rank == 0:
+        if self._leads:
             limits = EngineLimits(
                 c.max_batch_size,
                 c.max_num_tokens,
@@ -116,9 +115,9 @@ class TorchCore(LLMCore):
                 c.enable_kv_cache_reuse,
                 max_moving_tokens,
             )
-            self._engine = Engine(self.info, limits, worker)
+            self._runs = Engine(self.info, limits, worker)
         else:
-            self._follower = Follower(worker)
+            self._runs = Follower(worker)
 
     def _make_transfers(self, cache: KVCache, mover: Mover, peers: dict[int, Peer]) -> Transfers:
         from mpillm.engine.handoff.transfer import Transfers, partners
@@ -162,7 +161,7 @@ class TorchCore(LLMCore):
 
     def run_health_check(self) -> None:
         """Generate a token from a prompt of one, through all ranks of the instance, with an idle engine."""
-        if self._follower is not None:
+        if not self._leads:
             return
         from mpillm.engine.sampler import SamplingParams
         from mpillm.engine.sequence import Sequence
@@ -187,19 +186,13 @@ class TorchCore(LLMCore):
                 self.info.kv_cache_tokens // (2 * self.config.tokens_per_block),
             ),
         )
-        rows = np.zeros(n, REQUEST)
-        rows["id"] = np.arange(n)
-        rows["n_tokens"] = n_prompt
-        rows["max_output"] = rows["min_output"] = n_output
-        rows["top_p"] = 1
-        rows["generation"] = NO_INSTANCE
-        return Batch(rows, np.zeros(n * n_prompt, np.int32))
+        return short_requests(n, n_prompt, n_output, n_output)
 
     def start_test(self) -> None:
         self._compiled_before_test = compilations.count()
-        if self._engine is not None:
+        if self._leads:
             self._before_test = self._counts()
-            self._computed_before_test = self._engine.prompt_tokens, self._engine.generated_tokens
+            self._computed_before_test = self.engine.prompt_tokens, self.engine.generated_tokens
 
     def statistics(self) -> dict[str, float]:
         return {name: count - self._before_test.get(name, 0) for name, count in self._counts().items()}
@@ -231,13 +224,17 @@ class TorchCore(LLMCore):
         return counts
 
     def notify_stop(self) -> None:
-        self._engine = self._follower = self.worker = None
+        self._runs = self.worker = None
+
+    @property
+    def _leads(self) -> bool:
+        return self.config.tp_rank == self.config.pp_rank == 0
 
     @property
     def engine(self) -> Engine:
-        if self._engine is None:
+        if self._runs is None or not self._leads:
             raise RuntimeError("the torch core is not loaded, or does not lead its instance")
-        return self._engine
+        return cast("Engine", self._runs)
 
     # --- work ---
 
@@ -266,15 +263,10 @@ class TorchCore(LLMCore):
             self.engine.cancel(id_)
 
     def has_work(self) -> bool:
-        if self._follower is not None:
-            return self._follower.has_work()
-        return bool(self._refused) or (self._engine is not None and self._engine.has_work())
+        return bool(self._refused) or (self._runs is not None and self._runs.has_work())
 
     def poll_responses(self) -> Batch | None:
-        if self._follower is not None:
-            self._follower.run()
-            return None
-        progress = self.engine.step()
+        progress = [] if self._runs is None else self._runs.step()
         if not progress and not self._refused:
             return None
         rows: list[tuple[int, int, int]] = []
@@ -321,15 +313,13 @@ class TorchCore(LLMCore):
         return HostEnd(self.info.config, kv_bytes, self._handoff[0], instance, takes=c.role == "context")
 
     def poll_kv(self) -> list[int]:
-        if self._follower is not None:
-            self._follower.poll_kv()
-        return self._engine.handoffs.poll() if self._engine is not None else []
+        return [] if self._runs is None else self._runs.poll_kv()
 
     def release_kv(self, request_id: int) -> None:
         self.engine.handoffs.release(request_id)
 
     def started(self) -> list[int]:
-        return self._engine.handoffs.started() if self._engine is not None else []
+        return [] if self._runs is None else self.engine.handoffs.started()
 
     def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
         self.engine.handoffs.send(request_id, receiver, slot)

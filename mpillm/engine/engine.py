@@ -7,25 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.cache.prefix_cache import PrefixCache
 from mpillm.engine.handoff.engine_handoffs import EngineHandoffs
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.scheduler import Scheduler
-from mpillm.engine.sequence import Sequence
+from mpillm.engine.sequence import Progress, Sequence
 from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Step
 from mpillm.engine.worker import Worker
-
-
-class Progress(NamedTuple):
-    """A sequence that got its first or last token in a step, or any token if it streams, or was cancelled."""
-
-    sequence: Sequence
-    is_first: bool
-    is_final: bool
 
 
 @dataclass(frozen=True)
@@ -220,6 +211,10 @@ class Engine:
         output = sequence.output
         words = () if sequence.ignore_stop else self._stops.get(output[-1], ())
         return len(output) >= sequence.min_output and any(output[-len(word) :] == word for word in words)
+
+    def poll_kv(self) -> list[int]:
+        """Return the sequences whose KV cache has left this instance, or arrived."""
+        return self.handoffs.poll()
 
     def admit(self, sequence: Sequence) -> None:
         """Continue a sequence whose KV cache has arrived and whose `output` holds its first token."""

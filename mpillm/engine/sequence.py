@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mpillm.engine.sampler import SamplingParams
 
@@ -71,3 +72,11 @@ class Sequence:
             else self.prompt[start:end] + self.output[: max(0, end - n)]
         )
         return known if len(known) == end - start else known + [UNREAD] * (end - start - len(known))
+
+
+class Progress(NamedTuple):
+    """A sequence that got its first or last token in a step, or any token if it streams, or was cancelled."""
+
+    sequence: Sequence
+    is_first: bool
+    is_final: bool

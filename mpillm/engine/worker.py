@@ -19,6 +19,7 @@ from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.sampler import sample
+from mpillm.engine.sequence import Progress
 from mpillm.engine.staging import Sampled, to_device
 from mpillm.engine.step import Step
 
@@ -175,7 +176,10 @@ def _with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:
 
 
 class Follower:
-    """A rank that does not lead: it runs the leader's steps in order, as soon as their input is here."""
+    """A rank that does not lead: it runs the steps of the leader's `Engine` as soon as their input is here.
+
+    Its sequences are the leader's, so it has no progress of its own to return.
+    """
 
     def __init__(self, worker: Worker) -> None:
         assert worker.peers is not None
@@ -191,19 +195,21 @@ class Follower:
             self._step = self._peers.take_plan()
         return self._step is not None and self._can_run()
 
-    def run(self) -> None:
-        """Run and send what `has_work` found."""
+    def step(self) -> list[Progress]:
+        """Run the step, and send the tokens, that `has_work` found."""
         if self._step is not None and self._can_run():
             step, self._step = self._step, None
             if (sampled := self._worker.run(step)) is not None:
                 self._sampled.append(sampled)
         while self._sampled and self._sampled[0].ready():
             self._peers.send_tokens(self._sampled.popleft().take())
+        return []
 
-    def poll_kv(self) -> None:
+    def poll_kv(self) -> list[int]:
         """Tell the leader which transfers are done on this rank."""
         if self._worker.transfers is not None and (done := self._worker.transfers.poll()):
             self._peers.send_moved(done)
+        return []
 
     def _can_run(self) -> bool:
         assert self._step is not None

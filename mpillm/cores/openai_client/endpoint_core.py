@@ -10,15 +10,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.backends import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
 from mpillm.config.core_config import CoreConfig
-from mpillm.cores.base import Credits, LLMCore, Metrics
+from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
+from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of
 from mpillm.cores.histogram import Histogram
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MOST_AT_ONCE = 1024  # requests of an endpoint without a stated limit: more than any server runs at once
-_EARLIER = 0.9  # of rank 0's deadline: this rank's message is the one that names the server
-_WARM_UP_TOKENS = 4
 _FEW = 1024  # latencies that are counted together
 # Answers that come closer together than this are handed on together: a message for each would cost the ranks
 # on its way, and the client's thread beside this one, a quarter more CPU time per request.
@@ -64,14 +62,6 @@ class EndpointOptions:
         if "model" in options:
             options = {**options, "model": str(options["model"])}
         return EndpointOptions(**options)
-
-
-class EndpointLimits(NamedTuple):
-    """No limits: the server refuses what it can't do."""
-
-    vocab_size: int = 1 << 31
-    max_seq_len: int = 1 << 31
-    max_prompt_len: int | None = None
 
 
 class _Statistics:
@@ -133,7 +123,7 @@ class TrtllmEndpointCore(LLMCore):
         self._harness = self.config_class()
         self._urls, self._at_once = share_of(
             self._harness.endpoint_urls,
-            self._harness.max_concurrency or _MOST_AT_ONCE,
+            self._harness.max_concurrency or MOST_AT_ONCE,
             config.instance,
             config.n_instances,
         )
@@ -146,7 +136,7 @@ class TrtllmEndpointCore(LLMCore):
         self._began(0.0)
 
     @classmethod
-    def check(cls, config: CoreConfig) -> EndpointLimits | None:
+    def check(cls, config: CoreConfig) -> StatedLimits | None:
         EndpointOptions.from_options(config.options)
         harness = cls.config_class()
         for url in harness.endpoint_urls:
@@ -162,7 +152,7 @@ class TrtllmEndpointCore(LLMCore):
                         f"--stop_words {list(word)}: a server takes words as text, or single tokens;"
                         " write it as text"
                     )
-        return None if _folder(config) else EndpointLimits()
+        return None if _folder(config) else StatedLimits()
 
     # --- life ---
 
@@ -179,16 +169,16 @@ class TrtllmEndpointCore(LLMCore):
             self,
             self._text,
             self._harness.streaming,
-            _EARLIER * self._harness.stall_timeout,
+            EARLIER * self._harness.stall_timeout,
             self._options.retry_s,
         )
-        deadline = _EARLIER * self._harness.load_deadline
+        deadline = EARLIER * self._harness.load_deadline
         for endpoint in self._endpoints:
             self._ask(until_ready(endpoint, deadline), deadline + 60)
 
     def run_health_check(self) -> None:
         """Find the model, and generate a token, on each server."""
-        limit = _EARLIER * self._harness.health_deadline / (2 * len(self._endpoints))
+        limit = EARLIER * self._harness.health_deadline / (2 * len(self._endpoints))
         for endpoint in self._endpoints:
             model = find_model(endpoint, self._options.model, self.config.model_path, limit)
             endpoint.model = self._ask(model, limit + 60)
@@ -215,13 +205,7 @@ class TrtllmEndpointCore(LLMCore):
 
     def warm_up_requests(self) -> Batch:
         """Return a request for each server, with an answer that may end at once."""
-        rows = np.zeros(len(self._endpoints), REQUEST)
-        rows["id"] = np.arange(len(rows))
-        rows["n_tokens"] = 8
-        rows["max_output"] = _WARM_UP_TOKENS
-        rows["top_p"] = 1
-        rows["generation"] = NO_INSTANCE
-        return Batch(rows, np.full(8 * len(rows), 3, np.int32))
+        return short_requests(len(self._endpoints))
 
     def start_test(self) -> None:
         assert self._thread is not None
@@ -364,25 +348,12 @@ class TrtllmDisaggCore(TrtllmEndpointCore):
 
     @classmethod
     @about("core_type", "disagg_config")
-    def check(cls, config: CoreConfig) -> EndpointLimits | None:
+    def check(cls, config: CoreConfig) -> StatedLimits | None:
         if cls.config_class().disagg_config_path is None:
             raise ConfigError(
                 "--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader"
             )
         return super().check(config)
-
-
-def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> tuple[list[str], int]:
-    """Return the servers of one of `n_clients` clients, and how many requests it may have at each at once.
-
-    Together the clients of a server have `at_once` there, or one each if that is more.
-    """
-    if n_clients <= len(urls):
-        return list(urls[index::n_clients]), at_once
-    server = index % len(urls)
-    clients = len(range(server, n_clients, len(urls)))  # of this server
-    mine = index // len(urls)
-    return [urls[server]], max(1, at_once // clients + (mine < at_once % clients))
 
 
 def _folder(config: CoreConfig) -> Path | None:

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.comms.messages import NO_INSTANCE, REQUEST, RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.core_config import CoreConfig
-from mpillm.cores.base import Credits, LLMCore, Metrics
-from mpillm.cores.openai_client.endpoint_core import EndpointLimits, share_of
+from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
+from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of
 from mpillm.cores.triton_grpc.stream import STREAMS_PER_CHANNEL, Stream, open_channel
 from mpillm.cores.triton_grpc.tensors import (
     NO_END,
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _DEFAULT_URL = "localhost:8001"
-_MOST_AT_ONCE = 1024  # requests of a server, unless a batch size is stated
-_EARLIER = 0.9  # of rank 0's deadline: this rank's message is the one that names the server
 _WATCH_S = 1.0
 
 
@@ -67,7 +65,7 @@ class TritonGrpcCore(LLMCore):
         self._harness = TritonHarnessConfig()
         self._urls, self._at_once = share_of(
             self._harness.server_urls or (_DEFAULT_URL,),
-            int(self._harness.runtime_flags.get("max_batch_size") or _MOST_AT_ONCE),
+            int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE),
             config.instance,
             config.n_instances,
         )
@@ -85,7 +83,7 @@ class TritonGrpcCore(LLMCore):
         self._errors = self._prompt_tokens = self._generated_tokens = 0
 
     @classmethod
-    def check(cls, config: CoreConfig) -> EndpointLimits:
+    def check(cls, config: CoreConfig) -> StatedLimits:
         with about("core_options"):
             for key in config.options:
                 if key != "model":
@@ -99,13 +97,13 @@ class TritonGrpcCore(LLMCore):
                     raise ConfigError(
                         f"--stop_words {word}: this core sends tokens; write the word's, as in [[12, 13]]"
                     )
-        return EndpointLimits()
+        return StatedLimits()
 
     # --- life ---
 
     def load(self) -> None:
         """Wait for the servers, and open the clients: their streams share as few channels as carry them."""
-        deadline = _EARLIER * self._harness.load_deadline
+        deadline = EARLIER * self._harness.load_deadline
         for url in self._urls:
             n = self._harness.clients_per_frontend
             channels = [open_channel(url, i) for i in range(-(-n // STREAMS_PER_CHANNEL))]
@@ -123,7 +121,7 @@ class TritonGrpcCore(LLMCore):
 
     def run_health_check(self) -> None:
         """Generate a token on each server."""
-        limit = _EARLIER * self._harness.health_deadline / len(self._urls)
+        limit = EARLIER * self._harness.health_deadline / len(self._urls)
         for url in self._urls:
             stream = next(one for one in self._streams if one.url == url)
             self._submit(0, np.full(8, 3, np.int32), Wanted(1, end_id=NO_END, streaming=False), stream)
@@ -139,13 +137,7 @@ class TritonGrpcCore(LLMCore):
 
     def warm_up_requests(self) -> Batch:
         """Return a request for each client, with an answer that may end at once."""
-        rows = np.zeros(len(self._streams), REQUEST)
-        rows["id"] = np.arange(len(rows))
-        rows["n_tokens"] = 8
-        rows["max_output"] = 4
-        rows["top_p"] = 1
-        rows["generation"] = NO_INSTANCE
-        return Batch(rows, np.full(8 * len(rows), 3, np.int32))
+        return short_requests(len(self._streams))
 
     def start_test(self) -> None:
         self._began()
@@ -230,7 +222,7 @@ class TritonGrpcCore(LLMCore):
         if now < self._next_watch:
             return
         self._next_watch = now + _WATCH_S
-        silence_s = _EARLIER * self._harness.stall_timeout
+        silence_s = EARLIER * self._harness.stall_timeout
         for stream in self._streams:
             if stream.ended:
                 raise self._failure(

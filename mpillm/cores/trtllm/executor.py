@@ -17,7 +17,7 @@ from disagg.errors import ConfigError, about, nearest
 from mpillm.comms.messages import Batch
 from mpillm.config.backends import TrtllmExecutorConfig
 from mpillm.config.core_config import CoreConfig
-from mpillm.cores.base import Credits, LLMCore, Metrics
+from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits
 from mpillm.cores.trtllm import library
 from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 
@@ -72,7 +72,7 @@ class TrtllmExecutorCore(LLMCore):
         self._now = (0, 0, 0.0)  # requests running and waiting, share of the KV cache
 
     @classmethod
-    def check(cls, config: CoreConfig) -> library.Limits:
+    def check(cls, config: CoreConfig) -> StatedLimits:
         library.check_library(config)
         ExecutorOptions.from_options(config.options)
         harness = TrtllmExecutorConfig()

@@ -21,7 +21,7 @@ from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
 from mpillm.config.backends import TrtllmExecutorConfig, TrtllmHlApiConfig
 from mpillm.config.core_config import CoreConfig
-from mpillm.cores.base import Credits, LLMCore, Metrics
+from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits
 from mpillm.cores.trtllm import library
 from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 
@@ -64,7 +64,7 @@ class TrtllmHlApiCore(LLMCore):
         self._now = (0, 0, 0.0)  # requests running and waiting, share of the KV cache
 
     @classmethod
-    def check(cls, config: CoreConfig) -> library.Limits:
+    def check(cls, config: CoreConfig) -> StatedLimits:
         library.check_library(config)
         if words := [word for word in config.stop_words if len(word) > 1]:
             raise ConfigError(

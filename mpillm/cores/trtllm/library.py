@@ -13,13 +13,14 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CoreConfig
+from mpillm.cores.base import StatedLimits
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.fields.runtime_flags import RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.files import read_json
@@ -31,14 +32,6 @@ NO_END = -1  # an end_id that no token has: the answer ends at its longest
 UNLIMITED_TOKENS = 1 << 40  # the library itself has requests wait for its KV cache
 _ANY_TOKEN = 1 << 31
 _OURS = ("trtllm_backend", *RUNTIME_FLAGS, *RUNTIME_OPTIONS)
-
-
-class Limits(NamedTuple):
-    """What the harness must know of a model, from its files."""
-
-    vocab_size: int
-    max_seq_len: int
-    max_prompt_len: int | None
 
 
 def check_library(config: CoreConfig) -> None:
@@ -78,11 +71,11 @@ def no_engines(config: CoreConfig) -> ConfigError:
     )
 
 
-def engine_limits(config: CoreConfig, engine: EngineConfig) -> Limits:
+def engine_limits(config: CoreConfig, engine: EngineConfig) -> StatedLimits:
     """Return the limits of an engine; without chunked context a prompt must fit into one step."""
     build = engine.build_config
     longest = None if config.enable_chunked_context else min(config.max_num_tokens, build.max_num_tokens)
-    return Limits(
+    return StatedLimits(
         engine.pretrained_config.vocab_size or _ANY_TOKEN,
         min(config.max_seq_len or build.max_seq_len, build.max_seq_len),
         longest,
@@ -90,7 +83,7 @@ def engine_limits(config: CoreConfig, engine: EngineConfig) -> Limits:
 
 
 @about("core_type", "model_path")
-def folder_limits(config: CoreConfig) -> Limits:
+def folder_limits(config: CoreConfig) -> StatedLimits:
     """Return the limits of the model in a Hugging Face folder.
 
     Raises ConfigError if `config` names no folder.
@@ -102,7 +95,7 @@ def folder_limits(config: CoreConfig) -> Limits:
     raw = read_json(path / "config.json")
     text = raw.get("text_config", raw)
     longest = int(config.max_seq_len or text.get("max_position_embeddings") or _ANY_TOKEN)
-    return Limits(
+    return StatedLimits(
         int(text.get("vocab_size") or _ANY_TOKEN),
         longest,
         None if config.enable_chunked_context else config.max_num_tokens,

@@ -20,10 +20,11 @@ from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, RequestFlag, Resp
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.options import parse_run
 from mpillm.cores.base import LLMCore
+from mpillm.cores.clients import share_of
 from mpillm.cores.openai_client.client import Call, Client, Listener
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import Endpoint
-from mpillm.cores.openai_client.endpoint_core import TrtllmEndpointCore, share_of
+from mpillm.cores.openai_client.endpoint_core import TrtllmEndpointCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import RunError
 from tests.helpers.scripted_server import (
