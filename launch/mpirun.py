@@ -312,12 +312,12 @@ def find_launchers(python: str, path: str) -> list[str]:
     return list(dict.fromkeys(launcher for launcher in found if launcher))
 
 
-def detect(env: Mapping[str, str] | None = None) -> Mpi:
-    """Find the `mpirun` that fits the MPI library of this Python's mpi4py. ConfigError when there is none.
+def detect() -> Mpi:
+    """Find the `mpirun` that fits the MPI library of this Python's mpi4py. Raises ConfigError without one.
 
     mpi4py is asked in a process of its own, without `MPI_Init`: the launcher never is an MPI process.
     """
-    clean = clean_environment(os.environ if env is None else env)
+    clean = clean_environment(os.environ)
     paths = find_launchers(sys.executable, clean.get("PATH", os.defpath))
     asked = _start([sys.executable, "-c", _ASK_MPI4PY], clean)
     versions = [(path, _start([path, "--version"], clean)) for path in paths]

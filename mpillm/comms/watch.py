@@ -19,15 +19,15 @@ from mpillm.comms.messages import Beat
 from mpillm.phases import PHASES, Phase
 
 _HERE = str(Path(__file__).parent)
+_INTERVAL_S = 0.5  # between beats
 STALLED_S = 1.0  # once away from the event loop for longer, beats carry the stack
 
 
 class Watch:
     """A thread that starts with MPI and learns of each phase."""
 
-    def __init__(self, rank: int, interval_s: float = 0.5) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._interval_s = interval_s
         self._main = threading.main_thread().ident
         self._last_tick = time.monotonic()
         self._limit = float("inf")
@@ -87,7 +87,7 @@ class Watch:
 
     def _run(self) -> None:
         while True:
-            time.sleep(self._interval_s)
+            time.sleep(_INTERVAL_S)
             now = time.monotonic()
             away = now - self._last_tick
             stalled = away > STALLED_S

@@ -244,22 +244,20 @@ def parse(
     return _resolved(layers.stated(parser.texts(argv), known, defaults))
 
 
-def parse_each(
-    argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None
-) -> list[RunConfig]:
+def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> list[RunConfig]:
     """As `parse`, for every pair of a workload and a scenario: lists of them mean several tests."""
     known = _with_all(shown)
-    add_fields(parser, known, shown, defaults)
+    add_fields(parser, known, shown)
     options = parser.texts(argv)
     made = []
-    for benchmark in layers.said(layers.of_the_user(options, defaults), fields.benchmarks).value or (None,):
+    for benchmark in layers.said(layers.of_the_user(options, None), fields.benchmarks).value or (None,):
         named = options if benchmark is None else {**options, "benchmarks": benchmark}
-        scenarios = layers.said(layers.of_the_user(named, defaults), fields.scenarios)
+        scenarios = layers.said(layers.of_the_user(named, None), fields.scenarios)
         if scenarios.origin.level < Level.WORKLOAD:  # the workload's, if it has none but Server
-            made.append(_resolved(layers.stated(named, known, defaults)))
+            made.append(_resolved(layers.stated(named, known, None)))
         else:
             made += [
-                _resolved(layers.stated({**named, "scenarios": scenario}, known, defaults))
+                _resolved(layers.stated({**named, "scenarios": scenario}, known, None))
                 for scenario in scenarios.value
             ]
     return made

@@ -99,7 +99,7 @@ def load_model_config(model_path: str) -> ModelConfig:
     """Return the model in a folder or of a preset. Raises ConfigError if it is missing or cannot run here."""
     source, _ = locate(model_path)
     raw = read_object(source)
-    architecture_of(raw, source)
+    check_architecture(raw, source)
     return parse_model(raw, source)
 
 
@@ -128,14 +128,14 @@ def locate(model_path: str) -> tuple[Path, Path | None]:
     )
 
 
-def architecture_of(raw: dict[str, Any], source: Path) -> str:
+def check_architecture(raw: dict[str, Any], source: Path) -> None:
+    """Raise ConfigError if the torch core does not support the architecture in `config.json`'s `raw`."""
     names = raw.get("architectures") or [str(raw.get("model_type"))]
     if names[0] not in SUPPORTED:
         supported = ", ".join(SUPPORTED)
         raise ConfigError(
             f"{source}: architecture {names[0]} is not supported by the torch core; supported: {supported}"
         )
-    return str(names[0])
 
 
 def parse_model(raw: dict[str, Any], source: Path) -> ModelConfig:

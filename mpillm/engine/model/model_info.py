@@ -11,7 +11,7 @@ from typing import Any
 from disagg.errors import ConfigError, about, nearest
 from mpillm.config.core_config import CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.engine.model.model_config import ModelConfig, architecture_of, locate, parse_model, presets
+from mpillm.engine.model.model_config import ModelConfig, check_architecture, locate, parse_model, presets
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
@@ -36,14 +36,10 @@ _DEFAULT_KV_BYTES = 2 << 30  # on a CPU
 class ModelInfo:
     """What the rest of the program needs to know about a model and its engine."""
 
-    architecture: str
     config: ModelConfig
     vocab_size: int
     max_seq_len: int  # tokens of prompt plus answer: the model's, the configured, or what the KV cache holds
     max_prompt_len: int | None  # tokens, if a prompt must be computed in one step
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
     end_ids: tuple[int, ...]
     stop_words: tuple[tuple[int, ...], ...]
     layout: Layout  # this rank's
@@ -132,7 +128,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         )
     source, folder = locate(config.model_path)
     raw = read_object(source)
-    architecture = architecture_of(raw, source)
+    check_architecture(raw, source)
     model = parse_model(raw, source)
     _check_layout(config, model)
     layout = Layout(config.tp_size, config.pp_size, config.ep_size, config.tp_rank, config.pp_rank)
@@ -166,16 +162,12 @@ def model_info(config: CoreConfig) -> ModelInfo:
     )
     kv_cache_tokens, max_seq_len = _lengths(config, model, kv_dtype, room)
     return ModelInfo(
-        architecture=architecture,
         config=model,
         vocab_size=model.vocab_size,
         max_seq_len=max_seq_len,
         max_prompt_len=None
         if config.enable_chunked_context or config.role == "generation"
         else config.max_num_tokens,
-        n_layers=model.n_layers,
-        n_heads=model.n_heads,
-        n_kv_heads=model.n_kv_heads,
         end_ids=_end_ids(config, raw, folder),
         stop_words=_stop_words(config, model, folder),
         layout=layout,

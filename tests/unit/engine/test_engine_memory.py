@@ -49,12 +49,9 @@ def config(model: str, **options: Any) -> CoreConfig:
 def test_presets(preset: str, billions: float, layers: int, heads: int, kv_heads: int, length: int) -> None:
     info = model_info(config(preset))
     assert info.n_bytes / 2e9 == pytest.approx(billions, abs=0.001)
-    assert (info.n_layers, info.n_heads, info.n_kv_heads, info.max_seq_len) == (
-        layers,
-        heads,
-        kv_heads,
-        length,
-    )
+    shape = info.config
+    assert (shape.n_layers, shape.n_heads, shape.n_kv_heads) == (layers, heads, kv_heads)
+    assert info.max_seq_len == length
     assert info.dtype == "bfloat16"
     assert (info.config.rope_scaling.kind == "llama3") == preset.startswith("llama3")
 

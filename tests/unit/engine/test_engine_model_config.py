@@ -52,8 +52,8 @@ def write_file(file: Path, header: dict[str, Any], n_data: int) -> None:
 def test_a_good_folder(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     info = check_model(config(tmp_path, max_seq_len=512))
-    assert (info.architecture, info.vocab_size, info.max_seq_len) == ("LlamaForCausalLM", 512, 512)
-    assert (info.n_layers, info.n_heads, info.n_kv_heads, info.end_ids) == (6, 8, 4, (257,))
+    assert (info.vocab_size, info.max_seq_len, info.end_ids) == (512, 512, (257,))
+    assert (info.config.n_layers, info.config.n_heads, info.config.n_kv_heads) == (6, 8, 4)
     header, _ = read_header((tmp_path / "model.safetensors").read_bytes())
     assert info.n_bytes == sum(end - start for start, end in (e["data_offsets"] for e in header.values()))
     assert check_model(config(tmp_path, dtype="bfloat16")).n_bytes == info.n_bytes // 2

@@ -160,7 +160,7 @@ def test_presets_fit_the_workloads(name: str) -> None:
             info.end_ids == workload.end_ids
             and info.max_seq_len == workload.max_input_len + workload.max_output_len
         )
-        assert info.n_kv_heads % workload.tensor_parallelism == 0
+        assert info.config.n_kv_heads % workload.tensor_parallelism == 0
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
