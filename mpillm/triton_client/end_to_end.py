@@ -110,7 +110,9 @@ def measure(server: Server, prompts: Sequence[Prompt], model: str, concurrency: 
     n = min(concurrency, len(prompts))
     with contextlib.ExitStack() as stack:
         for _ in range(n):
-            idle.put(stack.enter_context(server.connect()))
+            connection = server.connect()
+            stack.enter_context(connection)
+            idle.put(connection)
 
         def timed(prompt: Prompt) -> float:
             connection = idle.get()
