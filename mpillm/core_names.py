@@ -48,5 +48,5 @@ def class_path(name: str) -> str | None:
     if ":" in name:
         return name
     if path := registered.get(name) or BUILT_IN.get(name):
-        return path  # before searching installed packages, which takes longer
+        return path  # do not search installed packages, which takes longer
     return next((point.value for point in _installed(name=name)), None)

@@ -1,4 +1,4 @@
-"""The embedded engine behind Triton: what `config.pbtxt` says of it, and the programs of Python models."""
+"""The embedded engine behind Triton: its parameters in `config.pbtxt`, and the programs of Python models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[
         "end_ids": config.end_ids,
         "n_threads": config.num_threads,
     }
-    # What has no value is the engine's own.
+    # A field without a value has the engine's own default.
     stated = {name: value for name, value in core.items() if value is not None}
     parameters = {
         "tokenizer_dir": model if Path(model).is_dir() else "",
@@ -69,12 +69,12 @@ _DEFAULT_BATCH = 64
 
 
 def _absolute(path: str) -> str:
-    """Return a folder's; tritonserver may be started elsewhere. A preset's name stays."""
+    """Return a folder's absolute path, because tritonserver may start elsewhere. A preset's name stays."""
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def model_program(config: Mapping[str, Any]) -> str | None:
-    """`model.py` of a model; None for one of another backend."""
+    """Return the `model.py` of a model; None for one of another backend."""
     if config.get("backend") != PYTHON:
         return None
     module = _MODULES.get(config["name"], "embedded")

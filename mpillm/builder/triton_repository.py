@@ -1,4 +1,4 @@
-"""Model repositories for Triton with TensorRT-LLM's backend, one for each `tritonserver`."""
+"""Make model repositories for Triton with TensorRT-LLM's backend, one for each `tritonserver`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _RENAMED = {
     "exclude_input_from_output": "exclude_input_in_output",
     "encoder_engine_dir": "encoder_model_path",
 }
-# The other parameters of TensorRT-LLM 1.x's template, which have their own names as flags, and the flags that
-# set a field of Triton's. The backend takes its default, with a line in its log, for a value that is not of
-# the kind: so it is refused here.
+# The other parameters of TensorRT-LLM 1.x's template, which are flags under their own names, and the flags
+# that set a field of Triton's. For a value of the wrong kind the backend only logs a line and takes its
+# default, so it is refused here.
 _KINDS: Mapping[type, str] = {
     bool: "cuda_graph_mode decoupled_mode enable_chunked_context enable_context_fmha_fp32_acc"
     " enable_kv_cache_reuse enable_trt_overlap exclude_input_from_output kv_cache_onboard_blocks"
@@ -69,8 +69,8 @@ _CHOICES: Mapping[str, Sequence[str]] = {
     "triton_backend": ("tensorrtllm", PYTHON),
 }
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-# The backend reads these outside of any `try` and does not load without them. Their names in the template
-# stand for "no value".
+# The backend reads these outside any `try` and does not load without them. Their names in the template stand
+# for "no value".
 _NEEDED = ("tokenizer_dir", "xgrammar_tokenizer_info_path", "guided_decoding_backend")
 # Flags that are no parameters.
 _ELSEWHERE = frozenset(
@@ -130,12 +130,12 @@ def triton_layout(
 
 
 def model_name(benchmark: str, scenario: str, index: int) -> str:
-    """``llama3_1-405b-offline-0``"""
+    """Return a model's name, such as ``llama3_1-405b-offline-0``."""
     return f"{benchmark.replace('.', '_')}-{scenario.lower()}-{index}"
 
 
 def model_parameters(flags: Mapping[str, Any]) -> dict[str, str]:
-    """Parameters of the `tensorrt_llm` model, as text, from runtime flags.
+    """Return the parameters of the `tensorrt_llm` model, as text, from runtime flags.
 
     Raises ConfigError if one is wrong.
     """
@@ -161,7 +161,7 @@ def _check(name: str, value: Any) -> None:
         raise ConfigError(f"{_SOURCE}: {name}: {_REFUSED[name]}")
     if name not in _KIND:
         if name in _ELSEWHERE:
-            return  # the harness's, which has checked it
+            return  # checked by the harness
         known = (*_KIND, *_ELSEWHERE)
         raise ConfigError(
             f"{_SOURCE}: Triton's tensorrt_llm model has no parameter '{name}'{nearest(name, known)}"
@@ -222,9 +222,9 @@ class GenerateTritonConfigOp(Operation):
 
     @about("trtllm_runtime_flags")
     def config(self, index: int) -> dict[str, Any]:
-        """`config.pbtxt` of the repository's model `index`."""
+        """Return the `config.pbtxt` of the repository's model `index`."""
         build, flags = self.engine, self.runtime_flags
-        written = model_parameters(flags)  # checks them
+        written = model_parameters(flags)  # also checks them
         batch = flags.get("max_batch_size") or build.max_batch_size
         for name, run, built in (
             ("max_batch_size", batch, build.max_batch_size),
@@ -264,7 +264,7 @@ class GenerateTritonConfigOp(Operation):
         }
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """`config.pbtxt` of each model by its name."""
+        """Return the `config.pbtxt` of each model by its name."""
         configs = {name: self.config(index) for index, name in enumerate(self.names)}
         if self.with_text:
             assert self.embedded is not None

@@ -1,4 +1,4 @@
-"""What `run-llm-server` starts for Triton: a `tritonserver` for each model repository."""
+"""Describe what `run-llm-server` starts for Triton: a `tritonserver` for each model repository."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
 
 
 def _repositories(config: RunConfig) -> list[Repository]:
-    """Return the existing ones; in a dry run without any, what generate-triton-config would write."""
+    """Return the existing repositories; in a dry run without any, what generate-triton-config would write."""
     repos = read_repositories(config.triton_model_repo)
     if not repos:
         folder = f"{config.triton_model_repo}_0"

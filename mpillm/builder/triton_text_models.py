@@ -1,4 +1,4 @@
-"""The models around `tensorrt_llm` in a Triton repository: for clients that send text."""
+"""Describe the models around `tensorrt_llm` in a Triton repository, for clients that send text."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def text_models(
 
 
 def texts(parameters: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Parameters of a model."""
+    """Return the parameters of a model."""
     return [{"key": key, "value": {"string_value": value}} for key, value in parameters.items()]
 
 

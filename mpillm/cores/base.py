@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Credits(NamedTuple):
-    """What an instance can hold at once, waiting requests included."""
+    """What an instance can hold at once, including waiting requests."""
 
     requests: int
     tokens: int  # KV cache, in tokens
@@ -121,7 +121,7 @@ class LLMCore(ABC):
         """Reset counters of requests: the warm-up is over, and nothing is in flight."""
 
     def statistics(self) -> dict[str, float]:
-        """Return more counts of the test for `result.json`, such as preemptions."""
+        """Return further counts of the test for `result.json`, such as preemptions."""
         return {}
 
     def compiled_in_test(self) -> list[str]:
@@ -129,9 +129,9 @@ class LLMCore(ABC):
         return []
 
     def metrics(self) -> Metrics | None:
-        """Return what is computed so far, unfinished answers included; None if the core does not know.
+        """Return what has been computed so far, including unfinished answers; None if the core does not know.
 
-        Called on the instance's leader twice a second, between polls: it must not wait.
+        Called on the instance's leader twice a second, between polls, so it must not wait.
         """
         return None
 
@@ -217,7 +217,7 @@ class LLMCore(ABC):
     def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
         """Reserve room for the KV cache of `request` (one row), and expect it from instance `sender`.
 
-        False: there is no room yet.
+        Returns False while there is no room.
         """
         raise RuntimeError(f"core {self.config.core_type} takes no KV cache")
 

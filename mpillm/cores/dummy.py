@@ -1,6 +1,6 @@
-"""A core without a model: it answers after a set time, with tokens derived from the prompt; fails on demand.
+"""A core without a model: answers after a set time with tokens derived from the prompt; fails on demand.
 
-It serves to measure everything around a model, and to test the faults of backends.
+It serves to measure everything around a model, and to test the handling of faults.
 """
 
 from __future__ import annotations
@@ -111,18 +111,18 @@ class DummyCore(LLMCore):
         # due, order, flags, request, answer
         self._events: list[tuple[float, int, int, Batch, NDArray[np.int32]]] = []
         self._streams = Streams(VOCAB_SIZE, self.options.tpot_ms / 1e3)
-        self._given_up: list[int] = []  # cancelled, and not told yet
+        self._given_up: list[int] = []  # cancelled, not reported yet
         self._order = 0
         self._seen = 0
         self._warm = False
-        # The handoff, by request id: caches held, those that are computed, where the others go, what is under
-        # way, first tokens.
+        # The handoff, by request id: caches held, those that are computed, where the others go, what is
+        # moving, first tokens.
         self._kv: dict[int, NDArray[np.uint8]] = {}
         self._computed: set[int] = set()
         self._accepted: dict[int, tuple[int, int]] = {}
         self._moving: dict[int, Moving] = {}
         self._first_tokens: dict[int, int] = {}
-        self._cancelled_before: set[int] = set()  # while their KV cache was on its way here
+        self._cancelled_before: set[int] = set()  # while their KV cache was arriving
         self._started: list[int] = []
         self._kv_bytes = 0
         self._inject("join")

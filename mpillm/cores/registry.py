@@ -1,4 +1,4 @@
-"""Finds a core's class by name: a built-in one, an entry point, or ``module:Class``."""
+"""Find a core's class by name: built in, an entry point, or ``module:Class``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BackendRegistry:
-    """Core classes by name, imported on demand: a backend's packages cost users of others nothing."""
+    """Core classes by name, imported on demand, so that no backend's packages slow down the others."""
 
     @classmethod
     def register(cls, name: str, path: str) -> None:
@@ -33,7 +33,7 @@ class BackendRegistry:
     def get(cls, name: str) -> type[LLMCore]:
         """Return the class of a core that can run a test.
 
-        Raises ConfigError as `declared`, or the class lacks methods.
+        Raises ConfigError as `declared`, or if the class lacks methods.
         """
         core = cls.declared(name)
         if inspect.isabstract(core):

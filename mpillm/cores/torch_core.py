@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MAX_WARM_UP = 64  # requests
 _HEALTH_PAUSE_S = 0.0005
-# GPU memory of the KV cache over that for buffers of KV caches under way, out of what the cache leaves free
+# The KV cache's GPU memory over that of the buffers for moving caches, which the cache leaves free
 _CACHE_TO_BUFFERS = 32
 # Plain numbers: operations on flags take longer than the rest of a row.
 _FINAL, _ERROR, _CANCELLED = int(ResponseFlag.FINAL), int(ResponseFlag.ERROR), int(ResponseFlag.CANCELLED)
@@ -51,7 +51,7 @@ _FLAGS = {  # by whether a row has the first and the last token
 
 
 class TorchCore(LLMCore):
-    """An engine, or a rank that follows one: a step per `poll_responses`.
+    """An engine, or a rank that follows one: each `poll_responses` runs a step.
 
     A request that can never be answered gets an ERROR row; the log has the reason.
     """
@@ -74,7 +74,7 @@ class TorchCore(LLMCore):
         self.info = model_info(config)
         self._refused: list[int] = []
         self.worker: Worker | None = None
-        self._runs: Engine | Follower | None = None  # an engine on the instance's leader
+        self._runs: Engine | Follower | None = None  # an engine if this rank leads its instance
         self._handoff: tuple[Mover, dict[int, Peer]] | None = None
         self._before_test: dict[str, int] = {}
         self._computed_before_test = (0, 0)  # tokens of prompts and of answers
@@ -174,7 +174,7 @@ class TorchCore(LLMCore):
             self.engine.step()
 
     def warm_up_requests(self) -> Batch:
-        """As many short requests as the batch and the cache hold, to prepare memory and kernels."""
+        """Return as many short requests as the batch and the cache hold, to prepare memory and kernels."""
         n_prompt, n_output = 8, 4
         if self.info.max_seq_len < n_prompt + n_output:
             n_prompt, n_output = 1, 1
@@ -239,7 +239,7 @@ class TorchCore(LLMCore):
     # --- work ---
 
     def credits(self) -> Credits:
-        """Twice the batch and the cache, so that the next requests wait here, not at the leader.
+        """Grant twice the batch and the cache, so that the next requests wait here, not at the leader.
 
         A generation instance grants its cache once: requests that wait for it hold blocks of a context
         instance.
@@ -290,7 +290,7 @@ class TorchCore(LLMCore):
                 tokens += numbers
                 sequence.n_logprobs_told += len(sequence.logprobs)
                 sequence.logprobs.clear()
-            if told:  # what several steps have added is passed on at once
+            if told:  # what several steps added goes out at once
                 sequence.n_passed_on = len(told) if is_first else sequence.n_passed_on + len(told)
                 rows.append((sequence.id, len(told), _FLAGS[is_first, is_final]))
                 tokens += told
@@ -339,7 +339,7 @@ class TorchCore(LLMCore):
 
 
 def _has_cuda() -> bool:
-    """Read PyTorch's files: importing it takes a second, on ranks that may not need it otherwise."""
+    """Return whether PyTorch has CUDA, from its files: importing it takes a second."""
     spec = importlib.util.find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     return (
@@ -373,7 +373,7 @@ def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
 
 
 def _times(sequence: Sequence) -> list[int]:
-    """See `ResponseFlag.TIMES`."""
+    """Return the numbers of `ResponseFlag.TIMES`."""
     now = time.perf_counter()
     waited, computed = (
         min(int(1e6 * (now - at)), 2**31 - 1) for at in (sequence.added_at, sequence.started_at)

@@ -1,4 +1,4 @@
-"""The routes: from an HTTP request to prompts, and from answers to a response. Runs in the HTTP thread."""
+"""The routes: turn an HTTP request into prompts, and answers into a response. Runs in the HTTP thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpillm.serve.protocol import ApiError, Asked, Json, Served, encode, read
 from mpillm.serve.shapes import DONE, Shapes, error_event
 
 _log = logging.getLogger(__name__)
-# Characters. Longer texts become tokens in another thread, so that streams go on meanwhile.
+# Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.
 _LONG_TEXT = 20_000
 _RETRY_AFTER_S = "1"
 _GONE = 499  # the client has closed the connection, as nginx counts it
@@ -55,7 +55,7 @@ class Service:
         kv_cache_usage: Callable[[], float | None] = lambda: None,
         half: Half | None = None,
     ) -> None:
-        """`max_queue_size`: requests without a first token; with more, clients get 429.
+        """`max_queue_size`: requests without a first token; beyond it clients get 429.
 
         `kv_cache_usage`: of the fullest instance; None: unknown.
         """
@@ -117,7 +117,7 @@ class Service:
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except ConnectionError:
-            response = web.Response(status=_GONE)  # which nobody reads
+            response = web.Response(status=_GONE)  # nobody reads it
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
             _log.exception("request %s", request_id)
             response = _error_response(
@@ -131,7 +131,7 @@ class Service:
         return response
 
     def _check_key(self, request: web.Request) -> None:
-        """As vLLM: /v1 needs the key, /health and /metrics don't."""
+        """Check the API key as vLLM does: /v1 needs it, /health and /metrics don't."""
         if self._api_key is None or not request.path.startswith("/v1"):
             return
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -144,7 +144,7 @@ class Service:
                 code="invalid_api_key",
             )
 
-    # --- what is there ---
+    # --- state ---
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -340,7 +340,7 @@ class Service:
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # as nginx is told not to collect what it passes on
+                "X-Accel-Buffering": "no",  # tells nginx not to buffer the response
                 "X-Request-Id": _request_id.get(),
             }
         )
@@ -387,7 +387,7 @@ def _without_what_is_no_http(record: logging.LogRecord) -> bool:
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once; when one fails or this is cancelled, cancel the others and wait for them."""
+    """Run all at once. If one fails or this is cancelled, cancel the others and wait for them."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

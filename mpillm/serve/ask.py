@@ -1,4 +1,4 @@
-"""A request of the leader to one of its servers."""
+"""One request from the leader to one of its servers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from mpillm.serve.workers import Place, Pool, Worker, reason
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
-_MOST = 1 << 31  # what is not a number of tokens, or a token, is the server's to refuse
+_MOST = 1 << 31  # the server refuses what is not a number of tokens, or a token
 
 
 class Ask:
-    """A request to one of a pool's servers, as a context: its answer. ApiError: there is none, and why."""
+    """A request to one server of a pool; as a context manager, its answer.
+
+    Raises ApiError, which says why, if there is none.
+    """
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class Ask:
         headers: Mapping[str, str],
         body: Json | None = None,
     ) -> None:
-        """POST of `body`, or GET. `silence_s`: how long the server may say nothing."""
+        """POST `body`, or GET without one. `silence_s`: how long the server may say nothing."""
         self._session = session
         self._pool = pool
         self._silence_s = silence_s
@@ -60,7 +63,8 @@ class Ask:
                 return self
             except BaseException as error:
                 self._pool.give_back(self._place)
-                if isinstance(error, aiohttp.ClientConnectorError):  # nothing was sent: another may have it
+                # Nothing was sent: another server may have it
+                if isinstance(error, aiohttp.ClientConnectorError):
                     self.worker.lose(reason(error))
                     tried.append(self.worker)
                 elif isinstance(error, (OSError, asyncio.TimeoutError, aiohttp.ClientError)):
@@ -110,7 +114,7 @@ class Ask:
         return made
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Return the body as it comes."""
+        """Yield the body as it arrives."""
         try:
             async for chunk in self._there.content.iter_any():
                 yield chunk

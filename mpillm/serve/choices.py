@@ -1,4 +1,4 @@
-"""One choice of an answer: from tokens as they come to pieces of text, up to what ends it."""
+"""Turn the tokens of one choice into pieces of text, up to what ends it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpillm.serve.protocol import Asked, Json, Served
 
 
 class Piece(NamedTuple):
-    """What has come since the piece before."""
+    """What has arrived since the previous piece."""
 
     text: str
     tokens: list[int]
@@ -28,20 +28,21 @@ class Choice:
         self.index = index
         self.answer = answer
         self.prompt = prompt
-        self.n_tokens = 0  # passed on
+        self.n_tokens = 0  # characters passed on
         self.max_tokens = max_tokens
         self.asked = asked
         self._end_ids = served.end_ids if not asked.ignore_eos else frozenset()
         self._tokenizer = served.tokenizer
         self._detokenizer = Detokenizer(served.tokenizer)
-        self._n_characters = 0  # of the tokens whose log probabilities were told
+        self._n_characters = 0  # tokens whose log probabilities were returned
         self._stop = StopStrings(asked.stop)
         self._one_by_one = bool(asked.stop or asked.stop_token_ids)
 
     def logprobs(self, first: int, tokens: list[int]) -> Json | None:
-        """Return those of `tokens`, the answer's from place `first` on; None if they were not asked for.
+        """Return the log probabilities of `tokens`, the answer's from place `first` on.
 
-        Call it in the order of the answer: offsets in the text are counted.
+        None if they were not asked for. Call it in the order of the answer, because it counts offsets in the
+        text.
         """
         if self.asked.logprobs is None:
             return None
@@ -55,7 +56,7 @@ class Choice:
         return made
 
     def take(self) -> Piece | None:
-        """Return the next piece; None if nothing has come."""
+        """Return the next piece, or None if nothing has arrived."""
         new = self.answer.tokens[self.n_tokens :]
         if not new and not self.answer.ended:
             return None
@@ -90,6 +91,6 @@ class Choice:
         return Piece(text, new, "stop" if self._stop.found is not None else self._reason(), self._stop.found)
 
     def _reason(self) -> str:
-        """Return why an answer has ended that was not cut by a stop string or a stop token."""
+        """Return why an answer ended that no stop string or stop token has cut."""
         tokens = self.answer.tokens
         return "length" if len(tokens) >= self.max_tokens and tokens[-1] not in self._end_ids else "stop"

@@ -33,7 +33,7 @@ _FETCHES = 64  # at once
 
 @dataclass(frozen=True)
 class KvFormat:
-    """What both servers' KV caches must have alike."""
+    """What must be equal in both servers' KV caches."""
 
     layout: str  # layers, heads and data type, in words
     bytes_per_token: int
@@ -54,7 +54,7 @@ class _State:
 
     @staticmethod
     def decode(text: object) -> _State:
-        """Raise ApiError if it is not of our making."""
+        """Read the state in a request. Raises ApiError if it was not written here."""
         try:
             data = json.loads(base64.b64decode(str(text), validate=True))
             state = _State(**data)
@@ -117,7 +117,7 @@ class Half:
         return dataclasses.replace(asked, row=row, prompts=prompts)
 
     def ctx_request_id(self, choice: Choice) -> object:
-        """What both servers' `/perf_metrics` call a request by; None: it was not sent by a leader."""
+        """Return the id by which both servers' `/perf_metrics` know a request; None if no leader sent it."""
         asked = choice.asked.disaggregated
         if not self.is_context:
             return asked.get("ctx_request_id")
@@ -125,7 +125,7 @@ class Half:
 
     @staticmethod
     async def server_info(request: web.Request) -> web.Response:
-        """What TensorRT-LLM's leader asks first: parameters to add to requests. There are none."""
+        """Answer what TensorRT-LLM's leader asks first: parameters to add to requests. There are none."""
         return web.json_response({"disaggregated_params": {}})
 
     # --- a context server ---
@@ -185,11 +185,11 @@ class Half:
         return Arrival(tokens[0], cache)
 
     def opened(self, answer: Answer, arrival: Arrival) -> None:
-        """A request for which a KV cache has been fetched is on its way."""
+        """Note that a request whose KV cache was fetched is on its way."""
         self._arrivals[answer.id] = arrival
 
     def ended(self, answer: Answer) -> None:
-        """Its handler has ended, whether its instance has taken the cache or not."""
+        """Note that its handler has ended, whether or not its instance has taken the cache."""
         self._arrivals.pop(answer.id, None)
 
 

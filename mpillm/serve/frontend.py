@@ -1,4 +1,4 @@
-"""The MPI side of the endpoint: requests from the HTTP thread to the leader, responses back to that thread.
+"""The MPI side of the endpoint: passes requests to the leader, and responses to the HTTP thread.
 
 The two threads share one deque and one callback. Whole messages go through them: no Python per token here.
 """
@@ -18,7 +18,7 @@ from mpillm.errors import Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 
-_MAX_BATCH = 1024  # requests of one message
+_MAX_BATCH = 1024  # requests in one message
 _GIVEN_UP = int(ResponseFlag.FIRST | ResponseFlag.FINAL | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)
 
 
@@ -26,29 +26,29 @@ class Endpoint(Protocol):
     """What the main thread sees of the HTTP thread."""
 
     def listen(self) -> None:
-        """Take connections from now on. Returns at once."""
+        """Accept connections from now on. Returns at once."""
 
     @property
     def listening(self) -> bool:
-        """Whether connections are taken."""
+        """Whether connections are accepted."""
 
     def drain(self, seconds: float) -> None:
-        """Take no more requests; cancel those that have not ended after `seconds`. Returns at once."""
+        """Accept no more requests; cancel those that have not ended after `seconds`. Returns at once."""
 
     @property
     def drained(self) -> bool:
-        """Whether `drain` is done: every request has ended, and no instance holds anything of one."""
+        """Whether `drain` is done: every request has ended, and no instance holds any part of one."""
 
     @property
     def error(self) -> str:
-        """Why there is no HTTP thread any more; empty while all is well."""
+        """Why the HTTP thread has ended; empty while it runs."""
 
     def stop(self) -> None:
         """Close every connection and end the thread."""
 
 
 class Mailbox:
-    """Between the threads: a request is a batch of one row, a cancelled one its id."""
+    """What the threads exchange: a request is a batch of one row, a cancelled one its id."""
 
     def __init__(self) -> None:
         self.out: deque[Batch | int] = deque()  # from the HTTP thread
@@ -57,7 +57,7 @@ class Mailbox:
 
 
 class Frontend(Role):
-    """Stands where a run has the harness."""
+    """Stands in the harness's place of a run."""
 
     def __init__(
         self, route: Transport, leader: int, mailbox: Mailbox, endpoint: Endpoint, drain_s: float
@@ -77,7 +77,7 @@ class Frontend(Role):
         WINDOW.handle(route, self._on_window)
 
     def end_early(self) -> bool:
-        """End the test in an orderly way; False if that has begun already.
+        """End the test in an orderly way; return False if that has already begun.
 
         For signal handlers: `poll` does the work.
         """
@@ -118,7 +118,7 @@ class Frontend(Role):
             QUERY.send(self._route, self._leader, concat([self._pending.popleft() for _ in range(n)]))
             self._window -= n
             worked = True
-        if cancelled:  # behind their requests
+        if cancelled:  # after their requests
             self._cancel(cancelled)
         return worked
 

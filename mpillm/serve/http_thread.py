@@ -1,4 +1,4 @@
-"""The HTTP thread: an event loop that has the sockets, beside rank 0's own, which has MPI."""
+"""The HTTP thread: an event loop with the sockets, beside rank 0's own, which has MPI."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from mpillm.serve.frontend import Mailbox
 from mpillm.serve.open_requests import OpenRequests
 
 _log = logging.getLogger(__name__)
-_BACKLOG = 1024  # connections that are not accepted yet
-_LOOK_S = 0.02  # between two looks at whether the last request has ended
-_CANCEL_S = 5.0  # for ranks to drop what `drain` has cancelled; after it the phase drain names who has not
+_BACKLOG = 1024  # connections not accepted yet
+_LOOK_S = 0.02  # between checks whether the last request has ended
+_CANCEL_S = 5.0  # for ranks to drop what `drain` has cancelled; then phase drain names those that have not
 _STOP_S = 2.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound, but does not listen yet.
-
-    Raises ConfigError if the address can't be had.
-    """
+    """Return a bound socket that does not listen yet. Raises ConfigError if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -55,7 +52,10 @@ def url(bound: socket.socket) -> str:
 
 
 class HttpThread:
-    """See `frontend.Endpoint`. The main thread calls its methods, which have the HTTP thread do the work."""
+    """Implements `frontend.Endpoint`.
+
+    The main thread calls its methods, which have the HTTP thread do the work.
+    """
 
     def __init__(
         self, service: Service, requests: OpenRequests, mailbox: Mailbox, bound: socket.socket
@@ -96,7 +96,7 @@ class HttpThread:
         self._socket.close()
 
     def _deliver(self, batch: Batch) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for answers any more
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for answers
             self._loop.call_soon_threadsafe(self._take, batch)
 
     # --- in the HTTP thread ---
@@ -137,7 +137,7 @@ class HttpThread:
             self._fail(error)
 
     async def _drain(self, seconds: float) -> None:
-        """Take no connection, answer 503 on those that exist, until all requests have ended or time is up."""
+        """Accept no connections and answer 503 on open ones, until all requests have ended or time is up."""
         self._service.draining = True
         if self._site is not None:
             await self._site.stop()

@@ -1,4 +1,4 @@
-"""`serve --server_role leader`: wait for the YAML's servers by name, front them, end in an orderly way."""
+"""Run `serve --server_role leader`: wait for the YAML's servers by name, front them, end orderly."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from mpillm.serve.workers import Pool, Worker, wait_ready, watch
 
 _log = logging.getLogger("mpillm")
 _POLL_S = 0.1
-_BACKLOG = 1024  # connections that are not accepted yet
+_BACKLOG = 1024  # connections not accepted yet
 _STOP_S = 2.0
 
 
 def lead(config: RunConfig) -> int:
-    """Run until a signal; the exit code. NOT_READY: a server was not ready in time; INSTANCE_LOST: all of a
-    kind are gone for --stall_timeout.
+    """Run until a signal; return the exit code.
+
+    NOT_READY: a server was not ready in time; INSTANCE_LOST: all of a kind are gone for --stall_timeout.
     """
     path, yaml = config.disagg_config, config.yaml
     if not path or yaml is None or yaml.mode != "disaggregated":

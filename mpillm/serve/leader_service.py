@@ -69,7 +69,7 @@ class LeaderService:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors in OpenAI's form."""
+        """Answer errors in OpenAI's form."""
         self.active += 1
         try:
             return await handler(request)
@@ -143,7 +143,7 @@ class LeaderService:
         return Ask(self._session, pool, self._silence_s, request.path, headers, body)
 
     async def _passed_on(self, answer: Ask) -> web.Response:
-        """Return a server's error."""
+        """Return a server's error as it came."""
         self.failed += answer.status >= 500
         return web.Response(body=await answer.read(), status=answer.status, headers=_given_back(answer))
 
@@ -162,7 +162,7 @@ class LeaderService:
 
 
 def _read(data: bytes) -> Json:
-    """Return what the leader must know of a body; the servers check the rest."""
+    """Read what the leader must know of a body; the servers check the rest."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -182,7 +182,7 @@ def _choice(body: Json, worker: Worker) -> Json:
 
 
 async def _whole(request: web.Request, answer: Json, body: Json) -> web.StreamResponse:
-    """Return an answer that a context server has finished, as its client wants it."""
+    """Return an answer that a context server has completed, in the form its client asked for."""
     if not body.get("stream"):
         return web.json_response(answer)
     (choice,) = answer["choices"]

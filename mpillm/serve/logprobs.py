@@ -1,6 +1,6 @@
-"""Log probabilities as OpenAI's API has them, from the numbers that come with an answer's tokens.
+"""Convert the numbers that come with an answer's tokens to OpenAI's log probabilities.
 
-They are the model's own, before temperature, top-k, top-p and what forbids an end token; as in vLLM.
+They are the model's own, before temperature, top-k, top-p and forbidden end tokens; as in vLLM.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from mpillm.data.tokenizer import Tokenizer
 from mpillm.serve.protocol import Json
 
-_LEAST = -9999.0  # for less, also for the logarithm of 0: JSON has no infinity
+_LEAST = -9999.0  # the least that is returned, also for the logarithm of 0: JSON has no infinity
 
 
 class TokenLogprobs(NamedTuple):
-    """What is known of one token of an answer."""
+    """The log probabilities of one token of an answer."""
 
     token: int
     logprob: float
@@ -25,7 +25,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def read(token: int, numbers: Sequence[int]) -> TokenLogprobs:
-    """Read a token's numbers: see `ResponseFlag.LOGPROBS`."""
+    """Read a token's numbers (see `ResponseFlag.LOGPROBS`)."""
     n = len(numbers) // 2
     values = np.array([numbers[0], *numbers[1 + n :]], np.int32).view(np.float32)
     logprob, *top = np.maximum(values, _LEAST).tolist()
@@ -41,7 +41,7 @@ def completion(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: i
         made["token_logprobs"].append(entry.logprob)
         made["tokens"].append(text)
         top = {text_of(token, tokenizer): logprob for token, logprob in reversed(entry.top)}
-        # Two tokens may have the same text: then the likelier one is told. The chosen one always is.
+        # Two tokens may have the same text; then the likelier is returned. The chosen one always is.
         made["top_logprobs"].append(dict(reversed(top.items())) | {text: entry.logprob})
         offset += len(text)
     return made

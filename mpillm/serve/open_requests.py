@@ -1,4 +1,4 @@
-"""Requests under way, as the HTTP thread sees them: who waits for the answer of which id."""
+"""Open requests as the HTTP thread sees them: who waits for the answer of which id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALONE = _FIRST | _FINAL
 
 
 class Answer:
-    """The answer to one prompt, as far as it has come."""
+    """The answer to one prompt, as far as it has arrived."""
 
     __slots__ = (
         "_final",
@@ -55,23 +55,23 @@ class Answer:
         self.moved: tuple[float, int] | None = None
         self.wants_logprobs = n_logprobs
         self.logprobs: dict[int, list[int]] = {}  # by place; see `ResponseFlag.LOGPROBS`
-        # The whole answer, which has overtaken the context instance's log probabilities.
+        # The whole answer, if it overtook the context instance's log probabilities.
         self._final: list[int] | None = None
-        self.released = False  # no rank can speak of it any more
+        self.released = False  # no rank can send more of it
         # A generation instance's tokens that overtook the context instance's first one.
         self._held_back: list[int] = []
         self._waiter: asyncio.Future[None] | None = None
 
     @staticmethod
     def of(n_prompt: int, tokens: list[int]) -> Answer:
-        """Return an answer that is whole without any rank's doing."""
+        """Make an answer that is complete without any rank."""
         answer = Answer(-1, n_prompt)
         answer.add(tokens, _ALONE)
         answer.released = True
         return answer
 
     async def changed(self) -> None:
-        """Wait until there are more tokens, or the answer has ended. Looked at by one task."""
+        """Wait until there are more tokens, or the answer has ended. Only one task may wait."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
@@ -83,7 +83,7 @@ class Answer:
         if flags & _FINAL:
             self.ended, self.failed = True, bool(flags & _ERROR)
             if not flags & (_ERROR | _CANCELLED):
-                self.tokens = tokens  # all of them, whatever has come before
+                self.tokens = tokens  # all of them, whatever came before
         elif flags & _FIRST:
             if not self.tokens:
                 self.tokens = tokens + self._held_back
@@ -110,7 +110,7 @@ class Answer:
 
 
 class OpenRequests:
-    """Gives ids to requests and takes them back when no rank can speak of them any more."""
+    """Gives ids to requests, and reuses them when no rank can send more of a request."""
 
     def __init__(self, hands_over: bool, put: Callable[[Batch | int], None]) -> None:
         """`hands_over`: context instances hand requests to generation instances; `put`: into the mailbox."""
@@ -118,12 +118,12 @@ class OpenRequests:
         self._put = put
         self._free: list[int] = []
         self._n_ids = 0
-        # By id, how many last words are still to come: one from each holder, and one for a cancellation.
+        # By id, how many last rows are still to come: one from each holder, and one for a cancellation.
         self._held: dict[int, int] = {}
         self._answers: dict[int, Answer] = {}  # of the same ids
 
     def __len__(self) -> int:
-        """Return the ids in use: also of requests that have ended for whoever asked."""
+        """Return the number of ids in use, also by requests that have ended for their client."""
         return len(self._held)
 
     @property
@@ -152,7 +152,7 @@ class OpenRequests:
         return answer
 
     def give_up(self, answer: Answer) -> None:
-        """Have it cancelled, if it has not ended. Nobody waits for it any more."""
+        """Cancel it if it has not ended: nobody waits for it any more."""
         if not answer.ended and not answer.given_up:
             answer.given_up = True
             self._held[answer.id] += 1

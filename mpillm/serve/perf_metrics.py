@@ -23,14 +23,14 @@ class _Request(NamedTuple):
     id: str
     came_at: float  # time.perf_counter(), before its prompt became tokens
     answer: Answer
-    ctx_request_id: object  # in both servers of a disaggregated request; None: of no such request
+    ctx_request_id: object  # the same in both servers of a disaggregated request; None: of no such request
 
 
 class PerfMetrics:
-    """The times of the last requests that have ended well, until they are read."""
+    """The times of the last requests that ended without an error, until they are read."""
 
     def __init__(self, most: int) -> None:
-        """`most`: requests that are kept; 0: none."""
+        """`most`: requests to keep; 0: none."""
         self._requests: deque[_Request] = deque(maxlen=most)
         self._offset_s = 0.0
 
@@ -45,7 +45,7 @@ class PerfMetrics:
         return web.json_response(self.take())
 
     async def _clock(self, request: web.Request) -> web.Response:
-        """Of how many seconds a leader's clock is ahead it finds out from these two, as with NTP."""
+        """Return the clock's times from which a leader computes its offset, as in NTP."""
         came_at = time.perf_counter()
         return web.json_response({"receive_ts": came_at, "transmit_ts": time.perf_counter()})
 

@@ -71,11 +71,11 @@ class ServeMetrics:
         self._prompt_tokens += answer.n_prompt
 
     def more_tokens(self, n: int, seconds: float) -> None:
-        """Count `n` tokens that came `seconds` after those before them."""
+        """Count `n` tokens that arrived `seconds` after those before them."""
         self._histograms["inter_token_latency_seconds"].add(seconds / n, n)
 
     def finished(self, answer: Answer, reason: str, n_tokens: int) -> None:
-        """Count a request that has ended, of whose answer `n_tokens` were passed on.
+        """Count a request that has ended, with `n_tokens` passed on.
 
         `reason`: stop, length, abort (the client has gone), error.
         """

@@ -30,16 +30,16 @@ _TYPES = {
     503: "server_error",
     504: "server_error",
 }
-_LEAST_TEMPERATURE = 0.01  # smaller ones overflow the division; as vLLM, which takes this in their place
+_LEAST_TEMPERATURE = 0.01  # smaller temperatures overflow the division; vLLM uses this in their place, too
 _MOST_PROMPTS = 2048  # of one body
 _MOST_ANSWERS = 128  # to each of them; as OpenAI's API
 _MOST_STOPS = 64
 _MOST_LOGPROBS = 20  # of the likeliest tokens; as OpenAI's API
-_MOST_TOKENS = 1 << 20  # of prompt and answer, where neither the model nor an option says less
+_MOST_TOKENS = 1 << 20  # tokens of prompt and answer, if neither the model nor an option limits them
 _MOST_SECONDS = 1e12  # between the clocks of two machines
 _OPENAI_COMPLETION_TOKENS = 16  # of a text completion that does not say how many
 
-# Names with the values that ask for nothing; any other asks for what is not here.
+# Names with the values that ask for nothing; any other value asks for something that is missing here.
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -77,7 +77,7 @@ _WHY = {
 
 
 class ApiError(Exception):
-    """An answer that says what is wrong, in OpenAI's form."""
+    """An error, as an answer in OpenAI's form."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -99,7 +99,7 @@ class Served:
     limits: Limits
     end_ids: frozenset[int] = frozenset()
     max_output_len: int = 128  # of a chat that does not say how many
-    # Of requests that do not say; None: as OpenAI's API has it.
+    # Defaults for requests; None: as OpenAI's API has it.
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -128,7 +128,8 @@ class Asked:
     max_tokens: int | None
     row: dict[str, float]  # fields of REQUEST
     n: int = 1  # answers to each prompt
-    logprobs: int | None = None  # how many of the likeliest tokens are told with each token; None: nothing is
+    # How many of the likeliest tokens come with each token; None: no log probabilities
+    logprobs: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -144,7 +145,7 @@ class Asked:
 
     @property
     def n_characters(self) -> int:
-        """Characters that have to become tokens."""
+        """The number of characters to tokenise."""
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)) + sum(
             len(m["content"]) for m in self.messages
         )
@@ -186,7 +187,7 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
     if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens {min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
     flags = RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP if ignore_eos else RequestFlag(0)
-    if stream or stop or stop_token_ids:  # then its tokens are looked at as they come
+    if stream or stop or stop_token_ids:  # its tokens are then checked as they arrive
         flags |= RequestFlag.STREAM
     prompts = () if chat else _prompts(body, served.vocab_size)
     logprobs = _logprobs(body, chat, served)
@@ -372,7 +373,7 @@ def _stops(body: Json) -> tuple[str, ...]:
 
 
 def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
-    """`value`, if it is token ids; else ApiError."""
+    """Return `value` if it is a list of token ids. Raises ApiError otherwise."""
     if not isinstance(value, list) or not all(type(id_) is int and 0 <= id_ < vocab_size for id_ in value):
         raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
     return value

@@ -1,4 +1,4 @@
-"""What goes over the wire: OpenAI's objects, with vLLM's additions. Chunks are put together as text."""
+"""Make OpenAI's response objects, with vLLM's additions. Chunks are put together as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def usage(choices: Sequence[Choice], n: int) -> Json:
-    """Return the tokens of prompts , each once for its `n` answers, and of answers; end tokens count."""
+    """Return the `usage` of prompts, each counted once for its `n` answers, and answers with end tokens."""
     prompt = sum(len(choice.prompt) for choice in choices[::n])
     completion = sum(choice.n_tokens for choice in choices)
     return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
@@ -86,7 +86,7 @@ class Shapes:
         return self._event(f'{self._chunk_head}, "choices": [{made}}}]{end}')
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """Return the last chunk of a stream whose client wants to know."""
+        """Return the last chunk of a stream whose client asked for usage."""
         total = json.dumps(usage(choices, self._asked.n))
         return self._event(f'{self._chunk_head}, "choices": [], "usage": {total}}}')
 
@@ -99,5 +99,5 @@ class Shapes:
 
 
 def error_event(body: Json) -> bytes:
-    """Return what ends a stream that can't go on."""
+    """Return the event that ends a stream after an error."""
     return f"data: {json.dumps(body)}\n\n".encode()

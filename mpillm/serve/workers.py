@@ -1,4 +1,4 @@
-"""The servers that a disaggregated leader fronts: which there are, which answer, and who gets a request."""
+"""The servers that a disaggregated leader fronts: which exist, which answer, and who gets a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _ASK_S = 0.5  # between two health checks before a server is ready
 _LOOK_S = 5.0  # and afterwards
 _ANSWER_S = 5.0  # for one health check
-# The servers themselves say when they have no room.
+# The servers say themselves when they have no room.
 _MOST_REQUESTS, _MOST_TOKENS = 1 << 32, 1 << 40
 
 
@@ -37,7 +37,7 @@ class Worker:
         self._was_ready = False
 
     def lose(self, why: str) -> None:
-        """Note that it does not answer; it gets no request until it does."""
+        """Note that it does not answer; it gets no requests until it does."""
         if not self.gone:
             self.gone_at = time.monotonic()
             if self._was_ready:
@@ -45,7 +45,7 @@ class Worker:
         self.gone = why
 
     async def check(self, session: aiohttp.ClientSession) -> bool:
-        """Return whether it is well."""
+        """Check its health; return whether it is well."""
         try:
             async with session.get(
                 f"{self.base}/health", timeout=aiohttp.ClientTimeout(total=_ANSWER_S)
@@ -62,7 +62,7 @@ class Worker:
 
 
 class Place(NamedTuple):
-    """A request's, until its server has answered."""
+    """A request's place at a server, until the server has answered."""
 
     worker: Worker
     position: int
@@ -73,7 +73,7 @@ class Pool:
     """The servers of one kind, and the policy that picks one of them."""
 
     def __init__(self, kind: str, workers: Sequence[Worker], router: InstancePool) -> None:
-        """`router`: of as many instances."""
+        """`router`: for as many instances."""
         self.kind = kind
         self.workers = workers
         self._router = router
@@ -81,7 +81,7 @@ class Pool:
             router.grant(position, _MOST_REQUESTS, _MOST_TOKENS)
 
     def take(self, prompt: NDArray[np.int32], n_output: int, tried: Sequence[Worker]) -> Place | None:
-        """Place a request at a server that answers and is not in `tried`; None: there is none.
+        """Place a request at a server that answers and is not in `tried`; return None without one.
 
         `prompt`: tokens, or what stands for them, such as a text's bytes.
         """
@@ -95,7 +95,7 @@ class Pool:
         return Place(self.workers[taken[0]], int(taken[0]), need) if len(taken) else None
 
     def give_back(self, place: Place) -> None:
-        """The server has answered, or never will."""
+        """Note that the server has answered, or never will."""
         self._router.give_back(np.array([place.position]), np.array([place.need]))
 
     def all_gone(self) -> str:
@@ -114,7 +114,7 @@ class Pool:
 async def wait_ready(
     session: aiohttp.ClientSession, workers: Sequence[Worker], deadline_s: float, tell: Callable[[str], None]
 ) -> list[Worker]:
-    """Wait until every server is well; those that are not after `deadline_s`."""
+    """Wait until every server is well; return those that are not after `deadline_s`."""
     began = time.monotonic()
 
     async def one(worker: Worker) -> None:
@@ -132,14 +132,14 @@ async def wait_ready(
 
 
 async def watch(session: aiohttp.ClientSession, workers: Sequence[Worker]) -> None:
-    """Keep looking whether they are well."""
+    """Check their health until cancelled."""
     while True:
         await asyncio.sleep(_LOOK_S)
         await asyncio.gather(*(worker.check(session) for worker in workers))
 
 
 def reason(error: BaseException) -> str:
-    """Of a request that failed, in a few words."""
+    """Return why a request failed, in a few words."""
     if isinstance(error, asyncio.TimeoutError):
         return "no answer in time"
     if isinstance(error, aiohttp.ServerDisconnectedError):

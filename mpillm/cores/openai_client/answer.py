@@ -9,7 +9,7 @@ from typing import Any
 from mpillm.cores.openai_client.event_stream import EventStream
 
 _DONE = b"[DONE]"
-_FAILED = ("abort", "error", "cancelled")  # reasons to finish which are none: vLLM's, TensorRT-LLM's
+_FAILED = ("abort", "error", "cancelled")  # finish reasons that mean no answer: vLLM's, TensorRT-LLM's
 
 
 class AnswerError(Exception):
@@ -111,7 +111,7 @@ def error_text(message: Mapping[str, Any]) -> str:
 
 
 def failure_text(status: int, reply: bytes) -> str:
-    """Return a reply that is not 200 OK, in a few words."""
+    """Return a reply other than 200 OK in a few words."""
     try:
         message = json.loads(reply)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Many requests to one or several servers: the choice of a server, retries, and the watch over silence.
+"""Send many requests to one or several servers: choose a server, retry, and watch for silence.
 
 A request is sent again only while nothing of its answer has arrived: after a connection that failed or ended
 without a status line, and after HTTP 429 or 503, which say that the server did not begin. Parts of a broken
@@ -18,15 +18,15 @@ from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, b
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 
-_BUSY = (429, 503)  # it has not begun, and may later
+_BUSY = (429, 503)  # the server has not begun, and may later
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _SHOWN_TOKENS = 12  # of a prompt, in messages
-_WATCH_S = 1.0  # how often silence is looked for
+_WATCH_S = 1.0  # between checks for silence
 
 
 class Listener(Protocol):
-    """Is told about calls, on the event loop's thread. Each ends with one of done, failed and cancelled."""
+    """Is told about calls on the event loop's thread. Each call ends as done, failed or cancelled."""
 
     def on_first(self, call: Call) -> None:
         """The first token of a streamed answer has arrived."""
@@ -75,7 +75,7 @@ class Call:
         self._begin()
 
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
-        """An attempt goes out."""
+        """Note that an attempt was sent."""
         self.connection, self._reused, self.sent_at, self.heard_at = connection, reused, at, at
 
     @property
@@ -144,7 +144,7 @@ class Client:
     # --- asked by the owner ---
 
     def submit(self, id_: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Ask for an answer. `id_`: no open call has it."""
+        """Ask for an answer. No open call may have `id_`."""
         if self._watching is None:
             self._watch()
         call = self.calls[id_] = Call(self, id_, prompt, sampling)
@@ -152,7 +152,7 @@ class Client:
         self._start(call)
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """Give up the calls that are open among these."""
+        """Cancel those of these calls that are open."""
         for id_ in ids:
             if (call := self.calls.pop(id_, None)) is not None:
                 if call.endpoint is not None:
@@ -170,7 +170,7 @@ class Client:
     # --- told by calls ---
 
     def ended(self, call: Call, reply: bytes) -> None:
-        """A whole response has arrived; `reply`: its body, if it is not an answer."""
+        """Take the end of a whole response; `reply`: its body, if it is not an answer."""
         self._release(call, whole=True)
         if call.status in _BUSY:
             self._again(call, AnswerError(failure_text(call.status, reply)), _seconds(call.retry_after))
@@ -190,7 +190,7 @@ class Client:
                 call.endpoint.answered = max(call.endpoint.answered, call.sent_at)
 
     def broken(self, call: Call, error: Exception) -> None:
-        """No more of a response will arrive, and it is incomplete."""
+        """Take the failure of a connection: no more of the response will arrive, and it is incomplete."""
         self._release(call, whole=False)
         if isinstance(error, NothingSentBack):
             self._again(call, error, 0.0 if call.stale else None)
@@ -204,7 +204,7 @@ class Client:
         call.endpoint.release(call, call.connection, whole)
 
     def _start(self, call: Call) -> None:
-        """Send `call` to the server that owes the least, if possible not to the one where it failed."""
+        """Send `call` to the server that owes the fewest answers, if possible not to one where it failed."""
         failed = call.endpoint
         endpoint = min(self.endpoints, key=lambda one: (one is failed, len(one.calls)))
         call.endpoint = endpoint
@@ -220,7 +220,7 @@ class Client:
         return body(dialect, model, prompt, call.sampling, self.stream)
 
     def _again(self, call: Call, error: Exception, wait_s: float | None) -> None:
-        """Send it again after `wait_s` (None: a pause that grows), if that is not too late."""
+        """Send `call` again after `wait_s` (None: a growing pause), if it is not too late."""
         now = time.perf_counter()
         call.failing_since = call.failing_since or now
         if wait_s is None:

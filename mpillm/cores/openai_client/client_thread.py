@@ -45,7 +45,7 @@ class ClientThread:
             raise TimeoutError(f"not done within {timeout_s:g} s") from None
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call it there, soon."""
+        """Call `function` on the loop, soon."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def cpu_s(self) -> float:

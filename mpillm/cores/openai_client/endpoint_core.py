@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FEW = 1024  # latencies that are counted together
-# Answers that come closer together than this are handed on together: a message for each would cost the ranks
-# on its way, and the client's thread beside this one, a quarter more CPU time per request.
+# Answers that arrive closer together than this are passed on together. A message for each would cost the
+# ranks on its way, and the client's thread beside this one, a quarter more CPU time per request.
 _GATHER_S = 1e-3
 
 
@@ -92,7 +92,7 @@ class _Statistics:
             waiting.clear()
 
     def values(self) -> dict[str, float]:
-        """Return the counts , and percentiles in milliseconds."""
+        """Return the counts, and percentiles in milliseconds."""
         result: dict[str, float] = dict(self.counts)
         for name in self._names:
             self._add_all(name)
@@ -132,7 +132,7 @@ class TrtllmEndpointCore(LLMCore):
         self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
         self._failed: EndpointError | None = None
         self._handed_on = 0.0  # time.perf_counter()
-        self._first: dict[int, int] = {}  # the first token that was told, by id, of calls that are open
+        self._first: dict[int, int] = {}  # the first token reported, by id, of open calls
         self._began(0.0)
 
     @classmethod
@@ -309,7 +309,7 @@ class TrtllmEndpointCore(LLMCore):
         return self._tokenizer.encode_plain(call.answer.text)
 
     def on_first(self, call: Call) -> None:
-        """Tell the first token, if it is not the last one as well."""
+        """Report the first token, unless it is also the last."""
         self._statistics.prompt_tokens += len(call.prompt)
         if self._client.stream and call.answer.finish_reason is None and (tokens := self._tokens(call)):
             self._rows.append((call.id, 1, int(ResponseFlag.FIRST), tokens[:1]))

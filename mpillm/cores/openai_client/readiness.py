@@ -121,7 +121,7 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
                 if not answer.completion_tokens:
                     raise EndpointError(f"{where}: {error}") from None
             if dialect.token_ids and not answer.tokens:
-                continue  # it has passed over what it does not know
+                continue  # the server has ignored what it does not know
             if not dialect.token_ids and not has_tokenizer:
                 raise EndpointError(
                     f"{where} gives no token ids: name the folder of its tokenizer with --model_path"

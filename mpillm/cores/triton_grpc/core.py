@@ -41,7 +41,7 @@ _WATCH_S = 1.0
 
 
 class _Call:
-    """A request under way."""
+    """A request in progress."""
 
     def __init__(self, id_: int, model: Model, stream: Stream, streaming: bool) -> None:
         self.id = id_
@@ -143,7 +143,7 @@ class TritonGrpcCore(LLMCore):
         self._began()
 
     def statistics(self) -> dict[str, float]:
-        """Return clients, the channels under them, and requests that a server has answered with an error."""
+        """Return the numbers of clients, of channels under them, and of requests answered with an error."""
         return {"clients": len(self._streams), "channels": len(self._channels), "errors": self._errors}
 
     def metrics(self) -> Metrics:
@@ -271,7 +271,7 @@ class TritonGrpcCore(LLMCore):
 
     def _done(self, number: int, call: _Call, flags: ResponseFlag, tokens: list[int]) -> None:
         if self._calls.pop(number, None) is None:
-            return  # it was cancelled meanwhile
+            return  # cancelled meanwhile
         self._numbers.pop(call.id, None)
         call.stream.open.discard(number)
         self._rows.append((call.id, len(tokens), int(flags), tokens))

@@ -1,6 +1,6 @@
-"""One client: a ModelStreamInfer stream of a server, over which many requests are under way at once.
+"""One client: a ModelStreamInfer stream to a server, which carries many requests at once.
 
-A stream is one of the about hundred that an HTTP/2 connection carries, whatever the number of its requests.
+A stream is one of about a hundred that an HTTP/2 connection carries, whatever the number of its requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _END_S = 5.0
 
 
 def open_channel(url: str, index: int) -> grpc.Channel:
-    """Return a connection of its own. `index`: channels with equal arguments would share one."""
+    """Open a connection. `index`: channels with equal arguments would share one."""
     return grpc.insecure_channel(
         url,
         [
@@ -85,7 +85,7 @@ class Stream:
 
 
 def error_text(error: grpc.RpcError) -> str:
-    """Return what has happened to a call, in a line."""
+    """Return a call's failure in a line."""
     if not isinstance(error, grpc.Call):
         return str(error)
     text = f"{error.code().name}: {error.details()}"

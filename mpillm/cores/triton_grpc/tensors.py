@@ -1,4 +1,4 @@
-"""Requests to the `tensorrt_llm` model and its responses, in Triton's gRPC protocol (KServe v2)."""
+"""Make requests to the `tensorrt_llm` model and read its responses, in Triton's gRPC protocol (KServe v2)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Wanted(NamedTuple):
 
 
 def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) -> Any:
-    """Return a ModelInferRequest. The last response will say that it is the last."""
+    """Return a ModelInferRequest, whose last response will say that it is the last."""
     greedy = wanted.temperature == 0
     values: dict[str, NDArray[Any]] = {
         "input_ids": prompt.astype(np.int32, copy=False),
@@ -52,7 +52,7 @@ def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) 
 
 
 def stop_of(model: str, id_: str) -> Any:
-    """Return a request that ends the one of this id, and is itself answered by an empty last response."""
+    """Return a request that ends the one with this id, and is itself answered by an empty last response."""
     one = np.ones(1, np.int32)
     return _message(
         model,

@@ -1,1 +1,1 @@
-"""TensorRT-LLM inside the ranks of a run."""
+"""Cores that run TensorRT-LLM inside the ranks: `executor` and `hlapi`, over `library`."""

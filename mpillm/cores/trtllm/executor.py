@@ -1,9 +1,9 @@
-"""TensorRT-LLM's `Executor`: an engine of `trtllm-build` in this process, or in processes that it starts.
+"""Run TensorRT-LLM's `Executor`: an engine of `trtllm-build` in this process, or in processes it starts.
 
-tensorrt_llm.bindings.executor, which cpp/tensorrt_llm/nanobind/executor declares (pybind in older versions).
-In leader mode every rank of the instance makes an `Executor`; the one on the communicator's rank 0 takes
-requests, the others follow it in C++ threads until it is shut down. In orchestrator mode the instance's first
-rank starts a worker process for each part of the engine.
+The interface is tensorrt_llm.bindings.executor, as cpp/tensorrt_llm/nanobind/executor declares it (pybind in
+older versions). In leader mode every rank of the instance makes an `Executor`; the one on the communicator's
+rank 0 takes requests, the others follow it in C++ threads until it is shut down. In orchestrator mode the
+instance's first rank starts a worker process for each part of the engine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TrtllmExecutorCore(LLMCore):
         self._executor: Any = None
         self._ids: dict[int, int] = {}  # ours by the library's
         self._answers = library.Answers(config.rank)
-        self._prompt_tokens = self._steps = 0  # of the test; a step of a request is one token
+        self._prompt_tokens = self._steps = 0  # of the test; each step of a request is one token
         self._now = (0, 0, 0.0)  # requests running and waiting, share of the KV cache
 
     @classmethod
@@ -108,7 +108,7 @@ class TrtllmExecutorCore(LLMCore):
         self._executor = self._tle.Executor(self._harness.engine_dir, self._tle.ModelType.DECODER_ONLY, made)
 
     def _executor_config(self, devices: list[int] | None) -> Any:
-        """ConfigError for a flag that TensorRT-LLM does not have."""
+        """Return an ExecutorConfig. Raises ConfigError for a flag that TensorRT-LLM does not have."""
         tle, config, flags = self._tle, self.config, self._harness.runtime_flags
         tuning = tle.DynamicBatchConfig(
             flags["enable_batch_size_tuning"],
@@ -171,7 +171,10 @@ class TrtllmExecutorCore(LLMCore):
         self._prompt_tokens = self._steps = self._answers.ended = 0
 
     def metrics(self) -> Metrics | None:
-        """From the iterations since this was last asked. An answer's first token is of no generation step."""
+        """Return counts up to the newest iteration.
+
+        The first token of an answer belongs to no generation step.
+        """
         if self._executor is None or not self._leads:
             return None
         for step in self._executor.get_latest_iteration_stats():
@@ -194,12 +197,12 @@ class TrtllmExecutorCore(LLMCore):
     def notify_stop(self) -> None:
         executor, self._executor = self._executor, None
         if executor is not None:
-            executor.shutdown()  # a follower's returns when the leader's has been called
+            executor.shutdown()  # on a follower it returns once the leader has called it
 
     # --- work ---
 
     def credits(self) -> Credits:
-        """Twice the batch, so that the next request is there when one ends."""
+        """Grant twice the batch, so that the next request is there when one ends."""
         return Credits(
             2 * self._harness.runtime_flags["max_batch_size"],
             self.config.kv_cache_tokens or library.UNLIMITED_TOKENS,

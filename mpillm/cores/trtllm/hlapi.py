@@ -1,10 +1,10 @@
-"""TensorRT-LLM's `LLM` class on an instance's ranks.
+"""Run TensorRT-LLM's `LLM` class on an instance's ranks.
 
 Its PyTorch backend computes a Hugging Face folder, its TensorRT backend an engine. The instance's
-communicator goes in as in `trtllm-serve disaggregated_mpi_worker` (tensorrt_llm/commands/serve.py):
-`set_mpi_comm` on every rank, a `MpiCommSession` over it for the `LLM` on rank 0, and a `MPICommExecutor` of
-mpi4py on the others, which runs what that session submits. Here the others do so in a thread: their main
-threads belong to the event loop.
+communicator is passed as in `trtllm-serve disaggregated_mpi_worker` (tensorrt_llm/commands/serve.py):
+`set_mpi_comm` on every rank, a `MpiCommSession` over it for the `LLM` on rank 0, and on the others mpi4py's
+`MPICommExecutor`, which runs what that session submits. Here the others do so in a thread: their main threads
+belong to the event loop.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class TrtllmHlApiCore(LLMCore):
             scheduler["context_chunking_policy"] = CHUNKING_POLICIES[config.context_chunking_policy]
         arguments = {
             "model": config.model_path if pytorch else config.engine_dir,
-            "skip_tokenizer_init": True,  # prompts are tokens, and answers stay tokens
+            "skip_tokenizer_init": True,  # prompts and answers are tokens
             "tensor_parallel_size": config.tp_size,
             "pipeline_parallel_size": config.pp_size,
             "moe_expert_parallel_size": config.ep_size if config.ep_size > 1 else None,
@@ -198,7 +198,7 @@ class TrtllmHlApiCore(LLMCore):
         return self._loop
 
     async def _live(self, ready: threading.Event) -> None:
-        """Run until the core stops; requests that are open then are given up."""
+        """Run until the core stops; drop the requests that are open then."""
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         watch = asyncio.create_task(self._watch())
         ready.set()
@@ -213,7 +213,7 @@ class TrtllmHlApiCore(LLMCore):
         asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def _ask(self, request: Batch) -> None:
-        """Follow a request to its end: in this thread, because a result is awaited where it was asked for."""
+        """Follow a request to its end, in this thread, because a result is awaited where it was requested."""
         (row,) = request.rows
         id_, n, end_id = int(row["id"]), 0, library.ends_of(row, self._ends)[0]
         params = self._sampling(

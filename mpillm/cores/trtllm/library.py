@@ -1,9 +1,9 @@
-"""What the cores of TensorRT-LLM's two interfaces share: the package, the limits of a model, answers as rows.
+"""What the cores of TensorRT-LLM's two interfaces share: the package, a model's limits, answers as rows.
 
-Source of what is said of the library: its repository, by path. Importing it is collective over
-MPI.COMM_WORLD, because tensorrt_llm/_utils.py splits that communicator by host (`Split_type`), and
-tensorrt_llm/_common.py does so again in C++ (`MpiComm.local_init`). So every rank of a run imports it, also
-those without an instance: see `LLMCore.world_import`.
+Statements about the library cite its repository by path. Importing it is collective over MPI.COMM_WORLD,
+because tensorrt_llm/_utils.py splits that communicator by host (`Split_type`), and tensorrt_llm/_common.py
+does so again in C++ (`MpiComm.local_init`). So every rank of a run imports it, even without an instance: see
+`LLMCore.world_import`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from mpillm.models.model_files import EngineConfig, GenerationConfig
 
 PACKAGE = "tensorrt_llm"
 EXTRA = "trtllm"
-NO_END = -1  # an end_id that no token has: the answer ends at its longest
-UNLIMITED_TOKENS = 1 << 40  # the library itself has requests wait for its KV cache
+NO_END = -1  # an end_id that no token has: only the length ends the answer
+UNLIMITED_TOKENS = 1 << 40  # requests wait for the KV cache inside the library
 _ANY_TOKEN = 1 << 31
 _OURS = ("trtllm_backend", *RUNTIME_FLAGS, *RUNTIME_OPTIONS)
 
 
 def check_library(config: CoreConfig) -> None:
-    """ConfigError if the package is not installed (it is not imported), or for what neither core does."""
+    """Check that the package is installed, without importing it, and what neither core does.
+
+    Raises ConfigError.
+    """
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             f"--core_type {config.core_type} needs the package '{PACKAGE}': pip install 'mpillm[{EXTRA}]',"
@@ -62,7 +65,7 @@ def check_library(config: CoreConfig) -> None:
 
 
 def no_engines(config: CoreConfig) -> ConfigError:
-    """This release of the library has only its PyTorch backend."""
+    """Make the error of a release that has only the PyTorch backend."""
     version = getattr(sys.modules.get(PACKAGE), "__version__", "of this release")
     return ConfigError(
         f"--core_type {config.core_type}: TensorRT-LLM {version} runs no engines, of which 1.3.0rc20 was the"
@@ -138,7 +141,7 @@ def sampling(row: np.void) -> dict[str, Any]:
 
 
 def ends_of(row: np.void, ends: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that end this answer, of the model's: at least one, NO_END if none does."""
+    """Return those of the model's end tokens that end this answer: at least one, NO_END if none does."""
     return (NO_END,) if row["flags"] & RequestFlag.IGNORE_END or not ends else ends
 
 
@@ -152,15 +155,12 @@ def stops(config: CoreConfig, row: np.void, ends: tuple[int, ...]) -> list[list[
 
 
 def others(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Runtime flags that only TensorRT-LLM knows, which are passed to it as they are given."""
+    """Return the runtime flags that only TensorRT-LLM knows, which are passed on as given."""
     return {name: value for name, value in flags.items() if name not in _OURS and value is not None}
 
 
 def streams(row: np.void, first_token_times: bool) -> bool:
-    """Return whether tokens are asked for as they come.
-
-    Raises RuntimeError for a request that is to be handed over.
-    """
+    """Return whether to ask for tokens as they come. Raises RuntimeError for a request to hand over."""
     if row["generation"] != NO_INSTANCE:
         raise RuntimeError("TensorRT-LLM's cores hand over no KV cache")
     return first_token_times or bool(row["flags"] & RequestFlag.STREAM)
@@ -168,16 +168,16 @@ def streams(row: np.void, first_token_times: bool) -> bool:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that the library works on."""
+    """A request that the library is working on."""
 
-    stream: bool  # whoever asks wants the tokens as they come
+    stream: bool  # its tokens are wanted as they come
     cancelled: bool = False
     passed_on: int = 0  # tokens
     answer: list[int] = field(default_factory=list)
 
 
 class Answers:
-    """Requests that the library works on, and rows for what it has answered. Not for several threads."""
+    """The open requests, and rows for what the library has answered. For one thread."""
 
     def __init__(self, rank: int) -> None:
         """`rank`: in the world, for messages."""
@@ -188,7 +188,7 @@ class Answers:
         self.ended = 0  # requests
 
     def __len__(self) -> int:
-        """Return how many requests are open."""
+        """Return the number of open requests."""
         return len(self._open)
 
     def begin(self, requests: Batch) -> None:
@@ -203,7 +203,7 @@ class Answers:
         return mine
 
     def add(self, id_: int, new: list[int], is_final: bool) -> None:
-        """Take tokens that follow those before; RunError for an answer without any."""
+        """Take the next tokens of an answer. Raises RunError if the answer ends without any."""
         request = self._open[id_]
         request.answer += new
         answer, passed_on = request.answer, request.passed_on
@@ -224,7 +224,7 @@ class Answers:
             self._row(id_, ResponseFlag.PARTIAL, answer[passed_on:])
 
     def failed(self, id_: int, cause: object) -> RunError:
-        """End the run: TensorRT-LLM could not answer a request."""
+        """Make the error that ends the run: TensorRT-LLM could not answer a request."""
         return RunError(
             Failure(f"TensorRT-LLM, request {id_}: {cause}", self._rank, code=ExitCode.TEST_FAILED)
         )
