@@ -390,7 +390,7 @@ def _trtllm_engine(config: RunConfig, harness: TritonHarnessConfig) -> tuple[str
 
 
 def remove_repositories(repo: str, first: int) -> None:
-    """Our repositories from server `first` on, of a test with more servers: run-llm-server would use them."""
+    """Remove our repositories from server `first` on, of a test with more servers: they would be started."""
     while read_stamp(old := Path(f"{repo}_{first}")):
         shutil.rmtree(old)
         log_of(old).unlink(missing_ok=True)

@@ -211,7 +211,7 @@ class TorchCore(LLMCore):
         )
 
     def _counts(self) -> dict[str, int]:
-        """Return the counts since the start; reused blocks only with block reuse, to show that it was on."""
+        """Return the counts since the start. Those of reused blocks are there only with reuse."""
         from mpillm.engine.cache.prefix_cache import PrefixCache
 
         counts = {"preemptions": self.engine.scheduler.preemptions}

@@ -218,7 +218,7 @@ class TrtllmEndpointCore(LLMCore):
             self._client.retries = self._client.generated_tokens = 0
 
     def statistics(self) -> dict[str, float]:
-        """Retries, re-tokenised answers, latencies at the socket, and the client's share of a CPU core.
+        """Return retries, re-tokenised answers, latencies at the socket, and the client's share of a core.
 
         `other_prompt_length`, `other_answer_length`: answers for which the server counted other numbers of
         tokens.
