@@ -8,7 +8,7 @@ work (one engine step, one look at a socket) and returns what has become ready.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.comms.mover import Mover, Peer
     from mpillm.engine.handoff.host_end import HostEnd
+    from mpillm.engine.special import Special
 
 
 class Credits(NamedTuple):
@@ -150,6 +151,15 @@ class LLMCore(ABC):
     @abstractmethod
     def enqueue(self, requests: Batch) -> None:
         """Take requests (REQUEST rows). One with `generation` set stops after its first token: `started`."""
+
+    @property
+    def takes_special(self) -> bool:
+        """Whether `enqueue_special` works here; known after `load`."""
+        return False
+
+    def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
+        """As `enqueue`, with what some of them ask for besides, by id; see there what comes back."""
+        raise RuntimeError(f"core {self.config.core_type} takes no more than a request's row says")
 
     @abstractmethod
     def poll_responses(self) -> Batch | None:

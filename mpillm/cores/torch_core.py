@@ -9,8 +9,9 @@ import importlib.util
 import itertools
 import logging
 import re
+import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from mpillm.engine.handoff.host_end import HostEnd
     from mpillm.engine.handoff.transfer import Transfers
     from mpillm.engine.sequence import Sequence
+    from mpillm.engine.special import Special
     from mpillm.engine.worker import Follower, Worker
 
 _log = logging.getLogger(__name__)
@@ -248,14 +250,29 @@ class TorchCore(LLMCore):
         return Credits(2 * self.config.max_batch_size, n_caches * self.info.kv_cache_tokens)
 
     def enqueue(self, requests: Batch) -> None:
+        self.enqueue_special(requests, {})
+
+    @property
+    def takes_special(self) -> bool:
+        """On a CPU and one rank: so far nothing of it has run elsewhere."""
+        alone = self.comms is None or self.comms.instance.size == 1
+        return alone and self.config.gpu_bytes is None
+
+    def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
         offsets = requests.offsets()
         for i, row in enumerate(requests.rows):
             sequence = _sequence(row, requests.tokens[offsets[i] : offsets[i + 1]])
+            if specials and (special := specials.get(sequence.id)) is not None:
+                sequence.special = special
+                if special.keeps_context_logits:  # there are none of blocks that others have computed
+                    sequence.salt = secrets.token_bytes(16)
             refusal = self.engine.refusal(sequence)
             if refusal is None:
                 self.engine.add(sequence)
             else:
                 _log.error("request %d: %s", sequence.id, refusal)
+                if sequence.special is not None:
+                    sequence.special.error = refusal
                 self._refused.append(sequence.id)
 
     def cancel(self, ids: Iterable[int]) -> None:

@@ -34,7 +34,8 @@ class CpuSteps:
             if part.groups.layout.is_first_stage
             else part.receive_hidden(len(step.tokens))
         )
-        return part.model.forward(x, attention, torch.tensor(step.wanted, dtype=torch.int64), layer_stored)
+        wanted = None if step.context_logits else torch.tensor(step.wanted, dtype=torch.int64)
+        return part.model.forward(x, attention, wanted, layer_stored)
 
     def feed(self, tokens: Tensor) -> None:
         """Do nothing: the host reads a step's tokens before it plans the step that computes with them."""

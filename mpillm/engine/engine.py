@@ -91,7 +91,7 @@ class Engine:
                 f"{n} prompt tokens exceed max_num_tokens {self.limits.max_num_tokens},"
                 " and chunked context is off"
             )
-        return None
+        return sequence.special.refusal(self.info.vocab_size) if sequence.special is not None else None
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence for which `refusal` returns None."""

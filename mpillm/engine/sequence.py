@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.special import Special
 
 UNREAD = -1  # stands for a token that is still on the device
 
@@ -45,6 +46,8 @@ class Sequence:
     times: bool = False  # the two times above are wanted
     n_reused: int = 0  # blocks that already held its prompt
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
+    salt: bytes = b""  # sequences with another one never share blocks, whatever their tokens are
+    special: Special | None = None
 
     @property
     def n_output(self) -> int:

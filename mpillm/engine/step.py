@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from mpillm.engine.handoff.transfer import Transfer
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
+from mpillm.engine.special import Special
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Step:
     transfers: list[Transfer] = field(default_factory=list)  # of KV caches; a step may hold nothing else
     # 0: tokens only. 1 + k: also the log probability of each, and the k likeliest tokens with theirs.
     logprobs: int = 0
+    # For `Special`, which never leaves its rank: a row of `wanted` and its sequence; rows of the step.
+    specials: list[tuple[int, Sequence]] = field(default_factory=list)
+    context_logits: list[tuple[Special, slice]] = field(default_factory=list)
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
@@ -54,13 +58,24 @@ class Step:
             n_told, sequence.n_told = sequence.n_told, len(sequence.blocks)
             step.spans.append(Span(sequence.slot, start, n, n_told, sequence.blocks[n_told:]))
             step.tokens += sequence.tokens(start, start + n)
+            if sequence.special is not None:
+                step.keep_context_logits(sequence, start, n)
             if sequence.n_uncached == 0:
                 if sequence.n_output < sequence.min_output:
                     step.not_end.append(len(sampled))
                 step.wanted.append(len(step.tokens) - 1)
+                if sequence.special is not None:
+                    step.specials.append((len(sampled), sequence))
                 sampled.append(sequence)
         if not all(s.sampling.is_greedy for s in sampled):
             step.sampling = [s.sampling for s in sampled]
             step.places = [s.n_output for s in sampled]
         step.logprobs = max((s.wants_logprobs for s in sampled), default=0)
         return step, sampled
+
+    def keep_context_logits(self, sequence: Sequence, start: int, n: int) -> None:
+        """Note what is wanted of the step's last `n` rows: a sequence's tokens from `start`."""
+        assert sequence.special is not None
+        if rows := sequence.special.rows_to_keep(len(sequence.prompt), start, start + n):
+            shift = len(self.tokens) - n - start
+            self.context_logits.append((sequence.special, slice(rows.start + shift, rows.stop + shift)))

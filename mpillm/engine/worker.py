@@ -30,7 +30,10 @@ class Steps(Protocol):
     n_ahead: int  # steps that may start before the previous step's tokens are read
 
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
-        """Return the wanted rows for `Llama.logits`, or all for the next stage; see `Llama.forward`."""
+        """Return the wanted rows for `Llama.logits`, or all for the next stage; see `Llama.forward`.
+
+        All of a step with `context_logits`, too.
+        """
         ...
 
     def feed(self, tokens: Tensor) -> None:
@@ -105,11 +108,17 @@ class Worker:
             assert self.peers is not None
             self.peers.send_hidden(x)
             return None
+        if step.context_logits:  # then these are all rows
+            for special, rows in step.context_logits:
+                special.context_logits.append(self.part.model.logits(x[rows]).float().numpy())
+            x = x[step.wanted]
         if not step.wanted:
             return None if layout.tp_rank else Sampled(torch.empty(0, dtype=torch.int64))
         logits = self.part.model.logits(x)
         # A copy, because `_choose` changes them. Collective.
         own = self._whole(logits.clone()) if step.logprobs else None
+        if step.specials:
+            logits = _adjusted(logits.float(), step)
         tokens = self._choose(logits, step)
         if tokens is None:
             return None
@@ -165,6 +174,18 @@ class Worker:
             return None
         pairs = pairs.view(len(best), layout.tp_size, 2)
         return pairs[:, :, 1].gather(1, pairs[:, :, 0].argmax(1, keepdim=True))[:, 0].long()
+
+
+def _adjusted(logits: Tensor, step: Step) -> Tensor:
+    """Return what special requests choose from: [n, vocab] (float32), on an instance of one rank."""
+    for row, sequence in step.specials:
+        special = sequence.special
+        assert special is not None
+        if special.keeps_generation_logits:
+            special.generation_logits.append(logits[row].clone().numpy())
+        may_end = len(sequence.output) >= sequence.min_output
+        special.adjust(logits[row], sequence.prompt, sequence.output, may_end=may_end)
+    return logits
 
 
 def _with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:

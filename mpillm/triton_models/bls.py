@@ -47,7 +47,10 @@ _FROM_PREPROCESSING = {
     "BAD_WORDS_IDS": "bad_words_list",
     "STOP_WORDS_IDS": "stop_words_list",
 }
-_PASSED_ON = ("cum_log_probs", "output_log_probs", "batch_index", "sequence_index", "num_input_tokens")
+_PASSED_ON = (
+    *("cum_log_probs", "output_log_probs", "context_logits", "generation_logits"),
+    *("batch_index", "sequence_index", "num_input_tokens", "num_output_tokens"),
+)
 _SPECULATIVE = ("num_draft_tokens", "use_draft_logits")
 
 Tensors = dict[str, NDArray[Any]]

@@ -23,6 +23,7 @@ from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.core_names import DEFAULT
 from mpillm.cores.registry import BackendRegistry
+from mpillm.engine.special import Special
 from mpillm.triton_models.engine_thread import Answer, EngineThread
 from mpillm.triton_models.requests import Asked, Refused, Tensors, read
 
@@ -98,6 +99,7 @@ class TritonPythonModel:
         core.load()
         core.run_health_check()
         _log.info("the engine is ready after %.1f s: %s", time.monotonic() - began, core_options.model_path)
+        self._core = core
         self._engine = EngineThread(
             core, int(period_ms) / 1000 if period_ms else _CHECK_S, self._look_for_cancelled
         )
@@ -112,7 +114,7 @@ class TritonPythonModel:
                     self._stop(request.request_id())
                     sender.send(pb_utils.InferenceResponse([]), flags=_FINAL)
                     continue
-                asked = [read(row, self._exclude_input) for row in _rows(tensors)]
+                asked = [self._read(row) for row in _rows(tensors)]
                 if not self._is_decoupled:
                     _check_single(asked)
             except Refused as error:
@@ -122,6 +124,9 @@ class TritonPythonModel:
             with self._lock:
                 self._requests[id(opened)] = opened
             self._engine.submit(opened.answers)
+
+    def _read(self, tensors: Tensors) -> Asked:
+        return read(tensors, self._exclude_input, takes_special=self._core.takes_special)
 
     def finalize(self) -> None:
         """End the engine; open requests get an error."""
@@ -196,17 +201,32 @@ class _Request:
     def _outputs(self, answer: Answer, tokens: Sequence[int]) -> dict[str, Any]:
         asked = answer.asked
         whole = [*tokens] if asked.streaming or asked.exclude_input else [*asked.prompt, *tokens]
+        new = slice(answer.n_told - len(tokens), answer.n_told)
+        # Zeros where nobody has asked for them, as TensorRT-LLM's model answers.
+        logprobs = answer.logprobs if asked.log_probs else [0.0] * answer.n_told
         outputs = {
             "output_ids": np.array([[whole]], np.int32).reshape(1, 1, len(whole)),
             "sequence_length": np.array([[len(whole)]], np.int32),
             "batch_index": np.array([[self.answers.index(answer)]], np.int32),
             "sequence_index": np.zeros((1, 1), np.int32),
-            # Zeros where nobody has asked for them, as TensorRT-LLM's model answers.
-            "cum_log_probs": np.zeros((1, 1), np.float32),
-            "output_log_probs": np.zeros((1, 1, len(tokens)), np.float32),
+            "cum_log_probs": np.array([[sum(logprobs[: new.stop])]], np.float32),
+            "output_log_probs": np.array([[logprobs[new]]], np.float32),
         }
+        if asked.special is not None:
+            outputs |= _logits(asked.special, new)
         if asked.num_input_tokens:
             outputs["num_input_tokens"] = np.array([[len(asked.prompt)]], np.int32)
         if asked.num_output_tokens:
             outputs["num_output_tokens"] = np.array([[len(answer.tokens)]], np.int32)
         return outputs
+
+
+def _logits(special: Special, new: slice) -> dict[str, Any]:
+    """Those that a request wants: of its prompt with its first tokens, and of the tokens `new`."""
+    logits = {}
+    if special.keeps_context_logits and new.start == 0:
+        logits["context_logits"] = np.concatenate(special.context_logits)[None]
+    if special.keeps_generation_logits:
+        rows = special.generation_logits[new]
+        logits["generation_logits"] = np.array([[rows]], np.float32)
+    return logits

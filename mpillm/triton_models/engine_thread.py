@@ -39,9 +39,10 @@ class Answer:
         self.asked = asked
         self.told = told
         self.tokens: list[int] = []
+        self.logprobs: list[float] = []  # of each, if they are wanted
         self.is_done = False
         self.id = -1
-        self._n_told = 0
+        self.n_told = 0
         self._n_looked = 0
         self._words = {
             word[-1]: [w for w in asked.stop_words if w[-1] == word[-1]] for word in asked.stop_words
@@ -63,9 +64,9 @@ class Answer:
     def tell(self, is_final: bool, error: str = "") -> None:
         """Tell what is new, if whoever asks wants it now."""
         self.is_done = self.is_done or is_final
-        if not is_final and (not self.asked.streaming or len(self.tokens) == self._n_told):
+        if not is_final and (not self.asked.streaming or len(self.tokens) == self.n_told):
             return
-        new, self._n_told = self.tokens[self._n_told :], len(self.tokens)
+        new, self.n_told = self.tokens[self.n_told :], len(self.tokens)
         self.told(self, new, is_final, error)
 
 
@@ -142,7 +143,12 @@ class EngineThread:
     def _take(self) -> None:
         new = [self._mailbox.popleft() for _ in range(len(self._mailbox))]
         if new:
-            self.core.enqueue(self._batch(new))
+            batch = self._batch(new)
+            specials = {answer.id: answer.asked.special for answer in new if answer.asked.special is not None}
+            if specials:
+                self.core.enqueue_special(batch, specials)
+            else:
+                self.core.enqueue(batch)
         given_up = [self._given_up.popleft() for _ in range(len(self._given_up))]
         self._end([answer for answer in given_up if not answer.is_done])
 
@@ -168,6 +174,7 @@ class EngineThread:
             row["max_output"], row["min_output"] = asked.max_output, asked.min_output
             row["temperature"], row["top_k"] = asked.temperature, asked.top_k
             row["top_p"], row["seed"] = asked.top_p, asked.seed
+            row["logprobs"] = asked.log_probs
             row["generation"] = NO_INSTANCE
         return Batch(rows, np.array([token for a in answers for token in a.asked.prompt], np.int32))
 
@@ -180,6 +187,9 @@ class EngineThread:
             (row,) = part.rows
             id_, flags = int(row["id"]), int(row["flags"])
             answer, tokens = self._open[id_], part.tokens.tolist()
+            if flags & ResponseFlag.LOGPROBS:  # a place, then a number for each token
+                answer.logprobs += part.tokens[1:].view(np.float32).tolist()
+                continue
             is_final = bool(flags & ResponseFlag.FINAL)
             if is_final:
                 del self._open[id_]
@@ -187,7 +197,8 @@ class EngineThread:
             if answer.is_done:
                 continue
             if flags & ResponseFlag.ERROR:
-                answer.tell(True, _REFUSED)
+                special = answer.asked.special
+                answer.tell(True, special.error if special is not None and special.error else _REFUSED)
                 continue
             answer.tokens = tokens if is_final else answer.tokens + tokens
             if answer.cut() and not is_final:

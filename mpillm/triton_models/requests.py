@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.engine.special import Special
+
 Tensors = Mapping[str, NDArray[Any]]
 """The inputs of one request of a batch, by name, without the dimension of the batch."""
 
@@ -24,13 +26,7 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "runtime_top_p_decay": (0, 1),
     "runtime_top_p_reset_ids": (-1, 0),
     "len_penalty": (0, 1),
-    "repetition_penalty": (1,),
     "beam_search_diversity_rate": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "return_log_probs": (0,),
-    "return_context_logits": (0,),
-    "return_generation_logits": (0,),
     "return_perf_metrics": (0,),
     "prompt_vocab_size": (0,),
     "decoder_input_lengths": (0, 1),
@@ -56,6 +52,8 @@ _READ = frozenset(
         "request_output_len",
         "end_id",
         "stop_words_list",
+        "bad_words_list",
+        "embedding_bias",
         "temperature",
         "runtime_top_k",
         "runtime_top_p",
@@ -64,10 +62,19 @@ _READ = frozenset(
         "return_num_input_tokens",
         "return_num_output_tokens",
         "exclude_input_in_output",
+        "return_log_probs",
         "stop",
         "streaming",
     }
 )
+# What `Special` is made from, with the value that asks for nothing.
+_SPECIAL: dict[str, float] = {
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "return_context_logits": 0,
+    "return_generation_logits": 0,
+}
 NO_END = -1  # as an `end_id`: no token ends the answer
 OWN_END = -2  # the model's own end tokens do, as without an `end_id`: for an ensemble, which must give one
 
@@ -93,10 +100,15 @@ class Asked:
     exclude_input: bool = False
     num_input_tokens: bool = False  # to be answered, too
     num_output_tokens: bool = False
+    log_probs: bool = False
+    special: Special | None = None
 
 
-def read(tensors: Tensors, exclude_input: bool) -> Asked:
-    """Return what one prompt asks for. `exclude_input`: unless the request says it. Refused."""
+def read(tensors: Tensors, exclude_input: bool, *, takes_special: bool = True) -> Asked:
+    """Return what one prompt asks for. `exclude_input`: unless the request says it. Raises Refused.
+
+    `takes_special`: whether the engine does (`LLMCore.takes_special`).
+    """
     _refuse(tensors)
 
     def number(name: str, convert: Callable[[Any], Any], default: Any) -> Any:
@@ -117,11 +129,19 @@ def read(tensors: Tensors, exclude_input: bool) -> Asked:
     if top_k is None and not 0 < top_p < 1:
         top_k = 1  # TensorRT-LLM is greedy where a request says neither
     greedy = top_k == 1 or temperature == 0
+    end_id = number("end_id", int, OWN_END)
+    n_before_end = number("min_tokens", int, 0)
+    special, because = _special(tensors, temperature or 1.0)
+    if special is not None and not takes_special:
+        raise Refused(f"{because}: the embedded engine has it only on a CPU and one rank, so far")
+    if n_before_end and end_id >= 0 and takes_special:
+        special = special or Special()
+        special.not_yet = (end_id,)
     return Asked(
         prompt,
         max_output,
-        number("min_tokens", int, 0),
-        None if (end_id := number("end_id", int, OWN_END)) == OWN_END else end_id,
+        n_before_end,
+        None if end_id == OWN_END else end_id,
         word_list(tensors.get("stop_words_list")),
         0.0 if greedy else temperature,
         0 if greedy else max(0, top_k or 0),
@@ -131,22 +151,46 @@ def read(tensors: Tensors, exclude_input: bool) -> Asked:
         number("exclude_input_in_output", bool, exclude_input),
         number("return_num_input_tokens", bool, False),
         number("return_num_output_tokens", bool, False),
+        number("return_log_probs", bool, False),
+        special,
     )
+
+
+def _special(tensors: Tensors, temperature: float) -> tuple[Special | None, str]:
+    """What a prompt asks for that few do, and an input that asks for it. Refused."""
+    said = {name: float(tensors[name].reshape(-1)[0]) for name in _SPECIAL if _is_there(tensors, name)}
+    words = word_list(tensors.get("bad_words_list"))
+    bias = tensors.get("embedding_bias")
+    names = [name for name, value in said.items() if value != _SPECIAL[name]]
+    names += ["bad_words_list"] * bool(words)
+    names += ["embedding_bias"] * (bias is not None and bool(np.any(bias)))
+    if not names:
+        return None, ""
+    if (penalty := said.get("repetition_penalty", 1.0)) <= 0:
+        raise Refused(f"repetition_penalty {penalty:g}: must be above 0")
+    # Presence and frequency count after the division by the temperature.
+    return Special(
+        bias.reshape(-1).astype(np.float32) if bias is not None and "embedding_bias" in names else None,
+        penalty,
+        said.get("presence_penalty", 0.0) * temperature,
+        said.get("frequency_penalty", 0.0) * temperature,
+        words,
+        keeps_context_logits=bool(said.get("return_context_logits")),
+        keeps_generation_logits=bool(said.get("return_generation_logits")),
+    ), names[0]
+
+
+def _is_there(tensors: Tensors, name: str) -> bool:
+    return name in tensors and tensors[name].size > 0
 
 
 def _refuse(tensors: Tensors) -> None:
     for name, value in tensors.items():
-        if name in _READ or name in _PASSED_OVER or not value.size:
+        if name in _READ or name in _SPECIAL or name in _PASSED_OVER or not value.size:
             continue
         if name in _NEUTRAL and float(value.reshape(-1)[0]) in _NEUTRAL[name]:
             continue
-        if name in ("bad_words_list", "embedding_bias") and not _asks(name, value):
-            continue
         raise Refused(f"{name}: the embedded engine has no such thing; leave it out")
-
-
-def _asks(name: str, value: NDArray[Any]) -> bool:
-    return bool(word_list(value)) if name == "bad_words_list" else bool(np.any(value))
 
 
 def word_list(value: NDArray[Any] | None) -> tuple[tuple[int, ...], ...]:

@@ -92,6 +92,8 @@ class PrefixCache(BlockAllocator):
             start = len(hashes) * size
             tokens = np.array(sequence.tokens(start, start + size), np.int32)
             hashes.append(
-                hashlib.blake2b(tokens.tobytes(), key=hashes[-1] if hashes else b"", digest_size=16).digest()
+                hashlib.blake2b(
+                    tokens.tobytes(), key=hashes[-1] if hashes else sequence.salt, digest_size=16
+                ).digest()
             )
         return hashes[:n]

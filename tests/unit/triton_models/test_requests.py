@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ def test_what_is_said() -> None:
         streaming=[True],
         exclude_input_in_output=[True],
     )
-    assert said == Asked([5, 6, 7], 4, 2, 1, ((7,), (8, 9)), 0.5, 3, 0.25, 9, True, True)
+    expected = Asked([5, 6, 7], 4, 2, 1, ((7,), (8, 9)), 0.5, 3, 0.25, 9, True, True)
+    assert replace(said, special=None) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,8 +74,8 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
     [
         ({"beam_width": [2]}, "beam_width: the embedded engine has no such thing"),
         ({"lora_task_id": [1]}, "lora_task_id: the embedded engine has no such thing"),
-        ({"bad_words_list": [[7], [1]]}, "bad_words_list: the embedded engine"),
-        ({"embedding_bias": [0.0, 1.0]}, "embedding_bias: the embedded engine"),
+        ({"runtime_top_p_decay": [0.5]}, "runtime_top_p_decay: the embedded engine"),
+        ({"repetition_penalty": [0.0]}, "repetition_penalty 0: must be above 0"),
         ({"request_output_len": [0]}, "request_output_len 0: must be at least 1"),
         ({"input_lengths": [0]}, "input_lengths: must be at least 1"),
         ({"input_ids": []}, "input_ids: it is missing or empty"),
@@ -84,6 +86,42 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 def test_what_is_refused(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused, match=f"^{message}|{message}"):
         asked(**tensors)
+
+
+def test_what_few_ask_for() -> None:
+    said = asked(
+        temperature=[0.5],
+        presence_penalty=[1.0],
+        frequency_penalty=[2.0],
+        repetition_penalty=[1.5],
+        bad_words_list=[[7, 8, 9], [1, 3, -1]],
+        embedding_bias=[0.0, 1.0],
+        return_context_logits=[True],
+        return_generation_logits=[False],
+        min_tokens=[2],
+        end_id=[3],
+    ).special
+    assert said is not None and said.bias is not None and said.bias.tolist() == [0, 1]
+    penalties = said.repetition_penalty, said.presence_penalty, said.frequency_penalty
+    assert penalties == (1.5, 0.5, 1.0), "presence and frequency count after the temperature"
+    assert said.bad_words == ((7,), (8, 9)) and said.not_yet == (3,)
+    assert (said.keeps_context_logits, said.keeps_generation_logits) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"bad_words_list": [[7], [1]]},
+        {"return_generation_logits": [True]},
+        {"embedding_bias": [0.0, 1.0]},
+        {"frequency_penalty": [0.5]},
+    ],
+)
+def test_an_engine_that_can_not(tensors: dict[str, Any]) -> None:
+    """On a GPU so far: refused by the tensor's name."""
+    values = {name: np.array(value) for name, value in {**BASE, **tensors}.items()}
+    with pytest.raises(Refused, match=f"^{next(iter(tensors))}: the embedded engine has it only on a CPU"):
+        read(values, exclude_input=False, takes_special=False)
 
 
 def test_words_there_and_back() -> None:

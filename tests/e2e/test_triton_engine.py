@@ -1,0 +1,143 @@
+"""What the embedded engine answers behind a real tritonserver, against transformers.
+
+Only with `make test-triton`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpillm.engine.weights.parameters import save_preset
+from tests.e2e.test_triton import generate, serving
+from tests.helpers.real_triton import MARKS
+from tests.helpers.support import Starter
+from tests.helpers.triton_requests import Asker, Refusal
+
+pytestmark = MARKS
+
+PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9, 3], [8, 8, 8, 8]]
+N_OUTPUT = 8
+
+
+class Oracle:
+    """transformers, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        transformers = pytest.importorskip("transformers")
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def tokens(self, prompt: list[int], **options: Any) -> list[int]:
+        options = {"max_new_tokens": N_OUTPUT, "do_sample": False, "eos_token_id": None, **options}
+        ids = torch.tensor([prompt])
+        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+        return [int(token) for token in out[0, len(prompt) :]]
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = self.model(torch.tensor([tokens])).logits[0]
+        return logits
+
+
+def test_answers_of_every_kind(one: Starter) -> None:
+    folder = one.folder / "model"
+    save_preset("tiny-llama", folder)
+    oracle = Oracle(folder)
+    generate(one, f"--model_path={folder}", "--triton_text_models")
+    with serving(one) as ((port,), _), ThreadPoolExecutor(8) as threads:
+        asker = Asker(port, "tensorrt_llm")
+        plain = [oracle.tokens(prompt) for prompt in PROMPTS]
+        check_log_probs_and_logits(asker, oracle, plain)
+        check_a_batch(asker, plain)
+        check_choices(asker, oracle, plain, threads)
+        check_stop(asker)
+
+
+def check_log_probs_and_logits(asker: Asker, oracle: Oracle, plain: list[list[int]]) -> None:
+    wants = {f"return_{name}": True for name in ("log_probs", "context_logits", "generation_logits")}
+    for prompt, tokens in zip(PROMPTS, plain, strict=True):
+        n, logits = len(prompt), oracle.logits(prompt + tokens)
+        expected = logits.log_softmax(-1)[n - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+        (answer,) = asker.ask([prompt], N_OUTPUT, **wants)
+        assert answer["output_ids"].tolist() == [[tokens]]
+        np.testing.assert_allclose(answer["output_log_probs"], expected[None, None], atol=1e-4)
+        np.testing.assert_allclose(answer["cum_log_probs"], [[expected.sum()]], atol=1e-4)
+        np.testing.assert_allclose(answer["context_logits"], logits[None, :n], atol=1e-3)
+        np.testing.assert_allclose(answer["generation_logits"], logits[None, None, n - 1 : -1], atol=1e-3)
+        parts = asker.ask([prompt], N_OUTPUT, streaming=True, **wants)
+        assert len(parts) > 1 and "context_logits" in parts[0] and "context_logits" not in parts[1]
+        for name, axis in (("output_ids", 2), ("output_log_probs", 2), ("generation_logits", 2)):
+            together = np.concatenate([part[name] for part in parts], axis=axis)
+            np.testing.assert_allclose(together, answer[name], atol=1e-4)
+        np.testing.assert_allclose(parts[-1]["cum_log_probs"], answer["cum_log_probs"], atol=1e-4)
+
+
+def check_a_batch(asker: Asker, plain: list[list[int]]) -> None:
+    """One response for each prompt, by its index."""
+    answers = asker.ask(PROMPTS, N_OUTPUT)
+    found = {int(one["batch_index"].item()): one["output_ids"][0, 0].tolist() for one in answers}
+    assert found == dict(enumerate(plain)) and len(answers) == len(PROMPTS)
+
+
+def check_choices(asker: Asker, oracle: Oracle, plain: list[list[int]], threads: ThreadPoolExecutor) -> None:
+    """Side by side; what the engine can't do is refused by name."""
+
+    def answer(number: int, **tensors: Any) -> list[int]:
+        (one,) = asker.ask([PROMPTS[number]], N_OUTPUT, **tensors)
+        tokens: list[int] = one["output_ids"][0, 0].tolist()
+        return tokens
+
+    first, second = plain[0], plain[1]
+    sampled = {"runtime_top_k": 50, "temperature": 2.0}
+    asked: dict[str, tuple[int, dict[str, Any], list[int] | None]] = {
+        "bad words": (
+            1,
+            {"bad_words_list": [[second[2], second[3], second[0]], [2, 3, -1]]},
+            oracle.tokens(PROMPTS[1], bad_words_ids=[[second[2], second[3]], [second[0]]]),
+        ),
+        "repetition": (
+            3,
+            {"repetition_penalty": 1.7},
+            oracle.tokens(PROMPTS[3], repetition_penalty=1.7),
+        ),
+        "presence": (0, {"presence_penalty": 2.0}, None),
+        "frequency": (0, {"frequency_penalty": 2.0}, None),
+        "end": (0, {"end_id": first[2]}, first[: first.index(first[2]) + 1]),
+        "stop": (0, {"stop_words_list": [[first[2], first[3]], [2, -1]]}, first[:4]),
+        "not yet": (0, {"end_id": first[0], "min_tokens": 4}, None),
+        "seed 1": (0, {**sampled, "seed": np.uint64(1)}, None),
+        "seed 1 again": (0, {**sampled, "seed": np.uint64(1)}, None),
+        "seed 2": (0, {**sampled, "seed": np.uint64(2)}, None),
+        "a tiny top-p": (0, {"runtime_top_p": 0.0001, "temperature": 2.0}, first),
+    }
+    open_ = {name: threads.submit(answer, n, **tensors) for name, (n, tensors, _) in asked.items()}
+    found = {name: future.result() for name, future in open_.items()}
+    for name, (_, _, expected) in asked.items():
+        if expected is not None:
+            assert found[name] == expected, name
+    assert first != found["presence"] and first != found["frequency"]
+    assert first[0] not in found["not yet"][:4]
+    assert found["seed 1"] == found["seed 1 again"] != found["seed 2"]
+    for refused in (
+        {"runtime_top_p_decay": 0.5},
+        {"bad_words_list": [[9999], [1]]},
+        {"draft_input_ids": [3]},
+    ):
+        with pytest.raises(Refusal, match=next(iter(refused))):
+            asker.ask([[5]], 4, **refused)
+
+
+def check_stop(asker: Asker) -> None:
+    """The request of the same id ends with the tokens that it has."""
+    request = asker.request([[5, 6]], 200, "seven", streaming=True)
+    n, answers = 0, asker.responses(request)
+    for part in answers:
+        n += part["output_ids"].size if part else 0
+        if n == 1:
+            list(asker.responses(asker.request([[1]], 1, "seven", stop=True)))
+    assert 1 < n < 202

@@ -1,0 +1,144 @@
+"""Logits, penalties and forbidden words of the torch core against transformers, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpillm.comms.messages import ResponseFlag
+from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.special import Special
+from mpillm.engine.weights.parameters import save_preset
+from tests.unit.engine.test_engine_torch import make_batch, make_core
+
+PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9], [8, 8, 8, 8]]
+N_OUTPUT = 9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-llama")
+    save_preset("tiny-llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def generated(oracle: Any, prompt: list[int], **options: Any) -> list[int]:
+    """The tokens that transformers generates."""
+    options = {"max_new_tokens": N_OUTPUT, "do_sample": False, "eos_token_id": None, **options}
+    ids = torch.tensor([prompt])
+    out = oracle.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def answers(core: TorchCore, specials: dict[int, Special], **fields: Any) -> list[list[int]]:
+    """Those to `PROMPTS`, side by side."""
+    core.enqueue_special(make_batch(PROMPTS, max_output=N_OUTPUT, **fields), specials)
+    whole: dict[int, list[int]] = {}
+    while len(whole) < len(PROMPTS):
+        for row in (core.poll_responses() or make_batch([])).split():
+            if row.rows["flags"][0] & ResponseFlag.FINAL:
+                whole[int(row.rows["id"][0])] = row.tokens.tolist()
+    return [whole[i] for i in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize(
+    "core_options",
+    [
+        {},
+        {"max_num_tokens": 16},
+        {"enable_kv_cache_reuse": True},
+        {"max_seq_len": 56, "kv_cache_tokens": 56, "max_batch_size": 4},
+    ],
+    ids=["plain", "chunked", "reuse", "evicted"],
+)
+def test_logits(core_options: dict[str, Any], folder: Path, oracle: Any) -> None:
+    """Of prompts and answers, beside one that wants none; twice: then blocks may be known."""
+    core = make_core(folder, **core_options)
+    for _ in range(2):
+        specials = {i: Special(keeps_context_logits=i != 2, keeps_generation_logits=True) for i in (0, 1, 2)}
+        tokens = answers(core, specials)
+        for i, special in specials.items():
+            with torch.inference_mode():
+                expected = oracle(torch.tensor([PROMPTS[i] + tokens[i]])).logits[0]
+            n = len(PROMPTS[i])
+            torch.testing.assert_close(
+                torch.from_numpy(np.stack(special.generation_logits)),
+                expected[n - 1 : -1],
+                atol=1e-4,
+                rtol=1e-4,
+            )
+            if special.keeps_context_logits:
+                torch.testing.assert_close(
+                    torch.from_numpy(np.concatenate(special.context_logits)),
+                    expected[:n],
+                    atol=1e-4,
+                    rtol=1e-4,
+                )
+    assert ("kv_cache_tokens" in core_options) == (core.statistics()["preemptions"] > 0)
+
+
+def test_bad_words_and_repetition(folder: Path, oracle: Any) -> None:
+    plain = answers(make_core(folder), {})
+    assert plain == [generated(oracle, prompt) for prompt in PROMPTS]
+    # What each would say: a token, two in a row, the first one behind the prompt's last.
+    bad = [
+        ((plain[0][0],),),
+        ((plain[1][2], plain[1][3]),),
+        ((PROMPTS[2][0], plain[2][0]), (plain[2][4],)),
+        (),
+    ]
+    specials = {i: Special(bad_words=words) for i, words in enumerate(bad[:3])}
+    specials[3] = Special(repetition_penalty=1.7)
+    ours = answers(make_core(folder), specials)
+    for i, words in enumerate(bad[:3]):
+        expected = generated(oracle, PROMPTS[i], bad_words_ids=[list(word) for word in words])
+        assert ours[i] == expected != plain[i]
+    assert ours[3] == generated(oracle, PROMPTS[3], repetition_penalty=1.7)
+
+
+def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder: Path, oracle: Any) -> None:
+    bias = np.zeros(512, np.float32)
+    bias[77] = 100
+    plain = answers(make_core(folder), {})
+    specials = {
+        0: Special(presence_penalty=1.5, frequency_penalty=0.75),
+        1: Special(bias=bias, presence_penalty=100.0),
+        2: Special(not_yet=(plain[2][1], 100_000)),
+    }
+    ours = answers(make_core(folder), specials, min_output=[0, 0, 3, 0])
+    for i in (0, 1):
+        special, tokens = specials[i], list(PROMPTS[i])
+        for _ in range(N_OUTPUT):
+            with torch.no_grad():
+                logits = oracle(torch.tensor([tokens])).logits[0, -1]
+            if special.bias is not None:
+                logits += torch.from_numpy(special.bias)
+            counts = torch.bincount(torch.tensor(tokens), minlength=len(logits))
+            logits -= special.frequency_penalty * counts + special.presence_penalty * (counts > 0)
+            tokens.append(int(logits.argmax()))
+        assert ours[i] == tokens[len(PROMPTS[i]) :]
+    assert 77 in ours[1] and ours[1].count(77) == 1
+    assert plain[2][1] not in ours[2][:3] and ours[3] == plain[3]
+
+
+@pytest.mark.parametrize(
+    ("special", "message"),
+    [
+        (Special(bias=np.zeros(5, np.float32)), "embedding_bias has 5 numbers, the vocabulary 512"),
+        (Special(bad_words=((3, 512),)), "bad_words_list has a token that is not in the vocabulary"),
+    ],
+)
+def test_what_the_vocabulary_does_not_have(special: Special, message: str, folder: Path) -> None:
+    answers(core := make_core(folder), {0: special})
+    assert message in special.error and not core.has_work()
