@@ -61,11 +61,12 @@ def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[
         "tokenizer_dir": model if Path(model).is_dir() else "",
         "core_config": json.dumps(stated, default=list),
     }
-    build = BuildConfig(max_batch_size=config.max_batch_size or _DEFAULT_BATCH)
+    build = BuildConfig(max_batch_size=config.max_batch_size or _DEFAULT_BATCH, max_beam_width=_MOST_BEAMS)
     return config.engine_dir or config.model_path, build, 1, parameters
 
 
 _DEFAULT_BATCH = 64
+_MOST_BEAMS = 4
 
 
 def _absolute(path: str) -> str:

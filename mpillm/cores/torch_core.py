@@ -264,6 +264,7 @@ class TorchCore(LLMCore):
             sequence = _sequence(row, requests.tokens[offsets[i] : offsets[i + 1]])
             if specials and (special := specials.get(sequence.id)) is not None:
                 sequence.special = special
+                sequence.width = special.beam_width
                 if special.keeps_context_logits:  # there are none of blocks that others have computed
                     sequence.salt = secrets.token_bytes(16)
             refusal = self.engine.refusal(sequence)

@@ -23,6 +23,8 @@ class CpuSteps:
 
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
         part = self._part
+        if step.copies:
+            part.cache.copy(step.copies)
         for span in step.spans:
             if span.blocks:
                 self._tables.setdefault(span.slot, [])[span.n_told :] = span.blocks

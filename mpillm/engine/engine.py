@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from mpillm.engine.beams import Beams
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.cache.prefix_cache import PrefixCache
 from mpillm.engine.handoff.engine_handoffs import EngineHandoffs
@@ -91,10 +92,41 @@ class Engine:
                 f"{n} prompt tokens exceed max_num_tokens {self.limits.max_num_tokens},"
                 " and chunked context is off"
             )
+        if sequence.width > 1 and (refusal := self._beam_refusal(sequence)):
+            return refusal
         return sequence.special.refusal(self.info.vocab_size) if sequence.special is not None else None
+
+    def _beam_refusal(self, sequence: Sequence) -> str | None:
+        limits, width = self.limits, sequence.width
+        ends = sequence.special.ends if sequence.special is not None else None
+        size = limits.tokens_per_block
+        n = Beams.blocks_for(len(sequence.prompt), sequence.n_cached_at_most, width, size)
+        if n > self.blocks.n_blocks:
+            there = self.blocks.n_blocks * size
+            return f"beam_width {width} needs {n * size} tokens of KV cache, of which there are {there}"
+        if width > min(limits.max_batch_size, limits.max_num_tokens):
+            return (
+                f"beam_width {width} exceeds max_batch_size {limits.max_batch_size}"
+                f" or max_num_tokens {limits.max_num_tokens}"
+            )
+        n_ends = len(self._end_ids if ends is None else ends)
+        if Beams.candidates(width, n_ends) > self.info.vocab_size:
+            return f"beam_width {width} is too large for a vocabulary of {self.info.vocab_size}"
+        return None
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence for which `refusal` returns None."""
+        if sequence.width > 1 and (special := sequence.special) is not None:
+            ends = self._end_ids if special.ends is None else set(special.ends)
+            special.not_yet += tuple(ends)
+            special.beams = Beams(
+                sequence.width,
+                sequence.max_output,
+                ends,
+                special.length_penalty,
+                special.early_stopping,
+                self.limits.tokens_per_block,
+            )
         self.scheduler.add(sequence)
         if sequence.hand_over and sequence.max_output > 1:
             self.handoffs.add(sequence)
@@ -191,6 +223,8 @@ class Engine:
         """
         if sequence.is_done or sequence.is_cancelled:
             return None
+        if sequence.width > 1:
+            return self._append_beams(sequence)
         sequence.output.append(token)
         if sequence.wants_logprobs:
             n, k = len(logprobs) // 2, sequence.wants_logprobs - 1
@@ -205,6 +239,20 @@ class Engine:
             if not self.handoffs.leaves(sequence.id):
                 self.scheduler.free(sequence)
         return Progress(sequence, n == 1, is_final) if n == 1 or is_final or sequence.stream else None
+
+    def _append_beams(self, sequence: Sequence) -> Progress | None:
+        """Take what `Beams.advance` has found: called for each row of a search, of which the first counts."""
+        assert sequence.special is not None and sequence.special.beams is not None
+        beams = sequence.special.beams
+        best = beams.answers()[0]
+        self.generated_tokens += 1
+        if not beams.is_done:
+            sequence.output = best.tokens
+            return None
+        sequence.output, sequence.is_done = best.tokens, True
+        self.scheduler.drop(sequence)
+        self.scheduler.free(sequence)
+        return Progress(sequence, is_first=True, is_final=True)
 
     def _is_stopped(self, sequence: Sequence) -> bool:
         """Return whether the answer ends with a stop word and is long enough to end."""

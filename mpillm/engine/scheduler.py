@@ -6,6 +6,7 @@ import bisect
 import time
 from collections import deque
 
+from mpillm.engine.beams import Beams
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.cache.prefix_cache import PrefixCache
 from mpillm.engine.sequence import Sequence
@@ -76,8 +77,8 @@ class Scheduler:
         while self._starts_ahead and self._can_start():
             self._start()
         plan: list[tuple[Sequence, int]] = []
-        self._add_generating(plan)
-        self._add_contexts(plan)
+        left = self._max_num_tokens - self._add_generating(plan)
+        self._add_contexts(plan, left)
         self._batch_runs = bool(self.running)
         return sorted(plan, key=lambda entry: entry[1] != 1)
 
@@ -98,7 +99,7 @@ class Scheduler:
     def free(self, sequence: Sequence) -> None:
         if not sequence.blocks:  # preempted: it gave them back
             return
-        self._n_owed -= self._blocks_for(sequence.n_cached_at_most) - len(sequence.blocks)
+        self._n_owed -= self._blocks_at_most(sequence) - len(sequence.blocks)
         self._blocks.give_back(sequence.blocks)
         sequence.blocks = []
 
@@ -128,7 +129,7 @@ class Scheduler:
 
         Sequences preempted here come first. `n_at_most`: the tokens that it may have cached at its end.
         """
-        if self.waiting or not self._fits(n_context, n_at_most):
+        if self.waiting or not self._fits(self._blocks_for(n_context), self._blocks_for(n_at_most)):
             return None
         self._reserved += 1
         self._n_owed += self._blocks_for(n_at_most) - self._blocks_for(n_context)
@@ -163,18 +164,21 @@ class Scheduler:
 
     # --- the parts of a step ---
 
-    def _add_generating(self, plan: list[tuple[Sequence, int]]) -> None:
-        n = min(self._max_num_tokens, -(-len(self.running) // self._n_in_flight))
+    def _add_generating(self, plan: list[tuple[Sequence, int]]) -> int:
+        """Return how many tokens it adds: one for each beam of each sequence."""
+        left, n = self._max_num_tokens, -(-len(self.running) // self._n_in_flight)
         for sequence in [s for s in self.running if s.n_uncached == 1 and not s.in_flight]:
-            if len(plan) < n and sequence.slot >= 0 and self._grow(sequence):
+            fits = len(plan) < n and sequence.width <= left
+            if fits and sequence.slot >= 0 and self._grow(sequence):
                 plan.append((sequence, 1))
+                left -= sequence.width
+        return self._max_num_tokens - left
 
-    def _add_in_order(self, plan: list[tuple[Sequence, int]]) -> None:
+    def _add_in_order(self, plan: list[tuple[Sequence, int]], left: int) -> None:
         """Give the oldest context all it needs, then the next.
 
         Without chunking, a context longer than a step gets a step of its own.
         """
-        left = self._max_num_tokens - len(plan)
         contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
         while left > 0 and (contexts or self._can_start()):
             if contexts:
@@ -187,9 +191,8 @@ class Scheduler:
             plan.append((sequence, n))
             left -= n
 
-    def _add_evenly(self, plan: list[tuple[Sequence, int]]) -> None:
+    def _add_evenly(self, plan: list[tuple[Sequence, int]], left: int) -> None:
         """Give each context an equal share, at most what it needs; the remainder goes to the oldest."""
-        left = self._max_num_tokens - len(plan)
         contexts = [s for s in self.running if s.n_uncached > 1]
         n_now = -(-len(contexts) // self._n_in_flight)
         contexts = [s for s in contexts if not s.in_flight][:n_now]
@@ -217,22 +220,34 @@ class Scheduler:
     def _blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self._tokens_per_block)
 
-    def _fits(self, n_context: int, n_at_most: int) -> bool:
-        has_place = len(self.running) + self._reserved < self._max_batch_size
-        return has_place and self._has_room(self._blocks_for(n_context), self._blocks_for(n_at_most))
+    def _blocks_at_most(self, sequence: Sequence) -> int:
+        """Return how many blocks it may need; a beam search takes them all when it starts."""
+        if sequence.width == 1:
+            return self._blocks_for(sequence.n_cached_at_most)
+        n_prompt = len(sequence.prompt)
+        return Beams.blocks_for(n_prompt, sequence.n_cached_at_most, sequence.width, self._tokens_per_block)
+
+    def _fits(self, n: int, n_at_most: int, width: int = 1) -> bool:
+        """Return whether there are slots, and blocks for a sequence: `n` now, `n_at_most` in the end."""
+        return len(self._slots) - self._reserved >= width and self._has_room(n, n_at_most)
 
     def _can_start(self) -> bool:
         """Return whether the first waiting sequence may start; a preempted one waits for all its tokens."""
         if not self.waiting or self.waiting[0].n_unread:
             return False
-        return self._fits(self.waiting[0].n_context, self.waiting[0].n_cached_at_most)
+        first = self.waiting[0]
+        n_at_most = self._blocks_at_most(first)
+        n = n_at_most if first.width > 1 else self._blocks_for(first.n_context)
+        return self._fits(n, n_at_most, first.width)
 
     def _start(self) -> Sequence:
         sequence = self.waiting.popleft()
         sequence.started_at = sequence.started_at or time.perf_counter()
         self._reuse(sequence)
-        sequence.blocks += self._blocks.take(self._blocks_for(sequence.n_context) - len(sequence.blocks))
-        self._n_owed += self._blocks_for(sequence.n_cached_at_most) - len(sequence.blocks)
+        n_at_most = self._blocks_at_most(sequence)
+        n = n_at_most if sequence.width > 1 else self._blocks_for(sequence.n_context)
+        sequence.blocks += self._blocks.take(n - len(sequence.blocks))
+        self._n_owed += n_at_most - len(sequence.blocks)
         self._take_slot(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
         return sequence
@@ -250,9 +265,10 @@ class Scheduler:
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot, sequence.n_told = self._slots.pop(), 0
+        sequence.more_slots = [self._slots.pop() for _ in range(sequence.width - 1)]
 
     def _give_slot_back(self, sequence: Sequence) -> None:
-        self._slots.append(sequence.slot)
+        self._slots += sequence.slot, *sequence.more_slots
         sequence.slot = -1
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -265,9 +281,10 @@ class Scheduler:
                 sequence.blocks += self._blocks.take(1)
                 self._n_owed -= 1
                 continue
-            if self.running[-1].in_flight:
+            youngest = next(s for s in reversed(self.running) if s.width == 1)
+            if youngest.in_flight:
                 return False
-            youngest = self.running.pop()
+            self.running.remove(youngest)
             self._give_slot_back(youngest)
             self.free(youngest)
             youngest.n_cached = 0

@@ -48,6 +48,8 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
     salt: bytes = b""  # sequences with another one never share blocks, whatever their tokens are
     special: Special | None = None
+    width: int = 1  # of its beam search (`special.beams`); 1: there is none
+    more_slots: list[int] = field(default_factory=list)  # of its other beams
 
     @property
     def n_output(self) -> int:

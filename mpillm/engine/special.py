@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mpillm.engine.beams import Beams
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as List
 
@@ -32,6 +34,11 @@ class Special:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()  # their last token is forbidden behind the others
+    beam_width: int = 1
+    length_penalty: float = 0.0
+    early_stopping: bool = True
+    ends: tuple[int, ...] | None = None  # tokens that end a beam; None: the model's own
+    beams: Beams | None = None  # the search, made by the engine
     not_yet: tuple[int, ...] = ()  # tokens that are forbidden before `Sequence.min_output`
     keeps_context_logits: bool = False
     keeps_generation_logits: bool = False

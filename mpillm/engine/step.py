@@ -41,13 +41,15 @@ class Step:
     transfers: list[Transfer] = field(default_factory=list)  # of KV caches; a step may hold nothing else
     # 0: tokens only. 1 + k: also the log probability of each, and the k likeliest tokens with theirs.
     logprobs: int = 0
-    # For `Special`, which never leaves its rank: a row of `wanted` and its sequence; rows of the step.
-    specials: list[tuple[int, Sequence]] = field(default_factory=list)
+    # For `Special`, which never leaves its rank: a row of `wanted`, its sequence and its beam; rows of the
+    # step; blocks to copy first (from, to).
+    specials: list[tuple[int, Sequence, int]] = field(default_factory=list)
     context_logits: list[tuple[Special, slice]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
-        """Make the scheduler's plan a step; return it and the sequences that get a token.
+        """Make the scheduler's plan a step; return it and the sequence of each row that gets a token.
 
         Counts their tokens as cached and their blocks as told.
         """
@@ -55,23 +57,38 @@ class Step:
         sampled: list[Sequence] = []
         for sequence, n in plan:
             start, sequence.n_cached = sequence.n_cached, sequence.n_cached + n
+            if sequence.width > 1 and start >= len(sequence.prompt):
+                step.add_beams(sequence, start, sampled)
+                continue
             n_told, sequence.n_told = sequence.n_told, len(sequence.blocks)
             step.spans.append(Span(sequence.slot, start, n, n_told, sequence.blocks[n_told:]))
             step.tokens += sequence.tokens(start, start + n)
             if sequence.special is not None:
                 step.keep_context_logits(sequence, start, n)
             if sequence.n_uncached == 0:
-                if sequence.n_output < sequence.min_output:
+                if sequence.n_output < sequence.min_output and sequence.width == 1:
                     step.not_end.append(len(sampled))
                 step.wanted.append(len(step.tokens) - 1)
                 if sequence.special is not None:
-                    step.specials.append((len(sampled), sequence))
+                    step.specials.append((len(sampled), sequence, 0))
                 sampled.append(sequence)
         if not all(s.sampling.is_greedy for s in sampled):
             step.sampling = [s.sampling for s in sampled]
             step.places = [s.n_output for s in sampled]
         step.logprobs = max((s.wants_logprobs for s in sampled), default=0)
         return step, sampled
+
+    def add_beams(self, sequence: Sequence, n_cached: int, sampled: list[Sequence]) -> None:
+        """Add a row for each running beam."""
+        assert sequence.special is not None and sequence.special.beams is not None
+        beams, slots = sequence.special.beams, (sequence.slot, *sequence.more_slots)
+        tables = beams.tables(sequence.blocks, n_cached, self.copies)
+        for beam, table in enumerate(tables):
+            self.spans.append(Span(slots[beam], n_cached, 1, 0, table))
+            self.wanted.append(len(self.tokens))
+            self.tokens.append(beams.running[beam].tokens[-1])
+            self.specials.append((len(sampled), sequence, beam))
+            sampled.append(sequence)
 
     def keep_context_logits(self, sequence: Sequence, start: int, n: int) -> None:
         """Note what is wanted of the step's last `n` rows: a sequence's tokens from `start`."""

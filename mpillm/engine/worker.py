@@ -178,13 +178,17 @@ class Worker:
 
 def _adjusted(logits: Tensor, step: Step) -> Tensor:
     """Return what special requests choose from: [n, vocab] (float32), on an instance of one rank."""
-    for row, sequence in step.specials:
-        special = sequence.special
+    for row, sequence, beam in step.specials:
+        special, output = sequence.special, sequence.output
         assert special is not None
+        if special.beams is not None:
+            output = special.beams.running[beam].tokens
         if special.keeps_generation_logits:
             special.generation_logits.append(logits[row].clone().numpy())
-        may_end = len(sequence.output) >= sequence.min_output
-        special.adjust(logits[row], sequence.prompt, sequence.output, may_end=may_end)
+        may_end = len(output) >= sequence.min_output
+        special.adjust(logits[row], sequence.prompt, output, may_end=may_end)
+        if special.beams is not None and beam == len(special.beams.running) - 1:
+            special.beams.advance(logits[row - beam : row + 1].log_softmax(-1))
     return logits
 
 

@@ -59,7 +59,6 @@ def core_config(model_config: Mapping[str, Any]) -> CoreConfig:
         "enable_kv_cache_reuse": given("enable_kv_cache_reuse", as_bool),
         "enable_chunked_context": given("enable_chunked_context", as_bool),
         "batch_scheduler_policy": given("batch_scheduler_policy", _POLICIES.__getitem__),
-        "beam_width": given("max_beam_width", int),
     }
     if given("gpt_model_type", str) == "V1":
         stated["batch_scheduler_policy"] = "static"
@@ -86,6 +85,7 @@ class TritonPythonModel:
         self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._exclude_input = as_bool(text_parameter(parameters, "exclude_input_in_output") or "false")
         period_ms = text_parameter(parameters, "cancellation_check_period_ms")
+        self._max_beam_width = int(text_parameter(parameters, "max_beam_width") or 1)
         self._requests: dict[int, _Request] = {}  # that are open
         self._lock = threading.Lock()
         try:
@@ -126,7 +126,12 @@ class TritonPythonModel:
             self._engine.submit(opened.answers)
 
     def _read(self, tensors: Tensors) -> Asked:
-        return read(tensors, self._exclude_input, takes_special=self._core.takes_special)
+        return read(
+            tensors,
+            self._exclude_input,
+            takes_special=self._core.takes_special,
+            max_beam_width=self._max_beam_width,
+        )
 
     def finalize(self) -> None:
         """End the engine; open requests get an error."""
@@ -200,17 +205,23 @@ class _Request:
 
     def _outputs(self, answer: Answer, tokens: Sequence[int]) -> dict[str, Any]:
         asked = answer.asked
-        whole = [*tokens] if asked.streaming or asked.exclude_input else [*asked.prompt, *tokens]
+        before = [] if asked.streaming or asked.exclude_input else asked.prompt
         new = slice(answer.n_told - len(tokens), answer.n_told)
-        # Zeros where nobody has asked for them, as TensorRT-LLM's model answers.
-        logprobs = answer.logprobs if asked.log_probs else [0.0] * answer.n_told
+        beams = answer.beams() or [([*tokens], answer.logprobs[new], sum(answer.logprobs[: new.stop]))]
+        n = max(len(ids) for ids, _, _ in beams)
+        ids = np.zeros((1, len(beams), len(before) + n), np.int32)
+        log_probs, sums = np.zeros((1, len(beams), n), np.float32), np.zeros((1, len(beams)), np.float32)
+        for i, (new_ids, each, together) in enumerate(beams):
+            ids[0, i, : len(before) + len(new_ids)] = [*before, *new_ids]
+            if asked.log_probs:  # zeros where nobody asks, as TensorRT-LLM's model answers
+                log_probs[0, i, : len(each)], sums[0, i] = each, together
         outputs = {
-            "output_ids": np.array([[whole]], np.int32).reshape(1, 1, len(whole)),
-            "sequence_length": np.array([[len(whole)]], np.int32),
+            "output_ids": ids,
+            "sequence_length": np.array([[len(before) + len(new_ids) for new_ids, _, _ in beams]], np.int32),
             "batch_index": np.array([[self.answers.index(answer)]], np.int32),
             "sequence_index": np.zeros((1, 1), np.int32),
-            "cum_log_probs": np.array([[sum(logprobs[: new.stop])]], np.float32),
-            "output_log_probs": np.array([[logprobs[new]]], np.float32),
+            "cum_log_probs": sums,
+            "output_log_probs": log_probs,
         }
         if asked.special is not None:
             outputs |= _logits(asked.special, new)

@@ -61,6 +61,13 @@ class Answer:
         self._n_looked = len(self.tokens)
         return False
 
+    def beams(self) -> list[tuple[list[int], list[float], float]]:
+        """Tokens, log probabilities and their sum of each beam, the best first; none without a search."""
+        special = self.asked.special
+        if special is None or special.beams is None:
+            return []
+        return [(beam.tokens, beam.logprobs, beam.sum) for beam in special.beams.answers()]
+
     def tell(self, is_final: bool, error: str = "") -> None:
         """Tell what is new, if whoever asks wants it now."""
         self.is_done = self.is_done or is_final
@@ -174,7 +181,7 @@ class EngineThread:
             row["max_output"], row["min_output"] = asked.max_output, asked.min_output
             row["temperature"], row["top_k"] = asked.temperature, asked.top_k
             row["top_p"], row["seed"] = asked.top_p, asked.seed
-            row["logprobs"] = asked.log_probs
+            row["logprobs"] = asked.log_probs and (asked.special is None or asked.special.beam_width == 1)
             row["generation"] = NO_INSTANCE
         return Batch(rows, np.array([token for a in answers for token in a.asked.prompt], np.int32))
 

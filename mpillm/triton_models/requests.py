@@ -21,21 +21,18 @@ Tensors = Mapping[str, NDArray[Any]]
 # Values that ask for nothing. Other inputs of the model's table that are not read below must be empty.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
     "num_return_sequences": (0, 1),
-    "beam_width": (0, 1),
     "runtime_top_p_min": (0,),
     "runtime_top_p_decay": (0, 1),
     "runtime_top_p_reset_ids": (-1, 0),
-    "len_penalty": (0, 1),
     "beam_search_diversity_rate": (0,),
     "return_perf_metrics": (0,),
     "prompt_vocab_size": (0,),
     "decoder_input_lengths": (0, 1),
 }
-# Answers do not depend on these: ids for padding, stopping rules of beam search, what to keep in a cache.
+# Answers do not depend on these: ids for padding, what to keep in a cache.
 _PASSED_OVER = frozenset(
     {
         "pad_id",
-        "early_stopping",
         "decoder_input_ids",
         "retention_token_range_starts",
         "retention_token_range_ends",
@@ -63,6 +60,8 @@ _READ = frozenset(
         "return_num_output_tokens",
         "exclude_input_in_output",
         "return_log_probs",
+        "len_penalty",
+        "early_stopping",
         "stop",
         "streaming",
     }
@@ -74,6 +73,7 @@ _SPECIAL: dict[str, float] = {
     "frequency_penalty": 0,
     "return_context_logits": 0,
     "return_generation_logits": 0,
+    "beam_width": 1,
 }
 NO_END = -1  # as an `end_id`: no token ends the answer
 OWN_END = -2  # the model's own end tokens do, as without an `end_id`: for an ensemble, which must give one
@@ -104,7 +104,9 @@ class Asked:
     special: Special | None = None
 
 
-def read(tensors: Tensors, exclude_input: bool, *, takes_special: bool = True) -> Asked:
+def read(
+    tensors: Tensors, exclude_input: bool, *, takes_special: bool = True, max_beam_width: int = 4
+) -> Asked:
     """Return what one prompt asks for. `exclude_input`: unless the request says it. Raises Refused.
 
     `takes_special`: whether the engine does (`LLMCore.takes_special`).
@@ -137,6 +139,13 @@ def read(tensors: Tensors, exclude_input: bool, *, takes_special: bool = True) -
     if n_before_end and end_id >= 0 and takes_special:
         special = special or Special()
         special.not_yet = (end_id,)
+    if special is not None and special.beam_width > 1:
+        if special.beam_width > max_beam_width:
+            raise Refused(f"beam_width {special.beam_width}: the model's max_beam_width is {max_beam_width}")
+        _check_beams(tensors, temperature, greedy=greedy)
+        special.length_penalty = number("len_penalty", float, special.length_penalty)
+        special.early_stopping = number("early_stopping", bool, special.early_stopping)
+        special.ends = None if end_id == OWN_END else (end_id,) if end_id >= 0 else ()
     return Asked(
         prompt,
         max_output,
@@ -177,7 +186,26 @@ def _special(tensors: Tensors, temperature: float) -> tuple[Special | None, str]
         words,
         keeps_context_logits=bool(said.get("return_context_logits")),
         keeps_generation_logits=bool(said.get("return_generation_logits")),
+        beam_width=max(1, int(said.get("beam_width", 1))),
     ), names[0]
+
+
+def _check_beams(tensors: Tensors, temperature: float, *, greedy: bool) -> None:
+    """Refused: what beams can't have here."""
+    for name in ("streaming", "return_generation_logits"):
+        if _is_there(tensors, name) and tensors[name].reshape(-1)[0]:
+            raise Refused(f"{name}: not with a beam_width above 1")
+    if word_list(tensors.get("stop_words_list")):
+        raise Refused("stop_words_list: not with a beam_width above 1")
+    if not greedy or temperature not in (0, 1):
+        name = (
+            "temperature"
+            if greedy
+            else "runtime_top_k"
+            if _is_there(tensors, "runtime_top_k")
+            else "runtime_top_p"
+        )
+        raise Refused(f"{name}: not with a beam_width above 1, which takes the likeliest")
 
 
 def _is_there(tensors: Tensors, name: str) -> bool:

@@ -89,8 +89,8 @@ def test_text_in_text_out(one: Starter) -> None:
             answers = [*threads.map(lambda _: post(port, "ensemble/generate", CURL), range(20))]
         assert {json.loads(answer)["text_output"] for answer in answers} == {text}
         with pytest.raises(urllib.error.HTTPError) as refused:
-            post(port, "ensemble/generate", {**CURL, "beam_width": 2})
-        assert "beam_width: the embedded engine has no such thing" in refused.value.read().decode()
+            post(port, "ensemble/generate", {**CURL, "beam_width": 5})
+        assert "beam_width 5: the model's max_beam_width is 4" in refused.value.read().decode()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.engine.weights.parameters import save_preset
+from mpillm.engine.weights.sources import save_preset
 from tests.e2e.test_triton import generate, serving
 from tests.helpers.real_triton import MARKS
 from tests.helpers.support import Starter
@@ -55,6 +55,7 @@ def test_answers_of_every_kind(one: Starter) -> None:
         check_log_probs_and_logits(asker, oracle, plain)
         check_a_batch(asker, plain)
         check_choices(asker, oracle, plain, threads)
+        check_beams(asker, oracle, plain, threads)
         check_stop(asker)
 
 
@@ -130,6 +131,60 @@ def check_choices(asker: Asker, oracle: Oracle, plain: list[list[int]], threads:
     ):
         with pytest.raises(Refusal, match=next(iter(refused))):
             asker.ask([[5]], 4, **refused)
+
+
+def check_beams(asker: Asker, oracle: Oracle, plain: list[list[int]], threads: ThreadPoolExecutor) -> None:
+    """Token by token and score by score, beside greedy requests; shorter beams are padded."""
+    cases = [(0, 2, -1, 0.0), (1, 4, -1, 1.0), (2, 3, None, 0.0), (3, 4, -1, 1.0)]
+
+    def search(number: int, width: int, end_id: int | None, penalty: float) -> None:
+        end = oracle.tokens(PROMPTS[number])[2] if end_id is None else end_id
+        (answer,) = asker.ask(
+            [PROMPTS[number]],
+            N_OUTPUT,
+            beam_width=width,
+            end_id=end,
+            len_penalty=penalty,
+            early_stopping=False,
+            return_log_probs=True,
+        )
+        ids = torch.tensor([PROMPTS[number]])
+        out = oracle.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            pad_token_id=0,
+            max_new_tokens=N_OUTPUT,
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            eos_token_id=end if end >= 0 else None,
+            length_penalty=penalty,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        lengths = answer["sequence_length"][0].tolist()
+        assert answer["output_ids"].shape[1] == width == len(lengths)
+        for beam, n in enumerate(lengths):
+            tokens = answer["output_ids"][0, beam, :n].tolist()
+            assert tokens == out.sequences[beam, len(PROMPTS[number]) :][:n].tolist()
+            total = float(answer["cum_log_probs"][0, beam])
+            assert total / n**penalty == pytest.approx(float(out.sequences_scores[beam]), abs=1e-4)
+            assert total == pytest.approx(float(answer["output_log_probs"][0, beam].sum()), abs=1e-4)
+            logprobs = oracle.logits(PROMPTS[number] + tokens).log_softmax(-1)
+            assert total == pytest.approx(
+                sum(float(logprobs[len(PROMPTS[number]) - 1 + i, token]) for i, token in enumerate(tokens)),
+                abs=1e-3,
+            )
+
+    searches = [threads.submit(search, *case) for case in cases]
+    check_a_batch(asker, plain)
+    for future in searches:
+        future.result()
+    for name, value in (("streaming", True), ("runtime_top_p", 0.5)):
+        with pytest.raises(Refusal, match=f"{name}: not with a beam_width"):
+            asker.ask([[5]], 4, beam_width=2, **{name: value})
+    with pytest.raises(Refusal, match="max_beam_width is 4"):
+        asker.ask([[5]], 4, beam_width=5)
 
 
 def check_stop(asker: Asker) -> None:

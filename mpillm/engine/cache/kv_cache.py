@@ -70,6 +70,12 @@ class KVCache:
         self._shape = (n_layers, n_blocks + 1, n_kv_heads, tokens_per_block, head_dim)
         self.keys, self.values = (_zeros(self._shape, dtype, torch.device(device)) for _ in range(2))
 
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks: from, to. No block is both."""
+        old, new = (list(blocks) for blocks in zip(*copies, strict=True))
+        for pool in (self.keys, self.values):
+            pool[:, new] = pool[:, old]
+
     def blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.tokens_per_block)
 

@@ -79,6 +79,8 @@ class PrefixCache(BlockAllocator):
         size = self._tokens_per_block
         for sequence, n_new in plan:
             n_known = len(sequence.prompt) + len(sequence.output)  # tokens still on a device have no hash
+            if sequence.width > 1:  # each beam has its own
+                n_known = len(sequence.prompt)
             first, end = (sequence.n_cached - n_new) // size, min(sequence.n_cached, n_known) // size
             hashes = self._hashes(sequence, end) if end > first else []
             for hash_, block in zip(hashes[first:], sequence.blocks[first:end], strict=True):

@@ -12,7 +12,7 @@ import torch
 from mpillm.comms.messages import ResponseFlag
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.special import Special
-from mpillm.engine.weights.parameters import save_preset
+from mpillm.engine.weights.sources import save_preset
 from tests.unit.engine.test_engine_torch import make_batch, make_core
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9], [8, 8, 8, 8]]

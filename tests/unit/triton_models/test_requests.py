@@ -72,7 +72,11 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"beam_width": [2]}, "beam_width: the embedded engine has no such thing"),
+        ({"beam_width": [5]}, "beam_width 5: the model's max_beam_width is 4"),
+        ({"beam_width": [2], "streaming": [True]}, "streaming: not with a beam_width above 1"),
+        ({"beam_width": [2], "stop_words_list": [[7], [1]]}, "stop_words_list: not with a beam_width"),
+        ({"beam_width": [2], "temperature": [0.5]}, "temperature: not with a beam_width above 1"),
+        ({"beam_width": [2], "runtime_top_p": [0.5]}, "runtime_top_p: not with a beam_width above 1"),
         ({"lora_task_id": [1]}, "lora_task_id: the embedded engine has no such thing"),
         ({"runtime_top_p_decay": [0.5]}, "runtime_top_p_decay: the embedded engine"),
         ({"repetition_penalty": [0.0]}, "repetition_penalty 0: must be above 0"),
