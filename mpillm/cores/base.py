@@ -125,6 +125,13 @@ class LLMCore(ABC):
         """Return further counts of the test for `result.json`, such as preemptions."""
         return {}
 
+    def frameworks(self) -> list[str]:
+        """Return, for a client, what computes the answers and its version, as its servers say.
+
+        Empty if one of them does not say. For the system description of a submission.
+        """
+        return []
+
     def compiled_in_test(self) -> list[str]:
         """Return what this rank has compiled since `start_test`: nothing, if the warm-up was complete."""
         return []

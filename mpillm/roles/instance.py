@@ -85,6 +85,7 @@ class InstanceRole(Follower):
             "test_s": lasted,
             "metrics": self._core.metrics(),
             **self._core.statistics(),
+            **({"frameworks": self._core.frameworks()} if self._core.is_client else {}),
         }
 
     # --- work ---

@@ -252,8 +252,12 @@ def _core(run: Run) -> type[LLMCore] | None:
 
 
 def _framework(run: Run, software: Mapping[str, str]) -> str:
-    """Name what computes; a server's own version is not known here."""
+    """Name what computes; N/A if that is servers that do not say."""
     core = _core(run)
+    if core is not None and core.is_client:
+        told = [instance.get("frameworks") for instance in run.directory.result["per_instance"]]
+        names = {name for names in told for name in names or ()}
+        return ", ".join(sorted(names)) if names and all(told) else _NOT_APPLICABLE
     if core is None or core.framework is None:
         return f"mpillm, core {run.directory.config['core_type']}"
     return " ".join([core.framework, *(software[name] for name in core.packages[:1] if name in software)])

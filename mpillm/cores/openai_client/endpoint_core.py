@@ -25,7 +25,7 @@ from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
-from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
+from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
@@ -112,8 +112,6 @@ class TrtllmEndpointCore(LLMCore):
     is_client = True
     engine_stages = "mpillm.builder.trtllm:checkpoint_stages"
     servers = "mpillm.builder.trtllm_servers:endpoint_servers"
-    framework = "TensorRT-LLM"
-    packages = ("tensorrt_llm",)
 
     config_class: ClassVar[type[TrtllmEndpointConfig]] = TrtllmEndpointConfig
 
@@ -131,6 +129,7 @@ class TrtllmEndpointCore(LLMCore):
         self._thread: ClientThread | None = None
         self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
         self._failed: EndpointError | None = None
+        self._frameworks: list[str | None] = []  # of the servers
         self._handed_on = 0.0  # time.perf_counter()
         self._first: dict[int, int] = {}  # the first token reported, by id, of open calls
         self._began(0.0)
@@ -191,7 +190,9 @@ class TrtllmEndpointCore(LLMCore):
                         self.config.rank,
                     )
                 )
-            _log.info("%s serves %s: %s", endpoint.url, endpoint.model, endpoint.dialect.name)
+            self._frameworks.append(self._ask(framework_of(endpoint, limit), limit + 60))
+            said = self._frameworks[-1] or "a server that does not say what it is"
+            _log.info("%s serves %s: %s; %s", endpoint.url, endpoint.model, endpoint.dialect.name, said)
 
     def _ask(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None
@@ -231,6 +232,10 @@ class TrtllmEndpointCore(LLMCore):
             "retries": self._client.retries,
             **self._statistics.values(),
         }
+
+    def frameworks(self) -> list[str]:
+        known = [name for name in self._frameworks if name is not None]
+        return sorted(set(known)) if len(known) == len(self._endpoints) else []
 
     def metrics(self) -> Metrics:
         n = len(self._client.calls)

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 from disagg.errors import nearest
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text
@@ -18,6 +19,8 @@ _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
 _LOG_S = 10.0
 _ASK_S = 10.0  # longest wait for one answer of a server that may not be up
+# `owned_by` in the list of models: these servers' own names for themselves.
+_FRAMEWORKS = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "mpillm": "mpillm"}
 _PROBE = "Hello"
 _PROBE_IDS = [3] * 8  # as every model has them
 
@@ -90,6 +93,31 @@ async def find_model(endpoint: Endpoint, wanted: str | None, model_path: str | N
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names) or "no model"
+
+
+async def framework_of(endpoint: Endpoint, timeout_s: float) -> str | None:
+    """Return the server's name and version, as it says them; None: it does not say who it is.
+
+    The name is `owned_by` of its models, where that is one of a server, and the version that of `/version`.
+    """
+    models, version = [await _said(endpoint, path, timeout_s) for path in ("/v1/models", "/version")]
+    try:
+        (owner,) = {model["owned_by"] for model in models["data"]}
+        name = _FRAMEWORKS[owner]
+    except (KeyError, TypeError, ValueError):
+        return None
+    number = version.get("version")
+    return f"{name} {number}" if isinstance(number, str) else name
+
+
+async def _said(endpoint: Endpoint, path: str, timeout_s: float) -> dict[str, Any]:
+    try:
+        status, _, reply = await endpoint.fetch("GET", path, timeout_s)
+        made = json.loads(reply) if status == 200 else None
+    except (HttpError, ValueError) as error:
+        _log.info("%s%s: %s", endpoint.url, path, error)
+        return {}
+    return made if isinstance(made, dict) else {}
 
 
 async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: float) -> None:

@@ -29,7 +29,7 @@ from mpillm.cores.triton_grpc.tensors import (
     tokens_of,
     word_list,
 )
-from mpillm.cores.triton_grpc.triton_ready import Model, TritonError, find_models, until_ready
+from mpillm.cores.triton_grpc.triton_ready import Model, TritonError, find_models, framework_of, until_ready
 from mpillm.errors import Failure, RunError
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ class TritonGrpcCore(LLMCore):
     is_client = True
     engine_stages = "mpillm.builder.trtllm:engine_stages"
     servers = "mpillm.builder.triton_servers:triton_servers"
-    framework = "TensorRT-LLM"
-    packages = ("tensorrt_llm",)
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
@@ -75,6 +73,7 @@ class TritonGrpcCore(LLMCore):
         self._calls: dict[int, _Call] = {}  # open, by their number on the wire
         self._numbers: dict[int, int] = {}  # the same, by id
         self._number = itertools.count(1)
+        self._frameworks: set[str] = set()  # of the servers' models
         self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
         self._next_watch = 0.0
         self._began()
@@ -115,6 +114,7 @@ class TritonGrpcCore(LLMCore):
             except TritonError as error:
                 raise RunError(Failure(str(error), self.config.rank)) from None
             self._models[url] = itertools.cycle(models)
+            self._frameworks |= {framework_of(model) for model in models}
             names = ", ".join(model.name for model in models)
             _log.info("%s has %s; %d clients on %d channels", url, names, n, len(channels))
             self._streams += [Stream(url, channels[i // STREAMS_PER_CHANNEL], self._heard) for i in range(n)]
@@ -145,6 +145,9 @@ class TritonGrpcCore(LLMCore):
     def statistics(self) -> dict[str, float]:
         """Return the numbers of clients, of channels under them, and of requests answered with an error."""
         return {"clients": len(self._streams), "channels": len(self._channels), "errors": self._errors}
+
+    def frameworks(self) -> list[str]:
+        return sorted(self._frameworks)
 
     def metrics(self) -> Metrics:
         return Metrics(self._prompt_tokens, self._generated_tokens, len(self._calls), 0)

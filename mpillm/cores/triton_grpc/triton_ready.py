@@ -28,6 +28,14 @@ class Model(NamedTuple):
 
     name: str
     decoupled: bool
+    backend: str = ""  # Triton's name of what runs it; empty for an ensemble
+
+
+def framework_of(model: Model) -> str:
+    """Return what computes a model, as far as its server says: a Python backend's model may be anything."""
+    if model.backend == "tensorrtllm":
+        return "TensorRT-LLM behind tritonserver"
+    return f"tritonserver, {'backend ' + model.backend if model.backend else 'an ensemble'}"
 
 
 def until_ready(url: str, channel: grpc.Channel, deadline_s: float) -> None:
@@ -76,7 +84,7 @@ def find_models(url: str, channel: grpc.Channel, wanted: str | None, timeout_s: 
     for name in [wanted] if wanted is not None else names:
         config = ask(stub.ModelConfig, service_pb2.ModelConfigRequest(name=name)).config
         if {tensor.name for tensor in config.input} >= _INPUTS:
-            models.append(Model(name, config.model_transaction_policy.decoupled))
+            models.append(Model(name, config.model_transaction_policy.decoupled, config.backend))
     if not models:
         listed = ", ".join(names) or "none"
         raise TritonError(

@@ -403,6 +403,29 @@ def test_the_model_of_several() -> None:
         assert server.asked()[-1]["model"] == "b"
 
 
+def says(owner: str, version: object = None) -> dict[str, Callable[[Request], Reply]]:
+    """What a server answers, cut to what says who it is."""
+    card = {"id": MODEL, "object": "model", "created": 1795357545, "owned_by": owner, "root": MODEL}
+    told: dict[str, Callable[[Request], Reply]] = {"/v1/models": lambda request: plain({"data": [card]})}
+    return told if version is None else {**told, "/version": lambda request: plain(version)}
+
+
+@pytest.mark.parametrize(
+    ("told", "frameworks"),
+    [
+        (says("vllm", {"version": "0.32.0+cpu"}), ["vLLM 0.32.0+cpu"]),
+        (says("mpillm", {"version": "0.1.0"}), ["mpillm 0.1.0"]),
+        (says("tensorrt_llm"), ["TensorRT-LLM"]),
+        (says("vllm", ["0.32"]), ["vLLM"]),
+        (says("HuggingFaceTB", {"version": "1"}), []),  # who made the model, as transformers serve has it
+        ({}, []),
+    ],
+)
+def test_what_the_server_is(told: dict[str, Callable[[Request], Reply]], frameworks: list[str]) -> None:
+    with ScriptedServer(others=told) as server, started(server) as core:
+        assert core.frameworks() == frameworks
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

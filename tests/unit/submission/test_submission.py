@@ -185,6 +185,25 @@ def test_system_description(maker: Maker) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("told", "framework"),
+    [
+        ([["vLLM 0.32.0+cpu"], ["mpillm 0.1.0"]], "mpillm 0.1.0, vLLM 0.32.0+cpu"),
+        ([["vLLM 0.32.0+cpu"], []], "N/A"),  # one of the servers does not say
+    ],
+)
+@pytest.mark.parametrize("core", ["trtllm_endpoint", "triton_grpc"])
+def test_the_framework_of_a_client_is_what_its_servers_say(
+    maker: Maker, told: list[list[str]], framework: str, core: str
+) -> None:
+    result = {"per_instance": [{"instance": i, "frameworks": names} for i, names in enumerate(told)]}
+    out = maker.submit(*maker.runs(core_type=core, result=result), code=4)
+    system = json.loads((maker.tree / "systems" / "8xH200.json").read_text())
+    assert system["framework"] == framework
+    blank = re.search(r'the system description has "N/A" for: (.*) \(', out)
+    assert blank and ("framework" in blank[1].split(", ")) == (framework == "N/A")
+
+
 def test_a_machine_without_gpus(maker: Maker) -> None:
     bare = {
         **MACHINE,
