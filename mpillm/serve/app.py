@@ -23,7 +23,7 @@ from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.disaggregated_params import Half
 from mpillm.serve.open_requests import Answer, OpenRequests
 from mpillm.serve.perf_metrics import PerfMetrics
-from mpillm.serve.prometheus import ServeMetrics
+from mpillm.serve.prometheus import TEXT, ServeMetrics
 from mpillm.serve.protocol import ApiError, Asked, Json, Served, encode, read
 from mpillm.serve.shapes import DONE, Shapes, error_event
 
@@ -185,7 +185,7 @@ class Service:
         if (usage := self._kv_cache_usage()) is not None:
             gauges["kv_cache_usage_perc"] = usage
         text = self.metrics.text(self._served.names[0], gauges)
-        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(text=text, headers={"Content-Type": TEXT})
 
     # --- answers ---
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 import aiohttp
@@ -19,6 +20,8 @@ from aiohttp import web
 from mpillm import __version__
 from mpillm.serve.ask import Ask
 from mpillm.serve.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
+from mpillm.serve.leader_metrics import LeaderMetrics
+from mpillm.serve.prometheus import TEXT
 from mpillm.serve.protocol import ApiError, Json
 from mpillm.serve.shapes import DONE, error_event
 from mpillm.serve.workers import Pool, Worker
@@ -44,6 +47,7 @@ class LeaderService:
         max_body_bytes: int = 1 << 24,
     ) -> None:
         """`silence_s`: how long a server with an open request may say nothing."""
+        self.metrics = LeaderMetrics()
         self.active = 0  # handlers at work
         self.draining = False
         self.answered = self.failed = 0
@@ -62,6 +66,7 @@ class LeaderService:
                 web.post("/v1/chat/completions", self._answer),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
                 web.get("/version", self._version),
             ]
         )
@@ -69,8 +74,17 @@ class LeaderService:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer errors in OpenAI's form."""
+        """Count the response."""
         self.active += 1
+        try:
+            response = await self._guarded(request, handler)
+        finally:
+            self.active -= 1
+        self.metrics.responded(response.status)
+        return response
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer errors in OpenAI's form."""
         try:
             return await handler(request)
         except ApiError as error:
@@ -85,12 +99,14 @@ class LeaderService:
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
             _log.exception("%s %s", request.method, request.path)
             return _error(ApiError(500, "an error of the leader; its log has more"))
-        finally:
-            self.active -= 1
 
     async def _health(self, request: web.Request) -> web.Response:
         self._check_open()
         return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        workers = [*self._contexts.workers, *self._generations.workers]
+        return web.Response(text=self.metrics.text(workers), headers={"Content-Type": TEXT})
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": __version__})
@@ -109,6 +125,13 @@ class LeaderService:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self._check_open()
+        self.metrics.running += 1
+        try:
+            return await self._asked(request, time.perf_counter())
+        finally:
+            self.metrics.running -= 1
+
+    async def _asked(self, request: web.Request, began: float) -> web.StreamResponse:
         body = _read(await request.read())
         id_ = next(self._ids)
         asked = {name: value for name, value in body.items() if name != "stream_options"}
@@ -124,8 +147,11 @@ class LeaderService:
         params = choice.pop("disaggregated_params", None)
         if params is None or choice.get("finish_reason") not in _GOES_ON:
             first.pop("prompt_token_ids", None)
-            self.answered += 1
-            return await _whole(request, first, body)
+            if body.get("stream"):
+                self.metrics.first_token(time.perf_counter() - began)
+            response = await _whole(request, first, body)
+            self._done(began)
+            return response
         tokens = "prompt_token_ids" if "messages" in body else "prompt"
         params = params | {"request_type": GENERATION_ONLY, "disagg_request_id": id_}
         rest = body | {tokens: first.get("prompt_token_ids"), "disaggregated_params": params}
@@ -134,9 +160,9 @@ class LeaderService:
                 return await self._passed_on(answer)
             if not body.get("stream"):
                 response = web.Response(body=await answer.read(), headers=_given_back(answer))
-                self.answered += 1
+                self._done(began)
                 return response
-            return await self._stream(request, answer)
+            return await self._stream(request, answer, began)
 
     def _ask(self, pool: Pool, request: web.Request, body: Json | None = None) -> Ask:
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
@@ -147,13 +173,21 @@ class LeaderService:
         self.failed += answer.status >= 500
         return web.Response(body=await answer.read(), status=answer.status, headers=_given_back(answer))
 
-    async def _stream(self, request: web.Request, answer: Ask) -> web.StreamResponse:
+    def _done(self, began: float) -> None:
+        self.answered += 1
+        self.metrics.answered(time.perf_counter() - began)
+
+    async def _stream(self, request: web.Request, answer: Ask, began: float) -> web.StreamResponse:
         response = web.StreamResponse(headers=_given_back(answer))
         await response.prepare(request)
         try:
+            first = True
             async for chunk in answer.chunks():
+                if first:
+                    self.metrics.first_token(time.perf_counter() - began)
+                    first = False
                 await response.write(chunk)
-            self.answered += 1
+            self._done(began)
         except ApiError as error:
             self.failed += 1
             await response.write(error_event(error.body()))

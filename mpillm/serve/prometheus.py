@@ -16,13 +16,15 @@ def _bounds(text: str) -> tuple[float, ...]:
 
 
 # vLLM's, in seconds.
-_FIRST_TOKEN_S = _bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160")
+FIRST_TOKEN_S = _bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160")
 _TOKEN_S = _bounds("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
-_REQUEST_S = _bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920")
+REQUEST_S = _bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920")
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
-class _Histogram:
+class Histogram:
+    """Counts of values, by upper bounds."""
+
     def __init__(self, help_: str, bounds: Sequence[float]) -> None:
         self.help = help_
         self._bounds = bounds
@@ -42,6 +44,10 @@ class _Histogram:
         yield f"{name}_count{{{label}}} {total}"
 
 
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+"""The content type."""
+
+
 class ServeMetrics:
     """Counts since the start; of constant size. `totals` is what `result.json` is made of."""
 
@@ -51,14 +57,14 @@ class ServeMetrics:
         self._prompt_tokens = self._generated_tokens = 0
         self._responses: dict[int, int] = {}  # by HTTP status
         self._histograms = {
-            "time_to_first_token_seconds": _Histogram("Time to the first token", _FIRST_TOKEN_S),
-            "inter_token_latency_seconds": _Histogram("Time between two tokens", _TOKEN_S),
-            "request_time_per_output_token_seconds": _Histogram(
+            "time_to_first_token_seconds": Histogram("Time to the first token", FIRST_TOKEN_S),
+            "inter_token_latency_seconds": Histogram("Time between two tokens", _TOKEN_S),
+            "request_time_per_output_token_seconds": Histogram(
                 "Mean time between two tokens of a request", _TOKEN_S
             ),
-            "e2e_request_latency_seconds": _Histogram("Time to the last token", _REQUEST_S),
-            "request_prompt_tokens": _Histogram("Prompt tokens of a request", _TOKENS),
-            "request_generation_tokens": _Histogram("Tokens of an answer", _TOKENS),
+            "e2e_request_latency_seconds": Histogram("Time to the last token", REQUEST_S),
+            "request_prompt_tokens": Histogram("Prompt tokens of a request", _TOKENS),
+            "request_generation_tokens": Histogram("Tokens of an answer", _TOKENS),
         }
 
     def responded(self, status: int) -> None:
@@ -101,27 +107,27 @@ class ServeMetrics:
 
     def text(self, model: str, gauges: Mapping[str, float]) -> str:
         """Return Prometheus' text format, version 0.0.4. `gauges`: values that hold now, by name."""
-        label = f'model_name="{_escaped(model)}"'
+        label = f'model_name="{escaped(model)}"'
         lines = []
         for name, value in gauges.items():
-            lines += [*_head(name, _GAUGES[name], "gauge"), f"mpillm:{name}{{{label}}} {value!r}"]
+            lines += [*head(name, _GAUGES[name], "gauge"), f"mpillm:{name}{{{label}}} {value!r}"]
         for name, help_, count in (
             ("prompt_tokens_total", "Prompt tokens of requests that got a token", self._prompt_tokens),
             ("generation_tokens_total", "Tokens of answers that have ended", self._generated_tokens),
         ):
-            lines += [*_head(name, help_, "counter"), f"mpillm:{name}{{{label}}} {count}"]
-        lines += _head("request_success_total", "Requests that have ended", "counter")
+            lines += [*head(name, help_, "counter"), f"mpillm:{name}{{{label}}} {count}"]
+        lines += head("request_success_total", "Requests that have ended", "counter")
         lines += [
             f'mpillm:request_success_total{{{label},finished_reason="{reason}"}} {n}'
             for reason, n in self._finished.items()
         ]
-        lines += _head("http_responses_total", "HTTP responses", "counter")
+        lines += head("http_responses_total", "HTTP responses", "counter")
         lines += [
             f'mpillm:http_responses_total{{{label},status="{status}"}} {n}'
             for status, n in sorted(self._responses.items())
         ]
         for name, histogram in self._histograms.items():
-            lines += [*_head(name, histogram.help, "histogram"), *histogram.lines(f"mpillm:{name}", label)]
+            lines += [*head(name, histogram.help, "histogram"), *histogram.lines(f"mpillm:{name}", label)]
         return "\n".join(lines) + "\n"
 
 
@@ -132,9 +138,11 @@ _GAUGES = {
 }
 
 
-def _head(name: str, help_: str, kind: str) -> list[str]:
+def head(name: str, help_: str, kind: str) -> list[str]:
+    """Return the lines before a metric's values."""
     return [f"# HELP mpillm:{name} {help_}.", f"# TYPE mpillm:{name} {kind}"]
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Return `text` as the value of a label."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

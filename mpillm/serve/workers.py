@@ -34,6 +34,8 @@ class Worker:
         self.base = f"http://{instance.url}"
         self.gone = "no answer yet"  # why it is not well; empty while it is
         self.gone_at = 0.0  # time.monotonic()
+        self.running = 0  # requests that are there
+        self.n_requests = 0  # placed there so far
         self._was_ready = False
 
     def lose(self, why: str) -> None:
@@ -92,10 +94,16 @@ class Pool:
         rows["n_tokens"] = len(prompt)
         taken = router.assign(np.array([need]), Batch(rows, prompt))
         router.free_requests[closed] += _MOST_REQUESTS
-        return Place(self.workers[taken[0]], int(taken[0]), need) if len(taken) else None
+        if not len(taken):
+            return None
+        worker = self.workers[taken[0]]
+        worker.running += 1
+        worker.n_requests += 1
+        return Place(worker, int(taken[0]), need)
 
     def give_back(self, place: Place) -> None:
         """Note that the server has answered, or never will."""
+        place.worker.running -= 1
         self._router.give_back(np.array([place.position]), np.array([place.need]))
 
     def all_gone(self) -> str:

@@ -125,6 +125,7 @@ def test_vllm(vllm: str, model: Path, prompts: Callable[[int], Path], one: Start
     result = server(one, 64, *data, *endpoint)
     (instance,) = result["per_instance"]
     assert instance["retokenized"] == instance["other_answer_length"] == 0
+    assert instance["frameworks"] == ["vLLM 0.32.0"]
     say(f"vLLM: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
 
 
@@ -147,5 +148,5 @@ def test_transformers(
     say(f"transformers serve: Offline VALID; {equal} of {n} answers have our tokens, {texts} our text")
     assert len(ours) == len(theirs) == texts == n
     result = server(one, 64, *data[:-1], 8, *endpoint)
-    assert result["per_instance"][0]["retokenized"] >= 64
+    assert result["per_instance"][0]["retokenized"] >= 64 and not result["per_instance"][0]["frameworks"]
     say(f"transformers serve: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")

@@ -413,7 +413,7 @@ def says(owner: str, version: object = None) -> dict[str, Callable[[Request], Re
 @pytest.mark.parametrize(
     ("told", "frameworks"),
     [
-        (says("vllm", {"version": "0.32.0+cpu"}), ["vLLM 0.32.0+cpu"]),
+        (says("vllm", {"version": "0.32.0"}), ["vLLM 0.32.0"]),
         (says("mpillm", {"version": "0.1.0"}), ["mpillm 0.1.0"]),
         (says("tensorrt_llm"), ["TensorRT-LLM"]),
         (says("vllm", ["0.32"]), ["vLLM"]),

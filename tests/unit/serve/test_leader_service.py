@@ -153,6 +153,38 @@ def test_an_answer_that_ends_with_its_first_token() -> None:
     asyncio.run(run())
 
 
+def test_metrics() -> None:
+    async def run() -> None:
+        def fails(request: Request) -> Reply:
+            return context(request) if request.json["max_tokens"] == 3 else plain({}, "500 Broken")
+
+        async with led([fails]) as it:
+            await it.ask(BODY)
+            await it.ask({**BODY, "stream": True})
+            assert (await it.ask({**BODY, "max_tokens": 4}))[0] == 500
+            it.servers[1].stop()
+            assert (await it.ask(BODY))[0] == 503
+            async with it.session.get(f"{it.base}/metrics") as response:
+                assert response.content_type == "text/plain"
+                lines = (await response.text()).splitlines()
+            told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+            def value(name: str, *labels: str) -> float:
+                every = ",".join(('server_role="leader"', *labels))
+                return float(told[f"mpillm:{name}{{{every}}}"])
+
+            assert [value("http_responses_total", f'status="{n}"') for n in (200, 500, 503)] == [2, 1, 1]
+            assert value("num_requests_running") == 0
+            counts = ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
+            assert [value(name) for name in counts] == [1, 2]
+            for i, (kind, n, up) in enumerate((("context", 4, 1), ("generation", 3, 0))):
+                server = f'{{server="http://{it.servers[i].address}",kind="{kind}"}}'
+                names = ("server_requests_total", "server_requests_running", "server_up")
+                assert [float(told[f"mpillm:{name}{server}"]) for name in names] == [n, 0, up]
+
+    asyncio.run(run())
+
+
 def test_routers() -> None:
     async def run() -> None:
         async with led([context, context]) as it:
