@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _missing(path: Path, libraries: str) -> list[str]:
-    """The shared libraries that a program does not find."""
+    """Return the shared libraries that a program does not find."""
     env = {**os.environ, "LD_LIBRARY_PATH": libraries}
     lines = subprocess.run(["ldd", path], capture_output=True, text=True, env=env).stdout.splitlines()
     return [line.split()[0] for line in lines if "not found" in line]

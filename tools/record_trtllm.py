@@ -57,7 +57,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
 
 def _balanced(text: str, start: int) -> int:
-    """The index behind the bracket that closes the one at `start`; ``->`` closes no angle."""
+    """Return the index behind the bracket that closes the one at `start`; ``->`` closes no angle."""
     opening, closing, depth = text[start], _CLOSING[text[start]], 0
     for index in range(start, len(text)):
         if text[index] == opening:
@@ -70,7 +70,7 @@ def _balanced(text: str, start: int) -> int:
 
 
 def _chain(text: str, at: int) -> Iterator[tuple[str, str]]:
-    """The calls ``.name(arguments)`` from `at` on."""
+    """Yield the calls ``.name(arguments)`` from `at` on."""
     while match := _CALL.match(text, at):
         at = match.end()
         if text[at] == "<":
@@ -196,7 +196,7 @@ def _field(part: ast.stmt) -> Iterator[str]:
 
 
 def options(text: str) -> list[str]:
-    """The options that a program adds to its argparse parser, and those it lists for its plugins."""
+    """Return the options that a program adds to its argparse parser, and those it lists for its plugins."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if (

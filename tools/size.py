@@ -46,7 +46,7 @@ class Size(NamedTuple):
 
 
 def size(source: str) -> Size:
-    """Code lines and tokens of a file. SyntaxError: it is not Python."""
+    """Code lines and tokens of a file. Raises SyntaxError if it is not Python."""
     docstrings = {
         (node.body[0].lineno, node.body[0].col_offset)
         for node in ast.walk(ast.parse(source))
@@ -65,7 +65,7 @@ def size(source: str) -> Size:
 
 
 def rooms(root: Path) -> dict[str, Size]:
-    """The size of the files in each folder, subfolders excluded."""
+    """Return the size of the files in each folder, subfolders excluded."""
     found: defaultdict[str, Size] = defaultdict(Size)
     for package in PACKAGES:
         for file in sorted((root / package).rglob("*.py")):
@@ -74,7 +74,7 @@ def rooms(root: Path) -> dict[str, Size]:
 
 
 def read_table(file: Path) -> tuple[str, dict[str, Size]]:
-    """The release, and the sizes of its rooms."""
+    """Return the release, and the sizes of its rooms."""
     release, *rows = file.read_text(encoding="utf-8").splitlines()
     return release, {
         room: Size(int(lines), int(tokens)) for room, lines, tokens in (row.split() for row in rows)
@@ -90,7 +90,7 @@ def write_table(file: Path, release: str, now: dict[str, Size]) -> None:
 
 
 def table(release: str, before: dict[str, Size], now: dict[str, Size]) -> str:
-    """A line for each room of either time, and one for all."""
+    """Return a line for each room of either time, and one for all."""
     both = {room: (before.get(room, Size()), now.get(room, Size())) for room in sorted({*before, *now})}
     both["all"] = sum(before.values(), Size()), sum(now.values(), Size())
     width = max(map(len, both))

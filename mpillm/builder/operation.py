@@ -41,7 +41,7 @@ class Operation(ABC):
     """
 
     name: ClassVar[str]
-    # people may change its files: they are not remade as long as they are there
+    # people may change its files: it is not remade while they exist
     hand_edited: ClassVar[bool] = False
 
     output: Path
@@ -87,7 +87,7 @@ class Operation(ABC):
                 how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
                 raise StageError(f"{self.name}: {command.argv[0]} {how}; the end of {log}:\n{child.tail()}")
 
-    # --- what is there ---
+    # --- state ---
 
     def digest(self) -> str:
         """Return a hash of everything that the output depends on."""
@@ -192,7 +192,7 @@ def _make(op: Operation) -> None:
                     )
                 (made / STAMP).write_text(json.dumps(_stamp(op, made), indent=2) + "\n", encoding="utf-8")
                 replace_folder(made, op.output, before)
-        finally:  # every child has ended
+        finally:
             shutil.rmtree(work, ignore_errors=True)
 
 

@@ -40,7 +40,7 @@ class Layout:
 
 @about("model_path")
 def model_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a model's folder, which must have weights, too."""
+    """Return the `config.json` of a model's folder, which must have weights, too."""
     if not folder.is_dir():
         raise NotHere(f"--model_path {folder}: no such folder")
     if not (folder / "config.json").is_file():
@@ -99,9 +99,9 @@ def check_space(target: Path, needed: int) -> None:
 
 
 def find_script(lib_path: Path | None, candidates: Sequence[str], option: str, must: bool) -> Path:
-    """Return the first existing one of `candidates`, relative to TensorRT-LLM's repository.
+    """Return the first of `candidates` that exists, relative to TensorRT-LLM's repository.
 
-    Without any: ConfigError if it `must` exist, otherwise where it would be.
+    Without any, raises ConfigError if it `must` exist; otherwise returns where it would be.
     """
     places = (lib_path,) if lib_path else TRTLLM_PLACES
     for place in places:
@@ -117,7 +117,7 @@ def find_script(lib_path: Path | None, candidates: Sequence[str], option: str, m
 
 
 def python_with_trtllm() -> str:
-    """This Python if it has TensorRT-LLM, otherwise the `python3` in PATH, as in NVIDIA's containers."""
+    """Return this Python if it has TensorRT-LLM, else the `python3` in PATH, as in NVIDIA's containers."""
     if importlib.util.find_spec("tensorrt_llm") is not None:
         return sys.executable
     return shutil.which("python3") or sys.executable

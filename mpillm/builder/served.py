@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's servers serve: the model from the stages, their options from ours, and their YAML."""
+"""Describe what TensorRT-LLM's servers serve: the stages' model, their options from ours, and their YAML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Served(NamedTuple):
     tokenizer: str | None  # None: the model's
     backend: str  # in trtllm-serve's words
     is_made: bool  # by generate-engines
-    said: str  # the options that say so
+    said: str  # the options that decided it
 
 
 def served(config: RunConfig) -> Served:
@@ -75,12 +75,13 @@ def backend_of(config: RunConfig) -> str:
 
 
 def llm_api_options(config: RunConfig) -> dict[str, Any]:
-    """TensorRT-LLM's LLM arguments, as a YAML holds them, from the harness's flags."""
+    """Return TensorRT-LLM's LLM arguments, as a YAML holds them, from the harness's flags."""
     flags = config.trtllm_runtime_flags  # with the defaults of those that are options, and checked
     cache: dict[str, Any] = {"free_gpu_memory_fraction": flags["kvcache_free_gpu_mem_frac"]}
     cache["enable_block_reuse"] = bool(flags.get("enable_kv_cache_reuse", config.enable_kv_cache_reuse))
     dtype = config.trtllm_checkpoint_flags.get("kv_cache_dtype")
-    if dtype and backend_of(config) == "pytorch":  # an engine has its own, and its backend refuses to be told
+    # An engine has its own, which its backend refuses to override
+    if dtype and backend_of(config) == "pytorch":
         cache["dtype"] = dtype
     return {
         "kv_cache_config": cache,
@@ -125,7 +126,7 @@ def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
 
 
 def as_served(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
-    """`made` with what its readers need: the options' values and, for TensorRT-LLM's servers, the model."""
+    """Return `made` with what its readers need: the options' values and, for TensorRT-LLM, the model."""
     made = stating(config, made)
     if config.core_type != "trtllm_disagg":
         return made

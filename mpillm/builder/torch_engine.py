@@ -110,7 +110,7 @@ class TorchBuilderOp(Operation):
         assert config.model_path is not None
         self.dependencies = (quantizer,) if quantizer else ()
         self.deadline_s = deadline_s
-        self.source = Path(config.model_path)  # what it was quantised from has the same shape
+        self.source = Path(config.model_path)  # the model that it was quantised from has the same shape
         self.checkpoint = quantizer.output if quantizer else self.source
         self.layout = TRTLLMLibraryLoader().layout
         self.dtype = dtype

@@ -1,4 +1,4 @@
-"""What `run-llm-server` starts for the embedded engine: a disaggregation YAML's servers and their leader."""
+"""Describe what `run-llm-server` starts for the embedded engine: a YAML's servers and their leader."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpillm.builder.preconditions import lacking
 from mpillm.builder.served import on_this_host
 from mpillm.config.options import RunConfig
 
-_LEADERS_SHARE = 0.9  # of --load_deadline: the leader is to say for which server it waits, before we give up
+_LEADERS_SHARE = 0.9  # of --load_deadline: the leader names the server that it waits for before we give up
 
 
 def torch_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
-    """Workers, leader or both, which get the command's own words."""
+    """Return workers, leader or both, which get the command's own words."""
     path = config.disagg_config
     if not path:
         raise ConfigError(

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _calibrated(model: Path, n_prompts: int, say: Callable[[str], object]) -> Any:
-    """Scales for an fp8 KV cache, from prompts that come with the program."""
+    """Return scales for an fp8 KV cache, from prompts that come with mpillm."""
     from mpillm.data.dataset import Limits, load_dataset
     from mpillm.data.tokenizer import load_tokenizer
     from mpillm.engine.calibrate import kv_scales

@@ -1,4 +1,4 @@
-"""Checkpoints and engines by TensorRT-LLM's tools: `quantize.py`, `convert_checkpoint.py`, `trtllm-build`."""
+"""Make checkpoints and engines with TensorRT-LLM's `quantize.py`, `convert_checkpoint.py`, `trtllm-build`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _QUANTIZE_SCRIPT = ("examples/quantization/quantize.py",)
 # Mixtral's is the same
 _CONVERT_SCRIPT = ("examples/models/core/llama/convert_checkpoint.py", "examples/llama/convert_checkpoint.py")
 _BUILD_SCRIPT = ("tensorrt_llm/commands/build.py",)
-# Bytes of a quantised checkpoint for each byte of its 16-bit source, unquantised layers included, to see
-# whether the disk has room.
+# Bytes of a quantised checkpoint for each byte of its 16-bit source, unquantised layers included: is the disk
+# large enough?
 _SHRINK = {
     "nvfp4": 0.32,
     "int4_awq": 0.32,
@@ -123,7 +123,7 @@ _SIZES = {*PARALLELISM, *PARALLELISM.values()}
 
 
 def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags without those that `TRTLLMLibraryLoader` reads."""
+    """Return the flags without those that `TRTLLMLibraryLoader` reads."""
     return {name: value for name, value in flags.items() if name not in _SIZES}
 
 
@@ -154,7 +154,7 @@ class QuantizerConfig:
 
     @property
     def qformat(self) -> str:
-        """The format asked for; full_prec if none is."""
+        """The format that the flags ask for; full_prec without one."""
         return str(self.flags.get("qformat", "full_prec"))
 
     def folder(self, layout: str) -> Path:
@@ -237,7 +237,7 @@ class TRTLLMQuantizerOp(Operation):
         return ("config.json", *(f"rank{rank}.safetensors" for rank in range(self.layout.ranks)))
 
     def missing(self, folder: Path) -> list[str]:
-        # How many files a Hugging Face export has is the tool's to say.
+        # The tool decides how many files a Hugging Face export has.
         return [*super().missing(folder), *([] if list(folder.glob("*.safetensors")) else ["*.safetensors"])]
 
     def commands(self, target: Path) -> Sequence[Command]:
@@ -338,13 +338,13 @@ HelpInfo.add_configurator_dependencies(TRTLLMBuilderOp, (TRTLLMQuantizerOp,))
 
 
 def engine_stages(config: RunConfig) -> Operation:
-    """For cores that run an engine of `trtllm-build`."""
+    """Return the stages for cores that run an engine of `trtllm-build`."""
     _check_ours(config)
     return TRTLLMBuilderOp(deadline_s=config.build_deadline)
 
 
 def checkpoint_stages(config: RunConfig) -> Operation:
-    """For cores that read a Hugging Face folder (PyTorch backend) or, with trtllm_backend:cpp, an engine."""
+    """Return the stages for cores that read a Hugging Face folder or, with trtllm_backend:cpp, an engine."""
     if config.build(TrtllmHlApiConfig).backend_type != "pytorch":
         return engine_stages(config)
     _check_ours(config)

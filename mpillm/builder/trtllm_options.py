@@ -24,7 +24,7 @@ _Kind = str | tuple[str, ...]
 _INT: _Kind = "a whole number"
 _FLOAT: _Kind = "a number"
 _TEXT: _Kind = "text"
-_FLAG: _Kind = "true or false"  # given without a value, or not given
+_FLAG: _Kind = "true or false"  # a switch: given without a value, or not given
 _WORDS: _Kind = "words with spaces between them"
 _SWITCH: _Kind = ("enable", "disable")
 _DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -41,9 +41,9 @@ class Tool:
     ours: Mapping[str, str]
 
     def arguments(self, flags: Mapping[str, Any], source: str) -> list[str]:
-        """``--name=value`` for each flag; None leaves one out.
+        """Return ``--name=value`` for each flag; None leaves one out.
 
-        ConfigError, which begins with `source`: the tool would refuse a flag.
+        Raises ConfigError, beginning with `source`, if the tool would refuse a flag.
         """
         return [
             argument

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's servers for `run-llm-server`: one per URL, or those of a disaggregation YAML."""
+"""Describe TensorRT-LLM's servers for `run-llm-server`: one per URL, or those of a disaggregation YAML."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
 
 
 def disaggregated_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
-    """Workers, leader or both.
+    """Return workers, leader or both.
 
-    A worker is a rank of the mpirun around this process if there is one; else an mpirun of all workers is
-    started here.
+    A worker is a rank of the mpirun around this process if there is one; otherwise an mpirun of all workers
+    is started here.
     """
     path = config.disagg_config
     if not path:

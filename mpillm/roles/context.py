@@ -54,7 +54,7 @@ class Context(InstanceRole):
         return super().done(phase) and (phase != "drain" or self._sender.idle)
 
     def poll(self) -> bool:
-        self._offer()  # before the next step, so that the receivers can answer while it computes
+        self._offer()  # before the next step, so that receivers can answer while it computes
         worked = super().poll()
         handed_over = self._sender.poll()
         if handed_over:
@@ -68,7 +68,7 @@ class Context(InstanceRole):
         super()._enqueue(requests)
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
-        self._offer()  # from then on a request is the receiver's to cancel
+        self._offer()  # from then on the receiver cancels the request
         if mine := [id_ for id_ in ids if id_ in self._requests]:
             super()._on_drop(source, mine)
         if offered := [id_ for id_ in ids if id_ in self._sender]:

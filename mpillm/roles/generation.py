@@ -35,7 +35,7 @@ class Generation(InstanceRole):
         self._warmed = 0
 
     def warmup(self) -> None:
-        """Nothing to do: the handoff brings the requests, perhaps even before this call."""
+        """Do nothing: the handoff brings the requests, perhaps even before this call."""
 
     def done(self, phase: Phase) -> bool:
         announced = self._receiver.announced
@@ -58,5 +58,5 @@ class Generation(InstanceRole):
         super()._on_responses(responses)
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """Without the first tokens, which the context instances generated."""
+        """Return their number without the first tokens, which the context instances generated."""
         return int((np.maximum(rows["n_tokens"], 1) - 1)[final].sum())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mpillm.engine.handoff.host_end import HostEnd
 
 _log = logging.getLogger(__name__)
-_SLOTS = 256  # KV caches on the way inside this run at most
+_SLOTS = 256  # most KV caches that move inside this run at once
 _PARTNER = 0  # the instance that stands for this rank's memory
 
 
@@ -50,7 +50,7 @@ class _Half(InstanceRole):
         return self._end
 
     def _tell_end(self, id_: int, tokens: list[int], flags: ResponseFlag) -> None:
-        """The last row of a request."""
+        """Make the last row of a request."""
         rows = np.array([(id_, len(tokens), flags | ResponseFlag.FINAL)], RESPONSE)
         super()._on_responses(Batch(rows, np.array(tokens, np.int32)))
 
@@ -126,7 +126,7 @@ class ContextServer(_Half):
         super()._enqueue(requests)
 
     def _start(self) -> None:
-        """Have the caches of contexts that have memory leave as they are computed."""
+        """Send the caches of contexts that have memory, as they are computed."""
         for id_ in self._core.started():
             self._contexts[id_] = _Context(self._asked.pop(id_))
             self._to_send.append(id_)
@@ -168,7 +168,7 @@ class ContextServer(_Half):
                 self._settle(id_)
 
     def _settle(self, id_: int) -> None:
-        """Free the engine's blocks as soon as that can be done; then the rest, if nobody waits for it."""
+        """Free the engine's blocks as soon as possible, then the rest if nobody waits for it."""
         context = self._contexts[id_]
         if not context.released:
             if context.cache is None or not context.left or context.first is None:
@@ -227,7 +227,7 @@ class GenerationServer(_Half):
         return super().poll() or bool(arrived)
 
     def _take(self, request: Batch) -> bool:
-        """Bring its cache into the engine's blocks; False: it, or the room, is not there yet."""
+        """Move its cache into the engine's blocks; return False while the cache or the room is missing."""
         id_, n_tokens = int(request.rows["id"][0]), int(request.rows["n_tokens"][0])
         arrival, slot = self._arrivals.get(id_), self._slots[-1]
         if arrival is None or not self._core.receive_kv(request, _PARTNER, slot):
@@ -241,7 +241,7 @@ class GenerationServer(_Half):
         return True
 
     def _free(self, slot: int) -> None:
-        """One end is done with the slot; it is free when both are."""
+        """Note that one end is done with the slot, which is free when both are."""
         if slot in self._half_free:
             self._half_free.remove(slot)
             self._slots.append(slot)

@@ -41,7 +41,7 @@ from mpillm.comms.messages import (
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 
-_SLOTS = 256  # KV caches on the way to one receiver at most
+_SLOTS = 256  # most KV caches on the way to one receiver
 
 
 @dataclass
@@ -54,7 +54,7 @@ class _Given:
     told: bool = False  # the receiver knows the first token, or that the answer ended with it
     ended: bool = False  # with its first token
     let_go: bool = False  # the receiver has dropped it
-    timed: bool = False  # whoever asks wants to know how long the KV cache took
+    timed: bool = False  # the time of the KV cache's move is wanted
     moves_since: float = 0.0  # time.perf_counter()
     moved_us: int | None = None  # how long that took, if `timed`
 
@@ -216,7 +216,7 @@ class HandoffReceiver:
         return bool(accepted or arrived)
 
     def cancel(self, ids: list[int]) -> None:
-        """Give up offered requests, wherever they are by now. The core knows those that it has room for."""
+        """Cancel offered requests, wherever they are by now. The core knows those that it has room for."""
         for id_ in ids:
             if (taken := self._taken.get(id_)) is not None and taken.slot == NO_SLOT:
                 taken.cancelled = True

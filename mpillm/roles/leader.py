@@ -170,7 +170,7 @@ class Leader(Role):
             ANSWER.send(self._route, self._harness, Batch(np.array(rows, RESPONSE), np.zeros(0, np.int32)))
 
     def _drop_waiting(self, ids: list[int]) -> set[int]:
-        """Take those of `ids` that wait here out of the queue; which."""
+        """Remove those of `ids` that wait here from the queue; return them."""
         dropped: set[int] = set()
         for _ in range(len(self._waiting)):
             batch = self._waiting.popleft()
@@ -191,7 +191,7 @@ class Leader(Role):
         return sent > 0
 
     def _return_window(self, left: int) -> None:
-        """So many requests do not wait here any more: tell the harness, now and then."""
+        """Tell the harness, now and then, that this many requests no longer wait here."""
         self._dispatched += left
         if self._dispatched * 4 >= self._window:
             self._grant_harness(self._dispatched)

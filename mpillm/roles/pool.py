@@ -44,9 +44,9 @@ class InstancePool:
         self.free_tokens[position] += tokens
 
     def assign(self, needs: NDArray[np.int64], requests: Batch) -> NDArray[np.int64]:
-        """Take credit for the first requests; the position of the instance that gets each (shape [sent]).
+        """Take credit for the first requests; return the position of each one's instance, shape [sent].
 
-        `needs`: KV tokens of each of `requests`. Empty: there is no room for the first one.
+        `needs`: KV tokens of each of `requests`. Empty if there is no room for the first one.
         """
         position, n = self.pick(needs)
         if n:

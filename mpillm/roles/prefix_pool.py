@@ -30,7 +30,7 @@ class PrefixRouting(NamedTuple):
     """Arguments of TensorRT-LLM's router, with its names and defaults."""
 
     tokens_per_block: int = 32
-    max_batch_size: int = 64  # so many open requests weigh as much as a prompt that is cached whole
+    max_batch_size: int = 64  # this many open requests weigh as much as a whole prompt in the cache
 
 
 class PrefixPool(InstancePool):
@@ -108,7 +108,7 @@ class PrefixPool(InstancePool):
         best, best_score, seen, left = idlest, self._score(idlest, 0.0), 0, _MOST_HOLDERS
         for n_cached, holders in reversed(self._levels(blocks)):
             if holders >> idlest & 1:
-                # Nobody else who has these blocks, or fewer of them, has less to do.
+                # No other instance with these blocks, or fewer of them, has less to do.
                 candidates = [idlest]
             else:
                 candidates = list(islice(_bits(holders & ~seen, self._n_served % len(order)), left))

@@ -13,7 +13,7 @@ from tests.helpers.support import PYTHONS, Samples, Starter, make_samples
 
 @pytest.fixture(autouse=True)
 def own_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A `TMPDIR` for each test, with a short path, as sockets need.
+    """Yield a `TMPDIR` for each test, with a short path, as sockets need.
 
     A plain mpirun of Open MPI that is killed leaves its session folder there, and a later one that gets the
     same process id does not start beside it.
@@ -28,7 +28,7 @@ def own_tmpdir(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def mpich() -> str:
-    """A Python whose mpi4py uses MPICH."""
+    """Return a Python whose mpi4py uses MPICH."""
     if not PYTHONS["mpich"]:
         pytest.skip("MPILLM_MPICH_PYTHON is not set: no environment with MPICH")
     return PYTHONS["mpich"]
@@ -36,7 +36,7 @@ def mpich() -> str:
 
 @pytest.fixture(params=["openmpi", "mpich"])
 def mpi(request: pytest.FixtureRequest) -> str:
-    """Each MPI in turn."""
+    """Return each MPI in turn."""
     name = str(request.param)
     if name == "mpich":
         request.getfixturevalue("mpich")

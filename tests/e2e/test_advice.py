@@ -194,7 +194,7 @@ ADVICE = commands()
 
 
 def way(command: str) -> str:
-    """The key of the first way that fits."""
+    """Return the key of the first way that fits."""
     return next((pattern for pattern in WAYS if re.fullmatch(pattern, command)), "")
 
 
@@ -313,7 +313,7 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with SmolLM2's numbers of heads, and a tokenizer of bytes."""
+    """Return a tiny model with SmolLM2's numbers of heads, and a tokenizer of bytes."""
     import tokenizers
     import torch
     import transformers

@@ -33,7 +33,7 @@ CONTEXT: dict[str, Any] = {"disaggregated_params": {"request_type": "context_onl
 
 
 def ask(port: int, path: str = "/v1/completions", **body: Any) -> tuple[int, Any]:
-    """Status and content of an answer; GET without a body."""
+    """Return status and content of an answer; GET without a body."""
     connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
         connection.request("POST" if body else "GET", path, json.dumps(body) if body else None)
@@ -50,7 +50,7 @@ def tokens(answered: tuple[int, Any]) -> list[int]:
 
 
 def shown(command: Command, pattern: str) -> re.Match[str]:
-    """What a command prints sooner or later."""
+    """Return what a command prints sooner or later."""
     wait_until(
         lambda: re.search(pattern, command.out) or command.process.poll() is not None, pattern, TIMEOUT_S
     )
@@ -112,7 +112,7 @@ class TestFourCommands:
 
 
 def is_server(pid: int, rank: int) -> bool:
-    """Whether it is the server of this rank, not the command that has started it."""
+    """Return whether it is the server of this rank, not the command that has started it."""
     with contextlib.suppress(OSError):  # it has ended
         words, env = (
             Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ")
@@ -218,13 +218,13 @@ class TestTwoServers:
 
 
 def serve(starter: Starter, role: str, *options: object) -> Command:
-    """A server of one rank."""
+    """Return a server of one rank."""
     words = ("serve", "--server_role", role, "--port", 0, "--log_dir", starter.folder / role)
     return starter.command([starter.python, "-m", "mpillm", *words, *MODEL, *options])
 
 
 def taken(port: int) -> bool:
-    """Whether somebody has bound it."""
+    """Return whether somebody has bound it."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))
@@ -262,7 +262,7 @@ def check_names(answer: dict[str, Any]) -> None:
 
 
 def handed(answered: tuple[int, Any]) -> dict[str, Any]:
-    """What a context server hands over, for a generation server."""
+    """Return what a context server hands over, for a generation server."""
     status, content = answered
     assert status == 200, content
     params: dict[str, Any] = content["choices"][0]["disaggregated_params"]
@@ -277,7 +277,7 @@ def leave(port: int, body: dict[str, Any]) -> None:
 
 
 def idle(port: int) -> bool:
-    """Whether the server holds no request and no block of its KV cache."""
+    """Return whether the server holds no request and no block of its KV cache."""
     _, text = ask(port, "/metrics")
     names = "num_requests_running|num_requests_waiting|kv_cache_usage_perc"
     values = re.findall(rf"^mpillm:(?:{names}){{.*}} (\S+)$", text, re.MULTILINE)

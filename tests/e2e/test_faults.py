@@ -631,7 +631,7 @@ def test_different_data(both: Starter, samples: Samples, tmp_path: Path) -> None
 def run_two_programs(
     starter: Starter, n_first: int, first: list[object], n_others: int, others: list[object]
 ) -> Ended:
-    """A plain `mpirun -n … run FIRST : -n … run OTHERS`; the exit code is the one that rank 0 told.
+    """Return a plain `mpirun -n … run FIRST : -n … run OTHERS`; the exit code is the one that rank 0 told.
 
     Hydra kills the other ranks as soon as one has ended with an error, and then returns 9: only `mpillm
     mpirun` prevents that.

@@ -46,7 +46,7 @@ def sections(
     n_generations: int = 1,
     **of_generation: Any,
 ) -> Path:
-    """A disaggregation file; `of_generation` are further values of the generation section."""
+    """Return a disaggregation file; `of_generation` are further values of the generation section."""
     text = ""
     for name, n, (tp, pp, ep), more in (
         ("context_servers", n_contexts, context, {}),

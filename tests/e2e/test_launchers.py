@@ -32,7 +32,7 @@ LAUNCHERS = {"openmpi": "Open MPI's mpirun", "mpich": "MPICH's mpirun (Hydra)"}
 
 @pytest.fixture
 def other(mpi: str, mpich: str) -> str:
-    """The MPI that is not this test's."""
+    """Return the MPI that is not this test's."""
     return {"openmpi": "mpich", "mpich": "openmpi"}[mpi]
 
 
@@ -44,7 +44,7 @@ def through_a_shell(*words: object) -> list[object]:
 def check_refusal(
     ended: Ended, launcher: str, library: str, command: list[object], variables: str = ""
 ) -> list[str]:
-    """One message, which names both and shows the line; returned is the line in words."""
+    """Check the one message, which names both and shows the line; return the line's words."""
     problem, _, line = ended.message.splitlines()
     assert problem.startswith(f"mpillm: {launcher} started 3 ranks, but the MPI of "), repr(ended)
     assert f", {library}" in problem and problem.endswith(

@@ -57,7 +57,7 @@ socketserver.TCPServer(("", port), Handler).serve_forever()
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the commands run: with stand-ins first in PATH, and two model repositories."""
+    """Return where the commands run: with stand-ins first in PATH, and two model repositories."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("tritonserver", "trtllm-serve"):

@@ -115,7 +115,7 @@ class Job:
         )
 
     def rank_pids(self) -> list[int]:
-        """The ranks' process ids, as soon as all have met."""
+        """Return the ranks' process ids, as soon as all have met."""
         files = [self.folder / f"{self.mode}.{rank}.pid" for rank in range(self.ranks)]
         wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         pids = [int(file.read_text()) for file in files]
@@ -175,7 +175,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def python(mpi: str) -> str:
-    """The Python of each MPI in turn."""
+    """Return the Python of each MPI in turn."""
     return PYTHONS[mpi]
 
 

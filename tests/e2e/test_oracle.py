@@ -48,7 +48,7 @@ def check(
     *options: object,
     log_dir: Path | None = None,
 ) -> Any:
-    """One run; its answers are the expected ones. The run's result."""
+    """Run once, check the answers, and return the run's result."""
     ended = starter.run(
         ranks,
         *(
@@ -125,7 +125,7 @@ def test_the_answers_differ(tiny: Answers) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """The real model, fetched once for all runs of the tests."""
+    """Return the real model, fetched once for all runs of the tests."""
     return fetch_model("smollm2-135m", ROOT / "build" / "models")
 
 

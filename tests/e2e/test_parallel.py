@@ -57,7 +57,7 @@ def check(
     n_new: int = NEW_TOKENS,
     name: str = "run",
 ) -> Any:
-    """One instance of `ranks` ranks; its answers are the expected ones. The run's result."""
+    """Run one instance of `ranks` ranks, check its answers, and return the run's result."""
     dataset, expected = answers
     ended = starter.run(
         ranks + 1,

@@ -73,7 +73,7 @@ def test_a_core_by_registered_name(one: Starter, samples: Samples, tmp_path: Pat
     check(one.command(line, env={"PYTHONPATH": str(ROOT)}).end(), samples)
 
 
-def test_a_module_that_is_not_there(one: Starter) -> None:
+def test_a_missing_module(one: Starter) -> None:
     for core, word in (
         ("no_such_module:Core", "no_such_module"),
         ("tests.helpers.plugin_cores:Ecko", "Ecko"),

@@ -56,7 +56,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 def check(
     starter: Starter, answers: Answers, tp: int, pp: int, *options: object, name: str = "run"
 ) -> dict[str, Any]:
-    """The answers of one instance are the expected ones; what it counted."""
+    """Check that one instance's answers are the expected ones; return what it counted."""
     dataset, expected = answers
     given = [
         "--model_path",

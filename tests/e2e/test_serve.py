@@ -18,7 +18,7 @@ TIMEOUT_S = 240.0
 
 
 def serve(starter: Starter, ranks: int, *options: object) -> tuple[Command, str, int]:
-    """A server that is ready; its host and port."""
+    """Return a server that is ready; its host and port."""
     log_dir = starter.folder / "run"
     line = [
         starter.python,
@@ -45,7 +45,7 @@ def serve(starter: Starter, ranks: int, *options: object) -> tuple[Command, str,
 
 
 def post(host: str, port: int, path: str, **body: Any) -> HTTPConnection:
-    """A connection whose answer is to be read."""
+    """Return a connection whose answer is to be read."""
     connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
     connection.request("POST", path, json.dumps(body))
     return connection

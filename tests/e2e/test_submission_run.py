@@ -100,7 +100,7 @@ def test_compliance_run(runs: Runs) -> None:
 
 
 def submit(runs: Runs, scenarios: list[str], division: str) -> tuple[Path, str, int]:
-    """The submission of these scenarios' runs, what was printed, and the exit code."""
+    """Return the submission of these scenarios' runs, what was printed, and the exit code."""
     paths = [path for scenario in scenarios for path in runs.result(scenario)]
     for path in paths:
         if path.name.endswith("accuracy"):

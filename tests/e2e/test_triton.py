@@ -176,7 +176,7 @@ def test_a_request_that_is_refused_does_not_end_a_test(one: Starter) -> None:
     assert ended.result["errors"] == 1, ended
 
 
-def test_a_server_that_is_not_there_and_the_wrong_port(one: Starter) -> None:
+def test_a_missing_server_and_the_wrong_port(one: Starter) -> None:
     (port,) = free_ports(1)
     options = ("--load_deadline", 10, "--triton_server_urls", f"localhost:{port}")
     ended = one.run(3, *options, core="triton_grpc", timeout=TIMEOUT_S).must(NOT_READY)

@@ -15,7 +15,7 @@ STAND_INS = {"PYTHONPATH": f"{ROOT / 'tests/helpers/stand_ins'}:{ROOT}"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What is read of an engine of two ranks, and of a Hugging Face folder."""
+    """Return what is read of an engine of two ranks, and of a Hugging Face folder."""
     build = {
         "max_batch_size": 4,
         "max_input_len": 512,

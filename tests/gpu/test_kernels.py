@@ -74,7 +74,7 @@ def test_between_the_products(dtype: torch.dtype) -> None:
 
 
 def new_product(n: int, width: int, dtype: torch.dtype) -> tuple[Unscaled, torch.Tensor]:
-    """A product before its scales, and with them."""
+    """Return a product before its scales, and with them."""
     numbers = (100 * torch.randn(n, width, device=DEVICE)).to(dtype)
     row_scales = torch.rand(n, 1, device=DEVICE) + 0.01
     scales = torch.rand(1, width, device=DEVICE) / 100
@@ -289,6 +289,6 @@ def test_experts(n_experts: int, n_chosen: int, experts: range, dtype: torch.dty
 
 
 def by_expert(x: torch.Tensor, weights: torch.Tensor, choice: Choice) -> torch.Tensor:
-    """What `GroupedLinear` does on a CPU."""
+    """Return what `GroupedLinear` does on a CPU."""
     linear = GroupedLinear([Linear(weight.cpu().float()) for weight in weights])
     return linear(x.cpu().float(), Choice(*(part.cpu() for part in choice))).to(x)

@@ -33,7 +33,7 @@ class Advice:
 
 
 def of_pages() -> Iterator[Advice]:
-    """The commands in the code blocks of README.md and docs/, and those in their sentences."""
+    """Yield the commands in the code blocks of README.md and docs/, and those in their sentences."""
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         where, page = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
         setting: list[str] = []
@@ -87,10 +87,10 @@ def strings() -> Iterator[tuple[str, str]]:
 
 
 def commands() -> list[Advice]:
-    """All of them, each once for a place."""
+    """Return all of them, each once for a place."""
     return list(dict.fromkeys((*of_pages(), *of_sources())))
 
 
 def command_names() -> list[str]:
-    """What can stand behind ``python -m mpillm``, benchmarks included."""
+    """Return what can stand behind ``python -m mpillm``, benchmarks included."""
     return [*(name for name in COMMANDS if name != "bench"), *(f"bench {name}" for name in BENCHES)]

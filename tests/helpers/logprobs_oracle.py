@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def expected_logprobs(folder: Path, prompt: list[int], answer: list[int]) -> Tensor:
-    """Those of the whole vocabulary at each place of an answer, in float32: [len(answer), vocab]."""
+    """Return those of the whole vocabulary at each place of an answer, in float32: [len(answer), vocab]."""
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -73,7 +73,7 @@ def check_submission(output: Path, version: str = "v6.1") -> Verdict:
 
 
 def listed(said: str) -> set[tuple[str, str, str]]:
-    """The checks that `submission` says will fail, as `Verdict.failed`.
+    """Return the checks that `submission` says will fail, as `Verdict.failed`.
 
     One of a benchmark or the system fails in each scenario.
     """

@@ -14,7 +14,7 @@ from mpillm.cores.torch_core import TorchCore
 
 
 class Failing(TorchCore):
-    """Raises at its fifth step of the test, on rank MPILLM_TEST_RANK."""
+    """Raise at its fifth step of the test, on rank MPILLM_TEST_RANK."""
 
     _left = 1 << 60
 
@@ -31,7 +31,7 @@ class Failing(TorchCore):
 
 
 class FailingHandoff(TorchCore):
-    """Raises at the fifth piece of a KV cache that rank MPILLM_TEST_RANK would move in the test."""
+    """Raise at the fifth piece of a KV cache that rank MPILLM_TEST_RANK would move in the test."""
 
     whole_below = 0
     _left = 1 << 60

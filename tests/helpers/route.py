@@ -37,7 +37,7 @@ class Network:
         self.routes: list[Any] = [Route(self, rank) for rank in range(n_ranks)]
 
     def deliver(self) -> bool:
-        """Whether there was a message."""
+        """Return whether there was a message."""
         pairs = [pair for pair, messages in self.under_way.items() if messages]
         if not pairs:
             return False

@@ -60,7 +60,7 @@ FULL_SIZE = {
 def log_entry(
     index: int, tokens: Sequence[int], first: Sequence[int] | None = None, count: int | None = None
 ) -> dict[str, Any]:
-    """An entry of LoadGen's accuracy log."""
+    """Return an entry of LoadGen's accuracy log."""
     entry = {"seq_id": index, "qsl_idx": index, "data": np.array(tokens, "<i4").tobytes().hex().upper()}
     if first is not None:
         entry["token_data"] = np.array(first, "<i4").tobytes().hex().upper()

@@ -43,7 +43,7 @@ class Reply:
 
 
 def head(status: str = "200 OK", **headers: object) -> bytes:
-    """A status line and headers."""
+    """Return a status line and headers."""
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode()
 
@@ -60,12 +60,12 @@ def chunk(data: bytes) -> bytes:
 
 
 def event(value: Any) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
 
 
 def choice(tokens: Sequence[int] | None = None, text: str = "", reason: str | None = None) -> dict[str, Any]:
-    """The JSON of one piece of an answer."""
+    """Return the JSON of one piece of an answer."""
     made: dict[str, Any] = {"index": 0, "text": text, "finish_reason": reason}
     return {"choices": [made if tokens is None else {**made, "token_ids": list(tokens)}]}
 
@@ -75,12 +75,12 @@ DONE = chunk(event(b"[DONE]")) + chunk(b"")
 
 
 def answer_of(prompt: Sequence[int], n: int) -> list[int]:
-    """What a good server answers: no other prompt's answer begins like it."""
+    """Return what a good server answers: no other prompt's answer begins like it."""
     return [sum(prompt) + i for i in range(n)]
 
 
 def good(request: Request) -> Reply:
-    """What a good server does: as vLLM, with token ids."""
+    """Return what a good server does: as vLLM, with token ids."""
     asked = request.json
     tokens = answer_of(asked["prompt"], asked["max_tokens"])
     counts = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": len(tokens)}
@@ -134,7 +134,7 @@ class ScriptedServer:
                 _shut(connection)
 
     def asked(self) -> list[dict[str, Any]]:
-        """The bodies of the requests for completions."""
+        """Return the bodies of the requests for completions."""
         with self._lock:
             return [request.json for request in self.requests if request.path == "/v1/completions"]
 

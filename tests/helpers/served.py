@@ -110,6 +110,6 @@ class World:
 
 
 def whole(prompt: list[int], n: int) -> list[int]:
-    """What the dummy core answers."""
+    """Return what the dummy core answers."""
     seed = sum(token * (2 * i + 1) for i, token in enumerate(prompt))
     return [(seed + j) % VOCAB_SIZE for j in range(n)]

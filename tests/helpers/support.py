@@ -41,7 +41,7 @@ _POLL_S = 0.02
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    """What `condition` returns once that is true; fails after `seconds`."""
+    """Return what `condition` returns once that is true; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
@@ -98,7 +98,7 @@ class Ended:
         return self.messages[0]
 
     def json(self, name: str) -> Any:
-        """A JSON file of the run directory."""
+        """Return a JSON file of the run directory."""
         return json.loads((self.log_dir / name).read_text(encoding="utf-8"))
 
     @property
@@ -106,7 +106,7 @@ class Ended:
         return dict(self.json("result.json"))
 
     def outputs(self) -> list[dict[str, Any]]:
-        """The lines of outputs.jsonl."""
+        """Return the lines of outputs.jsonl."""
         return [
             json.loads(line)
             for line in (self.log_dir / "outputs.jsonl").read_text(encoding="utf-8").splitlines()
@@ -120,7 +120,7 @@ class Ended:
         ]
 
     def loadgen(self) -> dict[str, Any]:
-        """The values of LoadGen's detailed log."""
+        """Return the values of LoadGen's detailed log."""
         lines = (self.log_dir / "mlperf_log_detail.txt").read_text().splitlines()
         entries = [
             json.loads(line.partition(":::MLLOG ")[2]) for line in lines if line.startswith(":::MLLOG ")
@@ -187,7 +187,7 @@ class Command:
     # --- its processes ---
 
     def pids(self) -> list[int]:
-        """Every living process of this command."""
+        """Return every living process of this command."""
         wanted = f"{_MARKER}={self.marker}".encode()
         return [
             pid
@@ -196,7 +196,7 @@ class Command:
         ]
 
     def rank_pid(self, rank: int) -> int | None:
-        """The process id of a rank, as soon as it runs the program."""
+        """Return the process id of a rank, as soon as it runs the program."""
         wanted = {f"{name}={rank}".encode() for name in _RANK_VARIABLES}
         for pid in self.pids():
             words = _words(pid)
@@ -299,7 +299,7 @@ class Command:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The environment that a process was started with; empty for one that is no more, or a zombie."""
+    """Return the environment that a process was started with; empty for one that is no more, or a zombie."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

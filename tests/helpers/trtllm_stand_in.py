@@ -109,7 +109,7 @@ def make_library(folder: Path) -> Path:
 
 
 def make_model(folder: Path, **config: int) -> Path:
-    """A Hugging Face folder, as far as anybody looks into it before weights are read."""
+    """Return a Hugging Face folder, as far as anybody looks into it before weights are read."""
     folder.mkdir(parents=True)
     shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4, **config}
     (folder / "config.json").write_text(json.dumps(shape))

@@ -171,7 +171,7 @@ def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm, losses:
         rank.control.say_bye()
 
 
-def test_an_interrupt_is_told_once_and_never_hides_a_cause(
+def test_an_interrupt_is_reported_once_and_never_hides_a_cause(
     comm: MPI.Intracomm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = Rank(comm)

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 
 def kv_of(id_: int) -> np.ndarray:
-    """The KV cache of a request: of many sizes, some too large to be sent eagerly."""
+    """Return the KV cache of a request: of many sizes, some too large to be sent eagerly."""
     return np.full(1 + (id_ * 7919) % 200_000, id_ % 251, np.uint8)
 
 
 def first_token(id_: int) -> int | None:
-    """None: the answer ends with it."""
+    """Return None: the answer ends with it."""
     return None if id_ % 7 == 3 else 1000 + id_
 
 

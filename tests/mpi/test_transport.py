@@ -20,7 +20,7 @@ LARGE = 5_000_000  # bytes: no MPI sends that without the receiver
 
 @pytest.fixture
 def comm() -> Iterator[MPI.Intracomm]:
-    """A communicator of the test's own, so that nothing of another test arrives in it."""
+    """Yield a communicator of the test's own, so that nothing of another test arrives in it."""
     made = MPI.COMM_WORLD.Dup()
     yield made
     made.Barrier()

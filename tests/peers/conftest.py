@@ -31,7 +31,7 @@ Says = Callable[[str], None]
 
 @pytest.fixture(scope="session")
 def program() -> Program:
-    """The path of a program; skips a test whose program could not be installed."""
+    """Return the path of a program; skips a test whose program could not be installed."""
 
     def find(name: str) -> Path:
         if (path := FOLDER / "bin" / name).exists():
@@ -47,7 +47,7 @@ def program() -> Program:
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """The folder of a small real model."""
+    """Return the folder of a small real model."""
     command = [sys.executable, "-m", "mpillm", "fetch-model", MODEL]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -92,5 +92,5 @@ def peer_environment() -> dict[str, str]:
 
 
 def typed(starter: Starter, *words: object) -> Ended:
-    """A program's end, which must be good."""
+    """Run a program to its end, which must be good."""
     return starter.command(words, env=peer_environment()).end(TIMEOUT_S, tidy=False).must(0)

@@ -63,7 +63,7 @@ def url(request: pytest.FixtureRequest, start: Starter, model: Path) -> Iterator
 
 
 def numbers(value: Any) -> list[float]:
-    """All that a report holds."""
+    """Return all that a report holds."""
     if isinstance(value, dict):
         return [number for one in value.values() for number in numbers(one)]
     if isinstance(value, list):

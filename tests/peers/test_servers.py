@@ -31,7 +31,7 @@ Outputs = dict[int, tuple[list[int], str]]  # tokens and text, by index of the p
 
 
 def _start(start: Starter, url: str, *words: object) -> Command:
-    """A server that answers; its log is what it prints."""
+    """Return a server that answers; its log is what it prints."""
     command = start.command(words, env=peer_environment())
 
     def answers() -> bool:
@@ -54,7 +54,7 @@ def _address() -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def vllm(start: Starter, model: Path, program: Program) -> str:
-    """The address of `vllm serve`."""
+    """Return the address of `vllm serve`."""
     host, port = _address()
     words = ("--dtype", "float32", "--max-model-len", 1024, "--served-model-name", MODEL)
     _start(
@@ -74,7 +74,7 @@ def vllm(start: Starter, model: Path, program: Program) -> str:
 
 @pytest.fixture(scope="module")
 def transformers(start: Starter, model: Path, program: Program) -> str:
-    """The address of `transformers serve`."""
+    """Return the address of `transformers serve`."""
     host, port = _address()
     words = ("--device", "cpu", "--dtype", "float32", "--host", host, "--port", port)
     _start(start, f"http://{host}:{port}", program("transformers"), "serve", model, *words)
@@ -83,7 +83,7 @@ def transformers(start: Starter, model: Path, program: Program) -> str:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Callable[[int], Path]:
-    """A data set with the first prompts of ours."""
+    """Return a data set with the first prompts of ours."""
 
     def make(n: int) -> Path:
         lines = (ROOT / "mpillm" / "data" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:n]
@@ -94,7 +94,7 @@ def prompts(tmp_path: Path) -> Callable[[int], Path]:
 
 
 def offline(one: Starter, name: str, core: str, *words: object) -> Outputs:
-    """The answers of a VALID test."""
+    """Return the answers of a VALID test."""
     options = ("--min_duration", 0, "--save_outputs", "--log_dir", one.folder / name)
     ended = one.run(2, *words, *options, core=core, log_dir=one.folder / name, timeout=TIMEOUT_S).must(DONE)
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
@@ -102,7 +102,7 @@ def offline(one: Starter, name: str, core: str, *words: object) -> Outputs:
 
 
 def server(one: Starter, n: int, *words: object) -> dict[str, Any]:
-    """The result of a VALID test in scenario Server."""
+    """Return the result of a VALID test in scenario Server."""
     conf = one.folder / "user.conf"
     conf.write_text(USER_CONF)
     options = ("--scenarios", "Server", "--server_target_qps", 2, "--min_query_count", n, "--min_duration", 0)

@@ -47,7 +47,7 @@ def test_control_ranks_take_none() -> None:
     }
 
 
-def test_ranks_that_see_their_own_gpu_alone() -> None:
+def test_ranks_that_see_only_their_own_gpu() -> None:
     """As under Slurm's --gpus-per-task: each counts its own as the first.
 
     Also on two nodes, and if the control rank has one.

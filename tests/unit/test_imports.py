@@ -16,7 +16,7 @@ HEAVY = ("mpi4py", "torch", "numpy", "yaml", "subprocess", "multiprocessing")
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The absolute name of every module that the file imports, anywhere in it."""
+    """Yield the absolute name of every module that the file imports, anywhere in it."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):

@@ -20,7 +20,7 @@ PACKAGES = ("disagg", "launch", "mpillm")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel of this tree, made in a copy of it: setuptools leaves folders where it works."""
+    """Return the wheel of this tree, made in a copy of it: setuptools leaves folders where it works."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

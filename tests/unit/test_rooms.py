@@ -55,7 +55,7 @@ VERSION = "mpillm"  # the package itself holds the version alone, and every room
 
 @cache
 def files() -> dict[str, Path]:
-    """Every module by its name."""
+    """Return every module by its name."""
     found = {}
     for package in ("disagg", "launch", "mpillm"):
         for path in (ROOT / package).rglob("*.py"):
@@ -65,7 +65,7 @@ def files() -> dict[str, Path]:
 
 
 def imported(name: str) -> Iterator[str]:
-    """The modules of ours that `name` imports, at the top, inside functions, or for type checks."""
+    """Yield the modules of ours that `name` imports, at the top, inside functions, or for type checks."""
     path = files()[name]
     package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
@@ -83,7 +83,7 @@ def imported(name: str) -> Iterator[str]:
 
 
 def named(name: str) -> Iterator[str]:
-    """The modules of ours of which `name` names something by a string."""
+    """Yield the modules of ours of which `name` names something by a string."""
     for node in ast.walk(ast.parse(files()[name].read_text(encoding="utf-8"))):
         if (
             isinstance(node, ast.Constant)
@@ -94,13 +94,13 @@ def named(name: str) -> Iterator[str]:
 
 
 def room(name: str) -> str:
-    """The room that a module stands in: the longest name in ROOMS that it begins with."""
+    """Return the room that a module stands in: the longest name in ROOMS that it begins with."""
     parts = name.split(".")
     known = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     return next((prefix for prefix in known if prefix in FLOOR), name)
 
 
-def test_every_module_stands_in_a_room() -> None:
+def test_every_module_is_in_a_room() -> None:
     assert sorted(name for name in files() if room(name) not in FLOOR and name != VERSION) == []
 
 
@@ -109,7 +109,7 @@ def test_every_room_is_there() -> None:
 
 
 def up(name: str, others: Iterator[str]) -> list[str]:
-    """The arrows from `name` to modules that do not stand below it."""
+    """Return the arrows from `name` to modules that do not stand below it."""
     return [
         f"{name} -> {other}"
         for other in sorted(set(others))
@@ -119,11 +119,11 @@ def up(name: str, others: Iterator[str]) -> list[str]:
     ]
 
 
-def test_rooms_import_only_what_stands_below_them() -> None:
+def test_rooms_import_only_rooms_below_them() -> None:
     assert [arrow for name in sorted(files()) for arrow in up(name, imported(name))] == []
 
 
-def test_rooms_name_only_what_stands_below_them() -> None:
+def test_rooms_name_only_rooms_below_them() -> None:
     assert [arrow for name in sorted(files()) if name != TABLE for arrow in up(name, named(name))] == []
 
 

@@ -14,7 +14,7 @@ OF_OTHERS = re.compile(r"\((Open MPI|from the system)\)")  # programs whose mess
 
 
 def messages() -> list[str]:
-    """The quoted messages of mpillm: the first column of the tables that have messages."""
+    """Return the quoted messages of mpillm: the first column of the tables that have messages."""
     found = []
     for table in re.findall(r"^\| message .*\n\|---.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE):
         for row in table.splitlines():
@@ -25,12 +25,12 @@ def messages() -> list[str]:
 
 
 def constant_parts(message: str) -> list[str]:
-    """What stays the same in all messages of a kind; … stands for the rest."""
+    """Return what stays the same in all messages of a kind; … stands for the rest."""
     return [part for part in re.split(r"…", message) if len(part.strip(" .:;,()'")) >= 3]
 
 
 def is_printed(part: str, source: str) -> bool:
-    """Whether one string has it, or two strings that the program puts one behind the other."""
+    """Return whether one string has it, or two strings that the program puts one behind the other."""
 
     def within(piece: str) -> bool:
         piece = piece.strip(" .:;,'")

@@ -166,7 +166,7 @@ def test_wrong_options(options: list[str], words: str, capsys: pytest.CaptureFix
     assert (code, out) == (2, "") and re.match(f"mpillm: {words}", err)
 
 
-def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server(capsys: pytest.CaptureFixture[str]) -> None:
     with ScriptedServer() as server:
         server.stop()
         code, out, err = bench(capsys, "--url", server.address, "--ready_deadline", 0.5)

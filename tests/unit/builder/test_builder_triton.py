@@ -348,7 +348,7 @@ def test_a_dry_run_needs_neither_engine_nor_gpus(
     assert not Path("build").exists()
 
 
-def test_an_engine_that_is_not_whole(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_engine(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_engine(place / "two", tp_size=2)
     (place / "two/rank1.engine").unlink()
     assert generate("--engine_dir=two") == 2

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model and a library, which is where commands run."""
+    """Return a folder with a model and a library, which is where commands run."""
     make_library(tmp_path / "TRTLLM")
     make_model(tmp_path / "llama")
     monkeypatch.chdir(tmp_path)
@@ -271,7 +271,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_bad_input_is_told_before_anything_is_made(
+def test_bad_input_is_reported_before_anything_is_made(
     place: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     options, message = WRONG[name]
@@ -305,7 +305,7 @@ def test_a_model_without_weights_and_one_without_config(
     assert "--model_path llama: there is no config.json in it" in capsys.readouterr().err
 
 
-def test_a_tool_that_is_not_installed(
+def test_a_tool_that_is_missing(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(place))

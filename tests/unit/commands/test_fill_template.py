@@ -79,6 +79,6 @@ def test_what_is_wrong_is_named(
     assert file.read_text() == TEMPLATE
 
 
-def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fill-template", str(tmp_path / "none"), "a:b"]) == 2
     assert f"mpillm: {tmp_path / 'none'}: No such file" in capsys.readouterr().err

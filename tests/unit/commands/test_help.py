@@ -77,7 +77,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imported(name: str) -> set[str]:
-    """The modules of ours that one may load, and itself, but for those of the mechanism."""
+    """Return the modules of ours that one may load, and itself, but for those of the mechanism."""
     found: set[str] = set()
     text = ast.unparse(modules()[name])
     waiting = [
@@ -112,7 +112,7 @@ class Bound(NamedTuple):
 
 
 def definitions(names: set[str]) -> dict[str, list[Definition]]:
-    """Those of these modules, by name."""
+    """Return those of these modules, by name."""
     found: dict[str, list[Definition]] = defaultdict(list)
 
     def add(node: ast.AST, owner: str) -> None:
@@ -157,7 +157,7 @@ def bound_classes(known: dict[str, list[Definition]]) -> dict[str, Bound]:
 
 
 def field_of(parameter: str, cls: str, bound: dict[str, Bound]) -> str | None:
-    """The field that a class's parameter is bound to, there or in a base."""
+    """Return the field that a class's parameter is bound to, there or in a base."""
     if cls not in bound:
         return None
     return bound[cls].fields.get(parameter) or next(
@@ -220,12 +220,12 @@ def mentioned(definition: ast.AST) -> set[str]:
 
 @cache
 def declared(trait: str) -> set[str]:
-    """The functions that the classes of cores name, as ``module:function``."""
+    """Return the functions that the classes of cores name, as ``module:function``."""
     return {path for name in BUILT_IN if (path := getattr(BackendRegistry.declared(name), trait))}
 
 
 def read_in(definition: ast.AST, owner: str, bound: dict[str, Bound], names: set[str]) -> Iterator[str]:
-    """The fields that one definition reads; `names`: the classes that may be there."""
+    """Yield the fields that one definition reads; `names`: the classes that may be there."""
     by_name = any(f"getattr({word}, " in ast.unparse(definition) for word in CONFIGURATIONS)
     for node in parts(definition):
         if by_name and isinstance(node, ast.Constant) and node.value in BY_NAME:
@@ -305,7 +305,7 @@ def test_flags_that_are_options_are_in_the_table() -> None:
 
 
 def entry(command: str, option: str) -> str:
-    """The help of an option, on one line."""
+    """Return the help of an option, on one line."""
     (found,) = re.findall(rf"^  --{option}\b.*\n(?:^ {{20}}.*\n)*", help_of(command), re.MULTILINE)
     return " ".join(found.split())
 

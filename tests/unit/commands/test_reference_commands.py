@@ -89,7 +89,7 @@ WORKS = {
 
 
 def _built(flag: str, words: str) -> tuple[str, str]:
-    """A key of --trtllm_build_flags that build.py or trtllm-build had then."""
+    """Return a key of --trtllm_build_flags that build.py or trtllm-build had then."""
     return (
         f"generate_engines --harness_type=triton {SPREAD} --trtllm_build_flags={flag}",
         f"trtllm-build has no option .*; {words}",

@@ -49,7 +49,7 @@ def test_a_host_of_ipv6() -> None:
     assert np.array_equal(found, CACHE)
 
 
-def test_whoever_asks_early_waits(store: KvStore) -> None:
+def test_an_early_request_waits(store: KvStore) -> None:
     store.open(1)
     made: list[Cache] = []
     thread = threading.Thread(target=lambda: made.append(fetched(store, 1)))

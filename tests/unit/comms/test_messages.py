@@ -31,7 +31,7 @@ from mpillm.errors import Failure
 
 
 def batch(lengths: list[int], dtype: np.dtype = REQUEST, seed: int = 0) -> Batch:
-    """Rows with random fields and these numbers of tokens."""
+    """Return rows with random fields and these numbers of tokens."""
     random = np.random.default_rng(seed)
     rows = random.integers(0, 256, (len(lengths), dtype.itemsize), np.uint8).view(dtype)[:, 0].copy()
     rows["n_tokens"] = lengths

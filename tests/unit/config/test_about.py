@@ -22,7 +22,7 @@ FILES = [
 
 
 def text_of(node: ast.AST) -> str:
-    """The text of a constant; empty for another node."""
+    """Return the text of a constant; empty for another node."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
@@ -49,7 +49,7 @@ def raised(node: ast.AST, around: frozenset[str] = frozenset()) -> Iterator[tupl
 
 
 def first_option(call: ast.Call) -> str | None:
-    """The option that a message begins with."""
+    """Return the option that a message begins with."""
     text = call.args[0].values[0] if isinstance(call.args[0], ast.JoinedStr) else call.args[0]
     match = re.match(r"--(\w+)", str(text.value)) if isinstance(text, ast.Constant) else None
     return match[1] if match and match[1] in BY_NAME else None

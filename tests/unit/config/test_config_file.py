@@ -207,7 +207,7 @@ def test_interactive_forms_and_targets_in_names(
 @pytest.mark.parametrize(
     "options", [[], ["--benchmarks=llama2-70b"], ["--benchmarks=llama2", "--scenarios=Interactive"]]
 )
-def test_what_a_files_benchmark_says_holds_when_the_command_line_names_the_workload_alone(
+def test_a_files_benchmark_holds_if_the_command_line_names_only_the_workload(
     tmp_path: Path, options: list[str]
 ) -> None:
     config = config_of(
@@ -592,7 +592,7 @@ def test_use_triton_chooses_as_the_harness_type_does(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Options by the source that they make say something of --top_k (1 to 4) and --max_output_len."""
+    """Return options by the source that they make say something of --top_k (1 to 4) and --max_output_len."""
     folder = tmp_path_factory.mktemp("sources")
     generation = folder / "generation_config.json"
     generation.write_text('{"generation_config": {"top_k": 2, "max_output_len": 22}}')

@@ -74,7 +74,7 @@ LAYOUT = {
 
 
 def section(**values: Any) -> dict[str, Any]:
-    """A section with these options' values in their places."""
+    """Return a section with these options' values in their places."""
     made: dict[str, Any] = {}
     for name, value in values.items():
         outer, *inner = PLACES[name].key
@@ -128,7 +128,7 @@ def test_what_a_section_states_holds_for_it(file: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("source", ["command line", "file"])
-def test_a_person_who_says_something_else_is_told_of_both(
+def test_an_option_that_contradicts_another_source_names_both(
     file: Path, tmp_path: Path, name: str, source: str
 ) -> None:
     value, _ = VALUES[name]
@@ -434,7 +434,7 @@ def test_a_generated_yaml_is_what_ran_and_where() -> None:
         )
 
 
-def test_what_our_cores_do_without_is_told(file: Path) -> None:
+def test_flags_that_our_cores_ignore_are_reported(file: Path) -> None:
     kv_cache = {"tokens_per_block": 16, "event_buffer_max_size": 1024, "host_cache_size": None}
     config = given(
         file,

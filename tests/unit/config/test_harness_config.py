@@ -36,7 +36,7 @@ CLASSES = (
 
 
 def built(cls: Any, **values: Any) -> Any:
-    """An instance as the configurator makes it of fields."""
+    """Return an instance as the configurator makes it of fields."""
     with Configuration(
         {fields.BY_NAME[name]: value for name, value in values.items()}, options={}, environ={}
     ).autoapply():
@@ -44,7 +44,7 @@ def built(cls: Any, **values: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_class_from_fields_alone(cls: Any) -> None:
+def test_every_class_is_made_from_fields_only(cls: Any) -> None:
     made = built(cls, tensor_parallelism=4, pipeline_parallelism=2, seed=5)
     assert (made.tensor_parallelism, made.pipeline_parallelism, made.random_seed) == (4, 2, 5)
     assert cls(tensor_parallelism=3).tensor_parallelism == 3

@@ -86,7 +86,7 @@ def written(top: Path, place: str, text: str) -> Path:
 
 @pytest.fixture
 def top(tmp_path: Path) -> Path:
-    """The top of a tree, in which nothing but configurations and a generation config is."""
+    """Return the top of a tree, in which nothing but configurations and a generation config is."""
     generation = tmp_path / "tree" / "code/llama2-70b/tensorrt/generation_config.json"
     generation.parent.mkdir(parents=True)
     generation.write_text('{"generation_config": {"max_output_len": 77}}')

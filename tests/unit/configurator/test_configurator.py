@@ -305,7 +305,7 @@ def test_configure_gives_arguments() -> None:
     assert Configuration({field: "a"}, options={"other": "5"}).configure(Thing) == {"x": "a", "other": 5}
 
 
-def test_from_environ_takes_the_option_away_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_environ_removes_the_option_unless_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Field("data_dir", from_environ="DATA_DIR")
     both = Field("both_dir", from_environ="BOTH_DIR", disallow_argparse=False)
     hidden = Field("hidden_dir", disallow_argparse=True)

@@ -28,7 +28,7 @@ FIRST, FINAL = ResponseFlag.FIRST, ResponseFlag.FINAL
 def requests(
     prompts: list[list[int]], max_output: int = 4, generation: int = NO_INSTANCE, first_id: int = 0
 ) -> Batch:
-    """A batch of greedy requests."""
+    """Return a batch of greedy requests."""
     rows = np.zeros(len(prompts), REQUEST)
     rows["id"] = np.arange(first_id, first_id + len(prompts))
     rows["n_tokens"] = [len(prompt) for prompt in prompts]
@@ -177,7 +177,7 @@ def test_lengths_by_distribution() -> None:
 
 
 def pair(**options: Any) -> tuple[DummyCore, DummyCore]:
-    """A context and a generation core, instances 0 and 1, that can hand over."""
+    """Return a context and a generation core, instances 0 and 1, that can hand over."""
     wire = Wire()
     made = core("context", **options), core("generation", **options)
     for rank, one in enumerate(made):

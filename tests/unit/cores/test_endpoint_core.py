@@ -105,14 +105,14 @@ class Rows:
         return Counter(id_ for id_, flags, _ in self.rows if flags & FINAL)
 
     def until(self, n: int) -> list[tuple[int, int, list[int]]]:
-        """All rows when `n` requests have ended, each of them once."""
+        """Return all rows when `n` requests have ended, each of them once."""
         wait_until(lambda: len(self.poll()) >= n, f"{n} answers")
         assert set(self.poll().values()) == {1}
         return self.rows
 
 
 def failure(core: LLMCore) -> str:
-    """The message that ends the run."""
+    """Return the message that ends the run."""
     rows = Rows(core)
     with pytest.raises(RunError) as caught:
         wait_until(lambda: not rows.poll() and False, "a failure")
@@ -258,7 +258,7 @@ def test_credits(options: list[str], credits: int) -> None:
 
 
 def refuses(*names: str, status: str = "400 Bad Request") -> Callable[[Request], Reply]:
-    """A server that knows no fields of these names."""
+    """Return a server that knows no fields of these names."""
 
     def answer(request: Request) -> Reply:
         if wrong := [name for name in names if name in request.json]:
@@ -281,7 +281,7 @@ TEXT = "Hello, world"
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that makes each character of ASCII a token."""
+    """Return a tokenizer that makes each character of ASCII a token."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("model")
     vocab = {chr(i): i for i in range(32, 127)}
@@ -387,7 +387,7 @@ def models(*names: str) -> dict[str, Callable[[Request], Reply]]:
         ([], None, "lists no model: name one"),
     ],
 )
-def test_a_model_that_is_not_there(names: list[str], wanted: str | None, words: str) -> None:
+def test_a_missing_model(names: list[str], wanted: str | None, words: str) -> None:
     options = {} if wanted is None else {"model": wanted}
     with (
         ScriptedServer(others=models(*names)) as server,

@@ -26,7 +26,7 @@ class Halfway(LLMCore):
     def load(self) -> None: ...
 
 
-def test_what_a_core_needs_is_said_by_its_class_alone() -> None:
+def test_only_a_cores_class_says_what_it_needs() -> None:
     """A file that names a core treats it apart from those of plug-ins."""
     files = [path for package in ("disagg", "launch", "mpillm") for path in (ROOT / package).rglob("*.py")]
     named = {

@@ -47,7 +47,7 @@ def forget() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An engine's folder and a Hugging Face folder in one: only their configurations are read."""
+    """Return an engine's folder and a Hugging Face folder in one: only their configurations are read."""
     build = {
         "max_batch_size": 4,
         "max_input_len": 48,
@@ -112,7 +112,7 @@ def batch(*prompts: list[int], **columns: int | float) -> Batch:
 
 
 def rows_of(core: LLMCore, n_final: int) -> list[tuple[int, ResponseFlag, list[int]]]:
-    """Every row until so many requests have ended."""
+    """Return every row until so many requests have ended."""
     found: list[tuple[int, ResponseFlag, list[int]]] = []
 
     def ended() -> bool:
@@ -135,7 +135,7 @@ def test_whole_answers_offline(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CORES)
-def test_first_tokens_where_loadgen_asks_for_them(make: Make, name: str) -> None:
+def test_first_tokens_are_reported_if_loadgen_asks(make: Make, name: str) -> None:
     core = make(name, "--scenarios=Server")
     core.enqueue(batch([1, 2, 3, 4, 5], [9]))
     rows = rows_of(core, 2)

@@ -17,7 +17,7 @@ BYTES = ByteTokenizer()
 
 
 def write(folder: Path, *lines: Any) -> Path:
-    """A data set with these lines: bytes as they are, anything else as JSON."""
+    """Return a data set with these lines: bytes as they are, anything else as JSON."""
     file = folder / "data.jsonl"
     file.write_bytes(
         b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)

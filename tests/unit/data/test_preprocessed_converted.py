@@ -27,7 +27,7 @@ COLUMNS = Columns("tok_input", "tok_input_len", "tok_stop_sequence", ("gt_output
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache."""
+    """Return the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -56,7 +56,7 @@ def load(file: Path) -> Samples:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The data frames that were read."""
+    """Return the data frames that were read."""
     read: list[Path] = []
 
     def counted(file: Path) -> Frame:

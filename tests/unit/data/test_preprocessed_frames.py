@@ -192,7 +192,7 @@ RIGHT = {
 
 
 def blocks(**change: Any) -> bytes:
-    """A data frame as pandas restores it, part of it changed."""
+    """Return a data frame as pandas restores it, part of it changed."""
     one = RIGHT | change
     manager = Does(
         BlockManager, (Does(_unpickle_block, one["values"], one["places"], 2),), [one["columns"], one["rows"]]
@@ -205,7 +205,7 @@ def values(shape: Any, dtype: Any, raw: Any) -> Does:
 
 
 def ends(*places: int) -> bytes:
-    """Where texts end, as Arrow has it."""
+    """Return where texts end, as Arrow has it."""
     return b"".join(place.to_bytes(8, "little") for place in places)
 
 
@@ -259,7 +259,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_states_that_nobody_checks(state: str, tmp_path: Path) -> None:
+def test_states_without_checks(state: str, tmp_path: Path) -> None:
     file = tmp_path / "evil.pkl"
     file.write_bytes(STATES[state])
     with pytest.raises(ConfigError) as error:

@@ -33,7 +33,7 @@ TRICKY = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tokenizer of bytes, the merge `ab` and three special tokens: two first and one last."""
+    """Return a tokenizer of bytes, the merge `ab` and three special tokens: two first and one last."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet, "ab"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("a", "b")]))
@@ -54,7 +54,7 @@ def settings(folder: Path, **content: Any) -> None:
 
 
 def text(tokenizer: Tokenizer, prompt: str) -> str:
-    """What the model is given, special tokens included."""
+    """Return what the model is given, special tokens included."""
     return "".join(tokenizer._tokenizer.id_to_token(i) for i in tokenizer.encode(prompt))  # type: ignore[attr-defined]
 
 

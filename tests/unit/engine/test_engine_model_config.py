@@ -22,7 +22,7 @@ def config(model_path: Path | str | None, **options: Any) -> CoreConfig:
 
 
 def write_checkpoint(folder: Path, change: dict[str, Any] | None = None) -> Path:
-    """A folder that only looks like a checkpoint: its tensors are a hole in a sparse file.
+    """Return a folder that only looks like a checkpoint: its tensors are a hole in a sparse file.
 
     Returns the safetensors file.
     """

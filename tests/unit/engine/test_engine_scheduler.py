@@ -289,7 +289,7 @@ def test_a_static_batch_runs_to_its_end(chunking: str, n_stages: int) -> None:
 
 
 def chunks(chunking: str, lengths: list[int], max_num_tokens: int, n_in_flight: int = 1) -> list[int]:
-    """Tokens of each sequence in the first step."""
+    """Return tokens of each sequence in the first step."""
     scheduler = Scheduler(
         BlockAllocator(1000), SIZE, 16, max_num_tokens, True, n_in_flight, "max_util", chunking
     )

@@ -44,7 +44,7 @@ def prompts() -> Tokens:
 
 
 def oracle(folder: Path, prompts: Tokens, max_output: int, **options: Any) -> Tokens:
-    """What transformers answers, one prompt at a time, the end token included."""
+    """Return what transformers answers, one prompt at a time, the end token included."""
     transformers = pytest.importorskip("transformers")
     # small products: a second thread costs more than it gives, above all on a busy machine
     torch.set_num_threads(1)
@@ -422,7 +422,7 @@ def test_end_tokens_and_lengths(folder: Path, prompts: Tokens, expected: Tokens)
 
 
 def until(tokens: list[int], words: list[tuple[int, ...]], min_output: int) -> list[int]:
-    """The answer as far as the end of the first of these words that may end it."""
+    """Return the answer as far as the end of the first of these words that may end it."""
     for n in range(min_output, len(tokens)):
         if any(tuple(tokens[:n][-len(word) :]) == word for word in words):
             return tokens[:n]
@@ -541,7 +541,7 @@ def test_the_distribution_of_sampled_tokens(top_k: int, top_p: float) -> None:
 def make_pair(
     model: Path, context: dict[str, Any] | None = None, generation: dict[str, Any] | None = None
 ) -> tuple[TorchCore, TorchCore]:
-    """A context and a generation core, instances 0 and 1, that can hand over; options of each."""
+    """Return a context and a generation core, instances 0 and 1, that can hand over; options of each."""
     wire = Wire()
     return (
         make_core(model, connect=(wire.mover(0), {1: Peer(1, 1, 1)}), role="context", **context or {}),
@@ -803,7 +803,7 @@ def test_a_request_that_is_handed_over_is_cancelled_by_its_receiver(folder: Path
 # --- weights ---
 
 
-def test_dummy_weights_depend_on_the_name_alone() -> None:
+def test_dummy_weights_depend_only_on_the_name() -> None:
     config = load_model_config("tiny-llama")
     few = dataclasses.replace(config, n_layers=2)
     a, b = DummyWeights(config), DummyWeights(few)

@@ -65,7 +65,7 @@ def with_scales(folder: Path, scales: dict[str, torch.Tensor], **scheme: Any) ->
 
 
 def scales_of_heads(seed: int = 0) -> dict[str, torch.Tensor]:
-    """One for each KV head, small enough that some keys and values are cut off."""
+    """Return one for each KV head, small enough that some keys and values are cut off."""
     random = torch.Generator().manual_seed(seed)
     names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(N_LAYERS) for kind in "kv"]
     return {name: torch.rand(N_KV_HEADS, generator=random) / 100 + 0.002 for name in names}

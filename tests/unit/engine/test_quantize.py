@@ -35,7 +35,7 @@ Folders = dict[tuple[str, str], Path]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """The tiny models by name and algorithm."""
+    """Return the tiny models by name and algorithm."""
     made = {}
     for preset in ("tiny-llama", "tiny-mixtral"):
         root = tmp_path_factory.mktemp(preset)
@@ -284,7 +284,7 @@ def test_an_existing_folder_is_replaced_only_if_told(folders: Folders, tmp_path:
 
 
 def damaged(tmp_path: Path, source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """A copy of a model with other tensors."""
+    """Return a copy of a model with other tensors."""
     folder = tmp_path / "damaged"
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")

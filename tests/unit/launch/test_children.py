@@ -113,7 +113,7 @@ def test_a_killed_parent(tmp_path: Path) -> None:
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_program(tmp_path: Path) -> None:
     with (
         Children() as children,
         pytest.raises(ConfigError, match="tool: can't start /nowhere/tool: No such file"),

@@ -119,7 +119,7 @@ def test_ranks_get_the_exit_file_and_are_unbuffered() -> None:
     assert rank_environment({}, Path("/tmp/x"), tty=True)[TTY] == "1"
 
 
-def test_an_exit_code_is_told_once_and_whole(tmp_path: Path) -> None:
+def test_an_exit_code_is_written_once_and_whole(tmp_path: Path) -> None:
     file = tmp_path / "exit_code"
     assert told_exit_code(file) is None
     tell_exit_code(4, {EXIT_FILE: str(file)})
@@ -138,12 +138,12 @@ def test_rank_0_tells_that_it_runs(tmp_path: Path) -> None:
         tell_started({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code"), "PMI_RANK": "0"})
 
 
-def test_without_a_launcher_nothing_is_told() -> None:
+def test_without_a_launcher_nothing_is_reported() -> None:
     tell_started({"PMI_RANK": "0"})
     tell_exit_code(4, {})
 
 
-def test_the_signal_that_the_launcher_got_is_told(tmp_path: Path) -> None:
+def test_the_launchers_signal_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "exit_code"
     assert told_signal({EXIT_FILE: str(file)}) is None and told_signal({}) is None
     tell_signal(signal.SIGINT, file)

@@ -144,7 +144,7 @@ def test_the_right_launcher(env: dict[str, str], library: str) -> None:
     "env", [ONE_OMPI, ONE_TASK, ONE_TASK_PMI2, ONE_TASK_PMIX], ids=["mpirun", "srun", "pmi2", "pmix"]
 )
 @pytest.mark.parametrize("library", [OPEN_MPI_5, MPICH])
-def test_one_rank_is_a_world_whoever_started_it(env: dict[str, str], library: str) -> None:
+def test_one_rank_is_a_world_with_any_launcher(env: dict[str, str], library: str) -> None:
     check_world(library, None, ["run"], env)
     check_world(library, (1, 0), ["run"], env)
     check_world(library, (4, 0), ["run"], env)  # of a launcher inside it that we don't know

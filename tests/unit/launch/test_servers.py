@@ -47,7 +47,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """Yield a port that somebody listens on."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         listener.listen()

@@ -200,7 +200,7 @@ def test_a_silent_core_is_waited_for_as_long_as_the_run_says(told: Told) -> None
     server.abandon()
 
 
-def test_a_thread_that_does_not_end_is_told(
+def test_a_thread_that_does_not_end_is_reported(
     told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A backend that ignores the timeout of a poll keeps its thread; nobody waits for it forever."""
@@ -225,7 +225,7 @@ def test_a_thread_that_does_not_end_is_told(
     assert not core.response_thread.is_alive()
 
 
-def test_nobody_is_told_of_a_warm_up(told: Told) -> None:
+def test_a_warm_up_is_reported_to_nobody(told: Told) -> None:
     server = make(told)
     for core in server.cores:
         assert isinstance(core, Core)
@@ -254,7 +254,7 @@ def test_a_warm_up_of_its_own(told: Told) -> None:
     assert Own.warmed == 2 and all(not core.seen for core in cores if isinstance(core, Core))
 
 
-def test_a_core_that_is_not_healthy(told: Told) -> None:
+def test_an_unhealthy_core(told: Told) -> None:
     cores = make(told).cores
     for core in cores:
         assert isinstance(core, Core)

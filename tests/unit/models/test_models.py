@@ -308,7 +308,7 @@ def test_damaged_folder_is_replaced(
     assert names(tmp_path) == ["tiny"]
 
 
-def test_a_persons_folder_is_left_alone(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
+def test_a_users_folder_is_not_touched(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
     pip()
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "model.safetensors").write_text("mine")

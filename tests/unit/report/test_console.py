@@ -77,7 +77,7 @@ def test_a_bar_longer_than_the_terminal_leaves_nothing_behind(monkeypatch: pytes
 
 
 def screen(text: str, width: int) -> list[str]:
-    """The lines that a terminal shows, as long as only its last line is written to."""
+    """Return the lines that a terminal shows, as long as only its last line is written to."""
     lines, wraps = [""], True
     for part in re.findall(r"\x1b\[\??\d+[A-Za-z]|[^\x1b]", text):
         if part == "\x1b[1A":

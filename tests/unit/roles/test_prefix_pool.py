@@ -29,7 +29,7 @@ def batch(*prompts: list[int]) -> Batch:
 
 
 def send(made: InstancePool, *prompts: list[int], need: int = 1) -> list[int]:
-    """The position that each prompt goes to; requests stay open."""
+    """Return the position that each prompt goes to; requests stay open."""
     positions: list[int] = made.assign(np.full(len(prompts), need), batch(*prompts)).tolist()
     return positions
 
@@ -53,7 +53,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
         answered(made, name)
 
 
-def test_the_longest_prefix_wins_whoever_has_a_shorter_one() -> None:
+def test_the_longest_prefix_wins() -> None:
     made = pool(3)
     assert send(made, prompt(1, 8), prompt(2, 8)) == [0, 1]
     assert send(made, prompt(1, 8)) == [0]

@@ -165,14 +165,14 @@ def answered(*rows: tuple[int, int, int]) -> Batch:
 
 
 def asked(*ids: int) -> Batch:
-    """Requests of a token each, for generation instance 1."""
+    """Return requests of a token each, for generation instance 1."""
     rows = np.zeros(len(ids), REQUEST)
     rows["id"], rows["n_tokens"], rows["max_output"], rows["generation"] = ids, 1, 9, 1
     return Batch(rows, np.zeros(len(ids), np.int32))
 
 
 def counted(role: InstanceRole) -> tuple[int, int, int]:
-    """Requests that are owed and that were answered, and tokens."""
+    """Return requests that are owed and that were answered, and tokens."""
     report = role.report()
     return role._owed, report["samples"], report["tokens"]
 

@@ -119,7 +119,7 @@ class World:
         raise Ended
 
     def ended(self, call: Any, *arguments: Any) -> list[str]:
-        """The events of a call that ends the process."""
+        """Return the events of a call that ends the process."""
         with pytest.raises(Ended):
             call(*arguments)
         return self.events
@@ -161,7 +161,7 @@ def test_rank_0_aborts_when_a_rank_does_not_end(monkeypatch: pytest.MonkeyPatch)
     assert world.ended(world.ending.fail, BROKEN) == ["told broken", "launcher 3", "stop all", "abort 3"]
 
 
-def test_without_rank_0_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rank_0_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "runs", lambda pid: True)
     for rank, events in (
         (2, ["quiet", "exit 5"]),
@@ -211,7 +211,7 @@ def test_rank_0_ends_while_stuck_if_a_process_is_gone(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_watch_leaves_alone_what_the_main_thread_ends(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_the_watch_yields_to_the_main_thread(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Messages, too: a STOP is for the main thread to read."""
     world = World(monkeypatch, rank)
     world.dead, world.rank0_lost, world.ending.state = [1], "silent", State.TELLING
@@ -221,7 +221,7 @@ def test_the_watch_leaves_alone_what_the_main_thread_ends(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_main_thread_leaves_alone_what_the_watch_ends(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_the_main_thread_yields_to_the_watch(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Nobody is told twice; the main thread gives the watch time to end the process."""
     for call in ("fail", "finish", "stop"):
         world = World(monkeypatch, rank)

@@ -31,7 +31,7 @@ DUMMY = ("--core_type", "dummy")
 
 
 def joined(config: RunConfig | None, n: int = 3, **of_rank_1: Any) -> dict[int, JoinReport]:
-    """What `n` ranks say that were started alike, but for `of_rank_1`."""
+    """Return what `n` ranks say that were started alike, but for `of_rank_1`."""
     alike = JoinReport(
         "node", 100, 5.0, {"mpillm": "1.0", "MPI": "Some MPI 1"}, "", config.digest() if config else ""
     )
@@ -72,7 +72,7 @@ def test_a_run_is_planned_and_prepared() -> None:
     assert any(line.startswith("  data set ") and ": 70 samples" in line for line in lines)
 
 
-def test_what_is_wrong_with_a_command_line_is_told_once() -> None:
+def test_errors_of_a_command_line_are_reported_once() -> None:
     wrong = {
         rank: report._replace(usage_error="--x: no such option") for rank, report in joined(None).items()
     }
@@ -131,7 +131,7 @@ class Run:
         self.rank0 = Rank0(control, 3, self.config, 0.0, Console(self.out, self.err), TEST)
 
     def arrive(self, phase: Phase, reports: dict[int, Any]) -> list[Any]:
-        """What the ranks are released with."""
+        """Return what the ranks are released with."""
         self.transport.sent.clear()
         for rank, report in reports.items():
             assert self.transport.sent == []
@@ -164,7 +164,7 @@ def test_rank_0_has_a_session_when_all_have_joined(tmp_path: Path) -> None:
     assert run.out.getvalue().count("all ranks agree") == 1
 
 
-def test_a_failure_is_told_and_written(tmp_path: Path) -> None:
+def test_a_failure_is_reported_and_written(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.arrive("join", joined(run.config))
     assert run.rank0.failed((Failure("broken", 2, "trace"),)) == ExitCode.NOT_READY

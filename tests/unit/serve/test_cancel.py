@@ -19,9 +19,7 @@ from tests.helpers.served import MAX_BATCH, World, whole
 @pytest.mark.parametrize("timed", [False, True])
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 40))
-def test_nothing_is_left_of_requests_whoever_gives_them_up_and_when(
-    disaggregated: bool, timed: bool, seed: int, n: int
-) -> None:
+def test_nothing_is_left_of_cancelled_requests(disaggregated: bool, timed: bool, seed: int, n: int) -> None:
     """Each ends once; what is not given up has the tokens that it would have had.
 
     Ids that are used again are not taken for others.

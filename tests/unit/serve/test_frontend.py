@@ -146,7 +146,7 @@ def test_an_answer_to_nobody_ends_the_run() -> None:
     rank0.role.stop()
 
 
-def test_a_port_that_is_taken_or_a_host_that_is_not_here() -> None:
+def test_a_port_in_use_or_a_host_elsewhere() -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]

@@ -33,7 +33,7 @@ HEADERS = st.dictionaries(
 
 
 def asking(**options: Any) -> dict[str, Any]:
-    """A body that is answered."""
+    """Return a body that is answered."""
     return {"prompt": [1, 2], "messages": [{"role": "user", "content": "a"}], "max_tokens": 5} | options
 
 
@@ -63,7 +63,7 @@ CLIENTS = st.lists(WHOLE | LEAVING, min_size=1, max_size=8)
 
 
 async def talk(a: Api, sent: bytes, patience_s: float) -> bytes:
-    """What comes back."""
+    """Return what comes back."""
     host, _, port = a.base.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

@@ -48,7 +48,7 @@ class Api:
             return made
 
     async def events(self, path: str, **body: Any) -> list[Any]:
-        """The chunks of a stream, without the mark of its end."""
+        """Return the chunks of a stream, without the mark of its end."""
         async with await self.post(path, {**body, "stream": True}) as response:
             assert response.status == 200 and response.content_type == "text/event-stream"
             lines = (await response.text()).split("\n\n")
@@ -266,7 +266,7 @@ def test_stop_strings_end_the_request_where_it_is_generated(disaggregated: bool,
 @BOTH
 @ROUTES
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_go_away_end_their_requests(disaggregated: bool, path: str, stream: bool) -> None:
+def test_clients_that_disconnect_cancel_their_requests(disaggregated: bool, path: str, stream: bool) -> None:
     """More than the instances hold, so that some wait at the leader; none would end by itself."""
 
     async def test() -> None:

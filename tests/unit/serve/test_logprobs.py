@@ -114,14 +114,14 @@ def test_of_a_chat(disaggregated: bool, stream: bool) -> None:
 
 
 async def choices(a: Api, path: str, body: dict[str, Any], stream: bool) -> list[dict[str, Any]]:
-    """Those of a stream, except the one with the role, or the only one."""
+    """Return those of a stream, except the one with the role, or the only one."""
     if not stream:
         return list((await a.answer(path, **body))["choices"])
     events = await a.events(path, **body)
     return [event["choices"][0] for event in events if "role" not in event["choices"][0].get("delta", ())]
 
 
-def test_what_json_has_no_number_for_and_tokens_with_the_same_text() -> None:
+def test_infinities_and_tokens_with_the_same_text() -> None:
     """Bytes that are no text by themselves are all U+FFFD: the likeliest of them is told."""
     entry = logprobs.read(200, [*bits(-math.inf), 201, 202, 65, *bits(-0.5, -1.0, -2.0)])
     assert entry == (200, -9999.0, [(201, -0.5), (202, -1.0), (65, -2.0)])

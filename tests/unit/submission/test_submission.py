@@ -66,7 +66,7 @@ class Maker:
         (run / "accuracy.txt").write_text(f"{scores}\n\nhash={digest(run / 'mlperf_log_accuracy.json')}\n")
 
     def submit(self, *words: object, code: int = 0) -> str:
-        """What is printed; of exit code 2 the message."""
+        """Return what is printed; of exit code 2 the message."""
         head = ["submission", "--output", self.folder / "out", "--submitter", "Us", "--system_name", "8xH200"]
         self.capsys.readouterr()
         assert cli.main([str(word) for word in [*head, *words]]) == code
@@ -96,7 +96,7 @@ STOPPED = "Run unsuccessful. Processed 100 queries."
 
 
 def said(out: str) -> list[str]:
-    """The list of what is wrong."""
+    """Return the list of what is wrong."""
     return [
         line.strip()
         for line in out.splitlines()

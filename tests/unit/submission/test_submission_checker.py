@@ -178,7 +178,7 @@ CASES = {
 
 
 def make(folder: Path, case: Case) -> list[Path]:
-    """The runs of a case."""
+    """Return the runs of a case."""
     runs = []
     for scenario in case.scenarios:
         loadgens = "Server" if scenario == "Interactive" else scenario
@@ -216,7 +216,7 @@ def make(folder: Path, case: Case) -> list[Path]:
 def submit(
     folder: Path, case: Case, division: str, capsys: pytest.CaptureFixture[str]
 ) -> tuple[Path, str, int]:
-    """Where the submission is, what was printed, and the exit code."""
+    """Return where the submission is, what was printed, and the exit code."""
     output = folder / "out"
     words = ["--output", output, "--submitter", "Us", "--system_name", "box", "--division", division]
     for name, value in (("measurements", case.measurements), ("system_description", case.system)):

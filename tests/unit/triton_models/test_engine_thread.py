@@ -84,7 +84,7 @@ class Client:
         self.told.put(([*tokens], is_final, error))
 
     def parts(self) -> list[list[Any]]:
-        """What came until the end."""
+        """Return what came until the end."""
         parts: list[list[Any]] = []
         while True:
             tokens, is_final, error = self.told.get(timeout=WAIT_S)

@@ -292,7 +292,7 @@ def test_bad_user_conf(line: str, message: str, tmp_path: Path) -> None:
 
 
 def refused(user_conf: str) -> str:
-    """What is said of a user.conf, before LoadGen reads anything: so it may be in this process."""
+    """Return what is said of a user.conf, before LoadGen reads anything: so it may be in this process."""
     with pytest.raises(ConfigError) as error:
         load_settings(LoadGenConfig.from_run(options("llama2-70b", "--user_conf", user_conf)), 24576)
     return str(error.value)

@@ -15,7 +15,7 @@ REFUSED = 666
 def bound(
     name: str, overloads: list[list[str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments by name, of the first overload that takes them; TypeError if none does."""
+    """Return the arguments by name, of the first overload that takes them; TypeError if none does."""
     for parameters in overloads:
         names = [one.rstrip("=") for one in parameters if one not in ("*", "**")]
         first_keyword = parameters.index("*") if "*" in parameters else len(names)
@@ -83,7 +83,7 @@ class Fields:
 
 
 def fields(name: str) -> list[str]:
-    """Those of its bases included."""
+    """Return those of its bases included."""
     spec = RECORD["python"].get(name)
     return (
         []
@@ -99,7 +99,7 @@ def called(name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 def answer(
     prompt: list[int], max_tokens: int, end_id: int | None, min_tokens: int, stops: list[list[int]]
 ) -> list[int]:
-    """The prompt backwards, up to an end or its longest."""
+    """Return the prompt backwards, up to an end or its longest."""
     assert all(type(token) is int for token in prompt), "tokens are Python's integers"
     assert type(max_tokens) is int and max_tokens > 0
     tokens: list[int] = []
