@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "run a test on the ranks of this mpirun or srun",
     "serve": "put an OpenAI-compatible HTTP endpoint before the ranks of this mpirun",
     "mpirun": "print and start the right mpirun line for a command: mpirun -n 5 run …",
+    "sbatch": "write a Slurm job script for a command, submit it, follow it: sbatch --nodes 2 -- run …",
     "plan": "show what would run where, without MPI",
     "generate-engines": "quantise a model and build its engine",
     "generate-triton-config": "write Triton model repositories for an engine",
@@ -59,7 +60,8 @@ _THEIRS = {
 
 def module_of(command: str) -> str:
     """Return the module whose `main` takes the command's arguments and returns its exit code."""
-    return "launch.mpirun" if command == "mpirun" else f"mpillm.commands.{command.replace('-', '_')}"
+    where = "launch" if command in ("mpirun", "sbatch") else "mpillm.commands"
+    return f"{where}.{command.replace('-', '_')}"
 
 
 def usage() -> str:

@@ -18,8 +18,22 @@ from typing import Any
 from mpi4py import MPI
 
 from disagg import WorldPlan
+from launch.launcher import find_launcher
+from mpillm.comms.lifeline import Lifeline, Lifelines, visible_pids
 from mpillm.comms.loop import EventLoop
-from mpillm.comms.messages import ARRIVED, BEAT, BYE, FAILED, RELEASE, STOP, Arrived, Beat, Release, Stop
+from mpillm.comms.messages import (
+    ARRIVED,
+    BEAT,
+    BYE,
+    FAILED,
+    RELEASE,
+    STOP,
+    Arrived,
+    Beat,
+    Rank0At,
+    Release,
+    Stop,
+)
 from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Watch
 from mpillm.errors import ExitCode, Failure, Interrupted, RunError
@@ -56,8 +70,9 @@ class RankControl:
         self.watch = watch
         self.limits = limits
         self._released: dict[Phase, Any] = {}
-        self.host = ""  # this rank's; known from the end of join, like `rank0`
-        self.rank0: tuple[str, int] | None = None  # rank 0's host and pid
+        self.rank0: Rank0At | None = None  # known from the end of join
+        self.sees_rank0 = False  # so its process id means something here
+        self._lifeline: Lifeline | None = None
         self._rank0_heard = self._rank0_checked = time.monotonic()
         self._next_look = 0.0
         RELEASE.handle(transport, self._on_release)
@@ -80,6 +95,13 @@ class RankControl:
                 raise RunError(Failure(cause, 0, code=ExitCode.INSTANCE_LOST))
         return worked
 
+    def joined(self, rank0: Rank0At) -> None:
+        """Begin to look whether rank 0 is there."""
+        self.rank0 = rank0
+        self.sees_rank0 = rank0.pids == visible_pids()
+        if rank0.lifelines is not None and not self.sees_rank0:
+            self._lifeline = Lifeline(rank0.lifelines, self.transport.rank)
+
     def rank0_lost(self) -> str:
         """Return why rank 0 can no longer end the run, so that this rank must end by itself; "" if it can.
 
@@ -87,12 +109,19 @@ class RankControl:
         """
         if self.transport.rank == 0 or self.rank0 is None:
             return ""
-        host, pid = self.rank0
-        if host == self.host and not runs(pid):
+        if self.rank0_ended():
             return "its process has ended"
         if time.monotonic() - self._rank0_heard > self.limits.heartbeat:
             return f"no heartbeat for {self.limits.heartbeat:g} s (--heartbeat_timeout)"
         return ""
+
+    def rank0_ended(self) -> bool:
+        """Return whether rank 0's process is known to have ended."""
+        if self.rank0 is None:
+            return False
+        if self.sees_rank0:
+            return not runs(self.rank0.pid)
+        return self._lifeline is not None and self._lifeline.ended()
 
     def rank0_beat(self) -> None:
         """Note that rank 0 is alive."""
@@ -151,6 +180,7 @@ class RankState:
     label: str  # "rank 3"; once there is a plan, "rank 3 (gen, instance 1)"
     host: str = ""
     pid: int = 0
+    pids: str = ""  # see `lifeline.visible_pids`
     heard: float = field(default_factory=time.monotonic)
     seen: str = ""  # the phase of its last message
     beat: Beat | None = None
@@ -196,6 +226,8 @@ class Rank0Control:
         self._settled_at = 0.0
         self._checked = time.monotonic()
         self._byes: set[int] = {0}
+        self._seen_cut = 0
+        self.lifelines: Lifelines | None = None  # of ranks whose processes rank 0 can't see
         ARRIVED.handle(self._transport, self._on_arrived)
         BEAT.handle(self._transport, self._on_beat)
         FAILED.handle(self._transport, self._on_failed)
@@ -204,8 +236,9 @@ class Rank0Control:
     def poll(self) -> bool:
         """Check deadlines and heartbeats. Raises RunError if the run can't go on."""
         now = time.monotonic()
-        if now - self._checked < _CHECK_INTERVAL_S:
+        if now - self._checked < _CHECK_INTERVAL_S and len(self.cut()) == self._seen_cut:
             return False
+        self._seen_cut = len(self.cut())
         away, self._checked = now - self._checked, now
         for state in self.ranks:
             # Beats that came while rank 0 itself was busy are still unread: that time does not count.
@@ -230,13 +263,20 @@ class Rank0Control:
         self.ranks[rank].heard = time.monotonic()
 
     def dead(self) -> list[int]:
-        """Ranks of this host whose process has ended without saying BYE."""
-        here = self.ranks[0].host
+        """Ranks whose process is known to have ended without saying BYE."""
+        ended = self.cut()
         return [
             r
             for r, s in enumerate(self.ranks)
-            if s.pid and s.host == here and r not in self._byes and not runs(s.pid)
+            if s.pid and r not in self._byes and (r in ended or (self._sees(s) and not runs(s.pid)))
         ]
+
+    def cut(self) -> frozenset[int]:
+        """Return the ranks elsewhere whose process has ended, whether or not they have said BYE."""
+        return self.lifelines.ended if self.lifelines else frozenset()
+
+    def _sees(self, state: RankState) -> bool:
+        return state.pids == self.ranks[0].pids
 
     def silent(self) -> list[int]:
         """Ranks whose heartbeat is missing."""
@@ -249,8 +289,7 @@ class Rank0Control:
 
     def settle(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
         """Return the failures to report: `failures` and those of the next moment, no mere consequences."""
-        # Whoever interrupted rank 0 may kill it in a moment: mpirun does so when it has lost a rank.
-        end = time.monotonic() + (_SETTLE_S if not failures[0].interrupted else _SETTLE_S / 10)
+        end = time.monotonic() + self._time_to_settle(failures)
         while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
             self._transport.dispatch_whoever_is_lost()
         if gone := self.losses(self.gone()):
@@ -261,6 +300,14 @@ class Rank0Control:
         # The launcher's signal ends the whole run, even if another rank received it first.
         by_launcher = Interrupted.by_launcher()
         return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])
+
+    def _time_to_settle(self, failures: tuple[Failure, ...]) -> float:
+        """Return the seconds to wait: fewer if the launcher may kill rank 0 in a moment."""
+        if not self.dead():
+            return _SETTLE_S / 10 if failures[0].interrupted else _SETTLE_S
+        launcher = find_launcher()
+        # Open MPI's ranks report a loss to Slurm's PMIx server, which kills the step within 20 to 300 ms.
+        return 0 if launcher and launcher.is_srun and launcher.protocol == "PMIx" else _SETTLE_S / 10
 
     def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
         """Return the failures to report for ranks that `gone` or `dead` found."""
@@ -285,7 +332,7 @@ class Rank0Control:
         stopped = Stopped(code, finalize=not (lost or stuck - {0}))
         others = set(range(1, len(self.ranks)))
         for rank in self.silent():  # it reads no message, and its launcher would wait for it
-            if rank and self.ranks[rank].host == self.ranks[0].host:
+            if rank and self._sees(self.ranks[rank]):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.ranks[rank].pid, signal.SIGKILL)
         end = time.monotonic() + self._limits.grace
@@ -311,7 +358,7 @@ class Rank0Control:
         state = self.ranks[source]
         state.seen = phase
         if phase == PHASES[0]:
-            state.host, state.pid = report.host, report.pid
+            state.host, state.pid, state.pids = report.host, report.pid, report.pids
         arrived = self._arrived.setdefault(phase, {})
         arrived[source] = report
         if len(arrived) < len(self.ranks):

@@ -23,6 +23,7 @@ from mpillm.errors import Failure
 
 if TYPE_CHECKING:  # data sets use batches and must not start MPI
     from disagg import WorldPlan
+    from mpillm.comms.lifeline import Address
     from mpillm.comms.transport import Buffer, Transport
     from mpillm.devices import Gpu, OwnGpu
     from mpillm.phases import Phase
@@ -213,6 +214,7 @@ class JoinReport(NamedTuple):
     # Options by name, to say where two digests differ.
     values: dict[str, Any] = {}  # noqa: RUF012 - never changed
     gpus: tuple[Gpu, ...] = ()  # those it may use, if its core uses any
+    pids: str = ""  # see `lifeline.visible_pids`
 
 
 class DrainReport(NamedTuple):
@@ -232,12 +234,21 @@ class Release(NamedTuple):
     value: Any  # the same for all: Setup after join, the exit code after stop, otherwise None
 
 
+class Rank0At(NamedTuple):
+    """Where rank 0 is."""
+
+    host: str
+    pid: int
+    pids: str  # see `lifeline.visible_pids`
+    lifelines: Address | None  # None: all ranks can see its process
+
+
 class Setup(NamedTuple):
     """What every rank is told when all have joined."""
 
     plan: WorldPlan
     log_dir: str
-    rank0: tuple[str, int]  # host and pid
+    rank0: Rank0At
     gpus: dict[int, OwnGpu]  # see `devices.assign`
 
 

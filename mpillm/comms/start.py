@@ -57,6 +57,7 @@ def start_mpi(command: Sequence[str], deadline_s: float) -> MPI.Intracomm:
             check_world(library, None, command)
             _drop_foreign_variables(library)
             _skip_networks()
+            _survive_losses(library)
             with warnings.catch_warnings():
                 # mpi4py warns on every rank; `check_world` reports it once.
                 warnings.simplefilter("ignore", RuntimeWarning)
@@ -71,6 +72,16 @@ def start_mpi(command: Sequence[str], deadline_s: float) -> MPI.Intracomm:
         return world.Dup()
 
 
+def node_name() -> str:
+    """Return this rank's node, as its launcher calls it: Slurm may call nodes otherwise than they do."""
+    launcher = find_launcher()
+    if launcher is not None and launcher.is_srun and "SLURMD_NODENAME" in os.environ:
+        return os.environ["SLURMD_NODENAME"]
+    from mpi4py import MPI
+
+    return MPI.Get_processor_name()
+
+
 def _drop_foreign_variables(library: str) -> None:
     """Unset variables of launchers that this MPI library can't use: MPICH aborts if it sees PMIx's."""
     launcher = find_launcher()
@@ -82,6 +93,15 @@ def _drop_foreign_variables(library: str) -> None:
     elif launcher.protocol == "PMI":
         for name in [name for name in os.environ if name.startswith("PMIX_")]:
             del os.environ[name]
+
+
+def _survive_losses(library: str) -> None:
+    """Have Open MPI 5 report the loss of a rank of another host as an error, as `mpirun --with-ft ulfm` does.
+
+    Otherwise its TCP transport aborts the process that notices, and nobody is told which rank it was.
+    """
+    if library.startswith("Open MPI v5"):
+        os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")
 
 
 def _skip_networks() -> None:

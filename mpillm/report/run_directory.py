@@ -19,6 +19,8 @@ from mpillm.config.options import RunConfig
 from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
 from mpillm.files import as_written, read_json, write_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
+from mpillm.phases import Phase
+from mpillm.report.result import failures_json
 
 # Keys that every reader of a finished run needs from these files.
 _OF_RESULT = ("test_mode", "scenario", "world_size")
@@ -137,6 +139,18 @@ class RunRecord:
         write_json(self.path / "ranks.json", joined)
         for name in OF_AN_EARLIER_RUN:
             (self.path / name).unlink(missing_ok=True)
+
+    def write_unfinished(self, phase: Phase) -> None:
+        """Write the result.json of a run whose rank 0 is killed in `phase`.
+
+        Raises OSError if the disk is full.
+
+        Some launchers kill all ranks when one is lost: Slurm with PMIx, within 20 ms.
+        """
+        failure = Failure("this run goes on, or rank 0 was killed before it could say why it ends", 0)
+        ended = {"status": "FAILED", "phase": phase, "exit_code": int(ExitCode.INSTANCE_LOST)}
+        result = self.result | ended | {"failures": failures_json((failure,)), "phases_s": self.phases_s}
+        write_json(self.path / "result.json", result)
 
     def write_result(self) -> None:
         """Write result.json. Raises OSError if the disk is full."""

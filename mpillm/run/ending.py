@@ -27,7 +27,7 @@ from mpi4py import MPI
 from disagg.errors import ConfigError
 from launch.environment import tell_exit_code
 from mpillm.comms.communicators import Communicators
-from mpillm.comms.control import RankControl, Stopped, runs
+from mpillm.comms.control import RankControl, Stopped
 from mpillm.comms.messages import BEAT, BYE, STOP, Stop
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig
@@ -228,15 +228,15 @@ class RankEnding(Ending):
 
     def _say_rank0_lost(self, cause: str) -> None:
         """On rank 1: report that rank 0 is silent, and kill it. If it has ended, its launcher reports it."""
-        rank0, here = self._control.rank0, self._control.host
-        if self._control.transport.rank != 1 or rank0 is None or (rank0[0] == here and not runs(rank0[1])):
+        rank0 = self._control.rank0
+        if self._control.transport.rank != 1 or rank0 is None or self._control.rank0_ended():
             return
         self._watch.note(
-            f"rank 0 (harness) on {rank0[0]}, pid {rank0[1]},"
+            f"rank 0 (harness) on {rank0.host}, pid {rank0.pid},"
             f" was lost in phase '{self._watch.phase}': {cause}"
         )
-        if rank0[0] == here:
-            os.kill(rank0[1], signal.SIGKILL)
+        if self._control.sees_rank0:
+            os.kill(rank0.pid, signal.SIGKILL)
 
 
 class Rank0Ending(Ending):

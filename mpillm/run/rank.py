@@ -20,8 +20,10 @@ from disagg.errors import ConfigError
 from mpillm import __version__
 from mpillm.comms.communicators import Communicators, create_communicators
 from mpillm.comms.control import Limits, RankControl, Stopped
+from mpillm.comms.lifeline import visible_pids
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import BEAT, Beat, DrainReport, JoinReport, Setup
+from mpillm.comms.start import node_name
 from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Watch
 from mpillm.config.options import RunConfig
@@ -156,7 +158,7 @@ class Rank:
 
     def _join_report(self) -> JoinReport:
         return JoinReport(
-            host=MPI.Get_processor_name(),
+            host=node_name(),
             pid=os.getpid(),
             started=time.time() - _process_age_s(),
             versions={
@@ -168,12 +170,13 @@ class Rank:
             digest=self._config.digest() if self._config else "",
             values=self._config.values if self._config else {},
             gpus=self._gpus,
+            pids=visible_pids(),
         )
 
     def _set_up(self, setup: Setup) -> _Part:
         if self._config is None:  # rank 0 knows, and releases nobody
             raise ConfigError(self._usage_error)
-        self._control.host, self._control.rank0 = MPI.Get_processor_name(), setup.rank0
+        self._control.joined(setup.rank0)
         self.log_dir, ranks = setup.log_dir, setup.plan.ranks
         machine = None
         if all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank]):
@@ -221,7 +224,11 @@ class Rank:
         )
         if self._rank0 is not None:
             self._rank0.control.ranks[0].measured = beat.measured
-        for dest in range(1, self.size) if self.rank == 0 else (0,):
+            # MPICH's UCX crashes when it sends to a process that has ended.
+            dests = sorted(set(range(1, self.size)) - set(self._rank0.control.dead()))
+        else:
+            dests = [0]
+        for dest in dests:
             with contextlib.suppress(MPI.Exception):  # it is lost; its missing heartbeat will show that
                 BEAT.send(self._beats, dest, beat)
         with contextlib.suppress(MPI.Exception):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from mpillm.comms.control import Rank0Control, RankControl
-from mpillm.comms.messages import DrainReport, JoinReport, Setup
+from mpillm.comms.lifeline import Lifelines, own_addresses
+from mpillm.comms.messages import DrainReport, JoinReport, Rank0At, Setup
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig
 from mpillm.cores.base import LLMCore
@@ -90,6 +92,8 @@ class Rank0:
             note = self.session.drained(reports)
         if self._record is not None:
             self._record.phases_s[phase] = round(seconds, 4)
+            if phase in ("join", "ready"):
+                self._record.write_unfinished("load" if phase == "join" else "test")
         self._console.phase("serve" if self._purpose.serves and phase == "test" else phase, seconds, note)
         return self.session.finished() if self.session and phase == "stop" else value
 
@@ -100,7 +104,16 @@ class Rank0:
         self.session, lines = self._purpose.open(planned, record, self._console, self.control)
         for line in lines:
             self._console.line(line)
-        return Setup(planned.plan, str(record().path), (reports[0].host, reports[0].pid), planned.gpus)
+        return Setup(planned.plan, str(record().path), self._where(reports), planned.gpus)
+
+    def _where(self, reports: dict[int, JoinReport]) -> Rank0At:
+        """Say where rank 0 is; ranks that can't see its process get a lifeline, if a port can be opened."""
+        mine = reports[0]
+        if any(report.pids != mine.pids for report in reports.values()):
+            with contextlib.suppress(OSError):
+                self.control.lifelines = Lifelines(own_addresses())
+        lifelines = self.control.lifelines
+        return Rank0At(mine.host, mine.pid, mine.pids, lifelines.address if lifelines else None)
 
     def _made_record(self, planned: Planned) -> RunRecord:
         """Return the run directory, created at the first call."""
@@ -129,10 +142,13 @@ class Rank0:
         if self.session is not None:
             self.session.failed()
         when = f"in phase '{phase}'" if code != ExitCode.USAGE else "before anything was loaded"
-        self._console.failure(when, failures, see, lambda rank: self.control.ranks[rank].describe())
+        unwritten = ""
         if record is not None:
             try:
-                record.write_result()
+                record.write_result()  # first: a launcher may kill this process in a moment
             except OSError as error:
-                self._console.line(f"  result.json in {record.path} can't be written: {error.strerror}")
+                unwritten = f"  result.json in {record.path} can't be written: {error.strerror}"
+        self._console.failure(when, failures, see, lambda rank: self.control.ranks[rank].describe())
+        if unwritten:
+            self._console.line(unwritten)
         return code

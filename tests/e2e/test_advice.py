@@ -94,6 +94,11 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* fill-template .*": Elsewhere("a template must be there: tests/unit/commands/test_fill_template.py"),
     r".* trtllm-build .*": Elsewhere("tests/unit/commands/test_reference_commands.py"),
     r".* fetch-model .*": Elsewhere("a download: tests/unit/models/test_models.py"),
+    r"make (test-)?slurm|make test-hosts": Elsewhere("they need root, and Slurm is installed"),
+    r"srun --mpi=list|salloc .*": Elsewhere("Slurm's own: there is none here"),
+    r".* sbatch .*": Elsewhere(
+        "tests/unit/launch/test_sbatch.py, and with a real Slurm tests/e2e/test_slurm.py"
+    ),
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
     r"srun .*": Parsed("there is no Slurm here"),
     r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere(
@@ -268,6 +273,10 @@ def test_options_in_messages_exist() -> None:
 
 OTHERS = {
     *("help", "version", "dry_run", "start_deadline"),
+    # sbatch's and srun's, many of which `mpillm sbatch` has, too
+    *("nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "gpus_per_task", "cpus_per_task", "time", "mpi"),
+    *("container_image", "container_mounts", "container_workdir", "nodelist", "submit", "wait", "log_root"),
+    *("job_name", "account", "partition", "output", "script"),
     *("vboost", "power_limit"),  # nvidia-smi's
     # the submission checker's, mpirun's, pip's, tritonserver's, trtllm-serve's and TensorRT-LLM's scripts'
     *(

@@ -184,6 +184,11 @@ class Command:
         """What it has printed so far."""
         return self._texts["out"]
 
+    @property
+    def err(self) -> str:
+        """The same, on stderr."""
+        return self._texts["err"]
+
     # --- its processes ---
 
     def pids(self) -> list[int]:

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from launch.environment import EXIT_FILE, tell_signal
 from mpillm.comms.control import Limits, Rank0Control, RankControl, Stopped
 from mpillm.comms.loop import EventLoop
-from mpillm.comms.messages import JoinReport
+from mpillm.comms.messages import JoinReport, Rank0At
 from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import PHASES, Phase
@@ -224,7 +224,7 @@ def test_rank_0_that_says_nothing_is_missed(comm: MPI.Intracomm) -> None:
     rank.phase("join")
     if comm.rank != 0:
         rank.control.limits = Limits(dict.fromkeys(PHASES, 20.0), grace=5.0, heartbeat=0.5)
-        rank.control.rank0 = ("another host", 1)
+        rank.control.joined(Rank0At("another host", 1, "not seen from here", None))
         end = time.monotonic() + 10
         with pytest.raises(RunError) as error:
             rank.loop.run_until(lambda: time.monotonic() > end)

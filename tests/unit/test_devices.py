@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import disagg
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
-from mpillm.devices import Gpu, OwnGpu, assign
+from mpillm.devices import Gpu, OwnGpu, assign, visible_gpus
 
 
 def gpu(name: str, free: int = 90) -> Gpu:
@@ -101,3 +103,88 @@ def test_cuda_without_gpus() -> None:
 
 def test_looking_for_gpus_needs_none() -> None:
     assert all(gpu.free <= gpu.total and gpu.uuid for gpu in TorchCore.gpus())
+
+
+# In the forms that NVIDIA documents (no card with MIG was at hand): two slices of the first card, the second
+# card whole.
+MIG = {
+    "GPU-5a1f": ("NVIDIA H100 80GB HBM3", 80),
+    "GPU-77c0": ("NVIDIA H100 80GB HBM3", 80),
+    "MIG-1c1e26d4-9f0f-5c2b-a3a7-9d1a7dfbf2a1": ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40),
+    "MIG-0e8f8f0a-3d0c-53cb-8e5e-1d39fe7f0c55": ("NVIDIA H100 80GB HBM3 MIG 4g.40gb", 41),
+    "MIG-GPU-5a1f/1/0": ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20),  # as drivers before 470 call it
+}
+GIB = 1 << 30
+
+
+class Nvml:
+    """NVML's functions that are called, with these devices. An index counts cards, not their slices."""
+
+    def __init__(self) -> None:
+        self._names = list(MIG)
+        self._cards = [name for name in self._names if name.startswith("GPU-")]
+
+    def _find(self, name: str | None, handle: Any) -> int:
+        if name not in self._names:
+            return 6  # NVML_ERROR_NOT_FOUND
+        handle._obj.value = self._names.index(name) + 1
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = len(self._cards)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
+        return self._find(self._cards[index.value] if index.value < len(self._cards) else None, handle)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        return self._find(uuid.decode(), handle)
+
+    def nvmlDeviceGetUUID(self, handle: Any, text: Any, size: Any) -> int:
+        text.value = self._names[handle.value - 1].encode()
+        return 0
+
+    def nvmlDeviceGetName(self, handle: Any, text: Any, size: Any) -> int:
+        text.value = MIG[self._names[handle.value - 1]][0].encode()
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+        memory._obj.total = memory._obj.free = MIG[self._names[handle.value - 1]][1] * GIB
+        return 0
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    "visible, uuids",
+    [
+        (None, ["GPU-5a1f", "GPU-77c0"]),
+        ("1", ["GPU-77c0"]),
+        ("1, 0", ["GPU-77c0", "GPU-5a1f"]),
+        ("GPU-77c0,5,0", ["GPU-77c0"]),  # as in CUDA: what names none ends the list
+        ("", []),
+        ("NoDevFiles", []),  # Slurm's, for a task without a GPU
+        (",".join(list(MIG)[2:4]), list(MIG)[2:4]),
+        ("MIG-GPU-5a1f/1/0", ["MIG-GPU-5a1f/1/0"]),
+    ],
+)
+def test_the_devices_that_slurm_leaves_visible(
+    visible: str | None, uuids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = visible_gpus()
+    assert found == tuple(Gpu(name, MIG[name][0], MIG[name][1] * GIB, MIG[name][1] * GIB) for name in uuids)
+
+
+def test_slices_of_one_card_are_devices_like_others() -> None:
+    """Two ranks with a slice each, as Slurm's --gpus-per-task gives them, and two that see both."""
+    one, other = (Gpu(name, *MIG[name], MIG[name][1]) for name in list(MIG)[2:4])
+    assert assign("auto", plan(2), [(), (one,), (other,)]) == {1: OwnGpu(0, 40), 2: OwnGpu(0, 41)}
+    assert assign("auto", plan(2), [(), (one, other), (one, other)]) == {1: OwnGpu(0, 40), 2: OwnGpu(1, 41)}

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from disagg.errors import ConfigError
 from mpillm.comms.control import Limits, Stopped
-from mpillm.comms.messages import BEAT, STOP, Beat, Stop
+from mpillm.comms.messages import BEAT, STOP, Beat, Rank0At, Stop
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received
 from mpillm.errors import ExitCode, Failure, Interrupted, RunError
@@ -47,7 +47,9 @@ class World:
         )
         transport = SimpleNamespace(rank=rank)
         control: Any = SimpleNamespace(
-            transport=transport, watch=watch, limits=Limits(DEADLINES), host="here", rank0=("here", 1),
+            transport=transport, watch=watch, limits=Limits(DEADLINES),
+            sees_rank0=True, rank0=Rank0At("here", 1, "", None),
+            rank0_ended=lambda: False,
             rank0_lost=lambda: self.rank0_lost, rank0_beat=self.note("beat"),
             fail=lambda failure: self.did("told rank 0", self.stopped), say_bye=self.note("bye"),
         )  # fmt: skip
@@ -162,7 +164,6 @@ def test_rank_0_aborts_when_a_rank_does_not_end(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_rank_0_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "runs", lambda pid: True)
     for rank, events in (
         (2, ["quiet", "exit 5"]),
         (

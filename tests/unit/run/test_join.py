@@ -15,7 +15,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.comms.control import Limits, RankControl
-from mpillm.comms.messages import ARRIVED, RELEASE, Arrived, JoinReport, Setup
+from mpillm.comms.messages import ARRIVED, RELEASE, Arrived, JoinReport, Rank0At, Setup
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received
 from mpillm.config.options import RunConfig, parse_run
@@ -154,7 +154,7 @@ def test_rank_0_has_a_session_when_all_have_joined(tmp_path: Path) -> None:
     released = run.arrive("join", joined(run.config))
     assert run.rank0.session is not None
     (setup,) = {(r.phase, r.value.log_dir, r.value.rank0) for r in released}
-    assert setup == ("join", str(tmp_path / "run"), ("node", 100))
+    assert setup == ("join", str(tmp_path / "run"), Rank0At("node", 100, "", None))
     assert isinstance(released[0].value, Setup) and len(released[0].value.plan.ranks) == 3
     assert {"plan.json", "config.json", "ranks.json", "disagg.yaml", "user.conf"} <= {
         path.name for path in run.directory.iterdir()

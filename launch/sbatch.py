@@ -1,0 +1,275 @@
+"""``python -m mpillm sbatch [options] -- COMMAND``: write a Slurm job script, show it, submit it, follow it.
+
+The script starts the command with srun, on every task. Of a command of mpillm on ranks it also
+
+- gives the run a log folder that no other job, and no requeueing of this one, has, and
+- ends with the exit code that rank 0 told, as `mpillm mpirun` does: srun's is the highest of all tasks'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from launch.environment import EXIT_FILE, clean_environment
+from launch.launcher import RANK_COMMANDS
+
+_POLL_S = 2.0
+_ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "BOOT_FAIL",
+)
+
+EPILOG = """\
+examples:
+  python -m mpillm sbatch --nodes 2 --ntasks_per_node 9 --gpus_per_node 8 --time 02:00:00 --submit -- \
+run --benchmarks llama2-70b --model_path DIR
+  python -m mpillm sbatch --nodes 1 --ntasks_per_node 8 --container_image IMAGE --dry_run -- bash SCRIPT"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job script says. None is left out; an empty text writes the option alone, to be filled in."""
+
+    command: tuple[str, ...]
+    nodes: int | None = None
+    ntasks: int | None = None
+    ntasks_per_node: int | None = None
+    cpus_per_task: int | None = None
+    gpus_per_node: str | None = None
+    gpus_per_task: str | None = None
+    job_name: str | None = None
+    account: str | None = None
+    partition: str | None = None
+    time: str | None = None
+    output: str | None = None
+    error: str | None = None
+    task_output: str | None = None
+    mpi: str = "pmix"
+    container_image: str | None = None
+    container_mounts: str | None = None
+    container_workdir: str | None = None
+    setup: tuple[str, ...] = ()
+    python: str = sys.executable
+    log_root: str = "build/runs"
+
+    @property
+    def is_run(self) -> bool:
+        """Return whether the command is one of mpillm's, which runs on the ranks."""
+        return bool(self.command) and self.command[0].replace("_", "-") in RANK_COMMANDS
+
+    def script(self) -> str:
+        """Return the job script."""
+        head = [
+            ("-o", self.output),
+            ("-e", self.error),
+            ("-J", self.job_name),
+            ("-A", self.account),
+            ("-p", self.partition),
+        ]
+        counts = [
+            ("nodes", self.nodes),
+            ("ntasks", self.ntasks),
+            ("ntasks-per-node", self.ntasks_per_node),
+            ("cpus-per-task", self.cpus_per_task),
+            ("gpus-per-node", self.gpus_per_node),
+            ("gpus-per-task", self.gpus_per_task),
+            ("time", self.time),
+        ]
+        lines = ["#!/bin/bash"]
+        lines += [f"#SBATCH {name} {value}".rstrip() for name, value in head if value is not None]
+        lines += [f"#SBATCH --{name}={value}" for name, value in counts if value is not None]
+        lines += ["", *self.setup, ""] if self.setup else [""]
+        return "\n".join([*lines, *(self._logs() if self.is_run else ()), *self._step(), *self._end()]) + "\n"
+
+    def _logs(self) -> list[str]:
+        """Make a folder for this start of this job: a requeueing counts SLURM_RESTART_COUNT up."""
+        root = shlex.quote(self.log_root)
+        return [
+            f'mkdir -p {root}/slurm-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
+            f'logs=$(realpath {root}/slurm-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}")',
+            f'export {EXIT_FILE}="$logs/exit_code"',
+            "",
+        ]
+
+    def _step(self) -> list[str]:
+        options = [
+            ("container-image", self.container_image),
+            ("container-mounts", self.container_mounts),
+            ("container-workdir", self.container_workdir),
+            ("output", self.task_output),
+        ]
+        command = shlex.join(self.command)
+        if self.is_run:
+            command = f'{shlex.join([self.python, "-m", "mpillm"])} {command} --log_dir "$logs/run"'
+        parts = [
+            f"srun --mpi={self.mpi}",
+            *(f"--{name} {value}" for name, value in options if value is not None),
+        ]
+        return " \\\n".join([*parts, command]).split("\n")
+
+    def _end(self) -> list[str]:
+        return ["code=$?", f'exit "$(cat "${EXIT_FILE}" 2>/dev/null || echo $code)"'] if self.is_run else []
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the script; show, submit or follow it. Returns the job's exit code with --wait, otherwise 0."""
+    words = list(argv)
+    cut = words.index("--") if "--" in words else len(words)
+    given = _parser().parse_args([_with_underscores(word) for word in words[:cut]])
+    command = tuple(words[cut + 1 :])
+    job = _job(given, command)
+    if given.dry_run:
+        print(job.script(), end="")
+        return 0
+    path = Path(given.script)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(job.script(), encoding="utf-8")
+    if not (given.submit or given.wait):
+        print(f"wrote {path}; submit it with: sbatch {path}")
+        return 0
+    return _submit(job, path, wait=given.wait)
+
+
+def _with_underscores(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mpillm sbatch",
+        usage="python -m mpillm sbatch [options] -- COMMAND [options of COMMAND]",
+        description="Write a Slurm job script that runs a command on every task; show, submit, follow it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    for name in ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task"):
+        add(f"--{name}", type=int, metavar="N", help=f"sbatch's --{name.replace('_', '-')}")
+    for name in ("gpus_per_node", "gpus_per_task"):
+        add(
+            f"--{name}",
+            metavar="N",
+            help=f"sbatch's --{name.replace('_', '-')}; a type may stand before: h200:8",
+        )
+    for name, short in (("job_name", "-J"), ("account", "-A"), ("partition", "-p"), ("time", "-t")):
+        add(f"--{name}", short, help=f"sbatch's --{name.replace('_', '-')}")
+    add("--output", "-o", help="file for what the job prints; %%j is its number")
+    add("--error", "-e", help="file for its error messages [default: with --output]")
+    add("--task_output", help="srun's --output: a file for each task; %%t is its number")
+    add("--mpi", default="pmix", help="srun's --mpi: pmix for Open MPI, pmi2 for MPICH [default: pmix]")
+    add("--container_image", help="run the tasks in this image (pyxis and enroot)")
+    add("--container_mounts", help="folders for the container: /here:/there,…")
+    add("--container_workdir", help="the working directory in the container")
+    add("--setup", action="append", default=[], metavar="LINE", help="a line before srun; may be repeated")
+    add(
+        "--python",
+        default=sys.executable,
+        help="the Python on the nodes, or in the container [default: this one]",
+    )
+    add(
+        "--log_root",
+        default="build/runs",
+        help="folder that gets one for each start of the job [default: build/runs]",
+    )
+    add(
+        "--script",
+        default="build/job.sub",
+        metavar="FILE",
+        help="where to write the script [default: build/job.sub]",
+    )
+    add("--dry_run", action="store_true", help="show the script, write nothing")
+    add("--submit", action="store_true", help="submit it")
+    add("--wait", action="store_true", help="submit it, print what it prints, and end with its exit code")
+    return parser
+
+
+def _job(given: argparse.Namespace, command: tuple[str, ...]) -> Job:
+    if not command:
+        raise ConfigError("sbatch: no command to run; it comes after --, as in: sbatch --nodes 2 -- run …")
+    if any(word.partition("=")[0].replace("-", "_") == "__log_dir" for word in command):
+        raise ConfigError(
+            "sbatch: --log_dir: a job that is requeued needs a folder for each start;"
+            " name the folder above them with --log_root, before --"
+        )
+    values = {
+        name: getattr(given, name) for name in Job.__dataclass_fields__ if name not in ("command", "setup")
+    }
+    return Job(command, setup=tuple(given.setup), **values)
+
+
+def _submit(job: Job, path: Path, wait: bool) -> int:
+    if empty := [name for name in ("job_name", "account", "partition") if getattr(job, name) == ""]:
+        raise ConfigError(
+            f"sbatch: {path} has no value for --{', --'.join(empty)}: fill it in, then submit it"
+        )
+    if shutil.which("sbatch") is None:
+        raise ConfigError(f"sbatch: there is no sbatch in PATH; {path} is written: submit it where Slurm is")
+    for pattern in filter(None, (job.output, job.error, job.task_output)):
+        # Slurm makes no folder, and says nothing if there is none.
+        if "%" not in str(Path(pattern).parent):
+            Path(pattern).parent.mkdir(parents=True, exist_ok=True)
+    number = _ask("sbatch", "--parsable", str(path)).partition(";")[0]
+    print(f"submitted job {number}", file=sys.stderr, flush=True)
+    return _follow(number) if wait else 0
+
+
+def _ask(*command: str) -> str:
+    env = clean_environment(os.environ)
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ConfigError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout.strip()
+
+
+def _follow(number: str) -> int:
+    """Print the job's changes of state and its output until it has ended; its exit code."""
+    before, shown = "", 0
+    try:
+        while True:
+            words = _ask("scontrol", "show", "job", "--oneliner", number).split()
+            job = dict(word.split("=", 1) for word in words if "=" in word)
+            state = job["JobState"]
+            if state != before:
+                where = f" on {job['NodeList']}" if state == "RUNNING" else ""
+                print(f"job {number}: {state}{where}", file=sys.stderr, flush=True)
+                before = state
+            shown = _show(Path(job.get("StdOut", "")), shown)
+            if state.startswith(_ENDED):
+                code, _, number_of_signal = job["ExitCode"].partition(":")
+                return int(code) or (128 + int(number_of_signal) if number_of_signal != "0" else 0) or (
+                    0 if state == "COMPLETED" else 1
+                )  # fmt: skip
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        print(f"job {number} goes on; end it with: scancel {number}", file=sys.stderr)
+        raise
+
+
+def _show(output: Path, shown: int) -> int:
+    """Print what `output` has got since; how much of it is printed. A requeued job writes it anew."""
+    with contextlib.suppress(OSError), output.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(shown if size >= shown else 0)
+        sys.stdout.write(file.read().decode(errors="replace"))
+        sys.stdout.flush()
+        return size
+    return shown

@@ -1,0 +1,120 @@
+"""Runs on several hosts: namespaces with addresses, names, process ids and /dev/shm of their own.
+
+With ``make test-hosts``, as root.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.test_faults import check_failure
+from tests.helpers.clusters import ENDLESS, OnHosts, python_on
+from tests.helpers.support import DONE, INSTANCE_LOST, Samples, Starter, wait_until
+from tools.hosts import HEAD, Hosts, NotHere, hosts
+
+pytestmark = pytest.mark.hosts
+
+WITHIN_S = 90.0  # hosts that share two cores start slowly
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Hosts]:
+    """Three hosts."""
+    try:
+        with hosts(3) as made:
+            yield made
+    except NotHere as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def on_hosts(three: Hosts, one: Starter) -> OnHosts:
+    return OnHosts(three, one)
+
+
+def test_no_host_but_the_first_needs_the_data_set_or_the_run_directory(
+    on_hosts: OnHosts, samples: Samples
+) -> None:
+    """The others see other folders at those paths, and what they log stays there."""
+    folder = on_hosts.starter.folder / "home"
+    folder.mkdir()
+    data = folder / "samples.jsonl"
+    data.write_bytes(samples.path.read_bytes())
+    for host in ("h2", "h3"):
+        on_hosts.hosts.run(host, "mount", "-t", "tmpfs", "none", str(folder))
+    words = ["run", "--core_type", "dummy", "--dataset_path", data, "--max_output_len", 8, "--save_outputs"]
+    command = on_hosts.start(
+        "h1:2,h2:2,h3:1", *words, "--enable_chunked_context", "true", log_dir=folder / "run"
+    )
+    ended = command.end(WITHIN_S).must(DONE)
+    for host in ("h2", "h3"):
+        logs = on_hosts.hosts.run(host, "ls", str(folder / "run" / "ranks"))
+        on_hosts.hosts.run(host, "umount", str(folder))
+        assert logs.split() == {"h2": ["rank_0002.log", "rank_0003.log"], "h3": ["rank_0004.log"]}[host]
+    assert [rank["node"] for rank in ended.json("plan.json")["ranks"]] == ["h1", "h1", "h2", "h2", "h3"]
+    assert {line["index"]: line["output_tokens"] for line in ended.outputs()} == {
+        i: samples.answer(i, 8) for i in range(len(samples.prompts))
+    }
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["mpillm mpirun", "mpirun"])
+@pytest.mark.parametrize("host, rank", [("h2", (2, 3)), ("h3", (4,))])
+def test_a_rank_killed_on_another_host_is_named(
+    on_hosts: OnHosts, plain: bool, host: str, rank: tuple[int, ...]
+) -> None:
+    command = on_hosts.start("h1:2,h2:2,h3:1", "run", "--core_type", "dummy", *ENDLESS, plain=plain)
+    command.wait_phase("test")
+    os.kill(python_on(on_hosts.hosts, host, "run")[-1], signal.SIGKILL)
+    ended = command.end(WITHIN_S)
+    if plain:  # mpirun's own exit code, for a rank that a signal ended; its words come beside ours
+        assert ended.code == 128 + signal.SIGKILL
+        failures = ended.result["failures"]
+        assert (ended.result["status"], ended.result["exit_code"]) == ("FAILED", INSTANCE_LOST)
+    else:
+        failures = ended.result["failures"]
+        check_failure(ended, INSTANCE_LOST, "the process has ended", phase="test", within=WITHIN_S)
+    assert [failure["rank"] in rank for failure in failures] == [True], ended
+    assert f", {host}, pid " in ended.message, "it says where"
+
+
+def test_rank_0_lost_ends_the_ranks_of_other_hosts(on_hosts: OnHosts) -> None:
+    command = on_hosts.start("h1:1,h2:1,h3:1", "run", "--core_type", "dummy", *ENDLESS)
+    command.wait_phase("test")
+    os.kill(python_on(on_hosts.hosts, "h1", "run")[0], signal.SIGKILL)
+    wait_until(lambda: not python_on(on_hosts.hosts, "h3", "run"), "the end of rank 2", WITHIN_S)
+    command.end(WITHIN_S).must(INSTANCE_LOST)
+
+
+LAYOUTS: dict[str, tuple[str, list[object]]] = {
+    "KV caches between hosts": ("h1:2,h2:2,h3:1", ["--mode", "disaggregated"]),
+    "a generation instance over two hosts": (
+        "h1:2,h2:2,h3:1",
+        ["--mode", "disaggregated", "--num_ctx_servers", 1, "--num_gen_servers", 1, "--gen_tp_size", 2],
+    ),
+    "TP over two hosts": ("h1:2,h2:1,h3:1", ["--tensor_parallelism", 2]),
+}
+
+
+@pytest.mark.parametrize("where, layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_engine_over_hosts_answers_as_on_one(on_hosts: OnHosts, where: str, layout: list[object]) -> None:
+    model = ["--model_path", "tiny-llama", "--num_threads", 1, "--device", "cpu"]
+    few = ["--min_query_count", 12, "--max_output_len", 12, "--save_outputs"]
+    apart = (
+        on_hosts.start(where, "run", "--core_type", "torch", *model, *few, *layout).end(WITHIN_S).must(DONE)
+    )
+    folder = on_hosts.starter.folder / "alone"
+    alone = on_hosts.starter.run(2, *model, *few, core="torch", log_dir=folder, timeout=WITHIN_S).must(DONE)
+    answers = [{line["index"]: line["output_tokens"] for line in ended.outputs()} for ended in (apart, alone)]
+    assert answers[0] == answers[1] and len(answers[0]) == 12
+
+
+def test_hosts_end_with_their_maker() -> None:
+    """Nothing is left of them, whatever ends it."""
+    with hosts(1) as made:
+        inside = [*made.processes(HEAD), *made.processes("h1")]
+        assert inside
+    assert not [pid for pid in inside if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110

@@ -1,0 +1,77 @@
+"""Runs on several hosts (`tools.hosts`) and under a real Slurm (`tools.slurm`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.helpers.support import PYTHONS, Command, Starter, wait_until
+from tools.hosts import HEAD, Hosts
+from tools.slurm import Slurm
+
+ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# They share this machine's cores: an idle rank yields.
+SHARED = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
+ENDLESS = ["--scenarios", "Server", "--server_target_qps", 20, "--min_duration", 100, "--grace", 3]
+
+
+class OnHosts:
+    """Starts runs on hosts with Open MPI, from `head`."""
+
+    def __init__(self, hosts: Hosts, starter: Starter) -> None:
+        self.hosts = hosts
+        self.starter = starter
+        agent = hosts.write_remote_shell(starter.folder / "remote_shell")
+        self._remote = ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", 1]
+
+    def start(self, where: str, *words: object, plain: bool = False, log_dir: Path | None = None) -> Command:
+        """``mpillm mpirun -H WHERE WORDS``, or plain mpirun's; `where`: ``h1:2,h2:1``, one rank per slot."""
+        slots = sum(int(host.partition(":")[2]) for host in where.split(","))
+        mpillm = [self.starter.python, "-m", "mpillm"]
+        options = ["-n", slots, *self._remote, "-H", where]
+        plain_head = [Path(self.starter.python).parent / "mpirun", *options, "-x", "PYTHONPATH", *mpillm]
+        head = plain_head if plain else [*mpillm, "mpirun", *options]
+        log_dir = log_dir or self.starter.folder / "run"
+        line = [*head, *words, "--log_dir", log_dir]
+        env = ROOT_MAY | SHARED
+        return self.starter.command(self.hosts.on(HEAD, list(map(str, line))), log_dir, env)
+
+
+class UnderSlurm:
+    """Starts steps with srun."""
+
+    def __init__(self, slurm: Slurm, starter: Starter) -> None:
+        self.slurm = slurm
+        self.starter = starter
+        self.mpi = "pmix" if starter.mpi == "openmpi" else "pmi2"
+
+    def start(self, options: Sequence[object], *words: object, env: dict[str, str] | None = None) -> Command:
+        """``srun OPTIONS --mpi=… python -m mpillm WORDS``"""
+        log_dir = self.starter.folder / "run"
+        program = [PYTHONS[self.starter.mpi], "-m", "mpillm", *words]
+        line = ["srun", *options, f"--mpi={self.mpi}", *program]
+        return self.on_head(line, log_dir, env)
+
+    def on_head(self, line: Sequence[object], log_dir: Path, env: dict[str, str] | None = None) -> Command:
+        """Any command line, where a person logs in."""
+        command = self.slurm.on_head(list(map(str, line)))
+        return self.starter.command(command, log_dir, SHARED | (env or {}))
+
+    def state(self, job: str) -> str:
+        """The state of a job, in Slurm's words."""
+        lines = self.slurm.ask("scontrol", "show", "job", job).split()
+        return next(word.partition("=")[2] for word in lines if word.startswith("JobState="))
+
+    def wait_for_jobs(self) -> None:
+        """Until none is left in the queue."""
+        wait_until(lambda: not self.slurm.ask("squeue", "-h"), "the end of all jobs")
+
+
+def python_on(hosts: Hosts, host: str, word: str) -> list[int]:
+    """The processes on a host that run the program, with this word in their command lines."""
+    found = []
+    for pid in hosts.processes(host):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"mpillm" in words and word.encode() in words and b"python" in words[0]:
+            found.append(pid)
+    return sorted(found)

@@ -1,0 +1,106 @@
+"""Lifelines: a process that ends is known, and nothing else is taken for one that has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from mpillm.comms.lifeline import Address, Lifeline, Lifelines
+from tests.helpers.support import wait_until
+
+HOLD = """
+import sys, time
+from mpillm.comms.lifeline import Address, Lifeline
+line = Lifeline(Address(("127.0.0.1",), int(sys.argv[1]), bytes.fromhex(sys.argv[2])), int(sys.argv[3]))
+while line._connection is None: time.sleep(0.01)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def lifelines() -> Lifelines:
+    return Lifelines(("127.0.0.1",))
+
+
+@pytest.fixture
+def holders(lifelines: Lifelines) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that hold the lifelines of ranks 1 and 2."""
+    address = lifelines.address
+    command = [sys.executable, "-c", HOLD, str(address.port), address.key.hex()]
+    made = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (1, 2)]
+    try:
+        for process in made:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+        yield made
+    finally:
+        for process in made:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def test_a_killed_process_is_known(lifelines: Lifelines, holders: list[subprocess.Popen[str]]) -> None:
+    assert lifelines.ended == frozenset()
+    holders[1].kill()
+    wait_until(lambda: lifelines.ended, "rank 2's end")
+    assert lifelines.ended == {2}
+    holders[0].terminate()
+    wait_until(lambda: lifelines.ended == {1, 2}, "rank 1's end")
+
+
+def test_a_stopped_process_has_not_ended(lifelines: Lifelines, holders: list[subprocess.Popen[str]]) -> None:
+    holders[0].send_signal(signal.SIGSTOP)
+    holders[1].kill()
+    wait_until(lambda: lifelines.ended, "rank 2's end")
+    assert lifelines.ended == {2}
+
+
+def test_strangers_and_broken_connections_say_nothing(lifelines: Lifelines) -> None:
+    """Not who does not know the key, and not a connection that the network resets."""
+    here = ("127.0.0.1", lifelines.address.port)
+    with socket.create_connection(here) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    with socket.create_connection(here):
+        pass
+    reset = socket.create_connection(here)
+    reset.sendall(lifelines.address.key + struct.pack("!I", 1))
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    own = Lifeline(lifelines.address, 3)
+    wait_until(lambda: own._connection, "a connection")
+    assert own._connection is not None
+    own._connection.close()  # as the end of its process does
+    wait_until(lambda: lifelines.ended, "rank 3's end")
+    assert lifelines.ended == {3}
+
+
+def test_the_end_of_rank_0_is_known() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as rank0:
+        line = Lifeline(Address(("127.0.0.1",), rank0.getsockname()[1], os.urandom(16)), 5)
+        connection, _ = rank0.accept()
+        wait_until(lambda: line._connection, "a connection")
+        assert not line.ended()
+        connection.close()
+        wait_until(line.ended, "the end")
+
+
+def test_an_address_that_does_not_answer_is_passed_over(lifelines: Lifelines) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))  # nobody listens there
+        _, port, key = lifelines.address
+        line = Lifeline(Address(("no.such.host.invalid", "127.0.0.1"), port, key), 1)
+        wait_until(lambda: line._connection, "a connection")
+        assert "no.such.host.invalid" in line.problem

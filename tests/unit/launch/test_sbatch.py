@@ -1,0 +1,99 @@
+"""Slurm job scripts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ConfigError
+from launch.sbatch import main
+
+# The sample of the Triton backend's texts for TensorRT-LLM, as it stands there.
+SAMPLE = """\
+#!/bin/bash
+#SBATCH -o logs/tensorrt_llm.out
+#SBATCH -e logs/tensorrt_llm.error
+#SBATCH -J
+#SBATCH -A
+#SBATCH -p
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --time=00:30:00
+
+sudo nvidia-smi -lgc 1410,1410
+
+srun --mpi=pmix \\
+--container-image triton_trt_llm \\
+--container-mounts /path/to/tensorrtllm_backend:/tensorrtllm_backend \\
+--container-workdir /tensorrtllm_backend \\
+--output logs/tensorrt_llm_%t.out \\
+bash /tensorrtllm_backend/tensorrt_llm_triton.sh
+"""
+OPTIONS = [
+    *("-o", "logs/tensorrt_llm.out", "-e", "logs/tensorrt_llm.error", "-J", "", "-A", "", "-p", ""),
+    *("--nodes=1", "--ntasks-per-node=8", "--time=00:30:00", "--setup", "sudo nvidia-smi -lgc 1410,1410"),
+    *("--container-image", "triton_trt_llm", "--container_workdir", "/tensorrtllm_backend"),
+    *("--container_mounts", "/path/to/tensorrtllm_backend:/tensorrtllm_backend"),
+    *("--task_output", "logs/tensorrt_llm_%t.out"),
+]
+BASH = ["--", "bash", "/tensorrtllm_backend/tensorrt_llm_triton.sh"]
+
+# It ends as rank 0 does, whose exit code it leaves; what else srun was given is shown.
+SRUN = """\
+#!/bin/sh
+echo "$@"
+[ -z "$TOLD" ] || echo "$TOLD" > "$MPILLM_EXIT_FILE"
+exit 137
+"""
+
+
+def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words[: words.index("--")], "--dry_run", *words[words.index("--") :]]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_sample_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert written(capsys, *OPTIONS, *BASH).splitlines() == SAMPLE.splitlines()
+
+
+def test_what_is_left_to_fill_in_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no value for --job_name, --account, --partition: fill it in"):
+        main([*OPTIONS, "--submit", *BASH])
+    assert Path("build/job.sub").read_text() == SAMPLE
+
+
+@pytest.mark.parametrize("told, code", [("5", 5), ("", 137)])
+def test_a_run_has_a_folder_for_each_start_and_rank_0s_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    main(["--nodes", "2", "--ntasks_per_node", "4", "--gpus_per_node", "h200:8", "--mpi", "pmi2",
+          "--log_root", "my runs", "--python", "python3", "--", "run", "--model_path", "a b"])  # fmt: skip
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "TOLD": told}
+    for restart, folder in ((None, "slurm-7-0"), ("2", "slurm-7-2")):
+        more = {} if restart is None else {"SLURM_RESTART_COUNT": restart}
+        done = subprocess.run(["bash", "build/job.sub"], env=env | more, capture_output=True, text=True)
+        logs = tmp_path / "my runs" / folder
+        assert (done.returncode, done.stderr) == (code, "")
+        assert done.stdout == f"--mpi=pmi2 python3 -m mpillm run --model_path a b --log_dir {logs}/run\n"
+        assert logs.is_dir()
+    assert "#SBATCH --gpus-per-node=h200:8\n" in Path("build/job.sub").read_text()
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--nodes", "2"], "no command to run"),
+        (["--", "run", "--log_dir", "here"], "--log_root"),
+        (["--", "run", "--log-dir=here"], "--log_root"),
+    ],
+)
+def test_what_cant_be_a_job(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        main(words)

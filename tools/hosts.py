@@ -1,0 +1,192 @@
+"""Several hosts on this machine, made of namespaces.
+
+Each has addresses, a name, process ids, a boot id and /dev/shm of its own, and this machine's files.
+
+Nothing outlives the process that made them: a host is a process (`setpriv`, `unshare`) that dies with its
+parent, whatever ends that; the kernel ends the processes of its pid namespace with it, and then its network
+is gone. No file, link or mount is made outside of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+HEAD = "head"
+"""The host at which a person logs in. It has the bridge."""
+
+_NETWORK = "10.77.0."
+_START_S = 60.0
+_PROGRAMS = ("ip", "mount", "nsenter", "setpriv", "unshare")
+
+_INIT = """\
+set -e
+hostname "$0"
+mount -t tmpfs none /dev/shm
+printf %s "$1" > /dev/shm/hosts
+mount --bind /dev/shm/hosts /etc/hosts
+cat /proc/sys/kernel/random/uuid > /dev/shm/boot_id
+mount --bind /dev/shm/boot_id /proc/sys/kernel/random/boot_id
+mount -t tmpfs none /dev/shm
+ip link set lo up
+echo ready
+while :; do sleep 1000; done
+"""
+
+
+class NotHere(Exception):
+    """This machine, or this user, can't have such hosts; the text says why."""
+
+
+class Hosts:
+    """`head`, and inside it `h1`, `h2`, …: its processes can enter them, and they end with it."""
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        """`pids`: of the first process of each host."""
+        self._pids = pids
+
+    @property
+    def names(self) -> list[str]:
+        """All but `head`."""
+        return [name for name in self._pids if name != HEAD]
+
+    def on(self, host: str, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` on a host, in the caller's working directory."""
+        return [*_enter(self._pids[host]), *command]
+
+    def run(self, host: str, *command: str) -> str:
+        """Run a short command on a host; what it printed. NotHere: it failed."""
+        return _run(self.on(host, command))
+
+    def processes(self, host: str) -> list[int]:
+        """The process ids, here, of what runs on a host, its first process not among them."""
+        there = Path(f"/proc/{self._pids[host]}/ns/pid").readlink()
+        found = []
+        for path in Path("/proc").iterdir():
+            if path.name.isdecimal() and int(path.name) != self._pids[host]:
+                with contextlib.suppress(OSError):
+                    if (path / "ns/pid").readlink() == there:
+                        found.append(int(path.name))
+        return found
+
+    def cut_power(self, host: str) -> None:
+        """End a host with all its processes at once. Its network goes with it, so nobody is told."""
+        os.kill(self._pids[host], signal.SIGKILL)
+
+    def write_remote_shell(self, path: Path) -> Path:
+        """Write a program that starts commands as `ssh HOST COMMAND` does, from `head`."""
+        cases = "".join(f"  {name}) pid={_pid_in_head(self._pids[name])} ;;\n" for name in self.names)
+        path.write_text(
+            "#!/bin/sh\n"
+            'while [ "${1#-}" != "$1" ]; do shift; done\n'
+            f'case "$1" in\n{cases}'
+            '  *) echo "no host $1" >&2; exit 255 ;;\nesac\n'
+            f'shift\nexec {" ".join(_enter("$pid"))} sh -c "$*"\n',
+            encoding="ascii",
+        )
+        path.chmod(0o755)
+        return path
+
+
+def _enter(pid: int | str) -> list[str]:
+    return ["nsenter", f"--target={pid}", "--net", "--uts", "--mount", "--ipc", "--pid", "--wd=."]
+
+
+def _pid_in_head(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    numbers = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()
+    return int(numbers[-2])
+
+
+def address(name: str) -> str:
+    """The address of a host."""
+    return f"{_NETWORK}{254 if name == HEAD else int(name.removeprefix('h'))}"
+
+
+@contextmanager
+def hosts(n: int) -> Iterator[Hosts]:
+    """Start `n` hosts and `head`. NotHere: that is not possible."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise NotHere("hosts of namespaces need Linux and root")
+    if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
+        raise NotHere(f"hosts of namespaces need {', '.join(missing)} (Debian: iproute2, util-linux)")
+    names = [HEAD, *(f"h{i}" for i in range(1, n + 1))]
+    addresses = {"localhost": "127.0.0.1"} | {name: address(name) for name in names}
+    table = "".join(f"{number} {name}\n" for name, number in addresses.items())
+    started: list[subprocess.Popen[str]] = []
+    pids: dict[str, int] = {}
+    try:
+        for name in names:
+            inside = _enter(pids[HEAD]) if pids else ["setpriv", "--pdeathsig", "KILL"]
+            started.append(_start(inside, name, table))
+            pids[name] = _wait_for(name, started[-1])
+        _connect(pids)
+        yield Hosts(pids)
+    finally:
+        if pids:
+            os.kill(pids[HEAD], signal.SIGKILL)
+        elif started:
+            started[0].kill()
+        for process in started:
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _start(inside: Sequence[str], name: str, table: str) -> subprocess.Popen[str]:
+    apart = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return subprocess.Popen(
+        [*inside, "unshare", *apart, "sh", "-c", _INIT, name, table],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _wait_for(name: str, process: subprocess.Popen[str]) -> int:
+    """The process id, here, of the host's first process, once it is ready."""
+    assert process.stdout is not None
+    said = process.stdout.readline().strip()
+    if said != "ready":
+        raise NotHere(f"host {name} does not start: {said or 'unshare failed'}")
+    pid = process.pid
+    while _name_of(pid) != "sh":  # nsenter and unshare each start the next
+        pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()[0])
+    return pid
+
+
+def _name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+
+
+def _connect(pids: dict[str, int]) -> None:
+    in_head = ["nsenter", f"--target={pids[HEAD]}", "--net", "ip"]
+    _run([*in_head, "link", "add", "br0", "type", "bridge"])
+    _run([*in_head, "addr", "add", f"{address(HEAD)}/24", "dev", "br0"])
+    _run([*in_head, "link", "set", "br0", "up"])
+    for name, pid in pids.items():
+        if name == HEAD:
+            continue
+        _run(
+            [*in_head, "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", str(pid)]
+        )
+        _run([*in_head, "link", "set", f"to-{name}", "master", "br0", "up"])
+        there = ["nsenter", f"--target={pid}", "--net", "ip"]
+        _run([*there, "addr", "add", f"{address(name)}/24", "dev", "eth0"])
+        _run([*there, "link", "set", "eth0", "up"])
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_START_S)
+    if done.returncode != 0:
+        raise NotHere(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
