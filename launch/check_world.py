@@ -81,7 +81,7 @@ def check_world(
 
 def _advice(launcher: Launcher, library: str, command: Sequence[str], variables: Mapping[str, str]) -> str:
     """Return what to do, with the command line that works."""
-    from launch.mpirun import detect  # imports psutil: for this error only
+    from launch.find_mpirun import detect
 
     ranks = str(launcher.size or "N")
     program = [sys.executable, "-m", "mpillm"]

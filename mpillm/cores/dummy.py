@@ -6,84 +6,28 @@ It serves to measure everything around a model, and to test the handling of faul
 from __future__ import annotations
 
 import heapq
-import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.errors import ConfigError, about, nearest
+from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag, concat
 from mpillm.comms.tags import Tag
 from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits
+from mpillm.cores.dummy_options import DummyOptions
 from mpillm.cores.dummy_stream import Streams
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.comms.mover import Mover, Moving, Peer
-    from mpillm.phases import Phase
 
 VOCAB_SIZE = 32000
 _STREAM = int(RequestFlag.STREAM)  # operations on flags take longer
-_FAULTS = ("none", "raise", "hang", "exit", "slow", "silent")
-_KINDS: dict[str, Callable[..., object]] = {"float": float, "int": int, "str": str}
-_PHASES: tuple[Phase, ...] = ("join", "load", "health", "warmup", "test")
-
-
-@dataclass(frozen=True)
-class DummyOptions:
-    """--core_options of the dummy core, as ``key:value,key:value``."""
-
-    ttft_ms: float = 0.0  # time to first token
-    tpot_ms: float = 0.0  # time per further token
-    # answer lengths: normal, at most the request's max_output; 0 is always max_output
-    output_mean: float = 0.0
-    output_stdev: float = 0.0
-    kv_bytes_per_token: int = 0
-    load_s: float = 0.0
-    # raise, hang, exit (the process dies), slow (sleeps fault_s), silent (the request is never answered)
-    fault: str = "none"
-    fault_rank: int = -1  # in the world; -1: every rank with this core
-    fault_phase: str = "test"
-    fault_at: int = 1  # in the test: at the n-th request of this rank
-    fault_s: float = 3600.0
-
-    @staticmethod
-    @about("core_options")
-    def from_options(options: dict[str, object]) -> DummyOptions:
-        known = DummyOptions.__dataclass_fields__
-        values: dict[str, object] = {}
-        for key, value in options.items():
-            if key not in known:
-                raise ConfigError(
-                    f"--core_options {key}: the dummy core has no such option{nearest(key, known)};"
-                    f" it has: {', '.join(known)}"
-                )
-            kind: Callable[[object], object] = _KINDS[str(known[key].type)]
-            try:
-                values[key] = read = kind(value)
-                if (
-                    isinstance(read, (int, float))
-                    and not (-1 if key == "fault_rank" else 0) <= read < math.inf
-                ):
-                    raise ValueError
-            except (OverflowError, TypeError, ValueError):
-                raise ConfigError(f"--core_options {key}:{value}: not a number of at least 0") from None
-        made = DummyOptions(**values)  # type: ignore[arg-type]
-        for name, value, allowed in (
-            ("fault", made.fault, _FAULTS),
-            ("fault_phase", made.fault_phase, _PHASES),
-        ):
-            if value not in allowed:
-                raise ConfigError(
-                    f"--core_options {name}:{value}: not one of {', '.join(allowed)}{nearest(value, allowed)}"
-                )
-        return made
 
 
 def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -286,7 +286,7 @@ def idle(port: int) -> bool:
 
 
 MPIRUN = (
-    "import os, sys\nfrom launch.mpirun import command_line, detect\n"
+    "import os, sys\nfrom launch.find_mpirun import detect\nfrom launch.mpirun import command_line\n"
     "line = command_line(detect(), int(sys.argv[1]), sys.argv[2:], root=True, survive=False)\n"
     "os.execv(line[0], line)\n"
 )

@@ -170,7 +170,7 @@ def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> 
     )
     mpirun = [one.python, "-m", "launch_with_mpirun"]
     (place / "launch_with_mpirun.py").write_text(
-        "import os, sys\nfrom launch.mpirun import command_line, detect\n"
+        "import os, sys\nfrom launch.find_mpirun import detect\nfrom launch.mpirun import command_line\n"
         "line = command_line(detect(), int(sys.argv[1]), sys.argv[2:], root=True,"
         " survive=False)\nos.execv(line[0], line)\n"
     )

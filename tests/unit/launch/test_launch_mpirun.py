@@ -13,16 +13,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from launch import mpirun, supervisor
-from launch.mpirun import (
-    Mpi,
-    choose,
-    command_line,
-    exit_code,
-    find_launchers,
-    parse_arguments,
-    parse_mpirun_version,
-    spans_hosts,
-)
+from launch.find_mpirun import Mpi, choose, find_launchers, parse_mpirun_version
+from launch.mpirun import command_line, exit_code, parse_arguments, spans_hosts
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
 OPEN_MPI_4 = Mpi("openmpi", (4, 1, 6), "/usr/bin/mpirun")

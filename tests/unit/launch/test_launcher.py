@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launch import mpirun
+from launch import find_mpirun
 from launch.check_world import WrongLauncher, check_world, library_title
 from launch.environment import clean_environment
 from launch.launcher import EveryRankError, Launcher, Protocol, find_launcher, one_of_several, refuse_copies
@@ -238,7 +238,7 @@ def test_a_part_of_the_ranks_is_no_world_either() -> None:
 def test_rank_0_shows_the_line_that_works(
     env: dict[str, str], library: str, head: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpirun, "detect", lambda: None)
+    monkeypatch.setattr(find_mpirun, "detect", lambda: None)
     command = ["run", "--core_options", "a:1,b:2", "--log_dir", "my run"]
     first = {name: "0" if name.endswith(("_RANK", "_PROCID")) else value for name, value in env.items()}
     with pytest.raises(WrongLauncher) as error:
@@ -260,7 +260,7 @@ def test_without_a_fitting_mpirun_it_says_what_to_install(monkeypatch: pytest.Mo
     def detect() -> None:
         raise EveryRankError("no mpirun here; install one")
 
-    monkeypatch.setattr(mpirun, "detect", detect)
+    monkeypatch.setattr(find_mpirun, "detect", detect)
     with pytest.raises(WrongLauncher, match=r"separate runs\n  no mpirun here; install one$"):
         check_world(OPEN_MPI_5, None, ["run"], HYDRA | {"PMI_RANK": "0"})
 
