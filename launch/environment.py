@@ -58,20 +58,7 @@ _OPEN_MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """A copy of `env` for a process that is not a rank of the job that this process may be a rank of.
-
-    Use it for every child process: a server, an `srun`, another `mpirun`. It drops what `mpirun` or `srun`
-    set for one rank (`OMPI_COMM_WORLD_*`, `PMIX_*`, `PRTE_*`, `PMI_*`, `SLURM_PROCID`, `SLURM_STEP_*`, …) and
-    keeps what a person set:
-
-    - `OMPI_MCA_*`, `PMIX_MCA_*`, `PRTE_MCA_*` stay (they tune, they don't identify), except the few that
-      `mpirun` sets by itself and only when this process is an Open MPI rank. A value given as `mpirun --mca
-      name value` therefore also reaches the children, as if it had been exported.
-    - `OMPI_ALLOW_RUN_AS_ROOT*`, `MPIR_CVAR_*`, `HYDRA_*` stay.
-    - `SLURM_JOB_*` and the other variables of the allocation stay: a child `srun` belongs in it.
-    - `OPAL_PREFIX` and its library folder in `LD_LIBRARY_PATH` go only when this process is an Open MPI rank:
-      there `mpirun` put them.
-    """
+    """Copy `env` for a process that is not a rank of the job that this process may be a rank of."""
     clean = {name: value for name, value in env.items() if not _JOB.fullmatch(name)}
     if not any(name in env for name in _OPEN_MPI_RANK):
         return clean
@@ -172,7 +159,7 @@ def tell_signal(number: int, exit_file: Path) -> None:
 
 
 def told_signal(env: Mapping[str, str] = os.environ) -> int | None:
-    """The signal that the launcher got; None: no signal, no launcher, or its folder is not seen here."""
+    """Return the launcher's signal; None: no signal, no launcher, or its folder is not seen here."""
     try:
         return int(Path(env[EXIT_FILE]).with_name(_SIGNAL).read_text(encoding="ascii"))
     except (KeyError, OSError, ValueError):

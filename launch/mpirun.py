@@ -187,29 +187,7 @@ def command_line(
     exports: Sequence[str] = (),
     survive: bool = True,
 ) -> list[str]:
-    """The `mpirun` line that starts `program` on `ranks` ranks; a pure function.
-
-    `options` are a person's own and win over ours. `cores` is what this node offers, `exports` the variables
-    to carry to other hosts.
-
-    Open MPI:
-
-    - ``--allow-run-as-root`` as root.
-    - ``--oversubscribe`` for more ranks than cores, and only then: with it an idle rank yields its core,
-      which costs latency (4-byte ping-pong on two cores 1.2 to 6 µs instead of 0.5 µs). Not with a host list:
-      its slots are the user's word.
-    - ``--bind-to none``: Open MPI binds a rank to one core (two ranks) or NUMA node (more), and PyTorch would
-      then run all its threads there.
-    - ``--stdin none``: Open MPI 5 never tells rank 0 that its standard input has ended.
-    - To survive a lost rank (`survive`): Open MPI 5 ``--with-ft ulfm`` and, for one that exits instead of
-      being killed, ``state_base_error_non_zero_exit 0`` (without it `prterun` takes rank 0 and its last
-      output along); Open MPI 4 ``--enable-recovery`` and ``orte_abort_on_non_zero_status 0``. None costs
-      start time or latency, and with them `mpirun` prints no banner of its own. Its exit status means nothing
-      then: rank 0 tells the code.
-
-    MPICH: ``-disable-auto-cleanup`` and `launch/guard.py` around each rank, to survive; hydra neither binds
-    nor counts slots.
-    """
+    """Return the `mpirun` line that starts `program` on `ranks` ranks; a pure function."""
     line = [mpi.mpirun, "-n", str(ranks)]
     if mpi.kind == "openmpi":
         if root and not has_option(options, {"allow-run-as-root"}):

@@ -218,5 +218,5 @@ def _prctl(option: int, value: int) -> None:
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own on stderr."""
+    """Write a line of the launcher's own to stderr."""
     print(f"mpillm mpirun: {text}", file=sys.stderr, flush=True)

@@ -47,7 +47,7 @@ class Failure:
 
 
 def exit_code(failures: Iterable[Failure], phase: Phase) -> int:
-    """The exit code of a run that failed in `phase`: that of the first failure with one, or the phase's."""
+    """Return the exit code of a run that failed in `phase`: the first failure's, or else the phase's."""
     codes = [failure.code for failure in failures if failure.code is not None]
     return (
         int(codes[0])

@@ -164,10 +164,7 @@ def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> C
 
 
 def _received(connection: socket.socket, n_bytes: int, end: float | None = None) -> Cache:
-    """As many bytes, until `end` (time.monotonic()).
-
-    Raises EOFError if there are fewer; TimeoutError, OSError.
-    """
+    """Read this many bytes, until `end` (time.monotonic())."""
     made = np.empty(n_bytes, np.uint8)
     view, at = made.data, 0
     while at < n_bytes:

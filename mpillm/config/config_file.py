@@ -81,7 +81,7 @@ def _tests(values: Mapping[Field, Any]) -> Iterator[tuple[str | None, str | None
 
 
 def _apart(name: str, scenario: str | None) -> tuple[str, str | None]:
-    """A workload's interactive form is the scenario Interactive of the workload."""
+    """Treat a workload's interactive form as the scenario Interactive of the workload."""
     plain = plain_form(name)
     return (
         (plain, INTERACTIVE)

@@ -111,7 +111,7 @@ class RunConfig(Values, AllFields):
         return self.sections.get(section, self)
 
     def passed_over(self) -> str:
-        """A line for the user: settings of a file in NVIDIA's form without effect here; empty without any."""
+        """Name the settings of a file in NVIDIA's form that have no effect here; "" if there are none."""
         said = [f"{name} {self.found[name].value}" for name in PASSED_OVER if name in self.found]
         return f"{self.config_file}: without effect here: {', '.join(said)}" if said else ""
 
@@ -233,7 +233,7 @@ def options_page() -> str:
 def parse(
     argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None
 ) -> RunConfig:
-    """The values of all fields, from the command line, the environment, a user's file and the workload.
+    """Return all fields' values, from the command line, the environment, a user's file and the workload.
 
     `shown` are in --help, and may be the command's own; other fields are accepted, too, because the commands
     of a test share their options. The command's `defaults` override the fields'. ConfigError: names the

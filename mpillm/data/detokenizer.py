@@ -46,7 +46,7 @@ class Detokenizer:
         return piece
 
     def _certain(self) -> tuple[str, int]:
-        """The text from the context on that no further token changes, and how many tokens it ends with."""
+        """Return the text from the context on that no later token changes, and where its tokens end."""
         n = len(self._tokens)
         for end in range(n, max(self._read, n - _CHARACTER), -1):
             text = self._tokenizer.decode(self._tokens[self._context : end])

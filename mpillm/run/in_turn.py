@@ -54,7 +54,7 @@ def run_in_turn(tests: Sequence[Test]) -> int:
 
 
 def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
-    """The mpirun of one test: the options as typed, with this workload and scenario."""
+    """Return the mpirun of one test: the options as typed, with this workload and scenario."""
     name = run_name(config)
     log_dir = Path(config.log_dir or Path("build/runs") / time.strftime("%Y%m%d-%H%M%S"))
     if several or not config.log_dir:

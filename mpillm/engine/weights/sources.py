@@ -69,7 +69,7 @@ class DummyWeights:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
-        """The weights are made on `device`, and stay there."""
+        """Make the weights on `device`, where they stay."""
         self._shapes = config.tensors()
         self._device = torch.device(device)
 
