@@ -36,6 +36,7 @@ COMMANDS = {
     "accuracy": "score the answers of an accuracy run",
     "compliance": "check a run of compliance test TEST06",
     "submission": "arrange runs as a submission to MLPerf Inference",
+    "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
     "fetch-model": "fetch a small real model",
     "bench": "measure: bench routing, engine, core-model, load, dataset, agreement, handoff",
 }
@@ -50,7 +51,6 @@ _THEIRS = {
     "launch-triton-server": "run-llm-server --harness_type=triton starts it",
     "tritonserver": "run-llm-server --harness_type=triton starts it",
     "trtllm-serve": "run-llm-server starts it with --core_type=trtllm_endpoint or trtllm_disagg",
-    "hf-lora-convert": "LoRA is not built in this version",
     "inflight-batcher-llm-client": "`python -m mpillm triton-client tokens` takes its options",
     "end-to-end-test": "`python -m mpillm e2e-test` takes its options",
     "benchmark-core-model": "`python -m mpillm bench core-model` takes its options",

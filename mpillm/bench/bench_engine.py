@@ -155,7 +155,7 @@ class _Engine:
             self._steps.append((len(x), len(wanted)))
             return forward(x, attention, wanted, layer_stored)
 
-        part.model.forward = counted  # type: ignore[method-assign]
+        part.model.forward = counted  # type: ignore[method-assign, assignment]
 
     def answer(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
         from mpillm.engine.sampler import SamplingParams

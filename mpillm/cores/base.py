@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.config.core_config import CoreConfig
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.comms.mover import Mover, Peer
     from mpillm.engine.handoff.host_end import HostEnd
+    from mpillm.engine.lora import Adapter
     from mpillm.engine.special import Special
 
 
@@ -167,6 +169,10 @@ class LLMCore(ABC):
     def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
         """As `enqueue`, with what some of them ask for besides, by id; see there what comes back."""
         raise RuntimeError(f"core {self.config.core_type} takes no more than a request's row says")
+
+    def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
+        """Make a LoRA adapter for `Special.adapter`. Raises ValueError if it does not fit the model."""
+        raise RuntimeError(f"core {self.config.core_type} has no adapters")
 
     @abstractmethod
     def poll_responses(self) -> Batch | None:

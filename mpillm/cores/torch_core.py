@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
     from mpillm.engine.handoff.host_end import HostEnd
     from mpillm.engine.handoff.transfer import Transfers
+    from mpillm.engine.lora import Adapter
     from mpillm.engine.sequence import Sequence
     from mpillm.engine.special import Special
     from mpillm.engine.worker import Follower, Worker
@@ -258,6 +259,12 @@ class TorchCore(LLMCore):
         alone = self.comms is None or self.comms.instance.size == 1
         return alone and self.config.gpu_bytes is None
 
+    def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
+        from mpillm.engine.lora import Adapter
+
+        assert self.worker is not None
+        return Adapter(weights, config, self.info.config, self.worker.part.dtype)
+
     def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
         offsets = requests.offsets()
         for i, row in enumerate(requests.rows):
@@ -265,6 +272,8 @@ class TorchCore(LLMCore):
             if specials and (special := specials.get(sequence.id)) is not None:
                 sequence.special = special
                 sequence.width = special.beam_width
+                if special.adapter is not None:
+                    sequence.salt = special.adapter.salt
                 if special.keeps_context_logits:  # there are none of blocks that others have computed
                     sequence.salt = secrets.token_bytes(16)
             refusal = self.engine.refusal(sequence)

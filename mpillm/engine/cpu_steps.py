@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mpillm.engine.lora import StepAdapters
 from mpillm.engine.model.attention import StepAttention
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.step import Step
@@ -36,8 +37,12 @@ class CpuSteps:
             if part.groups.layout.is_first_stage
             else part.receive_hidden(len(step.tokens))
         )
-        wanted = None if step.context_logits else torch.tensor(step.wanted, dtype=torch.int64)
-        return part.model.forward(x, attention, wanted, layer_stored)
+        wanted = torch.tensor(step.wanted, dtype=torch.int64)
+        if not step.context_logits and not step.adapters:
+            return part.model.forward(x, attention, wanted, layer_stored)
+        adapters = StepAdapters(step.adapters) if step.adapters else None
+        x = part.model.forward(x, attention, None, layer_stored, adapters)
+        return x if step.context_logits else x.index_select(0, wanted)
 
     def feed(self, tokens: Tensor) -> None:
         """Do nothing: the host reads a step's tokens before it plans the step that computes with them."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpillm.engine.beams import Beams
+from mpillm.engine.lora import Adapter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as List
@@ -34,6 +35,7 @@ class Special:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()  # their last token is forbidden behind the others
+    adapter: Adapter | None = None
     beam_width: int = 1
     length_penalty: float = 0.0
     early_stopping: bool = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mpillm.engine.handoff.transfer import Transfer
+from mpillm.engine.lora import Adapter
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.special import Special
@@ -46,6 +47,7 @@ class Step:
     specials: list[tuple[int, Sequence, int]] = field(default_factory=list)
     context_logits: list[tuple[Special, slice]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    adapters: list[tuple[Adapter, int, int]] = field(default_factory=list)  # and their rows of the step
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
@@ -65,6 +67,7 @@ class Step:
             step.tokens += sequence.tokens(start, start + n)
             if sequence.special is not None:
                 step.keep_context_logits(sequence, start, n)
+                step.add_adapter(sequence, n)
             if sequence.n_uncached == 0:
                 if sequence.n_output < sequence.min_output and sequence.width == 1:
                     step.not_end.append(len(sampled))
@@ -83,12 +86,20 @@ class Step:
         assert sequence.special is not None and sequence.special.beams is not None
         beams, slots = sequence.special.beams, (sequence.slot, *sequence.more_slots)
         tables = beams.tables(sequence.blocks, n_cached, self.copies)
+        n_before = len(self.tokens)
         for beam, table in enumerate(tables):
             self.spans.append(Span(slots[beam], n_cached, 1, 0, table))
             self.wanted.append(len(self.tokens))
             self.tokens.append(beams.running[beam].tokens[-1])
             self.specials.append((len(sampled), sequence, beam))
             sampled.append(sequence)
+        self.add_adapter(sequence, len(self.tokens) - n_before)
+
+    def add_adapter(self, sequence: Sequence, n: int) -> None:
+        """Note that the step's last `n` rows are of `sequence`, if it has an adapter."""
+        if sequence.special is not None and sequence.special.adapter is not None:
+            end = len(self.tokens)
+            self.adapters.append((sequence.special.adapter, end - n, end))
 
     def keep_context_logits(self, sequence: Sequence, start: int, n: int) -> None:
         """Note what is wanted of the step's last `n` rows: a sequence's tokens from `start`."""

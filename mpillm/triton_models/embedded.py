@@ -18,16 +18,19 @@ import numpy as np
 
 # Only inside tritonserver: its Python backend brings it.
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.core_names import DEFAULT
 from mpillm.cores.registry import BackendRegistry
+from mpillm.engine.lora import Adapter, Adapters
 from mpillm.engine.special import Special
 from mpillm.triton_models.engine_thread import Answer, EngineThread
 from mpillm.triton_models.requests import Asked, Refused, Tensors, read
 
 _log = logging.getLogger(__name__)
+_LORA_BYTES = 1 << 30  # of adapters that are kept, unless `lora_cache_host_memory_bytes` says otherwise
 _CHECK_S = 0.1  # for requests that were cancelled, unless `cancellation_check_period_ms` says otherwise
 _POLICIES = {"max_utilization": "max_util", "guaranteed_no_evict": "no_evict"}
 
@@ -85,6 +88,8 @@ class TritonPythonModel:
         self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._exclude_input = as_bool(text_parameter(parameters, "exclude_input_in_output") or "false")
         period_ms = text_parameter(parameters, "cancellation_check_period_ms")
+        cache_bytes = text_parameter(parameters, "lora_cache_host_memory_bytes")
+        self._adapters = Adapters(int(cache_bytes or _LORA_BYTES))
         self._max_beam_width = int(text_parameter(parameters, "max_beam_width") or 1)
         self._requests: dict[int, _Request] = {}  # that are open
         self._lock = threading.Lock()
@@ -131,7 +136,18 @@ class TritonPythonModel:
             self._exclude_input,
             takes_special=self._core.takes_special,
             max_beam_width=self._max_beam_width,
+            find_adapter=self._adapter,
         )
+
+    def _adapter(self, task_id: int, weights: NDArray[Any] | None, config: NDArray[Any] | None) -> Adapter:
+        def make() -> Adapter:
+            assert weights is not None and config is not None
+            return self._core.make_adapter(weights, config)
+
+        try:
+            return self._adapters.get(task_id, None if weights is None or config is None else make)
+        except (LookupError, ValueError) as error:
+            raise Refused(str(error.args[0])) from error
 
     def finalize(self) -> None:
         """End the engine; open requests get an error."""

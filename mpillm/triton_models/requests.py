@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.engine.lora import Adapter
 from mpillm.engine.special import Special
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -60,6 +61,9 @@ _READ = frozenset(
         "return_num_output_tokens",
         "exclude_input_in_output",
         "return_log_probs",
+        "lora_task_id",
+        "lora_weights",
+        "lora_config",
         "len_penalty",
         "early_stopping",
         "stop",
@@ -104,8 +108,17 @@ class Asked:
     special: Special | None = None
 
 
+FindAdapter = Callable[[int, NDArray[Any] | None, NDArray[Any] | None], Adapter]
+"""From a task id, weights and config of LoRA to the adapter. Raises Refused."""
+
+
 def read(
-    tensors: Tensors, exclude_input: bool, *, takes_special: bool = True, max_beam_width: int = 4
+    tensors: Tensors,
+    exclude_input: bool,
+    *,
+    takes_special: bool = True,
+    max_beam_width: int = 4,
+    find_adapter: FindAdapter | None = None,
 ) -> Asked:
     """Return what one prompt asks for. `exclude_input`: unless the request says it. Raises Refused.
 
@@ -136,6 +149,13 @@ def read(
     special, because = _special(tensors, temperature or 1.0)
     if special is not None and not takes_special:
         raise Refused(f"{because}: the embedded engine has it only on a CPU and one rank, so far")
+    if task_id := number("lora_task_id", int, 0):
+        if not takes_special or find_adapter is None:
+            raise Refused("lora_task_id: the embedded engine has it only on a CPU and one rank, so far")
+        special = special or Special()
+        special.adapter = find_adapter(task_id, tensors.get("lora_weights"), tensors.get("lora_config"))
+    elif _is_there(tensors, "lora_weights"):
+        raise Refused("lora_weights: there is no lora_task_id")
     if n_before_end and end_id >= 0 and takes_special:
         special = special or Special()
         special.not_yet = (end_id,)

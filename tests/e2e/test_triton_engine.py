@@ -15,8 +15,9 @@ import torch
 
 from mpillm.engine.weights.sources import save_preset
 from tests.e2e.test_triton import generate, serving
+from tests.helpers.adapters import ALL, make_adapter, merge
 from tests.helpers.real_triton import MARKS
-from tests.helpers.support import Starter
+from tests.helpers.support import DONE, Starter
 from tests.helpers.triton_requests import Asker, Refusal
 
 pytestmark = MARKS
@@ -56,6 +57,7 @@ def test_answers_of_every_kind(one: Starter) -> None:
         check_a_batch(asker, plain)
         check_choices(asker, oracle, plain, threads)
         check_beams(asker, oracle, plain, threads)
+        check_adapters(one, asker, folder, plain, threads)
         check_stop(asker)
 
 
@@ -185,6 +187,49 @@ def check_beams(asker: Asker, oracle: Oracle, plain: list[list[int]], threads: T
             asker.ask([[5]], 4, beam_width=2, **{name: value})
     with pytest.raises(Refusal, match="max_beam_width is 4"):
         asker.ask([[5]], 4, beam_width=5)
+
+
+def check_adapters(
+    one: Starter, asker: Asker, folder: Path, plain: list[list[int]], threads: ThreadPoolExecutor
+) -> None:
+    """Weights with the first request, the id afterwards; two adapters and none in a batch."""
+    tensors: dict[int, dict[str, Any]] = {}
+    answers: dict[int, list[list[int]]] = {0: plain}
+    for task_id, modules in ((7, ALL), (8, ("q_proj", "v_proj"))):
+        adapter, made = one.folder / f"adapter-{task_id}", one.folder / f"tensors-{task_id}"
+        make_adapter(folder, adapter, task_id, modules)
+        one.mpillm("hf-lora-convert", "-i", adapter, "-o", made, "--storage-type", "float16").must(DONE)
+        oracle = Oracle(folder)
+        merge(oracle.model, adapter)
+        answers[task_id] = [oracle.tokens(prompt) for prompt in PROMPTS]
+        tensors[task_id] = {
+            "lora_task_id": np.uint64(task_id),
+            "lora_weights": np.load(made / "model.lora_weights.npy")[0],
+            "lora_config": np.load(made / "model.lora_config.npy")[0],
+        }
+    with pytest.raises(Refusal, match=r"LoRA task 7 not found in cache\. Please send LoRA weights"):
+        asker.ask([[5]], 4, lora_task_id=np.uint64(7))
+    tensors[0] = {}
+
+    def answer(task_id: int, number: int) -> list[int]:
+        (got,) = asker.ask([PROMPTS[number]], N_OUTPUT, **tensors[task_id])
+        tokens: list[int] = got["output_ids"][0, 0].tolist()
+        return tokens
+
+    for task_id, named in tensors.items():
+        assert answer(task_id, 0) == answers[task_id][0]
+        tensors[task_id] = {"lora_task_id": named["lora_task_id"]} if named else {}
+    cases = [(task_id, number) for number in range(len(PROMPTS)) for task_id in tensors]
+    for case, got in zip(cases, threads.map(lambda case: answer(*case), cases), strict=True):
+        assert got == answers[case[0]][case[1]], case
+    with pytest.raises(Refusal, match="lora_weights: attn_q of layer 0 has not"):
+        asker.ask(
+            [[5]],
+            4,
+            lora_task_id=np.uint64(9),
+            lora_weights=np.ones((1, 8), np.float16),
+            lora_config=np.array([[1, 0, 1]], np.int32),
+        )
 
 
 def check_stop(asker: Asker) -> None:

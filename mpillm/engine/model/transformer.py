@@ -38,6 +38,12 @@ class Attention(Protocol):
     def __call__(self, layer: int, qkv: Any) -> Tensor: ...
 
 
+class Adapters(Protocol):
+    """Adds to a product `y` [rows, out] of `x` [rows, in], in place: see `engine.lora`."""
+
+    def add(self, layer: int, name: str, x: Tensor, y: Any) -> None: ...
+
+
 class Ops(Protocol):
     """See `ops`."""
 
@@ -62,10 +68,16 @@ class Mlp:
         self.gate_up = weights.linear(gate_up)
         self.down = weights.linear(down)
 
-    def __call__(self, x: Any) -> Tensor | Unscaled:
+    def __call__(self, x: Any, layer: int = 0, adapters: Adapters | None = None) -> Tensor | Unscaled:
         n_rows = len(x.numbers if isinstance(x, Rounded) else x)
-        hidden = self._ops.silu_mul(self.gate_up.unscaled(x), self.down.rounds(n_rows))
-        return self.down.unscaled(hidden)
+        gate_up = self.gate_up.unscaled(x)
+        if adapters is not None:
+            adapters.add(layer, "gate_up", x, gate_up)
+        hidden = self._ops.silu_mul(gate_up, self.down.rounds(n_rows))
+        down = self.down.unscaled(hidden)
+        if adapters is not None:
+            adapters.add(layer, "down", hidden, down)
+        return down
 
     def rounds(self, n_rows: int) -> bool:
         """As `Linear.rounds`, for its input."""
@@ -83,7 +95,8 @@ class Mixture:
         self.gate_up = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w13") for i in experts])
         self.down = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w2") for i in experts])
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, layer: int = 0, adapters: Adapters | None = None) -> Tensor:
+        """Compute; no adapter changes experts."""
         choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
         hidden = self._ops.silu_mul(self.gate_up(x, choice))
         return self._ops.combine(self.down(hidden, choice), choice.weights)
@@ -146,26 +159,34 @@ class Llama:
         attention: Attention,
         wanted: Tensor | None,
         layer_stored: Callable[[int], None] | None = None,
+        adapters: Adapters | None = None,
     ) -> Tensor:
         """Run `x`, the step's rows (changed in place), through this stage's layers.
 
         The last stage returns the rows `wanted` (int64; None: all), normed. `layer_stored` is called with
-        each of this stage's layers as soon as the cache has its keys and values.
+        each of this stage's layers as soon as the cache has its keys and values. `adapters` change
+        products of all rows: then `wanted` is None.
         """
         eps = self.config.rms_norm_eps
         normed = self._ops.add_norm(
             x, None, self.layers[0].input_norm, eps, self.layers[0].qkv.rounds(len(x))
         )
         for i, layer in enumerate(self.layers):
-            attended = attention(i, self._by_head(layer.qkv.unscaled(normed)))
+            qkv = layer.qkv.unscaled(normed)
+            if adapters is not None:
+                adapters.add(i, "qkv", normed, qkv)
+            attended = attention(i, self._by_head(qkv))
             if layer_stored is not None:
                 layer_stored(i)
             is_last = i == len(self.layers) - 1
             if self.lm_head is not None and is_last and wanted is not None:  # nothing reads the other rows
                 x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
-            delta = self._sum(layer.o.unscaled(attended))
+            delta = layer.o.unscaled(attended)
+            if adapters is not None:
+                adapters.add(i, "o", attended, delta)
+            delta = self._sum(delta)
             normed = self._ops.add_norm(x, delta, layer.post_norm, eps, layer.mlp.rounds(len(x)))
-            delta = self._sum(layer.mlp(normed))
+            delta = self._sum(layer.mlp(normed, i, adapters))
             if is_last and self.lm_head is None:
                 return x.add_(self._ops.scaled(delta))
             if is_last:

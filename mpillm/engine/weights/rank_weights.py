@@ -101,11 +101,14 @@ class Shards(Weights):
             weight = self._source.get(name, rows, columns).to(self.device)
             scales = self._source.get(scale_name(name), rows).to(self.device, torch.float32)
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            return self._rotary(weight), None if scales is None else self._rotary(scales)
+            d = self.config.head_dim
+            return rotary_order(weight, d), None if scales is None else rotary_order(scales, d)
         return weight, scales
 
-    def _rotary(self, x: Tensor) -> Tensor:
-        return x.view(-1, 2, self.config.head_dim // 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
+
+def rotary_order(x: Tensor, head_dim: int) -> Tensor:
+    """Return rows of a q or k projection [heads * head_dim, any] in `model`'s order."""
+    return x.reshape(-1, 2, head_dim // 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
 
 
 class Built(Weights):

@@ -1,0 +1,82 @@
+"""A PEFT adapter as the tensors that requests carry: see `engine.lora` for their layout."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from disagg.errors import ConfigError
+from mpillm.engine.lora import MODULES
+
+_MODULE_OF = {
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "qkv_proj": "attn_qkv",
+    "o_proj": "attn_dense",
+    "gate_proj": "mlp_h_to_4h",
+    "up_proj": "mlp_gate",
+    "down_proj": "mlp_4h_to_h",
+}
+_NAME = re.compile(r".*\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])(?:\.\w+)?\.weight")
+# What changes an adapter's result, and is no part of the tensors.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+    "bias": (None, "none"),
+}
+
+
+def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
+    """Return weights [1, modules, width] and config [1, modules, 3] of an adapter's folder.
+
+    `dtype`: float16 or float32, of the weights. ConfigError: it has what the tensors can't say.
+    """
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        tensors = _tensors(folder)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"{folder}: no adapter of PEFT can be read there: {error!r}") from error
+    for name, neutral in _NEUTRAL.items():
+        if config.get(name) not in neutral:
+            raise ConfigError(f"{folder}/adapter_config.json: {name} {config[name]!r} can't be converted")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    parts: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = _NAME.fullmatch(name)
+        if found is None or found[2] not in _MODULE_OF:
+            raise ConfigError(f"{folder}: tensor {name} is not of a module that can be converted")
+        parts.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor.float()
+    rows, heads = [], []
+    for (layer, module), pair in sorted(parts.items()):
+        if set(pair) != {"A", "B"}:
+            raise ConfigError(f"{folder}: layer {layer}, {module}: lora_A or lora_B is missing")
+        rows.append(torch.cat([pair["A"].flatten(), (pair["B"] * scale).flatten()]).numpy())
+        heads.append([MODULES[_MODULE_OF[module]], layer, len(pair["A"])])
+    if not rows:
+        raise ConfigError(f"{folder}: the adapter is empty")
+    weights = np.zeros((1, len(rows), max(map(len, rows))), dtype)
+    for padded, row in zip(weights[0], rows, strict=True):
+        padded[: len(row)] = row
+    return weights, np.array([heads], np.int32)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    if (path := folder / "adapter_model.safetensors").is_file():
+        return load_file(path)
+    tensors: dict[str, torch.Tensor] = torch.load(
+        folder / "adapter_model.bin", map_location="cpu", weights_only=True
+    )
+    return tensors

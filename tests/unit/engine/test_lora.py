@@ -1,0 +1,139 @@
+"""Adapters beside each other and beside none in one batch, against models with them merged, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpillm.comms.messages import ResponseFlag
+from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.lora import MODULES, Adapters
+from mpillm.engine.special import Special
+from mpillm.engine.weights.peft_adapter import convert
+from mpillm.engine.weights.sources import save_preset
+from tests.helpers.adapters import make_adapter, merge
+from tests.unit.engine.test_engine_torch import make_batch, make_core
+
+PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9, 3], [8, 8, 8, 8]]
+N_OUTPUT = 9
+
+
+class Models:
+    """A folder, adapters for it, and what each answers."""
+
+    def __init__(self, folder: Path) -> None:
+        transformers = pytest.importorskip("transformers")
+        torch.set_num_threads(1)
+        self.folder = folder / "model"
+        save_preset("tiny-llama", self.folder)
+        self.adapters = {1: folder / "all", 2: folder / "attention"}
+        make_adapter(self.folder, self.adapters[1], 1)
+        make_adapter(self.folder, self.adapters[2], 2, ("q_proj", "v_proj"))
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.of = {0: load(self.folder, dtype=torch.float32).eval()}
+        for i, adapter in self.adapters.items():
+            self.of[i] = merge(load(self.folder, dtype=torch.float32).eval(), adapter)
+
+    def answer(self, model: int, prompt: list[int], **options: Any) -> list[int]:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": N_OUTPUT, "do_sample": False, "eos_token_id": None, **options}
+        out = self.of[model].generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+        return [int(token) for token in out[0, len(prompt) :]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("lora"))
+
+
+def run(core: TorchCore, prompts: list[list[int]], specials: dict[int, Special]) -> list[list[int]]:
+    core.enqueue_special(make_batch(prompts, max_output=N_OUTPUT), specials)
+    whole: dict[int, list[int]] = {}
+    while len(whole) < len(prompts):
+        for row in (core.poll_responses() or make_batch([])).split():
+            if row.rows["flags"][0] & ResponseFlag.FINAL:
+                whole[int(row.rows["id"][0])] = row.tokens.tolist()
+    return [whole[i] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_kv_cache_reuse": True, "max_num_tokens": 24}])
+def test_mixed_in_a_batch(options: dict[str, Any], models: Models) -> None:
+    """Each prompt with each adapter and with none; with reuse, blocks of one are no other's."""
+    core = make_core(models.folder, **options)
+    adapters = {}
+    for i, folder in models.adapters.items():
+        weights, config = convert(folder, "float16")
+        adapters[i] = core.make_adapter(weights[0], config[0])
+    which = [i % 3 for i in range(3 * len(PROMPTS))]
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    expected = [models.answer(model, prompt) for model, prompt in zip(which, prompts, strict=True)]
+    assert len({tuple(answer) for answer in expected}) == len(expected)
+    for _ in range(2):
+        specials = {i: Special(adapter=adapters[model]) for i, model in enumerate(which) if model}
+        assert run(core, prompts, specials) == expected
+    assert ("reused_blocks" in core.statistics()) == bool(options)
+
+
+def test_beams_and_logits_with_an_adapter(models: Models) -> None:
+    core = make_core(models.folder)
+    weights, config = convert(models.adapters[1], "float32")
+    adapter = core.make_adapter(weights[0], config[0])
+    specials = {
+        0: Special(adapter=adapter, beam_width=3, ends=()),
+        1: Special(adapter=adapter, keeps_context_logits=True),
+    }
+    answers = run(core, PROMPTS, specials)
+    assert answers[0] == models.answer(1, PROMPTS[0], num_beams=3)
+    assert answers[1:] == [models.answer(i, PROMPTS[n]) for i, n in ((1, 1), (0, 2), (0, 3))]
+    with torch.no_grad():
+        logits = models.of[1](torch.tensor([PROMPTS[1]])).logits[0].numpy()
+    np.testing.assert_allclose(np.concatenate(specials[1].context_logits), logits, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("module", "layer", "rank", "message"),
+    [
+        (9, 0, 4, "this model has no module 9"),
+        (1, 99, 4, "attn_q of layer 99 with rank 4 is not possible"),
+        (1, 0, 0, "attn_q of layer 0 with rank 0 is not possible"),
+        (1, 0, 5, "attn_q of layer 0 has not 5 x"),
+        (1, 0, 3, "attn_q of layer 0 has not 3 x"),
+    ],
+)
+def test_what_does_not_fit(module: int, layer: int, rank: int, message: str, models: Models) -> None:
+    core = make_core(models.folder)
+    hidden = core.info.config.hidden_size
+    with pytest.raises(ValueError, match=message):
+        core.make_adapter(
+            np.ones((1, 4 * 2 * hidden), np.float16), np.array([[module, layer, rank]], np.int32)
+        )
+    with pytest.raises(ValueError, match=r"expected \[modules, values\]"):
+        core.make_adapter(np.ones((2, 8), np.float16), np.array([[1, 0, 1]], np.int32))
+
+
+def test_the_longest_unused_are_forgotten(models: Models) -> None:
+    core = make_core(models.folder)
+    hidden = core.info.config.hidden_size
+
+    def make() -> Any:
+        return core.make_adapter(
+            np.ones((1, 2 * hidden), np.float16), np.array([[MODULES["attn_dense"], 0, 1]], np.int32)
+        )
+
+    adapters = Adapters(2 * make().n_bytes)
+    first = adapters.get(1, make)
+    adapters.get(2, make)
+    assert adapters.get(1, None) is first
+    adapters.get(3, make)
+    for task_id in (2, 4):
+        with pytest.raises(
+            LookupError, match=f"LoRA task {task_id} not found in cache. Please send LoRA weights"
+        ):
+            adapters.get(task_id, None)
+    assert adapters.get(1, None) is first
+    with pytest.raises(ValueError, match="exceed lora_cache_host_memory_bytes 1"):
+        Adapters(1).get(1, make)
