@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpillm.comms.messages import DrainReport
 from mpillm.config.options import RunConfig
 from mpillm.errors import Failure
 from mpillm.report.timeline import Timeline
-from mpillm.roles.harness import Totals
+
+if TYPE_CHECKING:  # the module imports MPI, which a reader of results does not need
+    from mpillm.roles.harness import Totals
 
 _BUSY = 0.8  # of a core: a client near all of it measures itself
 _MOST_COMPILED = 20  # kernels or graphs to name
