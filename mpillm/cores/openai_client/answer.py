@@ -46,8 +46,13 @@ class Answer:
         if self._events is None:
             self._whole.append(data)
             return
-        for event in self._events.feed(data):
-            self._take(event, at)
+        events = self._events.feed(data)
+        if len(events) > 1 and (messages := _together(events)) is not None:
+            for event, message in zip(events, messages, strict=False):
+                self._take_message(event, message, at)
+        else:
+            for event in events:
+                self._take(event, at)
 
     def finish(self, at: float) -> None:
         """Take the end of the body.
@@ -73,6 +78,9 @@ class Answer:
             message = json.loads(data)
         except ValueError:
             raise AnswerError(f"it sent something that is not JSON: {data[:80]!r}") from None
+        self._take_message(data, message, at)
+
+    def _take_message(self, data: bytes, message: Any, at: float) -> None:
         if not isinstance(message, dict):
             raise AnswerError(f"it sent JSON that is not a completion: {data[:80]!r}")
         if message.get("error") is not None or message.get("object") == "error":
@@ -89,8 +97,9 @@ class Answer:
     def _choose(self, choice: Mapping[str, Any], at: float) -> None:
         tokens, text = choice.get("token_ids"), choice.get("text")
         if tokens:
-            if not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
-                raise TypeError("token ids are whole numbers")
+            for token in tokens:
+                if type(token) is not int or not 0 <= token < 1 << 31:
+                    raise TypeError("token ids are whole numbers")
             self.tokens += tokens
         if text:
             self.texts.append(text)
@@ -98,6 +107,19 @@ class Answer:
             self.times.append(at)
         if choice.get("finish_reason") is not None:
             self.finish_reason = choice["finish_reason"]
+
+
+def _together(events: list[bytes]) -> list[Any] | None:
+    """Parse several events at once, which takes half the time; None: one by one it will show what is wrong.
+
+    A DONE at the end is left out.
+    """
+    n = len(events) - (events[-1] == _DONE)
+    try:
+        messages: list[Any] = json.loads(b"[%b]" % b",".join(events[:n]))
+    except ValueError:
+        return None
+    return messages if len(messages) == n else None
 
 
 def error_text(message: Mapping[str, Any]) -> str:

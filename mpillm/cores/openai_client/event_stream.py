@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_PLAIN, _BETWEEN = b"data: ", b"\n\ndata: "
 _FIELDS = (b"event", b"id", b"retry")  # that say nothing of an answer
 
 
@@ -17,6 +18,10 @@ class EventStream:
 
         Raises ValueError for a line that is no event's.
         """
+        if data.startswith(_PLAIN) and data.endswith(b"\n\n") and not (self._rest or self._data):
+            plain = data[len(_PLAIN) : -2].split(_BETWEEN)
+            if data.count(b"\n") == 2 * len(plain) and b"\r" not in data:
+                return plain  # whole events of one line each, as almost always: a fifth of the time
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         events: list[bytes] = []

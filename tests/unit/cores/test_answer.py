@@ -1,0 +1,69 @@
+"""An answer means the same however the network has cut it: whole events are read together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpillm.cores.openai_client.answer import Answer, AnswerError
+from tests.helpers.scripted_server import choice, event
+
+END = event(b"[DONE]")
+EVENTS = [event(choice([i], f"t{i}", "length" if i == 5 else None)) for i in range(6)]
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 6}})
+STREAMS = [
+    b"".join([*EVENTS, USAGE, END]),
+    b"".join([*EVENTS, USAGE, END]).replace(b"\n", b"\r\n"),
+    b": a comment\n\n" + b"".join(EVENTS) + b"event: x\nid: 1\n" + END,
+    b"".join(EVENTS).replace(b"data: ", b"data:") + b"data: {}",  # the end of the stream ends it, too
+    b'data: {"choices":\ndata: [' + json.dumps(choice([9], "t", "stop")["choices"][0]).encode() + b"]}\n\n",
+]
+WRONG = [
+    EVENTS[0] + b"data: {\n\n" + EVENTS[5],
+    EVENTS[0] + b"data: 3\n\n" + EVENTS[5],
+    EVENTS[0] + b"data: {}, {}\n\n" + EVENTS[5],
+    EVENTS[0] + b'data: [{"a": [1\n\ndata: 2]}\n\n' + EVENTS[5],
+    EVENTS[0] + event({"error": {"message": "broken"}}) + EVENTS[5],
+    EVENTS[0] + event(choice([-1])) + EVENTS[5],
+    EVENTS[0] + event(choice([True])) + EVENTS[5],
+    EVENTS[0] + END + b"nonsense\n\n",
+    EVENTS[0] + END,  # in the middle
+]
+
+
+def read(pieces: Iterable[bytes]) -> Answer | str:
+    """The answer; of one that makes no sense, why."""
+    answer = Answer(stream=True)
+    try:
+        for i, piece in enumerate(pieces):
+            answer.feed(piece, float(i))
+        answer.finish(99.0)
+    except (AnswerError, ValueError) as error:
+        return str(error)
+    return answer
+
+
+def cut(stream: bytes, places: list[int]) -> list[bytes]:
+    at = [0, *sorted(place % len(stream) for place in places), len(stream)]
+    return [stream[a:b] for a, b in itertools.pairwise(at)]
+
+
+@given(st.sampled_from(STREAMS), st.lists(st.integers(0, 10**6), max_size=6))
+def test_an_answer_in_any_pieces(stream: bytes, places: list[int]) -> None:
+    one, many = read(bytes([byte]) for byte in stream), read(cut(stream, places))
+    assert isinstance(one, Answer) and isinstance(many, Answer)
+    names = ("tokens", "text", "finish_reason", "prompt_tokens", "completion_tokens", "size")
+    assert [getattr(one, name) for name in names] == [getattr(many, name) for name in names]
+    assert len(many.times) == len(one.times) and many.times == sorted(many.times)
+
+
+@pytest.mark.parametrize("stream", WRONG)
+@given(places=st.lists(st.integers(0, 10**6), max_size=6))
+def test_nonsense_in_any_pieces(stream: bytes, places: list[int]) -> None:
+    one = read(bytes([byte]) for byte in stream)
+    assert isinstance(one, str) and read(cut(stream, places)) == one
