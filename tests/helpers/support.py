@@ -277,6 +277,8 @@ class Command:
 
     def kill(self) -> None:
         """Whatever is left of it."""
+        if self.process.poll() is None:  # programs that name their processes, as vLLM, lose our mark
+            os.killpg(self.process.pid, signal.SIGKILL)
         for _ in range(20):
             pids = self.pids()
             for pid in pids:
