@@ -53,6 +53,7 @@ class Server:
     keeps_job: bool = False  # a rank of an mpirun, whose variables it needs, becomes this server
     host: str = ""  # another host
     log: str = ""  # the log's file name; without it, made of the name
+    index: str = ""  # a URL that lists its models, as Triton's repository index does
     reason: str = ""  # a pattern of the lines in its log that say why it ended, wherever they are
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import re
 import shutil
 import sys
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +19,9 @@ from launch.servers import Server
 
 PROGRAM = "/opt/tritonserver/bin/tritonserver"
 """Where NVIDIA's containers have it."""
+
+
+_ASK_S = 10.0
 
 
 class Repository(NamedTuple):
@@ -122,5 +128,29 @@ def triton_server(index: int, program: str, repo: Repository, ports: Ports, mpir
         {"HTTP": ports.http, "gRPC": ports.grpc, "metrics": ports.metrics},
         (f"http://localhost:{ports.http}/v2/health/ready",),
         (f"localhost:{ports.grpc}",),
+        index=f"http://localhost:{ports.http}/v2/repository/index",
         reason=r"^E\d{4} .*failed to load|^error: ",
     )
+
+
+def model_table(url: str) -> list[str]:
+    """The lines of a table of the models that a server's repository index has, as tritonserver logs it.
+
+    Without an answer, a line that says so.
+    """
+    request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=_ASK_S) as answer:
+            models = json.load(answer)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return [f"{url}: {error}"]
+    rows = [("Model", "Version", "Status")]
+    for model in models:
+        why = f": {model['reason']}" if model.get("reason") else ""
+        rows.append((model["name"], model.get("version", ""), model.get("state", "UNAVAILABLE") + why))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    edge = "+".join(["", *("-" * (width + 2) for width in widths), ""])
+    lines = [
+        "".join(f"| {text:<{width}} " for text, width in zip(row, widths, strict=True)) + "|" for row in rows
+    ]
+    return [edge, lines[0], edge, *lines[1:], edge]

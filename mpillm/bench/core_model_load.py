@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.bench.load_test import Record
-from mpillm.cores.triton_grpc.stream import Stream, open_channel
+from mpillm.cores.triton_grpc.stream import Stream, Streams, open_channel
 from mpillm.cores.triton_grpc.tensors import NO_END, Wanted, is_last, request_of, tokens_of
 from mpillm.cores.triton_grpc.triton_ready import TritonError, find_models, until_ready
 from mpillm.triton_client.connection import AnswerError
@@ -43,19 +43,20 @@ def over_grpc(
     target: Target, requests: Sequence[Request], due: NDArray[np.float64], most_at_once: int
 ) -> list[Record]:
     """All requests on one stream; the record of each. TritonError: the server is not there, or is silent."""
-    channel = open_channel(target.url, 0)
+    channel = open_channel(target.url)
     try:
         until_ready(target.url, channel, target.timeout_s)
         (model,) = find_models(target.url, channel, target.model, target.timeout_s)
-        load = _GrpcLoad(target, requests, most_at_once, model.decoupled)
-        stream = Stream(target.url, channel, load.heard)
-        try:
-            load.run(stream, due)
-        finally:
-            stream.close()
-        return load.records
     finally:
         channel.close()
+    load = _GrpcLoad(target, requests, most_at_once, model.decoupled)
+    streams = Streams()
+    try:
+        streams.connect(target.url, 1, load.heard)
+        load.run(streams.open[0], due)
+    finally:
+        streams.close()
+    return load.records
 
 
 class _GrpcLoad:

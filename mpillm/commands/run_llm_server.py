@@ -20,6 +20,7 @@ from launch.check_world import check_world
 from launch.environment import LAUNCH_TYPE, drop_launch_type, launch_type
 from launch.launcher import one_of_several
 from launch.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
+from launch.tritonserver import model_table
 from mpillm.comms.start import mpi_library
 from mpillm.config.options import parse
 from mpillm.configurator.command_line import Parser
@@ -92,6 +93,9 @@ def main(argv: Sequence[str]) -> int:
             for server in servers:
                 print(f"  {server.name}: log {running.start(server)}", flush=True)
             seconds = running.wait_ready(config.load_deadline)
+            for server in servers:
+                if server.index:
+                    print(f"  {server.name}:\n    " + "\n    ".join(model_table(server.index)), flush=True)
             if urls := [url for server in servers for url in server.urls]:
                 print(f"  ready after {seconds:.1f} s: {','.join(urls)}", flush=True)
             print(f"  {running.watch(config.stall_timeout)} has ended")

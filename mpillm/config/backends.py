@@ -163,6 +163,7 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
 @bind(fields.triton_num_models_per_server, "models_per_server")
 @bind(fields.triton_num_frontends_per_model, "frontends_per_model")
 @bind(fields.triton_num_clients_per_frontend, "clients_per_frontend")
+@bind(fields.triton_request_timeout, "request_timeout")
 @bind(fields.triton_num_servers, "num_servers")
 @bind(fields.triton_skip_server_spawn, "skip_server_spawn")
 @bind(fields.triton_grpc_ports, "grpc_ports")
@@ -180,6 +181,7 @@ class TritonHarnessConfig(TrtllmHarnessConfig):
     models_per_server: int | None = None  # None, here and below: by the GPUs
     frontends_per_model: int = 1
     clients_per_frontend: int = 1
+    request_timeout: float | None = None  # seconds
     num_servers: int | None = None
     skip_server_spawn: bool = False
     grpc_ports: dict[str, tuple[int, ...]] | None = None

@@ -35,6 +35,14 @@ class EngineLimits:
     max_moving_tokens: int | None = None
 
 
+class StepCounts(NamedTuple):
+    """Of a step: sequences in their context and generating ones, and the tokens of the former."""
+
+    contexts: int
+    generations: int
+    context_tokens: int
+
+
 class Engine:
     """One copy of a model, on this rank alone or with the ranks that follow it (see `worker.Follower`)."""
 
@@ -67,6 +75,8 @@ class Engine:
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
         # Tokens computed, of contexts (again after a preemption) and of answers.
         self.prompt_tokens = self.generated_tokens = 0
+        self.n_steps = 0  # that had sequences
+        self.last_step = StepCounts(0, 0, 0)
         self._cancelled: list[Sequence] = []  # not returned by `step` yet
 
     # --- work ---
@@ -180,13 +190,18 @@ class Engine:
                 self._peers.send_plan(step)
             for sequence in sampled:
                 sequence.n_unread += 1
+            contexts = context_tokens = 0
             for sequence, n_new in plan:
                 if sequence.n_cached - n_new < len(sequence.prompt):
-                    self.prompt_tokens += n_new
+                    contexts += 1
+                    context_tokens += n_new
                 most = 1 if sequence.hand_over else sequence.max_output
                 sequence.in_flight = not self.worker.steps.n_ahead or sequence.n_output >= most
+            self.prompt_tokens += context_tokens
             tokens_to_come = self.worker.run(step)
             if plan:
+                self.n_steps += 1
+                self.last_step = StepCounts(contexts, len(plan) - contexts, context_tokens)
                 self._in_flight.append((sequences, sampled, tokens_to_come))
         progress: list[Progress] = []
         while self._has_tokens():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
-from mpillm.configurator.parsers import boolean, grpc_ports, positive, urls
+from mpillm.configurator.parsers import boolean, grpc_ports, positive, seconds, urls
 
 
 class TritonFields(Options):
@@ -37,6 +37,13 @@ class TritonFields(Options):
         "gRPC clients of each frontend, of the core triton_grpc: 1 for Offline; 2, 4 or 8 for Server",
         positive,
         default=1,
+        group="triton",
+    )
+    triton_request_timeout = Field(
+        "triton_request_timeout",
+        "seconds until a request without its whole answer is given up, and counted as an error, by the core"
+        " triton_grpc [default: none; a silent server ends the test after --stall_timeout]",
+        seconds,
         group="triton",
     )
     triton_num_servers = Field(

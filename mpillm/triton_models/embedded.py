@@ -26,6 +26,7 @@ from mpillm.core_names import DEFAULT
 from mpillm.cores.registry import BackendRegistry
 from mpillm.engine.lora import Adapter, Adapters
 from mpillm.engine.special import Special
+from mpillm.triton_models.engine_metrics import EngineMetrics
 from mpillm.triton_models.engine_thread import Answer, EngineThread
 from mpillm.triton_models.requests import Asked, Refused, Tensors, read
 
@@ -97,7 +98,7 @@ class TritonPythonModel:
             core_options = core_config(config)
             kind = BackendRegistry.get(DEFAULT)
             kind.check(core_options)
-            core = kind(core_options)
+            core: Any = kind(core_options)  # its engine is what metrics are of
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         began = time.monotonic()
@@ -105,9 +106,8 @@ class TritonPythonModel:
         core.run_health_check()
         _log.info("the engine is ready after %.1f s: %s", time.monotonic() - began, core_options.model_path)
         self._core = core
-        self._engine = EngineThread(
-            core, int(period_ms) / 1000 if period_ms else _CHECK_S, self._look_for_cancelled
-        )
+        self._metrics = EngineMetrics(core.engine, args["model_name"], args["model_version"])
+        self._engine = EngineThread(core, int(period_ms) / 1000 if period_ms else _CHECK_S, self._look)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Hand them to the engine. Each gets its responses from its sender."""
@@ -152,6 +152,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End the engine; open requests get an error."""
         self._engine.stop()
+        self._metrics.close()
 
     def _stop(self, request_id: str) -> None:
         if not request_id:
@@ -160,7 +161,9 @@ class TritonPythonModel:
             named = [one for one in self._requests.values() if one.request_id == request_id]
         self._engine.cancel([answer for one in named for answer in one.answers])
 
-    def _look_for_cancelled(self) -> None:
+    def _look(self) -> None:
+        """Look for requests that were cancelled, and tell what the engine does. On the engine's thread."""
+        self._metrics.update()
         with self._lock:
             gone = [one for one in self._requests.values() if one.sender.is_cancelled()]
         self._engine.cancel([answer for one in gone for answer in one.answers])

@@ -19,6 +19,7 @@ import pytest
 from mpillm.config.options import parse_run
 from mpillm.fields import BY_NAME
 from tests.helpers.advice import ROOT, Advice, command_names, commands, strings
+from tests.helpers.make_checkpoint import make_checkpoint
 from tests.helpers.make_folder import make_folder
 from tests.helpers.support import DONE, TEST_FAILED, USAGE, Ended, Starter
 
@@ -323,32 +324,7 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny model with SmolLM2's numbers of heads, and a tokenizer of bytes."""
-    import tokenizers
-    import torch
-    import transformers
-
-    folder = tmp_path_factory.mktemp("model") / "smollm2"
-    config = transformers.LlamaConfig(
-        vocab_size=320,
-        hidden_size=72,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=4096,
-        bos_token_id=256,
-        eos_token_id=257,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "smollm2")
 
 
 class Shell:

@@ -47,14 +47,19 @@ def start(starter: Starter, ports: list[int]) -> Command:
     return starter.command([*words, *options, f"--tritonserver={TRITONSERVER}"])
 
 
+def until_ready(command: Command) -> Command:
+    """Wait until its servers are ready; fail, with what it has printed, if it ends instead."""
+    wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "ready", TIMEOUT_S)
+    assert command.process.poll() is None, f"{command.end()!r}"
+    return command
+
+
 @contextlib.contextmanager
 def serving(starter: Starter, n: int = 1) -> Iterator[tuple[list[int], list[int]]]:
     """The gRPC and the HTTP ports of `n` servers that are ready. They have ended afterwards."""
     ports = free_ports(n)
-    command = start(starter, ports)
-    wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "ready", TIMEOUT_S)
+    command = until_ready(start(starter, ports))
     logs = sorted((starter.folder / "servers").glob("*.log"))
-    assert command.process.poll() is None, f"{command.end()!r}"
     http = [int(log.read_text().split("--http-port=")[1].split()[0]) for log in logs]
     yield ports, http
     command.process.send_signal(signal.SIGINT)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +18,7 @@ from mpillm.config.backends import TritonHarnessConfig
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, StatedLimits, short_requests
 from mpillm.cores.clients import EARLIER, MOST_AT_ONCE, share_of
-from mpillm.cores.triton_grpc.stream import STREAMS_PER_CHANNEL, Stream, open_channel
+from mpillm.cores.triton_grpc.stream import Stream, Streams, open_channel
 from mpillm.cores.triton_grpc.tensors import (
     NO_END,
     Wanted,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _DEFAULT_URL = "localhost:8001"
 _WATCH_S = 1.0
+_MOST_LISTED = 5  # requests in a message
 
 
 class _Call:
@@ -48,6 +48,7 @@ class _Call:
         self.model = model
         self.stream = stream
         self.streaming = streaming
+        self.asked_at = time.monotonic()
         self.tokens: list[int] = []
 
 
@@ -67,8 +68,7 @@ class TritonGrpcCore(LLMCore):
             config.instance,
             config.n_instances,
         )
-        self._channels: list[grpc.Channel] = []
-        self._streams: list[Stream] = []
+        self._clients = Streams()
         self._models: dict[str, itertools.cycle[Model]] = {}  # of each server
         self._calls: dict[int, _Call] = {}  # open, by their number on the wire
         self._numbers: dict[int, int] = {}  # the same, by id
@@ -105,25 +105,26 @@ class TritonGrpcCore(LLMCore):
         deadline = EARLIER * self._harness.load_deadline
         for url in self._urls:
             n = self._harness.clients_per_frontend
-            channels = [open_channel(url, i) for i in range(-(-n // STREAMS_PER_CHANNEL))]
-            self._channels += channels
+            channel = open_channel(url)
             try:
-                until_ready(url, channels[0], deadline)
+                until_ready(url, channel, deadline)
                 wanted = self.config.options.get("model")
-                models = find_models(url, channels[0], None if wanted is None else str(wanted), deadline)
+                models = find_models(url, channel, None if wanted is None else str(wanted), deadline)
             except TritonError as error:
                 raise RunError(Failure(str(error), self.config.rank)) from None
+            finally:
+                channel.close()
             self._models[url] = itertools.cycle(models)
             self._frameworks |= {framework_of(model) for model in models}
+            self._clients.connect(url, n, self._heard)
             names = ", ".join(model.name for model in models)
-            _log.info("%s has %s; %d clients on %d channels", url, names, n, len(channels))
-            self._streams += [Stream(url, channels[i // STREAMS_PER_CHANNEL], self._heard) for i in range(n)]
+            _log.info("%s has %s; %d clients", url, names, n)
 
     def run_health_check(self) -> None:
         """Generate a token on each server."""
         limit = EARLIER * self._harness.health_deadline / len(self._urls)
         for url in self._urls:
-            stream = next(one for one in self._streams if one.url == url)
+            stream = next(one for one in self._clients.open if one.url == url)
             self._submit(0, np.full(8, 3, np.int32), Wanted(1, end_id=NO_END, streaming=False), stream)
             end = time.monotonic() + limit
             while not self._rows:
@@ -137,14 +138,18 @@ class TritonGrpcCore(LLMCore):
 
     def warm_up_requests(self) -> Batch:
         """Return a request for each client, with an answer that may end at once."""
-        return short_requests(len(self._streams))
+        return short_requests(len(self._clients.open))
 
     def start_test(self) -> None:
         self._began()
 
     def statistics(self) -> dict[str, float]:
         """Return the numbers of clients, of channels under them, and of requests answered with an error."""
-        return {"clients": len(self._streams), "channels": len(self._channels), "errors": self._errors}
+        return {
+            "clients": len(self._clients.open),
+            "channels": self._clients.n_channels,
+            "errors": self._errors,
+        }
 
     def frameworks(self) -> list[str]:
         return sorted(self._frameworks)
@@ -153,11 +158,7 @@ class TritonGrpcCore(LLMCore):
         return Metrics(self._prompt_tokens, self._generated_tokens, len(self._calls), 0)
 
     def notify_stop(self) -> None:
-        streams, self._streams = self._streams, []
-        for stream in streams:
-            stream.close()
-        for channel in self._channels:
-            channel.close()
+        self._clients.close()
 
     # --- work ---
 
@@ -167,7 +168,7 @@ class TritonGrpcCore(LLMCore):
     def enqueue(self, requests: Batch) -> None:
         for request in requests.split():
             (row,) = request.rows
-            stream = min(self._streams, key=lambda one: len(one.open))
+            stream = min(self._clients.open, key=lambda one: len(one.open))
             self._submit(int(row["id"]), request.tokens, self._wanted(row), stream)
 
     def _wanted(self, row: Any) -> Wanted:
@@ -225,22 +226,37 @@ class TritonGrpcCore(LLMCore):
         if now < self._next_watch:
             return
         self._next_watch = now + _WATCH_S
+        self._give_up(now)
         silence_s = EARLIER * self._harness.stall_timeout
-        for stream in self._streams:
+        for stream in self._clients.open:
             if stream.ended:
-                raise self._failure(
-                    f"tritonserver {stream.url} owes {len(stream.open)} answers: {stream.ended}"
-                )
+                raise self._failure(f"tritonserver {stream.url} owes {self._owed(stream)}: {stream.ended}")
             if stream.open and now - stream.heard_at > silence_s:
                 raise self._failure(
                     f"tritonserver {stream.url} has said nothing for {silence_s:g} s, and owes"
-                    f" {len(stream.open)} answers"
+                    f" {self._owed(stream)}"
                 )
+
+    def _give_up(self, now: float) -> None:
+        """End requests that have waited for their whole answer for too long."""
+        limit = self._harness.request_timeout
+        if limit is None:
+            return
+        for number, call in [*self._calls.items()]:
+            if now - call.asked_at > limit:
+                call.stream.send(stop_of(call.model.name, str(number)))
+                what = f"no whole answer within --triton_request_timeout {limit:g} s"
+                self._fail(number, call, what)
+
+    def _owed(self, stream: Stream) -> str:
+        ids = sorted(self._calls[number].id for number in [*stream.open] if number in self._calls)
+        listed = ", ".join(map(str, ids[:_MOST_LISTED])) + (", …" if len(ids) > _MOST_LISTED else "")
+        return f"{len(ids)} answers" + (f" (requests {listed})" if ids else "")
 
     def _failure(self, message: str) -> RunError:
         return RunError(Failure(message, self.config.rank))
 
-    # --- on the streams' threads ---
+    # --- on the streams' thread ---
 
     _last_error = ""
 
@@ -251,10 +267,7 @@ class TritonGrpcCore(LLMCore):
                 raise ValueError(error)
             return
         if error:
-            self._last_error = error
-            self._errors += 1
-            _log.error("request %d: tritonserver %s: %s", call.id, stream.url, error)
-            self._done(int(response.id), call, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
+            self._fail(int(response.id), call, error)
             return
         tokens = tokens_of(response)
         is_first = not call.tokens and bool(tokens)
@@ -265,16 +278,23 @@ class TritonGrpcCore(LLMCore):
             if is_first or not call.streaming:
                 flags |= ResponseFlag.FIRST
             if not call.tokens:
-                self._errors += 1
-                flags = ResponseFlag.FINAL | ResponseFlag.ERROR
-                _log.error("request %d: tritonserver %s answered without a token", call.id, stream.url)
+                self._fail(int(response.id), call, "an answer without a token")
+                return
             self._done(int(response.id), call, flags, call.tokens)
         elif is_first:
             self._rows.append((call.id, 1, int(ResponseFlag.FIRST), call.tokens[:1]))
 
-    def _done(self, number: int, call: _Call, flags: ResponseFlag, tokens: list[int]) -> None:
+    def _fail(self, number: int, call: _Call, error: str) -> None:
+        if self._done(number, call, ResponseFlag.FINAL | ResponseFlag.ERROR, []):
+            self._last_error = error
+            self._errors += 1
+            _log.error("request %d: tritonserver %s: %s", call.id, call.stream.url, error)
+
+    def _done(self, number: int, call: _Call, flags: ResponseFlag, tokens: list[int]) -> bool:
+        """Return whether it was still open."""
         if self._calls.pop(number, None) is None:
-            return  # cancelled meanwhile
+            return False  # cancelled or given up meanwhile
         self._numbers.pop(call.id, None)
         call.stream.open.discard(number)
         self._rows.append((call.id, len(tokens), int(flags), tokens))
+        return True

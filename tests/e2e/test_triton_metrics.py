@@ -1,0 +1,108 @@
+"""The metrics endpoint of a real tritonserver with the embedded engine: values of a known load.
+
+Only with `make test-triton`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.test_triton import EMBEDDED, TIMEOUT_S, generate, post, serving
+from tests.helpers.real_triton import MARKS
+from tests.helpers.support import Starter, wait_until
+
+pytestmark = MARKS
+
+PROMPT, N_LONG, OUTPUT = [5, 6, 7, 8, 9], 3, 1500
+FAMILIES = {
+    "request": {"context", "scheduled", "max", "active"},
+    "runtime_memory": {"pinned", "gpu", "cpu"},
+    "kv_cache_block": {"tokens_per", "used", "free", "max"},
+    "general": {"iteration_counter", "timestamp"},
+    "disaggregated_serving": {"kv_cache_transfer_ms", "request_count"},
+}
+
+
+def metrics(port: int, model: str) -> dict[str, dict[str, float]]:
+    """The `nv_trt_llm_*` values of a model by family and name."""
+    with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    found: dict[str, dict[str, float]] = {}
+    for name, labels, value in re.findall(r"^nv_trt_llm_(\w+)_metrics\{(.*?)\} (\S+)$", text, re.MULTILINE):
+        known = dict(re.findall(r'(\w+)="(.*?)"', labels))
+        assert (known.pop("model"), known.pop("version")) == (model, "1")
+        (which,) = known.values()
+        found.setdefault(name, {})[which] = float(value)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["inflight_fused_batching", "V1"])
+def test_metrics(kind: str, one: Starter) -> None:
+    """Of a server at rest, with three long requests, and at rest again."""
+    generate(one, "--triton_text_models", flags=f"{EMBEDDED},gpt_model_type:{kind}")
+    with serving(one) as (_, (http,)):
+        log = next((one.folder / "servers").glob("*.log")).read_text()
+        port = int(log.split("--metrics-port=")[1].split()[0])
+        own = "v1" if kind == "V1" else "inflight_batcher"
+        rest = metrics(port, "tensorrt_llm")
+        assert rest.keys() == {*FAMILIES, own}
+        for name, values in FAMILIES.items():
+            assert rest[name].keys() == values
+        assert (rest["request"]["max"], rest["request"]["active"]) == (8, 0)
+        blocks = rest["kv_cache_block"]
+        assert blocks["used"] == 0 and blocks["free"] == blocks["max"] > 0
+        assert rest["runtime_memory"]["cpu"] > 1 << 20
+        assert abs(rest["general"]["timestamp"] - time.time()) < TIMEOUT_S
+
+        asked = {
+            "input_ids": PROMPT,
+            "input_lengths": len(PROMPT),
+            "request_output_len": OUTPUT,
+            "end_id": -1,
+        }
+        with ThreadPoolExecutor(N_LONG) as threads:
+            answers = [threads.submit(post, http, "tensorrt_llm/generate", asked) for _ in range(N_LONG)]
+            at_work = wait_until(
+                lambda: (
+                    found
+                    if (found := metrics(port, "tensorrt_llm"))["request"]["active"] == N_LONG
+                    and found["request"]["scheduled"] == N_LONG
+                    and found["request"]["context"] == 0
+                    else None
+                ),
+                "three requests that generate",
+                TIMEOUT_S,
+            )
+            lengths = [json.loads(answer.result())["sequence_length"] for answer in answers]
+        assert all(length - OUTPUT in (0, len(PROMPT)) for length in lengths)
+        most = N_LONG * -(-(len(PROMPT) + OUTPUT) // int(blocks["tokens_per"]))
+        used = at_work["kv_cache_block"]["used"]
+        assert N_LONG <= used <= most and at_work["kv_cache_block"]["free"] == blocks["max"] - used
+
+        after = wait_until(
+            lambda: found if (found := metrics(port, "tensorrt_llm"))["request"]["active"] == 0 else None,
+            "no request",
+            TIMEOUT_S,
+        )
+        assert after["kv_cache_block"]["free"] == blocks["max"]
+        steps = after["general"]["iteration_counter"] - rest["general"]["iteration_counter"]
+        assert OUTPUT <= steps <= N_LONG * OUTPUT
+        if kind == "V1":
+            counts = {name: after["v1"][name] - rest["v1"][name] for name in after["v1"]}
+            assert counts == {
+                "total_generation_tokens": N_LONG * OUTPUT,
+                "total_context_tokens": N_LONG * len(PROMPT),
+                "empty_generation_slots": 0,
+            }
+        else:
+            assert at_work["inflight_batcher"] == {
+                "micro_batch_id": 0,
+                "generation_requests": N_LONG,
+                "total_context_tokens": 0,
+            }

@@ -1,0 +1,34 @@
+"""A small Hugging Face checkpoint, as `transformers` writes one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """Write a tiny model with SmolLM2's numbers of heads, and a tokenizer of bytes; return the folder."""
+    import tokenizers
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=72,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=4096,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
