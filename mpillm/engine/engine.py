@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpillm.engine.beams import Beams
 from mpillm.engine.cache.kv_cache import BlockAllocator
