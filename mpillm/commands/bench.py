@@ -13,6 +13,7 @@ BENCHES = {
     "routing": "what everything around the model costs, with dummy cores",
     "endpoint": "a load test of a server over HTTP, reported as `vllm bench serve` does",
     "core-model": "load on the engine's model behind Triton, as benchmark_core_model.py puts it",
+    "triton": "triton_grpc against one plain tritonclient, with a model of zero cost behind tritonserver",
     "http": "what HTTP costs beside the same work through MPI, with cores of zero cost",
     "engine": "the embedded engine: against transformers on a CPU, against the memory's floor on a GPU",
     "table": "whole runs beside the throughput that TensorRT-LLM publishes for one H200",

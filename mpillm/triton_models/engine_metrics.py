@@ -37,7 +37,7 @@ def _memory(_engine: Engine) -> Mapping[str, float]:
     """Bytes: what PyTorch holds on the GPU, and what the process has in the host's memory."""
     import torch
 
-    gpu = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+    gpu = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
     return {"pinned": 0, "gpu": gpu, "cpu": psutil.Process().memory_info().rss}
 
 

@@ -115,7 +115,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench endpoint --null": Elsewhere(
         "20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"
     ),
-    r".* (triton-client|e2e-test|bench core-model) .*": Elsewhere(
+    r".* (triton-client|e2e-test|bench core-model) .*|.* bench triton": Elsewhere(
         "a tritonserver must be there: tests/e2e/test_triton_clients.py"
     ),
     r"python -m mpillm (triton-client (tokens|text)|e2e-test|bench core-model)": Elsewhere(

@@ -72,18 +72,20 @@ def test_metrics(kind: str, one: Starter) -> None:
                 lambda: (
                     found
                     if (found := metrics(port, "tensorrt_llm"))["request"]["active"] == N_LONG
-                    and found["request"]["scheduled"] == N_LONG
+                    # a static batch does not take in those that come later
+                    and (kind == "V1" or found["request"]["scheduled"] == N_LONG)
                     and found["request"]["context"] == 0
+                    and found["request"]["scheduled"] > 0
                     else None
                 ),
-                "three requests that generate",
+                "three requests, which generate",
                 TIMEOUT_S,
             )
             lengths = [json.loads(answer.result())["sequence_length"] for answer in answers]
         assert all(length - OUTPUT in (0, len(PROMPT)) for length in lengths)
         most = N_LONG * -(-(len(PROMPT) + OUTPUT) // int(blocks["tokens_per"]))
         used = at_work["kv_cache_block"]["used"]
-        assert N_LONG <= used <= most and at_work["kv_cache_block"]["free"] == blocks["max"] - used
+        assert 1 <= used <= most and at_work["kv_cache_block"]["free"] == blocks["max"] - used
 
         after = wait_until(
             lambda: found if (found := metrics(port, "tensorrt_llm"))["request"]["active"] == 0 else None,

@@ -90,7 +90,7 @@ class Stream:
         self._call, self._heard, self._thread = call, heard, thread
         self._waiting: deque[Any] = deque()
         self._wake = asyncio.Event()
-        self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     def send(self, request: Any) -> None:
         """Send it soon; called from any thread."""
@@ -107,7 +107,7 @@ class Stream:
 
     # --- on the streams' thread ---
 
-    def cancel(self) -> list[asyncio.Future[None]]:
+    def cancel(self) -> list[asyncio.Task[None]]:
         """Its tasks, which end soon."""
         self._call.cancel()
         for task in self._tasks:

@@ -1,0 +1,221 @@
+"""``bench triton``: requests per second to a model of zero cost, of one plain client and of triton_grpc.
+
+What is left is the clients' cost and the server's. Its processor time stands beside each rate: where the
+server's own share stays the same and the rate does not grow any more, the server is the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+
+from disagg.errors import ConfigError
+from launch.children import Child, Children
+from launch.servers import Servers, check_ports
+from launch.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
+from mpillm.bench.whole_runs import run_once
+from mpillm.config.values import Values
+from mpillm.fields import Field, positive
+
+_DEADLINE_S = 300.0
+_PLAIN = "one tritonclient object"
+
+
+class Options(Values):
+    """Options of ``bench triton``."""
+
+    requests = Field("requests", "of a run", positive, default=6000, group="benchmark")
+    input_len = Field("input_len", "prompt tokens", positive, default=128, group="benchmark")
+    output_len = Field("output_len", "answer tokens", positive, default=16, group="benchmark")
+    frontends = Field("frontends", "most frontends of triton_grpc", positive, default=2, group="benchmark")
+    repeats = Field("repeats", "of all; the median is printed", positive, default=3, group="benchmark")
+    tritonserver = Field("tritonserver", "the program [default: as of run-llm-server]", group="benchmark")
+
+
+DESCRIPTION = (
+    "Measure triton_grpc against one plain tritonclient, with a model of zero cost behind tritonserver."
+)
+EPILOG = "example:\n  python -m mpillm bench triton"
+
+
+class _Rate(NamedTuple):
+    per_second: float
+    server_cores: float
+
+
+def main(config: Options) -> int:
+    """Print the table; 0 unless something failed."""
+    found: dict[str, list[_Rate]] = defaultdict(list)
+    with _served(config) as (url, model, server):
+        ways: dict[str, Callable[[], tuple[int, float]]] = {
+            f"{_PLAIN}, one at a time": partial(_infer, config, url, model),
+            f"{_PLAIN}, async_stream_infer": partial(_async_stream_infer, config, url, model),
+        }
+        for n in range(1, config.frontends + 1):
+            ways[f"triton_grpc, {n} frontend{'s' if n > 1 else ''}"] = partial(_ours, config, url, n)
+        for i in range(config.repeats):
+            for name, way in ways.items():
+                print(f"{name}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
+                before = _cpu_s(server)
+                n_requests, seconds = way()
+                found[name].append(_Rate(n_requests / seconds, (_cpu_s(server) - before) / seconds))
+    print(
+        f"a model of zero cost behind Triton, {config.input_len} tokens in, {config.output_len} out;"
+        f" {os.cpu_count()} cores; median of {config.repeats} (least to most)"
+    )
+    for name, rates in found.items():
+        values = [rate.per_second for rate in rates]
+        cores = statistics.median(rate.server_cores for rate in rates)
+        spread = f"({min(values):,.0f} to {max(values):,.0f})"
+        print(
+            f"  {name:<44} {statistics.median(values):>8,.0f} requests/s  {spread:<18}"
+            f" server: {cores:.2f} cores"
+        )
+    return 0
+
+
+@contextlib.contextmanager
+def _served(config: Options) -> Iterator[tuple[str, str, psutil.Process]]:
+    """The gRPC address of a tritonserver with the model, the model's name, and the server's process."""
+    program = find_tritonserver(config.tritonserver)
+    with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as name:
+        folder = Path(name)
+        words = ["--model_path=tiny-llama", "--scenarios=Server", f"--triton_model_repo={folder / 'repo'}"]
+        words += ["--trtllm_runtime_flags=triton_backend:python,max_batch_size:64"]
+        command = [sys.executable, "-m", "mpillm", "generate-triton-config", *words]
+        with Children() as children:
+            child: Child = children.start("generate-triton-config", command, os.environ, folder / "made.txt")
+            if children.wait(child, _DEADLINE_S) != 0:
+                raise ConfigError(f"generate-triton-config failed:\n{child.tail()}")
+        (repo,) = read_repositories(str(folder / "repo"))
+        (file,) = repo.folder.glob("*/1/model.py")
+        file.write_text(file.read_text().replace("triton_models.embedded", "triton_models.null_model"))
+        ports = Ports(*_free_ports(3))
+        server = triton_server(0, program, repo, ports, "")
+        check_ports([server])
+        with Servers(folder) as running:
+            log = running.start(server)
+            running.wait_ready(_DEADLINE_S)
+            # parents come first, and models' processes name the repository, too
+            process = next(
+                one for one in psutil.Process().children(recursive=True) if str(repo.folder) in _line(one)
+            )
+            print(f"tritonserver: process {process.pid}, log {log}", file=sys.stderr)
+            yield f"localhost:{ports.grpc}", repo.models[0], process
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return ""
+    return " ".join(words) if words and "tritonserver" in words[0] else ""
+
+
+def _free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def _cpu_s(server: psutil.Process) -> float:
+    """The processor time of the server and its models' processes so far."""
+    times = [one.cpu_times() for one in (server, *server.children(recursive=True))]
+    return float(sum(time.user + time.system for time in times))
+
+
+def _inputs(config: Options) -> list[Any]:
+    import tritonclient.grpc as grpcclient
+
+    values = {
+        "input_ids": np.arange(3, 3 + config.input_len, dtype=np.int32)[None] % 256,
+        "input_lengths": np.array([[config.input_len]], np.int32),
+        "request_output_len": np.array([[config.output_len]], np.int32),
+        "streaming": np.array([[True]]),
+    }
+    kinds = {"int32": "INT32", "bool": "BOOL"}
+    return [
+        grpcclient.InferInput(name, value.shape, kinds[value.dtype.name]).set_data_from_numpy(value)
+        for name, value in values.items()
+    ]
+
+
+def _infer(config: Options, url: str, model: str) -> tuple[int, float]:
+    """One request after another, as a decoupled model allows: each waits for its answer on the stream."""
+    return _plain(config, url, model, max(1, config.requests // 10), 1)
+
+
+def _async_stream_infer(config: Options, url: str, model: str) -> tuple[int, float]:
+    """All at once."""
+    return _plain(config, url, model, config.requests, config.requests)
+
+
+def _plain(config: Options, url: str, model: str, n: int, at_once: int) -> tuple[int, float]:
+    import tritonclient.grpc as grpcclient
+
+    room, errors = threading.Semaphore(at_once), []
+    done = threading.Event()
+    left = n
+
+    def heard(result: Any, error: Any) -> None:
+        nonlocal left
+        if error is not None:
+            errors.append(error)
+        else:
+            result.as_numpy("output_ids")
+        left -= 1
+        room.release()
+        if not left:
+            done.set()
+
+    with grpcclient.InferenceServerClient(url) as client:
+        client.start_stream(heard)
+        began = time.perf_counter()
+        for i in range(n):
+            if not room.acquire(timeout=_DEADLINE_S):
+                raise ConfigError(f"tritonserver {url} has not answered within {_DEADLINE_S:g} s")
+            client.async_stream_infer(model, _inputs(config), request_id=str(i))
+        if not done.wait(_DEADLINE_S):
+            raise ConfigError(f"tritonserver {url} has not answered within {_DEADLINE_S:g} s")
+        seconds = time.perf_counter() - began
+        client.stop_stream()
+    if errors:
+        raise ConfigError(f"tritonserver {url}: {errors[0]}")
+    return n, seconds
+
+
+def _ours(config: Options, url: str, frontends: int) -> tuple[int, float]:
+    """Offline through LoadGen; the time is the test's own."""
+    options = {
+        "core_type": "triton_grpc",
+        "triton_server_urls": url,
+        "scenarios": "Offline",
+        "dataset": "synthetic",
+        "num_samples": 2048,
+        "input_mean": config.input_len,
+        "output_mean": config.output_len,
+        "max_output_len": config.output_len,
+        "min_query_count": config.requests,
+        "min_duration": 0,
+    }
+    words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
+    result = run_once(1 + frontends, *words)
+    if result["errors"]:
+        raise ConfigError(f"{result['errors']} requests failed")
+    return result["samples"], result["samples"] / result["samples_per_second"]
