@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from mpillm.cores.openai_client.client_thread import ClientThread
 
@@ -56,8 +56,12 @@ class Streams:
                 own = ("mpillm.channel", self.n_channels)
                 self._channels.append(grpc.aio.insecure_channel(url, [*_LIMITS, own]))
                 self.n_channels += 1
-            stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channels[-1])
-            self.open.append(Stream(url, stub.ModelStreamInfer(), heard, self.thread))
+            infer = self._channels[-1].stream_stream(
+                "/inference.GRPCInferenceService/ModelStreamInfer",
+                request_serializer=bytes,
+                response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+            )
+            self.open.append(Stream(url, infer(), heard, self.thread))
 
     def close(self) -> None:
         """End all streams; nothing more is reported."""
@@ -88,18 +92,18 @@ class Stream:
         self.heard_at = time.monotonic()
         self.open: set[int] = set()  # ids of requests without their last response; the owner's
         self._call, self._heard, self._thread = call, heard, thread
-        self._waiting: deque[Any] = deque()
+        self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
-    def send(self, request: Any) -> None:
-        """Send it soon; called from any thread."""
+    def send(self, request: bytes) -> None:
+        """Send a serialised ModelInferRequest soon; called from any thread."""
         self._waiting.append(request)
         if len(self._waiting) <= 1:  # else the writer is at work, and will find it
             self._thread.post(self._wake.set)
 
-    def ask(self, number: int, request: Any) -> None:
-        """Send a request that has an answer. `number`: its id."""
+    def ask(self, number: int, request: bytes) -> None:
+        """Send a request that has an answer, as `send`. `number`: its id."""
         if not self.open:
             self.heard_at = time.monotonic()  # its silence counts from now on
         self.open.add(number)

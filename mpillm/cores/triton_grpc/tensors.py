@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,12 +28,27 @@ class Wanted(NamedTuple):
     streaming: bool = True
 
 
-def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) -> Any:
-    """Return a ModelInferRequest, whose last response will say that it is the last."""
+def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) -> bytes:
+    """Return a ModelInferRequest, serialised. The last response will say that it is the last.
+
+    What requests have in common is serialised once: protobuf takes the parts of a message in any order, and
+    those of a repeated field in theirs.
+    """
+    words = wanted.stop_words
+    common = _common(model, wanted._replace(stop_words=None), b"" if words is None else words.tobytes())
+    own = service_pb2.ModelInferRequest(id=id_)
+    own.inputs.add(name="input_ids", datatype="INT32", shape=(1, len(prompt)))
+    own.inputs.add(name="input_lengths", datatype="INT32", shape=(1, 1))
+    own.raw_input_contents.append(prompt.astype(np.int32, copy=False).tobytes())
+    own.raw_input_contents.append(len(prompt).to_bytes(4, "little"))
+    return bytes(own.SerializeToString()) + common
+
+
+@lru_cache(maxsize=256)
+def _common(model: str, wanted: Wanted, words: bytes) -> bytes:
+    """Return what follows the prompt. `words`: of `stop_words`, which no cache can look up."""
     greedy = wanted.temperature == 0
     values: dict[str, NDArray[Any]] = {
-        "input_ids": prompt.astype(np.int32, copy=False),
-        "input_lengths": np.array([len(prompt)], np.int32),
         "request_output_len": np.array([wanted.max_output], np.int32),
         "streaming": np.array([wanted.streaming]),
         "exclude_input_in_output": np.array([True]),
@@ -46,13 +62,13 @@ def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) 
         values["min_tokens"] = np.array([wanted.min_output], np.int32)
     if wanted.end_id is not None:
         values["end_id"] = np.array([wanted.end_id], np.int32)
-    if wanted.stop_words is not None:
-        values["stop_words_list"] = wanted.stop_words
-    return _message(model, id_, values)
+    if words:
+        values["stop_words_list"] = np.frombuffer(words, np.int32).reshape(2, -1)
+    return _message(model, "", values)
 
 
-def stop_of(model: str, id_: str) -> Any:
-    """Return a request that ends the one with this id, and is itself answered by an empty last response."""
+def stop_of(model: str, id_: str) -> bytes:
+    """Return a request that ends the one of this id, and is itself answered by an empty last response."""
     one = np.ones(1, np.int32)
     return _message(
         model,
@@ -61,7 +77,7 @@ def stop_of(model: str, id_: str) -> Any:
     )
 
 
-def _message(model: str, id_: str, values: dict[str, NDArray[Any]]) -> Any:
+def _message(model: str, id_: str, values: dict[str, NDArray[Any]]) -> bytes:
     request = service_pb2.ModelInferRequest(model_name=model, id=id_)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in values.items():
@@ -70,7 +86,7 @@ def _message(model: str, id_: str, values: dict[str, NDArray[Any]]) -> Any:
         request.raw_input_contents.append(value.tobytes())
     for name in ("output_ids", "sequence_length"):
         request.outputs.add(name=name)
-    return request
+    return bytes(request.SerializeToString())
 
 
 def word_list(words: Sequence[Sequence[int]]) -> NDArray[np.int32]:
