@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -98,7 +98,7 @@ class TritonPythonModel:
             core_options = core_config(config)
             kind = BackendRegistry.get(DEFAULT)
             kind.check(core_options)
-            core: Any = kind(core_options)  # its engine is what metrics are of
+            core = kind(core_options)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         began = time.monotonic()
@@ -106,7 +106,7 @@ class TritonPythonModel:
         core.run_health_check()
         _log.info("the engine is ready after %.1f s: %s", time.monotonic() - began, core_options.model_path)
         self._core = core
-        self._metrics = EngineMetrics(core.engine, args["model_name"], args["model_version"])
+        self._metrics = EngineMetrics(cast(Any, core).engine, args["model_name"], args["model_version"])
         self._engine = EngineThread(core, int(period_ms) / 1000 if period_ms else _CHECK_S, self._look)
 
     def execute(self, requests: Sequence[Any]) -> None:
