@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from disagg import WorldPlan
+from mpillm.comms.doorbell import Doorbell
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -18,6 +19,7 @@ class InstanceComms(NamedTuple):
     instance: MPI.Intracomm
     tp: MPI.Intracomm
     pp: MPI.Intracomm
+    doorbell: Doorbell | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,10 @@ class Communicators:
 
     def free(self) -> None:
         """Free all of them, the control communicator last."""
-        for comm in (*reversed(self.instance or ()), self.handoff, self.route, self.control):
+        if self.instance is not None:
+            for member_of in (self.instance.pp, self.instance.tp, self.instance.instance):
+                member_of.Free()
+        for comm in (self.handoff, self.route, self.control):
             if comm is not None:
                 comm.Free()
 
@@ -46,7 +51,17 @@ def handoff_ranks(plan: WorldPlan) -> list[int]:
     return [rank for instance in plan.instances if instance.role in ("ctx", "gen") for rank in instance.ranks]
 
 
-def create_communicators(world: MPI.Intracomm, control: MPI.Intracomm, plan: WorldPlan) -> Communicators:
+def senders_to(rank: int, plan: WorldPlan) -> set[int]:
+    """World ranks from which messages for `rank` may come, besides its own."""
+    if rank == 0:  # everybody's reports
+        return set(range(1, len(plan.ranks)))
+    groups = [route_ranks(plan), handoff_ranks(plan), *(instance.ranks for instance in plan.instances)]
+    return {0, *(other for group in groups if rank in group for other in group)} - {rank}
+
+
+def create_communicators(
+    world: MPI.Intracomm, control: MPI.Intracomm, plan: WorldPlan, doorbell: Doorbell | None = None
+) -> Communicators:
     """Create every communicator of `plan` that this rank belongs to, in the same order on every rank.
 
     Each creation involves only the members, so none waits for a rank that it does not need. MPI's own
@@ -63,6 +78,7 @@ def create_communicators(world: MPI.Intracomm, control: MPI.Intracomm, plan: Wor
         _group(world, [m.rank for m in members]),
         _group(world, [m.rank for m in members if m.pp_rank == me.pp_rank]),
         _group(world, [m.rank for m in members if m.tp_rank == me.tp_rank]),
+        doorbell,
     )
     return Communicators(control, route, handoff, instance)
 

@@ -102,6 +102,14 @@ class RankControl:
         if rank0.lifelines is not None and not self.sees_rank0:
             self._lifeline = Lifeline(rank0.lifelines, self.transport.rank)
 
+    def quiet_s(self) -> float:
+        """Return for how many seconds `poll` has nothing to do unless somebody rings.
+
+        Whoever asks may sleep: `poll` leaves out no look before and after that.
+        """
+        self._next_look = 0.0
+        return self.transport.quiet_s()
+
     def rank0_lost(self) -> str:
         """Return why rank 0 can no longer end the run, so that this rank must end by itself; "" if it can.
 

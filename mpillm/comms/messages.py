@@ -250,6 +250,7 @@ class Setup(NamedTuple):
     log_dir: str
     rank0: Rank0At
     gpus: dict[int, OwnGpu]  # see `devices.assign`
+    token: str  # this run's alone
 
 
 class Stop(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.tags import Tag
 
 Buffer = NDArray[np.uint8]
@@ -29,7 +31,8 @@ class Transport:
     Messages from one rank are delivered in the order sent. The counters are for the benchmarks.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, doorbell: Doorbell | None = None) -> None:
+        """`doorbell`: wakes the ranks for which there is a message."""
         self.comm = comm
         self.rank = comm.rank
         self._local: deque[Received] = deque()
@@ -37,6 +40,7 @@ class Transport:
         self._arriving: deque[tuple[MPI.Request, Received]] = deque()
         self._status = MPI.Status()
         self.handlers: dict[Tag, Callable[[Received], None]] = {}
+        self._ring = doorbell.ringer(comm) if doorbell else None
         self.sent_messages = 0
         self.sent_bytes = 0
 
@@ -50,6 +54,8 @@ class Transport:
         if len(self._sending) >= _MANY:  # of who never polls; else `poll` does it
             self.reap()
         request = self.comm.Isend((buffer, MPI.BYTE), dest, tag)
+        if self._ring:
+            self._ring(dest)
         if not request.Test():
             self._sending.append((request, buffer))
 
@@ -57,6 +63,14 @@ class Transport:
         """Release the messages that have left."""
         while self._sending and self._sending[0][0].Test():
             self._sending.popleft()
+
+    def ring_with(self, doorbell: Doorbell) -> None:
+        """From now on wake the ranks for which there is a message."""
+        self._ring = doorbell.ringer(self.comm)
+
+    def quiet_s(self) -> float:
+        """Return for how many seconds `poll` finds nothing unless somebody rings; 0: a message moves."""
+        return 0.0 if self._sending or self._arriving or self._local else math.inf
 
     def flush(self, seconds: float) -> None:
         """Wait, at most `seconds`, until all messages have left."""

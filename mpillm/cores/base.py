@@ -187,6 +187,14 @@ class LLMCore(ABC):
     def has_work(self) -> bool:
         """Return whether `poll_responses` has something to do now (False lets the rank sleep)."""
 
+    def quiet_s(self) -> float:
+        """Return for how many seconds `has_work` and `poll_kv` change only by a call or a message.
+
+        Asked after `has_work` was False. The rank sleeps so long, or until a message comes; 0: it looks again
+        within 1.2 ms.
+        """
+        return 0.0
+
     def cancel(self, ids: Iterable[int]) -> None:  # noqa: B027 - optional: a request then just runs to its end
         """Cancel requests in any state: each open one yields one more row, FINAL | CANCELLED, without tokens.
 

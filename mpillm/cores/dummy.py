@@ -6,6 +6,7 @@ It serves to measure everything around a model, and to test the handling of faul
 from __future__ import annotations
 
 import heapq
+import math
 import os
 import time
 from collections import deque
@@ -178,6 +179,12 @@ class DummyCore(LLMCore):
             return True
         now = time.perf_counter()
         return (bool(self._events) and self._events[0][0] <= now) or self._streams.is_due(now)
+
+    def quiet_s(self) -> float:
+        if self._moving:
+            return 0.0
+        due = min(self._events[0][0] if self._events else math.inf, self._streams.next_due())
+        return due - time.perf_counter()
 
     # --- handoff: one piece from leader to leader ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import numpy as np
@@ -51,7 +52,11 @@ class Streams:
 
     def is_due(self, now: float) -> bool:
         """Return whether `step` has a token."""
-        return bool(len(self._rows)) and bool(self._rows["due"].min() <= now)
+        return self.next_due() <= now
+
+    def next_due(self) -> float:
+        """Return when `step` will have a token, in the time of `time.perf_counter`."""
+        return float(self._rows["due"].min()) if len(self._rows) else math.inf
 
     def step(self, now: float) -> Batch:
         """Return the next token of each due stream: rows FIRST, PARTIAL, or FINAL with the whole answer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
+import math
 import re
 import secrets
 import time
@@ -291,6 +292,11 @@ class TorchCore(LLMCore):
 
     def has_work(self) -> bool:
         return bool(self._refused) or (self._runs is not None and self._runs.has_work())
+
+    def quiet_s(self) -> float:
+        if self.config.gpu_bytes is not None:
+            return 0.0  # NCCL rings no bell, nor does a GPU
+        return math.inf if self._runs is None or self._runs.is_quiet() else 0.0
 
     def poll_responses(self) -> Batch | None:
         progress = [] if self._runs is None else self._runs.step()

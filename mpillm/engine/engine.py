@@ -152,6 +152,10 @@ class Engine:
         is_busy = self._in_flight or self._cancelled or self.handoffs.has_orders()
         return not (is_busy or self.scheduler.can_plan())
 
+    def is_quiet(self) -> bool:
+        """Return whether the engine is idle, and no transfer is under way."""
+        return self.is_idle() and not self.handoffs.is_moving()
+
     def cancel(self, sequence_id: int) -> None:
         """End a sequence in any state: queued, in its context, generating, or with its KV cache arriving.
 

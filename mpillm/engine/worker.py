@@ -220,6 +220,12 @@ class Follower:
             self._step = self._peers.take_plan()
         return self._step is not None and self._can_run()
 
+    def is_quiet(self) -> bool:
+        """Return whether `has_work` stays False until a message comes, and no transfer is under way."""
+        transfers = self._worker.transfers
+        waits = self._step is None and not self._sampled and self._peers.is_quiet()
+        return waits and (transfers is None or transfers.is_done())
+
     def step(self) -> list[Progress]:
         """Run the step, and send the tokens, that `has_work` found."""
         if self._step is not None and self._can_run():

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +30,17 @@ class Query(NamedTuple):
 class LoadGenTest:
     """One test. `issued` fills while it runs; any thread may report completions."""
 
-    def __init__(self, settings: Any, n_samples: int, directory: Path, audit_conf: str) -> None:
+    def __init__(
+        self, settings: Any, n_samples: int, directory: Path, audit_conf: str, wake: Callable[[], None]
+    ) -> None:
+        """`wake`: called in LoadGen's thread whenever `issued` or `finished` has changed."""
         self.issued: deque[Query] = deque()
         self.finished = False
         self.error: BaseException | None = None
         self.use_token_latencies = (
             bool(settings.use_token_latencies) and settings.scenario != lg.TestScenario.Offline
         )
+        self._wake = wake
         self._arguments = (settings, log_settings(directory), audit_conf)
         self._sut = lg.ConstructSUT(self._issue, lambda: None)
         # The data set stays in memory for the whole run: there is nothing to load or unload.
@@ -59,6 +64,7 @@ class LoadGenTest:
         ids = np.fromiter((sample.id for sample in samples), np.uint64, len(samples))
         indices = np.fromiter((sample.index for sample in samples), np.int64, len(samples))
         self.issued.append(Query(ids, indices, time.perf_counter()))
+        self._wake()
 
     def _run(self) -> None:
         settings, logs, audit = self._arguments
@@ -69,6 +75,7 @@ class LoadGenTest:
         except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
             self.error = error
         self.finished = True
+        self._wake()
 
 
 def sample_responses(

@@ -39,6 +39,9 @@ class Follower(Role):
         self._core.poll_responses()
         return True
 
+    def quiet_s(self) -> float:
+        return self._core.quiet_s()
+
     def report(self) -> dict[str, Any]:
         compiled = self._core.compiled_in_test()
         for name in compiled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ class Role:
     def poll(self) -> bool:
         """Do what there is to do, without waiting; return whether there was anything."""
         return False
+
+    def quiet_s(self) -> float:
+        """Return for how many seconds `poll` finds nothing unless a message comes, or the doorbell rings."""
+        return math.inf
 
     def done(self, phase: Phase) -> bool:
         """Return whether this role's part of `phase` is done."""

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +18,9 @@ from mpi4py import MPI
 
 from disagg.errors import ConfigError
 from mpillm import __version__
-from mpillm.comms.communicators import Communicators, create_communicators
+from mpillm.comms.communicators import Communicators, create_communicators, senders_to
 from mpillm.comms.control import Limits, RankControl, Stopped
+from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.lifeline import visible_pids
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import BEAT, Beat, DrainReport, JoinReport, Setup
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 # Until a rank's log is open, records are dropped: rank 0 reports the failure itself.
 logging.getLogger("mpillm").addHandler(logging.NullHandler())
+_log = logging.getLogger(__name__)
 
 
 class _Part(NamedTuple):
@@ -91,8 +93,10 @@ class Rank:
         self._watch = Watch(comm.rank)
         self._control = RankControl(Transport(comm), self._watch, limits)
         self._beats = Transport(comm)  # the watch's: a transport belongs to one thread
-        self._loop = EventLoop(self._watch)
+        self._doorbell = Doorbell()
+        self._loop = EventLoop(self._watch, self._doorbell)
         self._loop.pollers.append(self._control.poll)
+        self._loop.quiet_s.append(self._control.quiet_s)
         self._roles: list[Role] = []
         self.log_dir = ""  # the run directory, once rank 0 has made it
         self._test_clock = (0.0, 0.0)  # time and CPU time when the test started
@@ -144,6 +148,10 @@ class Rank:
                 gc.freeze()
                 gc.enable()
                 self._test_clock = time.perf_counter(), time.process_time()
+            if phase == "health":  # by now all bells hang
+                self._doorbell.try_all(self._senders)
+                how = "sleeps until its doorbell rings" if self._doorbell.heard else "polls"
+                _log.info("when idle, this rank %s", how)
             for role in self._roles:
                 getattr(role, phase)()
 
@@ -189,20 +197,26 @@ class Rank:
             open_rank_log(Path(setup.log_dir), self.rank)
         except OSError as error:
             raise RunError(Failure(f"{error.filename or setup.log_dir}: {error.strerror}")) from error
-        comms = create_communicators(self._world, self._comm, setup.plan)
-        route = Transport(comms.route) if comms.route is not None else None
+        node = ranks[self.rank].node
+        self._doorbell.hang(setup.token, self.rank, (rank.rank for rank in ranks if rank.node == node))
+        self._senders = senders_to(self.rank, setup.plan)
+        self._control.transport.ring_with(self._doorbell)
+        comms = create_communicators(self._world, self._comm, setup.plan, self._doorbell)
+        route = Transport(comms.route, self._doorbell) if comms.route is not None else None
         session = self._rank0.session if self._rank0 else None
         self._roles += make_roles(
             self._config,
             setup,
             comms,
             route,
-            session.make_harness if session else None,
+            partial(session.make_harness, wake=self._doorbell.ring_own) if session else None,
             session.make_half if session else None,
         )
         if route:
             self._loop.pollers.append(route.dispatch)
+            self._loop.quiet_s.append(route.quiet_s)
         self._loop.pollers += [role.poll for role in self._roles]
+        self._loop.quiet_s += [role.quiet_s for role in self._roles]
         if session:
             self._loop.pollers.append(session.poll)
         return _Part(comms, route, machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -26,8 +27,11 @@ from mpillm.run.join import Planned, plan_run
 class RunSession(Protocol):
     """What a run has on rank 0 from when all ranks have joined."""
 
-    def make_harness(self, route: Transport, leader: int) -> Role:
-        """Return the role that asks; `leader`: the leader's rank in the route communicator."""
+    def make_harness(self, route: Transport, leader: int, wake: Callable[[], None]) -> Role:
+        """Return the role that asks; `leader`: the leader's rank in the route communicator.
+
+        `wake`: for other threads, when the role has something to do.
+        """
 
     def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:
         """Return the role of the instance's first rank, if this run is one half of disaggregated serving."""
@@ -104,7 +108,8 @@ class Rank0:
         self.session, lines = self._purpose.open(planned, record, self._console, self.control)
         for line in lines:
             self._console.line(line)
-        return Setup(planned.plan, str(record().path), self._where(reports), planned.gpus)
+        where = self._where(reports)
+        return Setup(planned.plan, str(record().path), where, planned.gpus, secrets.token_hex(8))
 
     def _where(self, reports: dict[int, JoinReport]) -> Rank0At:
         """Say where rank 0 is; ranks that can't see its process get a lifeline, if a port can be opened."""

@@ -65,7 +65,7 @@ class ServeSession:
         self._record.result["url"] = self.url
         mailbox = Mailbox()
         roles = {instance.role for instance in plan.instances}
-        requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.out.append)
+        requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
         half = None
         if config.half:
             if planned.gpus:
@@ -90,7 +90,8 @@ class ServeSession:
         self._mailbox = mailbox
         self._frontend: Frontend | None = None
 
-    def make_harness(self, route: Transport, leader: int) -> Frontend:
+    def make_harness(self, route: Transport, leader: int, wake: Callable[[], None]) -> Frontend:
+        self._mailbox.wake = wake
         self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
         return self._frontend
 

@@ -58,7 +58,7 @@ class Session:
         self._last_start = max(report.started for report in prepared.planned.reports.values())
         self._progress_at = self._logged_at = 0.0
 
-    def make_harness(self, route: Transport, leader: int) -> Harness:
+    def make_harness(self, route: Transport, leader: int, wake: Callable[[], None]) -> Harness:
         """Return the harness role; `leader`: the leader's rank in the route communicator."""
         config, dataset, settings = self._config, self._prepared.dataset, self._prepared.settings
         return Harness(
@@ -73,7 +73,7 @@ class Session:
                 config.top_p,
                 config.seed,
             ),
-            LoadGenTest(settings.test, len(dataset), self._record.path, self._audit),
+            LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, wake),
             self._outputs.add if self._outputs else None,
             self._plan.instances[0].role == "ctx",
             self._totals,

@@ -52,8 +52,14 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.out: deque[Batch | int] = deque()  # from the HTTP thread
+        self.wake: Callable[[], None] = lambda: None  # the main thread; any thread may call it
         # To the HTTP thread; called in the main thread.
         self.deliver: Callable[[Batch], None] = lambda batch: None
+
+    def put(self, item: Batch | int) -> None:
+        """Called in the HTTP thread."""
+        self.out.append(item)
+        self.wake()
 
 
 class Frontend(Role):

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from launch.environment import EXIT_FILE, tell_signal
 from mpillm.comms.control import Limits, Rank0Control, RankControl, Stopped
+from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import JoinReport, Rank0At
 from mpillm.comms.transport import Received, Transport
@@ -47,7 +48,7 @@ class Rank:
         limits = Limits(dict.fromkeys(PHASES, deadline), grace=5.0, heartbeat=60.0)
         self.rank, self.size = comm.rank, comm.size
         self.control = RankControl(transport(comm), watch, limits)
-        self.loop = EventLoop(watch)
+        self.loop = EventLoop(watch, Doorbell())
         self.loop.pollers.append(self.control.poll)
         self.completed: list[tuple[str, float, dict[int, Any]]] = []
         if comm.rank == 0:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpillm.comms import doorbell
+from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import BEAT, STOP, Beat, Stop
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received, Transport
@@ -147,3 +151,36 @@ def test_dispatch_is_bounded(comm: MPI.Intracomm) -> None:
     until(lambda: len(got) == 100, transport.dispatch)
     assert got == list(range(100))
     assert not transport.dispatch()
+
+
+def test_a_message_wakes_a_rank_that_sleeps(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round and round: each rank sleeps until the one before it has sent something, small or large."""
+    n_rounds = 20
+    monkeypatch.setattr(doorbell, "_LONGEST_SLEEP_S", 20.0)
+    bell = doorbell.Doorbell()
+    bell.hang(comm.bcast(secrets.token_hex(8)), comm.rank, range(comm.size))
+    comm.Barrier()
+    bell.try_all(range(comm.size))
+    assert bell.heard
+    transport = Transport(comm, bell)
+    got: list[int] = []
+    transport.handlers[Tag.WORK] = lambda received: got.append(value_of(received))
+    watch: Any = QuietWatch()
+    loop = EventLoop(watch, bell)
+    loop.pollers.append(transport.dispatch)
+    loop.quiet_s.append(transport.quiet_s)
+    end = time.monotonic() + 15
+    for i in range(n_rounds):
+        message = bytes_of(i, 300_000 if i % 2 else 8)
+        if comm.rank == 0:
+            transport.send(1, Tag.WORK, message)
+        loop.run_until(lambda: len(got) > i or time.monotonic() > end)  # noqa: B023 - called at once
+        if comm.rank:
+            transport.send((comm.rank + 1) % comm.size, Tag.WORK, message)
+    transport.flush(20)
+    assert time.monotonic() < end
+    assert got == list(range(n_rounds))
+
+
+class QuietWatch:
+    def tick(self) -> None: ...

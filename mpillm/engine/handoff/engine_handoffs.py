@@ -64,6 +64,10 @@ class EngineHandoffs:
         """Return whether a step is needed to begin transfers."""
         return bool(self._ordered)
 
+    def is_moving(self) -> bool:
+        """Return whether a transfer has begun and is not done on all ranks."""
+        return bool(self._moving)
+
     def take_orders(self, sampled: list[Sequence]) -> list[Transfer]:
         """Return the transfers for a step that completes the contexts of `sampled`."""
         for sequence in sampled:

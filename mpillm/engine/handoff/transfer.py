@@ -165,6 +165,10 @@ class Transfers:
         self._gather()
         return done
 
+    def is_done(self) -> bool:
+        """Whether no transfer is under way on this rank."""
+        return not self._under_way
+
     def _gather(self) -> None:
         """Send what buffers have room for. The blocks keep their content until all of it has left."""
         ready: list[tuple[_Under, _Piece]] = []

@@ -54,7 +54,9 @@ class MpiGroups(Groups):
 
         self._mpi = MPI
         self._tp = comms.tp
-        self._instance, self._stages = Transport(comms.instance), Transport(comms.pp)
+        self._instance, self._stages = (
+            Transport(comm, comms.doorbell) for comm in (comms.instance, comms.pp)
+        )
         self._sampler = comms.instance.size - layout.tp_size  # the first rank of the last stage
         self._hidden: Tensor | None = None
 
@@ -97,6 +99,12 @@ class MpiGroups(Groups):
         assert self._hidden is not None
         x, self._hidden = self._hidden, None
         return x.view(dtype).view(n_rows, width)
+
+    def is_quiet(self) -> bool:
+        """Return whether all that this rank has sent has left."""
+        for transport in (self._instance, self._stages):
+            transport.reap()
+        return min(self._instance.quiet_s(), self._stages.quiet_s()) > 0
 
     # --- plans and tokens ---
 

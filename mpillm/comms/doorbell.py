@@ -1,0 +1,104 @@
+"""Doorbells: a rank with nothing to do sleeps in the kernel until somebody who has sent it something rings.
+
+MPI carries every message; a bell only says "look". It is a datagram socket in Linux's abstract namespace: it
+leaves no file, and ranks hear each other if they share a network namespace, as those of one node do unless
+containers separate them. A rank that one of its peers cannot reach polls instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_LONGEST_SLEEP_S = 0.1  # what a bell that nobody rang can cost
+
+
+class Doorbell:
+    """This rank's bell, and the way to the others'. It does nothing until `hang`. Any thread may ring."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._run = ""
+        self._rank = -1
+        self._within_reach: frozenset[int] = frozenset()
+        self.heard = False
+        """Whether everybody who sends something to this rank rings its bell."""
+
+    def hang(self, run: str, rank: int, within_reach: Iterable[int]) -> None:
+        """Listen from now on. `run`: unique to the run; `within_reach`: the ranks of this rank's node."""
+        bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._run, self._rank = run, rank
+        try:
+            bell.bind(self._name(rank))
+        except OSError:  # not Linux, or a sandbox: poll
+            bell.close()
+            return
+        self._socket, self._within_reach = bell, frozenset(within_reach) - {rank}
+
+    def try_all(self, peers: Iterable[int]) -> None:
+        """Find out whether all of `peers`, who send something to this rank, hear and are heard.
+
+        Every rank's bell must hang by now. Reach is mutual: the namespace is shared, or it is not.
+        """
+        if self._socket is not None:
+            peers = set(peers) - {self._rank}
+            self.heard = peers <= self._within_reach and all(self._reaches(peer) for peer in peers)
+
+    def ringer(self, comm: MPI.Intracomm) -> Callable[[int], None]:
+        """Return a function that rings by rank of `comm`."""
+        from mpi4py import MPI
+
+        bell = self._socket
+        if bell is None:
+            return lambda dest: None
+        group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+        ranks = group.Translate_ranks(None, world)
+        group.Free()
+        world.Free()
+        names = [self._name(rank) if rank in self._within_reach else None for rank in ranks]
+
+        def ring(dest: int) -> None:
+            if (name := names[dest]) is not None:
+                # It rings already: as many bells wait there as fit. Or its rank has gone.
+                with contextlib.suppress(OSError):
+                    bell.sendto(b"!", name)
+
+        return ring
+
+    def ring_own(self) -> None:
+        """Wake this rank's main thread."""
+        if self._socket is not None:
+            with contextlib.suppress(BlockingIOError):
+                self._socket.sendto(b"!", self._name(self._rank))
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep until the bell rings, at most `seconds`; return whether it has rung.
+
+        Then look for what has come: what is sent from now on rings again.
+        """
+        assert self._socket is not None
+        if not select.select([self._socket], [], [], min(seconds, _LONGEST_SLEEP_S))[0]:
+            return False
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._socket.recv(1)
+        return True
+
+    def _name(self, rank: int) -> bytes:
+        return f"\0mpillm-{self._run}-{rank}".encode()
+
+    def _reaches(self, rank: int) -> bool:
+        assert self._socket is not None
+        try:
+            self._socket.sendto(b"!", self._name(rank))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
