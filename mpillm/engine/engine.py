@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from mpillm.engine.beams import Beams
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.cache.prefix_cache import PrefixCache
@@ -146,6 +148,11 @@ class Engine:
         """Return whether `step` has something to do now."""
         can_plan = len(self._in_flight) < self._depth and self.scheduler.can_plan()
         return can_plan or self.handoffs.has_orders() or self._has_tokens() or bool(self._cancelled)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of GPUs that this process holds; 0 on a CPU."""
+        return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
     def is_idle(self) -> bool:
         """Return whether `has_work` stays False until something is added: no step is in flight."""

@@ -11,7 +11,7 @@ from mpillm.engine.special import Special
 UNREAD = -1  # stands for a token that is still on the device
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # with a __dict__ of so many fields each access costs more
 class Sequence:
     """A request in progress.
 

@@ -33,12 +33,8 @@ def _requests(engine: Engine) -> Mapping[str, float]:
     }
 
 
-def _memory(_engine: Engine) -> Mapping[str, float]:
-    """Bytes: what PyTorch holds on the GPU, and what the process has in the host's memory."""
-    import torch
-
-    gpu = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-    return {"pinned": 0, "gpu": gpu, "cpu": psutil.Process().memory_info().rss}
+def _memory(engine: Engine) -> Mapping[str, float]:
+    return {"pinned": 0, "gpu": engine.gpu_bytes, "cpu": psutil.Process().memory_info().rss}
 
 
 def _blocks(engine: Engine) -> Mapping[str, float]:
