@@ -41,14 +41,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
     """Return weights [1, modules, width] and config [1, modules, 3] of an adapter's folder.
 
-    `dtype`: float16 or float32, of the weights. ConfigError: it has what the tensors can't say.
+    `dtype`: float16 or float32, of the weights. Raises ConfigError if it has what the tensors can't say.
     """
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = _tensors(folder)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: no adapter of PEFT can be read there: {error!r}") from error
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{folder}: no adapter of PEFT can be read there ({what})") from error
     for name, neutral in _NEUTRAL.items():
         if config.get(name) not in neutral:
             raise ConfigError(f"{folder}/adapter_config.json: {name} {config[name]!r} can't be converted")

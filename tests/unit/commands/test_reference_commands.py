@@ -133,7 +133,7 @@ SAYS = {
     ),
     "hf_lora_convert": (
         "hf_lora_convert.py -i adapter -o weights --storage-type float16",
-        "LoRA is not built",
+        "adapter/adapter_config.json: cannot be read: No such file",
     ),
     "the client of one request": (
         "inflight_batcher_llm_client.py --request-output-len 200 --tokenizer-dir llama",
