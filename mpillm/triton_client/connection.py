@@ -126,9 +126,13 @@ class Connection:
             one = grpcclient.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
             inputs.append(one.set_data_from_numpy(value))
         wanted = [grpcclient.InferRequestedOutput(name) for name in outputs] or None
-        self._client.async_stream_infer(
-            model, inputs, outputs=wanted, request_id=request_id, enable_empty_final_response=True
-        )
+        try:
+            self._client.async_stream_infer(
+                model, inputs, outputs=wanted, request_id=request_id, enable_empty_final_response=True
+            )
+        except InferenceServerException as error:
+            self._next(time.monotonic())  # raises why the stream has ended, if that is known
+            raise AnswerError(f"{self.url}: {error}") from None
 
     def _send_stop(self, model: str, request_id: str) -> None:
         one = np.ones((1, 1), np.int32)
