@@ -25,6 +25,7 @@ from launch.environment import EXIT_FILE, clean_environment
 from launch.launcher import RANK_COMMANDS
 
 _POLL_S = 2.0
+_ANSWER_S = 60.0  # Slurm's commands give up on a silent controller after about as long
 _ENDED = (
     "COMPLETED",
     "FAILED",
@@ -234,7 +235,12 @@ def _submit(job: Job, path: Path, wait: bool) -> int:
 
 def _ask(*command: str) -> str:
     env = clean_environment(os.environ)
-    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{shlex.join(command)}: no answer within {_ANSWER_S:g} s") from None
     if done.returncode != 0:
         raise ConfigError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout.strip()

@@ -31,15 +31,10 @@ from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import Field, not_negative, positive, seconds
 from mpillm.files import write_json
+from mpillm.triton_client.end_to_end import PORTS, WARM_UPS
 from mpillm.triton_client.prompts_file import TOKENS_PER_WORD, read_prompts
 
 WORKLOADS = ("dataset", "token_norm_dist")
-_PORTS = {"grpc": 8001, "http": 8000}
-_WARM_UPS = 10
-
-
-def _rate(text: str) -> float:
-    return float(text)
 
 
 class Options(Values):
@@ -71,7 +66,7 @@ class Options(Values):
         group="benchmark",
     )
     request_rate = Field(
-        "request_rate", "requests per second; -1: all at once", _rate, default=-1.0, group="benchmark"
+        "request_rate", "requests per second; -1: all at once", float, default=-1.0, group="benchmark"
     )
     time_delay_dist = Field(
         "time_delay_dist",
@@ -153,13 +148,13 @@ def main(config: Options) -> int:
     random = np.random.default_rng(config.seed)
     requests = _requests(config, random)
     due = arrival_times(len(requests), config.request_rate, config.time_delay_dist == "constant", random)
-    url = config.url or f"localhost:{_PORTS[config.protocol]}"
+    url = config.url or f"localhost:{PORTS[config.protocol]}"
     target = Target(url, config.tensorrt_llm_model_name, config.stream_timeout, config.streaming)
     send = over_grpc if config.protocol == "grpc" else over_http
     at_once = config.concurrency or (len(requests) if config.protocol == "grpc" else 128)
     try:
         print("[INFO] Warm up for benchmarking.", flush=True)
-        warm_up = [requests[0]] * min(_WARM_UPS, len(requests))
+        warm_up = [requests[0]] * min(WARM_UPS, len(requests))
         send(target, warm_up, np.zeros(len(warm_up)), at_once)
         print(f"[INFO] Start benchmarking on {len(requests)} prompts.", flush=True)
         records = send(target, requests, due, at_once)

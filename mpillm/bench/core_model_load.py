@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -105,6 +105,7 @@ class _GrpcLoad:
         else:
             _note(record, now, len(tokens_of(response)))
         if error or is_last(response):
+            _end(record)
             stream.open.discard(number)
             self._room.release()
             self._left -= 1
@@ -125,6 +126,12 @@ def _note(record: Record, now: float, n_tokens: int) -> None:
     record.output_len += n_tokens
 
 
+def _end(record: Record) -> None:
+    """The last response has come."""
+    if not record.output_len and not record.error:
+        record.error = "an answer without a token"
+
+
 def over_http(
     target: Target, requests: Sequence[Request], due: NDArray[np.float64], most_at_once: int
 ) -> list[Record]:
@@ -141,17 +148,21 @@ def over_http(
             try:
                 record.start = time.perf_counter()
                 for part in connection.generate(target.model, _values(target, request), target.streaming):
-                    _note(record, time.perf_counter(), int(part["sequence_length"]))
+                    _note(record, time.perf_counter(), int(part.get("sequence_length", 0)))
+                _end(record)
             except AnswerError as error:
                 record.error = str(error)
             finally:
                 idle.put(connection)
 
+        sent: list[Future[None]] = []
         began = time.perf_counter()
         for request, record, at in zip(requests, records, due.tolist(), strict=True):
             if (wait := began + at - time.perf_counter()) > 0:
                 time.sleep(wait)
-            threads.submit(send, request, record)
+            sent.append(threads.submit(send, request, record))
+    for one in sent:
+        one.result()
     return records
 
 

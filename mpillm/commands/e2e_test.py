@@ -13,8 +13,6 @@ from mpillm.configurator.parsers import boolean
 from mpillm.errors import ExitCode
 from mpillm.fields import Field, positive, seconds
 
-_PORTS = {"grpc": 8001, "http": 8000}
-
 
 class _Options(Values):
     """Options of ``e2e-test``."""
@@ -61,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("e2e-test needs --dataset FILE", about=["dataset"])
     try:
         from mpillm.triton_client.connection import AnswerError
-        from mpillm.triton_client.end_to_end import Differs, Server, check, measure
+        from mpillm.triton_client.end_to_end import PORTS, Differs, Server, check, measure
         from mpillm.triton_client.prompts_file import TOKENS_PER_WORD, read_prompts
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -75,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     if not prompts:
         raise ConfigError(f"{options.dataset}: no prompt has at most --max_input_len {most} tokens")
-    url = options.url or f"localhost:{_PORTS[options.protocol]}"
+    url = options.url or f"localhost:{PORTS[options.protocol]}"
     server = Server(options.protocol, url, options.stream_timeout)
     models = ["ensemble", *(["tensorrt_llm_bls"] if options.test_bls else [])]
     try:

@@ -16,6 +16,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from typing import NamedTuple
 _KEY_BYTES = 16
 _HELLO = struct.Struct(f"!{_KEY_BYTES}sI")  # the run's key and the caller's rank
 _CONNECT_S = 5.0
+_PAUSE_S = 0.1
 
 
 class Address(NamedTuple):
@@ -67,9 +69,12 @@ class Lifelines:
         self._events.register(connection, selectors.EVENT_READ, act)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone by now, or no file descriptor is left
+        try:
             connection, _ = self._listener.accept()
-            self._watch(connection, lambda: self._hello(connection))
+        except OSError:  # it has gone by now, or no file descriptor is left: then select returns at once
+            time.sleep(_PAUSE_S)
+            return
+        self._watch(connection, lambda: self._hello(connection))
 
     def _hello(self, connection: socket.socket) -> None:
         try:

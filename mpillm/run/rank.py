@@ -98,6 +98,7 @@ class Rank:
         self._loop.pollers.append(self._control.poll)
         self._loop.quiet_s.append(self._control.quiet_s)
         self._roles: list[Role] = []
+        self._senders: set[int] = set()  # the ranks that ring this one's doorbell, once the plan is here
         self.log_dir = ""  # the run directory, once rank 0 has made it
         self._test_clock = (0.0, 0.0)  # time and CPU time when the test started
         self._rank0: Rank0 | None = None

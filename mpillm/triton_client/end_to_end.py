@@ -21,7 +21,8 @@ from mpillm.triton_client.kserve_http import HttpConnection
 from mpillm.triton_client.prompts_file import Prompt
 
 AnyConnection = Connection | HttpConnection
-_WARM_UPS = 10
+PORTS = {"grpc": 8001, "http": 8000}  # tritonserver's own
+WARM_UPS = 10
 _EMPTY = np.array([[""]], object)
 _TO_ENGINE = {
     "INPUT_ID": "input_ids",
@@ -124,7 +125,7 @@ def measure(server: Server, prompts: Sequence[Prompt], model: str, concurrency: 
                 idle.put(connection)
 
         yield "[INFO] Warm up for benchmarking."
-        for _ in range(min(_WARM_UPS, len(prompts))):
+        for _ in range(min(WARM_UPS, len(prompts))):
             timed(prompts[0])
         yield f"[INFO] Start benchmarking on {len(prompts)} prompts."
         began = time.perf_counter()

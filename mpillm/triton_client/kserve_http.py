@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,40 +58,52 @@ class HttpConnection:
         }
         if outputs:
             body["outputs"] = [{"name": name} for name in outputs]
-        answer = json.loads(self._post(f"{model}/infer", body).read())
-        yield {
-            output["name"]: _array(output["data"], output["datatype"]).reshape(output["shape"])
-            for output in answer["outputs"]
-        }
+        with self._answer(f"{model}/infer", body) as response:
+            answer = json.loads(response.read())
+            yield {
+                output["name"]: _array(output["data"], output["datatype"]).reshape(output["shape"])
+                for output in answer["outputs"]
+            }
 
     def generate(self, model: str, values: Mapping[str, Any], stream: bool) -> Iterator[dict[str, Any]]:
         """The answer of `generate`, or those of `generate_stream` as they come. AnswerError."""
-        response = self._post(f"{model}/generate{'_stream' if stream else ''}", values)
-        if not stream:
-            yield json.loads(response.read())
-            return
-        while line := response.readline():
-            if line.startswith(b"data:"):
-                part = json.loads(line[5:])
-                if "error" in part:
-                    raise AnswerError(part["error"])
-                yield part
+        with self._answer(f"{model}/generate{'_stream' if stream else ''}", values) as response:
+            if not stream:
+                yield json.loads(response.read())
+                return
+            while line := response.readline():
+                if line.startswith(b"data:"):
+                    part = json.loads(line[5:])
+                    if "error" in part:
+                        raise AnswerError(part["error"])
+                    yield part
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> http.client.HTTPResponse:
+    @contextlib.contextmanager
+    def _answer(self, path: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
+        """Post; what goes wrong until the answer is read raises AnswerError, and ends the connection.
+
+        The next request opens another.
+        """
         try:
             self._connection.request("POST", f"/v2/models/{path}", json.dumps(body))
             response = self._connection.getresponse()
-            if response.status == http.HTTPStatus.OK:
-                return response
-            text = response.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
+            if response.status != http.HTTPStatus.OK:
+                raise AnswerError(f"{self.url}: HTTP {response.status}: {_said(response.read())}")
+            yield response
+        except AnswerError:
+            self._connection.close()
+            raise
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             self._connection.close()
             raise AnswerError(f"{self.url}: {type(error).__name__}: {error}") from None
-        try:
-            said = json.loads(text)["error"]
-        except (ValueError, KeyError, TypeError):
-            said = text
-        raise AnswerError(f"{self.url}: HTTP {response.status}: {said}")
+
+
+def _said(body: bytes) -> str:
+    """Return the message of an error, or all of it."""
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")
 
 
 def _array(data: Sequence[Any], kind: str) -> Any:

@@ -97,3 +97,14 @@ def test_a_run_has_a_folder_for_each_start_and_rank_0s_exit_code(
 def test_what_cant_be_a_job(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         main(words)
+
+
+def test_a_silent_sbatch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = tmp_path / "sbatch"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("launch.sbatch._ANSWER_S", 0.2)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"sbatch --parsable .*: no answer within 0\.2 s"):
+        main(["--nodes", "1", "--submit", "--", "true"])

@@ -1,0 +1,76 @@
+"""Triton's HTTP answers that end badly."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from mpillm.bench.core_model_load import Request, Target, over_http
+from mpillm.triton_client.connection import AnswerError
+from mpillm.triton_client.kserve_http import HttpConnection
+
+TIMEOUT_S = 60.0
+
+
+def reply(body: bytes, length: int | None = None) -> bytes:
+    """An HTTP answer that announces `length` bytes, by default as many as it has."""
+    n = len(body) if length is None else length
+    return b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (n, body)
+
+
+GOOD = reply(b'{"sequence_length": 3}')
+EMPTY = reply(b'{"sequence_length": 0}')
+CUT = reply(b'{"sequence_len', 100)
+NO_JSON = reply(b"oops")
+FAILS = reply(b'data: {"error": "no"}\n\ndata: {"sequence_length": 1}\n\n', 300)
+BAD = {"cut short": CUT, "no JSON": NO_JSON, "no tokens": EMPTY, "no field": reply(b"{}")}
+
+
+@contextmanager
+def server(*replies: bytes) -> Iterator[str]:
+    """The address of a server with a reply for each connection, after which it closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in replies:
+                connection, _ = listener.accept()
+                with connection:
+                    while b"}" not in connection.recv(65536):
+                        pass
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("answer", [CUT, NO_JSON])
+def test_an_answer_that_cannot_be_read(answer: bytes) -> None:
+    with (
+        server(answer) as url,
+        HttpConnection(url, TIMEOUT_S) as connection,
+        pytest.raises(AnswerError, match=url),
+    ):
+        list(connection.generate("tensorrt_llm", {}, False))
+
+
+def test_after_a_failed_stream_the_connection_serves_again() -> None:
+    with server(FAILS, GOOD) as url, HttpConnection(url, TIMEOUT_S) as connection:
+        with pytest.raises(AnswerError, match="no"):
+            list(connection.generate("tensorrt_llm", {}, True))
+        assert list(connection.generate("tensorrt_llm", {}, False)) == [{"sequence_length": 3}]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_lost_answer_is_an_error_of_the_benchmark(name: str) -> None:
+    request = Request(np.array([1], np.int32), 3)
+    with server(BAD[name], GOOD) as url:
+        records = over_http(Target(url, "tensorrt_llm", TIMEOUT_S, False), [request] * 2, np.zeros(2), 1)
+    assert [bool(record.error) for record in records] == [True, False]
+    assert [record.output_len for record in records] == [0, 3]
