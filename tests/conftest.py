@@ -10,7 +10,12 @@ import pytest
 BUSY = {
     f"test_{name}"
     for name in (
+        "answer_ends",
+        "core_handoff",
+        "engine_gpu",
+        "engine_tokens",
         "handoff_layouts",
+        "model_shapes",
         "oracle",
         "parallel",
         "pipeline",
@@ -19,7 +24,6 @@ BUSY = {
         "workload_runs",
     )
 }
-BUSY |= {"test_engine_torch", "test_engine_gpu"}
 
 # Under nohup, what tests start would inherit that SIGHUP is ignored, and rightly go on when one comes.
 # Handlers are not inherited.

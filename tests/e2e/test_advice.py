@@ -94,7 +94,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r".* fill-template .*": Elsewhere("a template must be there: tests/unit/commands/test_fill_template.py"),
     r".* trtllm-build .*": Elsewhere("tests/unit/commands/test_reference_commands.py"),
-    r".* fetch-model .*": Elsewhere("a download: tests/unit/models/test_models.py"),
+    r".* fetch-model .*": Elsewhere("a download: tests/unit/models/test_fetch_model.py"),
     r"make (test-)?slurm|make test-hosts": Elsewhere("they need root, and Slurm is installed"),
     r"srun --mpi=list|salloc .*": Elsewhere("Slurm's own: there is none here"),
     r".* sbatch .*": Elsewhere(

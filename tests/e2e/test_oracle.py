@@ -86,7 +86,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 CASES = [
-    # Batches and chunks of an engine on its own are tests/unit/engine/test_engine_torch.py's, too.
+    # Batches and chunks of an engine on its own are tests/unit/engine/test_engine_tokens.py's, too.
     pytest.param(
         mode,
         ranks,

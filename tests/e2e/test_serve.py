@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpillm.engine.weights.sources import save_preset
-from tests.helpers.logprobs_oracle import expected_logprobs
+from tests.helpers.oracle import Oracle
 from tests.helpers.support import DONE, Command, Starter, wait_until
 
 TIMEOUT_S = 240.0
@@ -201,7 +201,7 @@ def test_log_probabilities_are_those_of_transformers_whatever_the_layout(one: St
     prompt = [5, 6, 7]
     body = {"prompt": prompt, "max_tokens": 8, "logprobs": 3, "return_token_ids": True, "ignore_eos": True}
     (whole,) = answer(host, port, "/v1/completions", **body, temperature=0)["choices"]
-    expected = expected_logprobs(one.folder / "model", prompt, whole["token_ids"])
+    expected = Oracle(one.folder / "model").logprobs(prompt, whole["token_ids"])
     chosen = [float(expected[i, token]) for i, token in enumerate(whole["token_ids"])]
     assert whole["logprobs"]["token_logprobs"] == pytest.approx(chosen, abs=1e-4)
     for told, likeliest in zip(whole["logprobs"]["top_logprobs"], expected.topk(3).values, strict=True):

@@ -16,6 +16,7 @@ import torch
 from mpillm.engine.weights.sources import save_preset
 from tests.e2e.test_triton import generate, serving
 from tests.helpers.adapters import ALL, make_adapter, merge
+from tests.helpers.oracle import Oracle
 from tests.helpers.real_triton import MARKS
 from tests.helpers.support import DONE, Starter
 from tests.helpers.triton_requests import Asker, Refusal
@@ -26,25 +27,6 @@ PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9, 3], [8, 8, 8, 8]]
 N_OUTPUT = 8
 
 
-class Oracle:
-    """transformers, in float32."""
-
-    def __init__(self, folder: Path) -> None:
-        transformers = pytest.importorskip("transformers")
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def tokens(self, prompt: list[int], **options: Any) -> list[int]:
-        options = {"max_new_tokens": N_OUTPUT, "do_sample": False, "eos_token_id": None, **options}
-        ids = torch.tensor([prompt])
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-        return [int(token) for token in out[0, len(prompt) :]]
-
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = self.model(torch.tensor([tokens])).logits[0]
-        return logits
-
-
 def test_answers_of_every_kind(one: Starter) -> None:
     folder = one.folder / "model"
     save_preset("tiny-llama", folder)
@@ -52,7 +34,7 @@ def test_answers_of_every_kind(one: Starter) -> None:
     generate(one, f"--model_path={folder}", "--triton_text_models")
     with serving(one) as ((port,), _), ThreadPoolExecutor(8) as threads:
         asker = Asker(port, "tensorrt_llm")
-        plain = [oracle.tokens(prompt) for prompt in PROMPTS]
+        plain = [oracle.tokens(prompt, N_OUTPUT) for prompt in PROMPTS]
         check_log_probs_and_logits(asker, oracle, plain)
         check_a_batch(asker, plain)
         check_choices(asker, oracle, plain, threads)
@@ -101,12 +83,12 @@ def check_choices(asker: Asker, oracle: Oracle, plain: list[list[int]], threads:
         "bad words": (
             1,
             {"bad_words_list": [[second[2], second[3], second[0]], [2, 3, -1]]},
-            oracle.tokens(PROMPTS[1], bad_words_ids=[[second[2], second[3]], [second[0]]]),
+            oracle.tokens(PROMPTS[1], N_OUTPUT, bad_words_ids=[[second[2], second[3]], [second[0]]]),
         ),
         "repetition": (
             3,
             {"repetition_penalty": 1.7},
-            oracle.tokens(PROMPTS[3], repetition_penalty=1.7),
+            oracle.tokens(PROMPTS[3], N_OUTPUT, repetition_penalty=1.7),
         ),
         "presence": (0, {"presence_penalty": 2.0}, None),
         "frequency": (0, {"frequency_penalty": 2.0}, None),
@@ -140,7 +122,7 @@ def check_beams(asker: Asker, oracle: Oracle, plain: list[list[int]], threads: T
     cases = [(0, 2, -1, 0.0), (1, 4, -1, 1.0), (2, 3, None, 0.0), (3, 4, -1, 1.0)]
 
     def search(number: int, width: int, end_id: int | None, penalty: float) -> None:
-        end = oracle.tokens(PROMPTS[number])[2] if end_id is None else end_id
+        end = oracle.tokens(PROMPTS[number], N_OUTPUT)[2] if end_id is None else end_id
         (answer,) = asker.ask(
             [PROMPTS[number]],
             N_OUTPUT,
@@ -150,33 +132,20 @@ def check_beams(asker: Asker, oracle: Oracle, plain: list[list[int]], threads: T
             early_stopping=False,
             return_log_probs=True,
         )
-        ids = torch.tensor([PROMPTS[number]])
-        out = oracle.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            pad_token_id=0,
-            max_new_tokens=N_OUTPUT,
-            do_sample=False,
-            num_beams=width,
-            num_return_sequences=width,
-            eos_token_id=end if end >= 0 else None,
-            length_penalty=penalty,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
+        ends = (end,) if end >= 0 else ()
+        wanted = oracle.beams(PROMPTS[number], N_OUTPUT, width, ends, length_penalty=penalty)
         lengths = answer["sequence_length"][0].tolist()
         assert answer["output_ids"].shape[1] == width == len(lengths)
         for beam, n in enumerate(lengths):
             tokens = answer["output_ids"][0, beam, :n].tolist()
-            assert tokens == out.sequences[beam, len(PROMPTS[number]) :][:n].tolist()
+            expected, score = wanted[beam]
+            assert tokens == expected[:n]
             total = float(answer["cum_log_probs"][0, beam])
-            assert total / n**penalty == pytest.approx(float(out.sequences_scores[beam]), abs=1e-4)
+            assert total / n**penalty == pytest.approx(score, abs=1e-4)
             assert total == pytest.approx(float(answer["output_log_probs"][0, beam].sum()), abs=1e-4)
-            logprobs = oracle.logits(PROMPTS[number] + tokens).log_softmax(-1)
-            assert total == pytest.approx(
-                sum(float(logprobs[len(PROMPTS[number]) - 1 + i, token]) for i, token in enumerate(tokens)),
-                abs=1e-3,
-            )
+            logprobs = oracle.logprobs(PROMPTS[number], tokens)
+            alone = sum(float(logprobs[i, token]) for i, token in enumerate(tokens))
+            assert total == pytest.approx(alone, abs=1e-3)
 
     searches = [threads.submit(search, *case) for case in cases]
     check_a_batch(asker, plain)
@@ -201,7 +170,7 @@ def check_adapters(
         one.mpillm("hf-lora-convert", "-i", adapter, "-o", made, "--storage-type", "float16").must(DONE)
         oracle = Oracle(folder)
         merge(oracle.model, adapter)
-        answers[task_id] = [oracle.tokens(prompt) for prompt in PROMPTS]
+        answers[task_id] = [oracle.tokens(prompt, N_OUTPUT) for prompt in PROMPTS]
         tensors[task_id] = {
             "lora_task_id": np.uint64(task_id),
             "lora_weights": np.load(made / "model.lora_weights.npy")[0],

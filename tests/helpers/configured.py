@@ -1,10 +1,14 @@
-"""Classes that `autoconfigure` decorated, as a type checker sees them."""
+"""Configurations for tests, and instances of classes that `autoconfigure` decorated."""
 
 from __future__ import annotations
 
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from mpillm import fields
+from mpillm.configurator import Configuration
+
+DUMMY = ["--core_type", "dummy"]
 T = TypeVar("T")
 
 
@@ -12,3 +16,11 @@ def from_fields(cls: type[T], /, *args: Any, **kwargs: Any) -> T:
     """``cls.from_fields(…)``: the decorator adds it, which types can't express."""
     made: T = attrgetter("from_fields")(cls)(*args, **kwargs)
     return made
+
+
+def built(cls: Any, **values: Any) -> Any:
+    """Return an instance whose fields have these values, by their names."""
+    with Configuration(
+        {fields.BY_NAME[name]: value for name, value in values.items()}, options={}, environ={}
+    ).autoapply():
+        return cls()

@@ -1,22 +1,16 @@
-"""The options of a run: every one with a good and a bad value, spellings, and what must agree."""
+"""The options of a run: every one with a good and a bad value, and their spellings."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import disagg
 from disagg.errors import ConfigError
-from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import RunConfig, parse_each, parse_run, parse_serve, run_name
+from mpillm.config.options import RunConfig, parse_each, parse_run, parse_serve
 from mpillm.configurator import DEFAULT as DEFAULT_ORIGIN
 from mpillm.configurator import Found
 from mpillm.configurator.command_line import Parser
@@ -42,7 +36,6 @@ from mpillm.configurator.parsers import (
     token_ids,
     urls,
 )
-from mpillm.cores.registry import check_core
 from mpillm.fields import (
     BY_NAME,
     DEADLINES,
@@ -54,10 +47,7 @@ from mpillm.fields import (
     gpu_batch_size,
     scenarios,
 )
-from mpillm.run import in_turn
-
-ROOT = Path(__file__).parents[3]
-DUMMY = ["--core_type", "dummy"]
+from tests.helpers.configured import DUMMY
 
 # By the function that reads a value: good texts with their values, and bad texts.
 TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
@@ -294,76 +284,6 @@ def test_a_missing_value() -> None:
         parse_run([*DUMMY, "--seed"])
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--min_output_len", "9", "--max_output_len", "3"], ["--min_output_len 9", "--max_output_len 3"]),
-        (["--dataset", "synthetic", "--dataset_path", "x"], ["--dataset_path", "exclude"]),
-        (
-            ["--context_chunking_policy", "equal_progress"],
-            ["has no effect without --enable_chunked_context true"],
-        ),
-        (["--num_samples", "8"], ["--num_samples 8 has no effect without --dataset synthetic"]),
-        (["--model_scale", "tiny"], ["--model_scale tiny has no effect without --benchmarks"]),
-        (["--num_ctx_servers", "2"], ["--num_ctx_servers", "no meaning with mode aggregated (default)"]),
-        (["--gen_tp_size", "2"], ["--gen_tp_size", "no meaning with mode aggregated (default)"]),
-        (
-            ["--mode", "disaggregated", "--tensor_parallelism", "2"],
-            ["--tensor_parallelism", "no meaning with --mode disaggregated"],
-        ),
-        (["--core_type", "torch"], ["--model_path", "tiny-llama"]),
-    ],
-)
-def test_options_that_do_not_go_together(argv: list[str], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        check_core(parse_run([*DUMMY, *argv]))
-    assert all(word in str(error.value) for word in words)
-
-
-def test_a_test_of_days_is_refused_with_both_readings() -> None:
-    """NVIDIA's field of the same name counts milliseconds."""
-    with pytest.raises(ConfigError) as error:
-        parse_run([*DUMMY, "--min_duration", "600000"])
-    message = str(error.value)
-    assert (
-        "--min_duration 600000: expected a duration of at most a day, as 600s, 10min or 600000ms; a bare"
-        " number is seconds" in message
-    )
-    assert (
-        "600000 s are 6.94 days" in message
-        and "600000 ms, as NVIDIA's min_duration counts, are 10 min: write 600000ms" in message
-    )
-    with pytest.raises(ConfigError, match=r"\(100h are 4.17 days\)"):
-        parse_run([*DUMMY, "--min_duration", "100h"])
-    for text, seconds_ in {"600000ms": 600, "10min": 600, "10": 10}.items():
-        assert parse_run([*DUMMY, "--min_duration", text]).min_duration == seconds_
-    assert parse_run([*DUMMY, "--load_deadline", "1h"]).load_deadline == 3600
-
-
-def test_a_test_must_end_before_its_deadline() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"--min_duration 7200.0 must be less than --test_deadline 3600.0, which would end the"
-        r" test first",
-    ):
-        parse_run([*DUMMY, "--min_duration", "2h", "--test_deadline", "1h"])
-    assert parse_run([*DUMMY, "--min_duration", "2h", "--test_deadline", "3h"])
-
-
-def test_the_digest_tells_configurations_apart(tmp_path: Path) -> None:
-    yaml = tmp_path / "disagg.yaml"
-    yaml.write_text("executors: {num_instances: 1}\n")
-    argv = [*DUMMY, "--disagg_config", str(yaml)]
-    first = parse_run(argv)
-    assert first.digest() == parse_run(argv).digest()
-    other = parse_run([*argv, "--seed", "4"])
-    assert first.digest() != other.digest()
-    assert first.difference(other.values) == "--seed is 4 there and 0 here"
-    assert first.difference(parse_run(argv).values) == ""
-    yaml.write_text("executors: {num_instances: 1, moe_config: {}}\n")
-    assert parse_run(argv).digest() != first.digest()  # also in what is no option
-
-
 def test_json_says_where_a_value_came_from() -> None:
     json = parse_run([*DUMMY, "--seed", "3"]).to_json()
     assert json["seed"] == {"value": 3, "source": "command line"}
@@ -373,85 +293,6 @@ def test_json_says_where_a_value_came_from() -> None:
 def test_unknown_attributes() -> None:
     with pytest.raises(AttributeError):
         _ = RunConfig({"seed": Found(1, DEFAULT_ORIGIN)}).no_such_option  # type: ignore[attr-defined]
-
-
-def test_run_names_are_file_names() -> None:
-    assert run_name(parse_run([*DUMMY, "--scenarios", "Server"])) == "dummy-Server"
-    assert run_name(parse_run(["--core_type", "my.mod:Core"])) == "my.mod_Core-Offline"
-    assert run_name(parse_run([*DUMMY, "--model_path", "/models/Smol LM/"])) == "Smol_LM-Offline"
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [([], "Smol-Offline"), (["--benchmarks=moe", "--scenarios=Server"], "mixtral-8x7b-Server")],
-)
-def test_a_test_of_run_harness_is_named_as_its_run(options: list[str], name: str) -> None:
-    """After the model where there is no benchmark."""
-    config = parse_run([*DUMMY, "--model_path=/models/Smol", *options])
-    assert (in_turn.test_of(config, [], False).name, run_name(config)) == (name, name)
-    assert in_turn.test_of(config, [], False).log_dir.name.endswith(f"-{name}")
-    config = parse_run([*DUMMY, "--model_path=/models/Smol", *options, "--log_dir=mine"])
-    assert (in_turn.test_of(config, [], True).log_dir, in_turn.test_of(config, [], False).log_dir) == (
-        Path("mine") / name,
-        Path("mine"),
-    )
-
-
-def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "mpillm", *words], env=env, capture_output=True, text=True, timeout=60, cwd=cwd
-    )
-
-
-def test_help_lists_every_option() -> None:
-    shown = mpillm("run", "--help")
-    assert shown.returncode == 0
-    elsewhere = {"plan", "stages", "server", "serve", "checkpoint", "submission"}
-    there = [f for f in FIELDS if f"--{f.name} " in shown.stdout or f"--{f.name}, " in shown.stdout]
-    assert [f.name for f in FIELDS if (f in there) == (f.group in elsewhere)] == [
-        "server_port",
-        "worker_start_port",
-    ]
-    assert mpillm("--help").returncode == 0
-
-
-@pytest.mark.parametrize("command", ["run", "plan", "generate-disagg-config"])
-def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
-    """Every option that an example of --help shows is one, and its value is good."""
-    shown = mpillm(command, "--help").stdout
-    examples = re.findall(rf"python -m mpillm {command} (.*)", shown.partition("example")[2])
-    assert examples
-    for example in examples:
-        words = [word.replace("DIR", "tiny-llama") for word in shlex.split(example)]
-        if command == "run":
-            assert parse_run(words)
-        else:
-            (tmp_path / "disagg.yaml").write_text(
-                "context_servers: {num_instances: 3}\ngeneration_servers: {num_instances: 4}\n"
-            )
-            ended = mpillm(command, *words, cwd=tmp_path)
-            assert ended.returncode == 0, ended.stderr
-
-
-def test_help_has_units_and_defaults() -> None:
-    shown = " ".join(mpillm("run", "--help").stdout.split())
-    assert "phase load, seconds [default: 1800.0]" in shown
-    assert (
-        "LoadGen's scenario: Offline, Server, SingleStream; Interactive is Server with a workload's"
-        " interactive form [default: Offline]" in shown
-    )
-    assert "--save_outputs [OUTPUTS] write every answer to outputs.jsonl [default: false]" in shown
-
-
-def test_a_run_is_one_test() -> None:
-    for option, value in (("scenarios", "Offline,Server"), ("benchmarks", "llama2,moe")):
-        with pytest.raises(
-            ConfigError, match=f"--{option} .*: a run is one test of one workload; start it once for each"
-        ):
-            parse_run([*DUMMY, f"--{option}={value}"])
-    with pytest.raises(ConfigError, match="--dry_run true: `python -m mpillm plan`"):
-        parse_run([*DUMMY, "--dry_run"])
 
 
 def test_stages_take_each_workload_and_scenario() -> None:
@@ -484,29 +325,6 @@ def test_other_names_of_options(tmp_path: Path) -> None:
     assert (config.benchmarks, config.disagg_config) == (("llama2-70b",), str(yaml))
     assert config.source("models") == config.source("benchmarks") == "command line"
     assert config.given("trtllm_disagg_config_path")
-
-
-def test_a_full_size_configuration() -> None:
-    """All fields, and 8,192 worker ranks planned: docs/configuration.md says how long it takes."""
-    config = parse_run(
-        ["--core_type", "dummy", "--mode", "disaggregated", "--ctx_tp_size", "8", "--gen_tp_size", "8"]
-    )
-    plan = disagg.plan(disagg_config(config, 8194), 8194, [f"node{i // 8}" for i in range(8194)])
-    assert len(plan.ranks) == 8194
-
-
-def test_commands() -> None:
-    wrong = mpillm("plam")
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("mpillm: no command 'plam' (did you mean 'plan'?)")
-    assert mpillm().returncode == 2
-
-
-def test_bad_options_of_other_commands() -> None:
-    wrong = mpillm("plan", "--world_sise", "4")
-    assert wrong.returncode == 2
-    assert "did you mean '--world_size'?" in wrong.stderr
-    assert wrong.stdout == ""
 
 
 def test_a_key_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,23 +10,16 @@ from typing import Any
 import pytest
 
 import disagg
-from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from disagg.schema import READ, SERVER
 from mpillm.cli import main
-from mpillm.commands.plan import main as plan_main
 from mpillm.config.disagg_values import CORE, EXPERTS, ROUTER, SIZES
 from mpillm.config.disagg_yaml import disagg_config
-from mpillm.config.options import RunConfig, parse_run
-from mpillm.cores.base import CoreConfig
+from mpillm.config.options import parse_run
 from mpillm.cores.registry import check_core
-from mpillm.fields import traffic_distribution_policy
-from mpillm.roles.prefix_pool import PrefixRouting
 from mpillm.run.choose_samples import load_samples
-from mpillm.run.rank_roles import check_handoff, check_honoured, core_configs, prefix_routing, what_runs
-
-DUMMY = ["--core_type", "dummy"]
-TORCH = ["--core_type", "torch"]
+from tests.helpers.configured import DUMMY
+from tests.helpers.disagg_options import PLACES, TORCH, cores, given, section
 
 # A value of each place that is not the default, in the YAML's words, and as an option has it.
 VALUES: dict[str, tuple[Any, str]] = {
@@ -64,39 +57,12 @@ OTHERS = {
     "kv_cache_dtype": "bfloat16",
     "traffic_distribution_policy": "load_balancing",
 }
-PLACES = {place.field.name: place for place in (*CORE, ROUTER)}
 LAYOUT = {
     "num_instances": 2,
     "tensor_parallel_size": 4,
     "pipeline_parallel_size": 2,
     "moe_expert_parallel_size": 2,
 }
-
-
-def section(**values: Any) -> dict[str, Any]:
-    """Return a section with these options' values in their places."""
-    made: dict[str, Any] = {}
-    for name, value in values.items():
-        outer, *inner = PLACES[name].key
-        made[outer] = {**made.get(outer, {}), inner[0]: value} if inner else value
-    return made
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "disagg.yaml"
-
-
-def given(file: Path, *options: str, core: list[str] = DUMMY, **content: Any) -> RunConfig:
-    file.write_text(json.dumps(content))
-    return parse_run([*core, "--disagg_config", str(file), *options])
-
-
-def cores(config: RunConfig, ranks: int) -> tuple[DisaggConfig, list[CoreConfig]]:
-    yaml = disagg_config(config, ranks)
-    plan = disagg.plan(yaml, ranks)
-    made = core_configs(config, plan, [instance.leader for instance in plan.instances], {})
-    return what_runs(config, yaml, plan, made), made
 
 
 def test_every_key_of_a_section_that_is_read_is_an_option() -> None:
@@ -369,219 +335,3 @@ def test_the_model_is_the_yamls(file: Path, tmp_path: Path) -> None:
         given(file, "--model_path", f"{tmp_path}/link/", model=f"{tmp_path}/folder", executors={}).model_path
         == f"{tmp_path}/link/"
     )
-
-
-def test_the_run_directorys_yaml_is_what_ran(file: Path) -> None:
-    """Also what the command line adds, and what holds by default; run again with it, the same holds."""
-    config = given(
-        file,
-        "--max_batch_size",
-        "7",
-        core=TORCH,
-        model="tiny-llama",
-        executors={**section(max_num_tokens=55), "moe_config": {}},
-    )
-    yaml, made = cores(config, 2)
-    executors = yaml.executors
-    assert executors is not None and yaml.model == "tiny-llama"
-    assert (executors.max_batch_size, executors.max_num_tokens, executors.max_seq_len) == (7, 55, None)
-    assert executors.kv_cache_config == {
-        "free_gpu_memory_fraction": 0.8,
-        "tokens_per_block": 32,
-        "enable_block_reuse": False,
-    }
-    assert executors.router == {"type": "load_balancing"}
-    assert executors.extra == {
-        "moe_config": {},
-        "enable_chunked_prefill": False,
-        "scheduler_config": {
-            "context_chunking_policy": "FIRST_COME_FIRST_SERVED",
-            "capacity_scheduler_policy": "MAX_UTILIZATION",
-        },
-        "max_beam_width": 1,
-    }
-    file.write_text(disagg.dump(yaml))
-    again = parse_run([*TORCH, "--disagg_config", str(file)])
-    assert cores(again, 2) == (yaml, made)
-
-
-def test_a_generated_yaml_is_what_ran_and_where() -> None:
-    config = parse_run(
-        [
-            *DUMMY,
-            "--mode",
-            "disaggregated",
-            "--max_num_tokens",
-            "55",
-            "--kv_cache_tokens",
-            "640",
-            "--dtype",
-            "float32",
-        ]
-    )
-    yaml = disagg_config(config, 5)
-    plan = disagg.plan(yaml, 5, ["a", "a", "b", "b", "c"])
-    made = what_runs(
-        config, yaml, plan, core_configs(config, plan, [instance.leader for instance in plan.instances], {})
-    )
-    assert made.hostname == "a"
-    assert [url for _, server in made.sections for url in server.urls] == ["b:8001", "b:8002", "c:8003"]
-    for _, server in made.sections:
-        assert (server.max_num_tokens, server.kv_cache_config["max_tokens"], server.extra["dtype"]) == (
-            55,
-            640,
-            "float32",
-        )
-
-
-def test_flags_that_our_cores_ignore_are_reported(file: Path) -> None:
-    kv_cache = {"tokens_per_block": 16, "event_buffer_max_size": 1024, "host_cache_size": None}
-    config = given(
-        file,
-        context_servers={
-            "router": {"type": "conversation"},
-            "kv_cache_config": kv_cache,
-            "cuda_graph_config": None,
-        },
-        generation_servers={
-            "cuda_graph_config": {"max_batch_size": 8},
-            "disable_overlap_scheduler": True,
-            "free_gpu_memory_fraction": 0.5,
-        },
-    )
-    assert check_honoured(config) == [
-        "context_servers: mpillm has no router conversation; it uses load_balancing instead",
-        "context_servers: has no effect on the dummy core: kv_cache_config.event_buffer_max_size",
-        "generation_servers: has no effect on the dummy core: cuda_graph_config",
-    ]
-    assert config.of("generation_servers").kv_cache_free_gpu_mem_fraction == 0.5
-    assert check_honoured(parse_run(DUMMY)) == []
-
-
-def test_routers_that_are_policies_of_ours_are_taken_and_others_leave_the_choice(file: Path) -> None:
-    content: dict[str, Any] = {
-        "context_servers": {"router": {"type": "ROUND_ROBIN"}},
-        "generation_servers": {"router": {"type": "conversation"}},
-    }
-    policies = [given(file, **content).of(name).traffic_distribution_policy for name in content]
-    assert policies == ["round_robin", traffic_distribution_policy.default]
-    config = given(file, "--traffic_distribution_policy", "round_robin", **content)
-    assert [config.of(name).traffic_distribution_policy for name in content] == ["round_robin", "round_robin"]
-
-
-def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lacks(file: Path) -> None:
-    router = {"type": "KV_Cache_Aware", "max_batch_size": 8, "use_tokens": True}
-    config = given(
-        file,
-        context_servers={"router": router, "kv_cache_config": {"tokens_per_block": 16}},
-        generation_servers={},
-    )
-    assert config.of("context_servers").traffic_distribution_policy == "kv_cache_aware"
-    assert prefix_routing(config) == PrefixRouting(tokens_per_block=16, max_batch_size=8)
-    assert check_honoured(config) == ["context_servers: has no effect on the dummy core: router.use_tokens"]
-    torch = ["--core_type", "torch", "--model_path", "tiny-llama", "--traffic_distribution_policy"]
-    (line,) = check_honoured(parse_run([*torch, "kv_cache_aware"]))
-    assert "reuse is off (--enable_kv_cache_reuse" in line
-    assert check_honoured(parse_run([*torch, "kv_cache_aware", "--enable_kv_cache_reuse"])) == []
-    assert check_honoured(parse_run([*torch, "round_robin"])) == []
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (
-            {"context_parallel_size": 2},
-            "executors.context_parallel_size 2: must be 1; mpillm has no context parallelism",
-        ),
-        (
-            {"kv_cache_config": {"dtype": "nvfp4"}},
-            "executors.kv_cache_config.dtype nvfp4: the torch core has auto, bfloat16, fp8",
-        ),
-        (
-            {"kv_cache_dtype": "int8"},
-            "executors.kv_cache_config.dtype int8: the torch core has auto, bfloat16, fp8",
-        ),
-        (
-            {"quant_config": {"quant_algo": "FP8"}},
-            "executors.quant_config: the torch core quantises by the checkpoint or --quantization",
-        ),
-    ],
-)
-def test_what_would_be_another_measurement_without_it_is_refused(
-    file: Path, values: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        check_honoured(given(file, core=TORCH, model="tiny-llama", executors=values))
-    assert (
-        check_honoured(
-            given(file, core=TORCH, model="tiny-llama", executors={"kv_cache_config": {"dtype": "auto"}})
-        )
-        == []
-    )
-
-
-@pytest.mark.parametrize(
-    "values", [{"kv_cache_config": {"dtype": "fp8"}}, {"kv_cache_dtype": "fp8"}], ids=str
-)
-def test_a_kv_cache_in_fp8(file: Path, values: dict[str, Any]) -> None:
-    config = given(file, core=TORCH, model="tiny-llama", executors=values)
-    assert check_honoured(config) == []
-    assert config.of("executors").kv_cache_dtype == "fp8"
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"dtype": "float16"}, "executors.dtype float16: not one of auto, float32, bfloat16"),
-        ({"load_format": "vision_only"}, "executors.load_format vision_only: not one of auto, dummy"),
-    ],
-)
-def test_a_value_that_no_option_has_is_named_with_its_place(
-    file: Path, values: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        given(file, executors=values)
-    assert str(error.value).startswith(f"{file}: {said}")
-
-
-def test_a_kv_cache_is_of_one_type_on_both_sides() -> None:
-    class Model:
-        def __init__(self, kv_dtype: str) -> None:
-            self.kv_dtype = kv_dtype
-
-    both = [CoreConfig("torch", role="context"), CoreConfig("torch", role="generation")]
-    check_handoff(both, [Model("float32"), Model("float32")])
-    check_handoff(both, [None, None])
-    with pytest.raises(
-        ConfigError,
-        match="context instances have a KV cache in float32 and generation instances have a KV cache"
-        " in bfloat16",
-    ):
-        check_handoff(both, [Model("float32"), Model("bfloat16")])
-
-
-def test_a_plan_of_a_yaml_needs_no_world_size(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many ranks as run-harness starts for it."""
-    file.write_text(
-        json.dumps(
-            {"context_servers": {"num_instances": 2}, "generation_servers": {"tensor_parallel_size": 2}}
-        )
-    )
-    assert plan_main(["--disagg_config", str(file), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["world_size"] == 6
-    assert plan_main(["--disagg_config", str(file), "--world_size", "5", "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["world_size"] == 5
-    assert main(["run-harness", *DUMMY, "--disagg_config", str(file), "--dry_run"]) == 0
-    assert "mpirun -n 6 run" in capsys.readouterr().out
-    with pytest.raises(
-        ConfigError, match="plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE"
-    ):
-        plan_main([])
-
-
-def test_a_dry_run_needs_no_yaml_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["run-harness", *DUMMY, "--mode=disaggregated", f"--disagg_config={tmp_path}/no.yaml"]
-    assert main([*options, "--dry_run"]) == 0
-    assert "mpirun -n 3 run" in capsys.readouterr().out
-    assert main(options) == 2
-    assert f"{tmp_path}/no.yaml: cannot be read" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from mpillm.config.resolution import resolve
 from mpillm.configurator import DEFAULT, Found, Level, Origin
 from mpillm.fields import FIELDS
 from mpillm.run.rank_roles import core_configs
+from tests.helpers.configured import DUMMY
 
-DUMMY = ["--core_type", "dummy"]
 TORCH = ["--core_type", "torch", "--model_path", "tiny-llama"]
 # As llmlib-readme.md lists them.
 LISTED = {

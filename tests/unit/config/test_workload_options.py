@@ -11,9 +11,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.fields import (
     FIELDS,
 )
-
-DUMMY = ["--core_type", "dummy"]
-
+from tests.helpers.configured import DUMMY
 
 NAMES = {
     "llama2-70b": ["llama2", "llama-v2", "llama-v2-70b", "llama2-70b-99", "LLAMA2-70B"],

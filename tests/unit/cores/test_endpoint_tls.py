@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mpillm.errors import RunError
+from tests.helpers.endpoint_cores import PROMPTS, Rows, core_of, requests
 from tests.helpers.scripted_server import ScriptedServer, answer_of
-from tests.unit.cores.test_endpoint_core import PROMPTS, Rows, core_of, requests
 
 CERTIFICATE = Path(__file__).parents[2] / "data" / "tls" / "self_signed.pem"
 

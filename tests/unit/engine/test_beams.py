@@ -6,76 +6,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from mpillm.comms.messages import ResponseFlag
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.special import Special
-from mpillm.engine.weights.sources import save_preset
-from tests.unit.engine.test_engine_torch import make_batch, make_core
+from tests.helpers.oracle import Oracle
+from tests.helpers.torch_cores import answer_specials, make_batch, make_core
 
 # In blocks of 8: less than one, several and a part, exactly two, one token.
 PROMPTS = [[5, 6, 7], [100 + i for i in range(43)], [8, 9] * 8, [11]]
 N_OUTPUT = 20
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny-llama")
-    save_preset("tiny-llama", path)
-    return path
+def run(core: TorchCore, prompts: list[list[int]], specials: dict[int, Special]) -> list[list[int]]:
+    return answer_specials(core, prompts, specials, N_OUTPUT)
 
 
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.set_num_threads(1)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def expected(oracle: Any, prompt: list[int], special: Special) -> list[tuple[list[int], float]]:
-    """Each beam's tokens, and its score."""
-    ids, width = torch.tensor([prompt]), special.beam_width
-    out = oracle.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        pad_token_id=0,
-        max_new_tokens=N_OUTPUT,
-        do_sample=False,
-        num_beams=width,
-        num_return_sequences=width,
-        eos_token_id=list(special.ends) if special.ends else None,
-        length_penalty=special.length_penalty,
-        early_stopping=special.early_stopping,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    beams = []
-    for row, score in zip(
-        out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist(), strict=True
-    ):
-        ends = [i + 1 for i, token in enumerate(row) if token in (special.ends or ())]
-        beams.append((row[: ends[0]] if ends else row, score))
-    return beams
-
-
-def run(
-    core: TorchCore, prompts: list[list[int]], specials: dict[int, Special], **fields: Any
-) -> list[list[int]]:
-    """The final tokens."""
-    core.enqueue_special(make_batch(prompts, max_output=N_OUTPUT, **fields), specials)
-    whole: dict[int, list[int]] = {}
-    while len(whole) < len(prompts):
-        for row in (core.poll_responses() or make_batch([])).split():
-            if row.rows["flags"][0] & ResponseFlag.FINAL:
-                whole[int(row.rows["id"][0])] = row.tokens.tolist()
-    return [whole[i] for i in range(len(prompts))]
-
-
-def check(special: Special, oracle: Any, prompt: list[int]) -> None:
+def check(special: Special, oracle: Oracle, prompt: list[int]) -> None:
     assert special.beams is not None
     found = special.beams.answers()
-    wanted = expected(oracle, prompt, special)
+    wanted = oracle.beams(
+        prompt,
+        N_OUTPUT,
+        special.beam_width,
+        special.ends or (),
+        length_penalty=special.length_penalty,
+        early_stopping=special.early_stopping,
+    )
     assert [beam.tokens for beam in found] == [tokens for tokens, _ in wanted]
     assert [beam.score for beam in found] == pytest.approx([score for _, score in wanted], abs=1e-4)
     for beam in found:
@@ -94,7 +50,7 @@ def check(special: Special, oracle: Any, prompt: list[int]) -> None:
     ],
     ids=["plain", "chunked-reuse", "no-evict", "static", "evicting"],
 )
-def test_beside_others(options: dict[str, Any], folder: Path, oracle: Any) -> None:
+def test_beside_others(options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
     """Widths of 2 to 4, greedy requests between them that are evicted for want of blocks, twice."""
     core = make_core(folder, **options)
     greedy = run(make_core(folder), PROMPTS, {})
@@ -115,7 +71,7 @@ def test_beside_others(options: dict[str, Any], folder: Path, oracle: Any) -> No
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -0.5, 2.0])
-def test_end_tokens(early: bool, penalty: float, folder: Path, oracle: Any) -> None:
+def test_end_tokens(early: bool, penalty: float, folder: Path, oracle: Oracle) -> None:
     """Every fourth token ends a beam: answers of many lengths."""
     ends = tuple(range(0, 512, 4))
     lengths = set()

@@ -23,7 +23,8 @@ from mpillm.engine.weights.engine_folder import layouts, read_engine
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import Built, Shards
 from mpillm.engine.weights.sources import Checkpoint, save_preset
-from tests.unit.engine.test_engine_torch import Tokens, answer, make_batch, make_core
+from tests.helpers.oracle import Tokens
+from tests.helpers.torch_cores import answer, make_batch, make_core
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - fixtures of another file
 """The GPU's way of running steps, on a CPU: tokens that stay on the device, block tables, padded decode.
 
 Its kernels: tests/gpu.
@@ -33,15 +32,8 @@ from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Step
 from mpillm.engine.worker import Worker
 from tests.helpers import plain_kernels
-from tests.unit.engine.test_engine_torch import (
-    N_OUTPUT,
-    Tokens,
-    folder,  # noqa: F401 - a fixture
-    make_batch,
-    make_core,
-    oracle,
-    prompts,  # noqa: F401 - a fixture
-)
+from tests.helpers.oracle import Tokens, expected_tokens
+from tests.helpers.torch_cores import N_OUTPUT, make_batch, make_core
 
 
 class Late(Sampled):
@@ -136,7 +128,7 @@ def test_a_mixture(prompts: Tokens) -> None:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: Tokens) -> Tokens:
-    return oracle(folder, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
+    return expected_tokens(folder, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
 
 
 @pytest.mark.parametrize(

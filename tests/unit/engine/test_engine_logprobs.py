@@ -13,21 +13,13 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import worker as worker_module
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
-from mpillm.engine.weights.sources import save_preset
-from tests.helpers.logprobs_oracle import expected_logprobs
+from tests.helpers.oracle import Oracle
+from tests.helpers.torch_cores import make_batch, make_core
 from tests.unit.engine.test_engine_gpu import Late, make_engine
-from tests.unit.engine.test_engine_torch import make_batch, make_core
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9], [8, 8, 8, 8]]
 WANTS = [1, 4, 0, 3]  # 1 + how many of the likeliest tokens
 N_OUTPUT = 9
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny-llama")
-    save_preset("tiny-llama", path)
-    return path
 
 
 def answers(core: TorchCore, **fields: object) -> tuple[dict[int, list[int]], dict[int, list[list[int]]]]:
@@ -51,12 +43,12 @@ def answers(core: TorchCore, **fields: object) -> tuple[dict[int, list[int]], di
     return whole, numbers
 
 
-def check(folder: Path, tokens: dict[int, list[int]], numbers: dict[int, list[list[int]]]) -> None:
+def check(oracle: Oracle, tokens: dict[int, list[int]], numbers: dict[int, list[list[int]]]) -> None:
     for id_, (prompt, wants) in enumerate(zip(PROMPTS, WANTS, strict=True)):
         if not wants:
             assert not numbers[id_]
             continue
-        expected = expected_logprobs(folder, prompt, tokens[id_])
+        expected = oracle.logprobs(prompt, tokens[id_])
         for place, (token, row) in enumerate(zip(tokens[id_], numbers[id_], strict=True)):
             k = wants - 1
             values = np.array([row[0], *row[1 + k :]], np.int32).view(np.float32)
@@ -70,10 +62,12 @@ def check(folder: Path, tokens: dict[int, list[int]], numbers: dict[int, list[li
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_greedy_answers_side_by_side_with_one_that_wants_none(folder: Path, stream: bool) -> None:
+def test_greedy_answers_side_by_side_with_one_that_wants_none(
+    folder: Path, oracle: Oracle, stream: bool
+) -> None:
     core = make_core(folder, max_num_tokens=16)
     tokens, numbers = answers(core, flags=RequestFlag.STREAM * stream)
-    check(folder, tokens, numbers)
+    check(oracle, tokens, numbers)
     plain = make_core(folder)
     plain.enqueue(make_batch(PROMPTS, max_output=N_OUTPUT))
     without: dict[int, list[int]] = {}
@@ -85,22 +79,24 @@ def test_greedy_answers_side_by_side_with_one_that_wants_none(folder: Path, stre
     assert tokens == without, "the tokens are the same"
 
 
-def test_sampled_answers_and_forbidden_end_tokens_have_the_models_own(folder: Path) -> None:
+def test_sampled_answers_and_forbidden_end_tokens_have_the_models_own(folder: Path, oracle: Oracle) -> None:
     """Temperature, top-k and what may not be chosen change the choice, not what is told of it."""
     core = make_core(folder, end_ids=tuple(range(0, 512, 2)))
     tokens, numbers = answers(core, temperature=2.0, top_k=50, seed=[1, 2, 3, 4], min_output=N_OUTPUT)
     assert all(token % 2 for answer in tokens.values() for token in answer[:-1])
-    check(folder, tokens, numbers)
+    check(oracle, tokens, numbers)
 
 
-def test_answers_that_were_evicted_in_the_middle(folder: Path) -> None:
+def test_answers_that_were_evicted_in_the_middle(folder: Path, oracle: Oracle) -> None:
     core = make_core(folder, max_seq_len=56, kv_cache_tokens=56, max_batch_size=4)
     tokens, numbers = answers(core)
     assert core.statistics()["preemptions"] > 0
-    check(folder, tokens, numbers)
+    check(oracle, tokens, numbers)
 
 
-def test_steps_that_run_ahead_of_the_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_run_ahead_of_the_host(
+    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, with plain kernels: a step's numbers are read when the next one has started."""
     monkeypatch.setattr(worker_module, "Sampled", Late)
     engine = make_engine(folder, max_batch_size=3)
@@ -115,4 +111,4 @@ def test_steps_that_run_ahead_of_the_host(folder: Path, monkeypatch: pytest.Monk
         engine.step()
         most = max(most, len(engine._in_flight))
     assert most == 2
-    check(folder, {s.id: s.output for s in sequences}, {s.id: s.logprobs for s in sequences})
+    check(oracle, {s.id: s.output for s in sequences}, {s.id: s.logprobs for s in sequences})

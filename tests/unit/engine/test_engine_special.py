@@ -9,47 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.comms.messages import ResponseFlag
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.special import Special
-from mpillm.engine.weights.sources import save_preset
-from tests.unit.engine.test_engine_torch import make_batch, make_core
+from tests.helpers.oracle import Oracle
+from tests.helpers.torch_cores import answer_specials, make_core
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9], [8, 8, 8, 8]]
 N_OUTPUT = 9
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny-llama")
-    save_preset("tiny-llama", path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.set_num_threads(1)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def generated(oracle: Any, prompt: list[int], **options: Any) -> list[int]:
-    """The tokens that transformers generates."""
-    options = {"max_new_tokens": N_OUTPUT, "do_sample": False, "eos_token_id": None, **options}
-    ids = torch.tensor([prompt])
-    out = oracle.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-    return [int(token) for token in out[0, len(prompt) :]]
-
-
 def answers(core: TorchCore, specials: dict[int, Special], **fields: Any) -> list[list[int]]:
-    """Those to `PROMPTS`, side by side."""
-    core.enqueue_special(make_batch(PROMPTS, max_output=N_OUTPUT, **fields), specials)
-    whole: dict[int, list[int]] = {}
-    while len(whole) < len(PROMPTS):
-        for row in (core.poll_responses() or make_batch([])).split():
-            if row.rows["flags"][0] & ResponseFlag.FINAL:
-                whole[int(row.rows["id"][0])] = row.tokens.tolist()
-    return [whole[i] for i in range(len(PROMPTS))]
+    return answer_specials(core, PROMPTS, specials, N_OUTPUT, **fields)
 
 
 @pytest.mark.parametrize(
@@ -62,15 +32,14 @@ def answers(core: TorchCore, specials: dict[int, Special], **fields: Any) -> lis
     ],
     ids=["plain", "chunked", "reuse", "evicted"],
 )
-def test_logits(core_options: dict[str, Any], folder: Path, oracle: Any) -> None:
+def test_logits(core_options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
     """Of prompts and answers, beside one that wants none; twice: then blocks may be known."""
     core = make_core(folder, **core_options)
     for _ in range(2):
         specials = {i: Special(keeps_context_logits=i != 2, keeps_generation_logits=True) for i in (0, 1, 2)}
         tokens = answers(core, specials)
         for i, special in specials.items():
-            with torch.inference_mode():
-                expected = oracle(torch.tensor([PROMPTS[i] + tokens[i]])).logits[0]
+            expected = oracle.logits(PROMPTS[i] + tokens[i])
             n = len(PROMPTS[i])
             torch.testing.assert_close(
                 torch.from_numpy(np.stack(special.generation_logits)),
@@ -88,9 +57,9 @@ def test_logits(core_options: dict[str, Any], folder: Path, oracle: Any) -> None
     assert ("kv_cache_tokens" in core_options) == (core.statistics()["preemptions"] > 0)
 
 
-def test_bad_words_and_repetition(folder: Path, oracle: Any) -> None:
+def test_bad_words_and_repetition(folder: Path, oracle: Oracle) -> None:
     plain = answers(make_core(folder), {})
-    assert plain == [generated(oracle, prompt) for prompt in PROMPTS]
+    assert plain == [oracle.tokens(prompt, N_OUTPUT) for prompt in PROMPTS]
     # What each would say: a token, two in a row, the first one behind the prompt's last.
     bad = [
         ((plain[0][0],),),
@@ -102,12 +71,12 @@ def test_bad_words_and_repetition(folder: Path, oracle: Any) -> None:
     specials[3] = Special(repetition_penalty=1.7)
     ours = answers(make_core(folder), specials)
     for i, words in enumerate(bad[:3]):
-        expected = generated(oracle, PROMPTS[i], bad_words_ids=[list(word) for word in words])
+        expected = oracle.tokens(PROMPTS[i], N_OUTPUT, bad_words_ids=[list(word) for word in words])
         assert ours[i] == expected != plain[i]
-    assert ours[3] == generated(oracle, PROMPTS[3], repetition_penalty=1.7)
+    assert ours[3] == oracle.tokens(PROMPTS[3], N_OUTPUT, repetition_penalty=1.7)
 
 
-def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder: Path, oracle: Any) -> None:
+def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder: Path, oracle: Oracle) -> None:
     bias = np.zeros(512, np.float32)
     bias[77] = 100
     plain = answers(make_core(folder), {})
@@ -120,8 +89,7 @@ def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(folder: Path, 
     for i in (0, 1):
         special, tokens = specials[i], list(PROMPTS[i])
         for _ in range(N_OUTPUT):
-            with torch.no_grad():
-                logits = oracle(torch.tensor([tokens])).logits[0, -1]
+            logits = oracle.logits(tokens)[-1].clone()
             if special.bias is not None:
                 logits += torch.from_numpy(special.bias)
             counts = torch.bincount(torch.tensor(tokens), minlength=len(logits))

@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from mpillm.comms.messages import ResponseFlag
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.lora import MODULES, Adapters
 from mpillm.engine.special import Special
 from mpillm.engine.weights.peft_adapter import convert
 from mpillm.engine.weights.sources import save_preset
 from tests.helpers.adapters import make_adapter, merge
-from tests.unit.engine.test_engine_torch import make_batch, make_core
+from tests.helpers.oracle import Oracle
+from tests.helpers.torch_cores import answer_specials, make_core
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9, 3], [8, 8, 8, 8]]
 N_OUTPUT = 9
@@ -26,23 +25,17 @@ class Models:
     """A folder, adapters for it, and what each answers."""
 
     def __init__(self, folder: Path) -> None:
-        transformers = pytest.importorskip("transformers")
-        torch.set_num_threads(1)
         self.folder = folder / "model"
         save_preset("tiny-llama", self.folder)
         self.adapters = {1: folder / "all", 2: folder / "attention"}
         make_adapter(self.folder, self.adapters[1], 1)
         make_adapter(self.folder, self.adapters[2], 2, ("q_proj", "v_proj"))
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        self.of = {0: load(self.folder, dtype=torch.float32).eval()}
+        self.of = {i: Oracle(self.folder) for i in (0, 1, 2)}
         for i, adapter in self.adapters.items():
-            self.of[i] = merge(load(self.folder, dtype=torch.float32).eval(), adapter)
+            merge(self.of[i].model, adapter)
 
     def answer(self, model: int, prompt: list[int], **options: Any) -> list[int]:
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": N_OUTPUT, "do_sample": False, "eos_token_id": None, **options}
-        out = self.of[model].generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-        return [int(token) for token in out[0, len(prompt) :]]
+        return self.of[model].tokens(prompt, N_OUTPUT, **options)
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def run(core: TorchCore, prompts: list[list[int]], specials: dict[int, Special]) -> list[list[int]]:
-    core.enqueue_special(make_batch(prompts, max_output=N_OUTPUT), specials)
-    whole: dict[int, list[int]] = {}
-    while len(whole) < len(prompts):
-        for row in (core.poll_responses() or make_batch([])).split():
-            if row.rows["flags"][0] & ResponseFlag.FINAL:
-                whole[int(row.rows["id"][0])] = row.tokens.tolist()
-    return [whole[i] for i in range(len(prompts))]
+    return answer_specials(core, prompts, specials, N_OUTPUT)
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_kv_cache_reuse": True, "max_num_tokens": 24}])
@@ -89,8 +76,7 @@ def test_beams_and_logits_with_an_adapter(models: Models) -> None:
     answers = run(core, PROMPTS, specials)
     assert answers[0] == models.answer(1, PROMPTS[0], num_beams=3)
     assert answers[1:] == [models.answer(i, PROMPTS[n]) for i, n in ((1, 1), (0, 2), (0, 3))]
-    with torch.no_grad():
-        logits = models.of[1](torch.tensor([PROMPTS[1]])).logits[0].numpy()
+    logits = models.of[1].logits(PROMPTS[1]).numpy()
     np.testing.assert_allclose(np.concatenate(specials[1].context_logits), logits, atol=1e-3)
 
 

@@ -27,8 +27,9 @@ from mpillm.engine.step import Span, Step
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, save_preset
+from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.quantized_models import dequantized
-from tests.unit.engine.test_engine_torch import N_OUTPUT, Tokens, answer, make_batch, make_core, oracle
+from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
 Folders = dict[tuple[str, str], Path]
 
@@ -120,10 +121,12 @@ def test_greedy_tokens_are_those_of_transformers(
     folders: Folders, prompts: Tokens, tmp_path: Path, algorithm: str
 ) -> None:
     folder = folders["tiny-llama", algorithm]
-    wanted = oracle(dequantized(folder, tmp_path / "floats"), prompts, N_OUTPUT)
+    wanted = expected_tokens(dequantized(folder, tmp_path / "floats"), prompts, N_OUTPUT)
     for options in ({}, {"max_batch_size": 3, "max_num_tokens": 9}):
         assert answer(make_core(folder, **options), make_batch(prompts)) == wanted
-    assert wanted != oracle(folders["tiny-llama", "none"], prompts, N_OUTPUT), "the weights were not rounded"
+    assert wanted != expected_tokens(folders["tiny-llama", "none"], prompts, N_OUTPUT), (
+        "the weights were not rounded"
+    )
 
 
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mixtral"])

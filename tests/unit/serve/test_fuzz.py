@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.serve.test_http import DEADLINE_S, Api, api
+from tests.helpers.http_api import DEADLINE_S, Api, api
 from tests.unit.serve.test_protocol import BODIES, JSON
 
 PATHS = st.sampled_from(

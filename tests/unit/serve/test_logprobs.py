@@ -16,8 +16,8 @@ from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.serve import logprobs
 from mpillm.serve.frontend import Frontend
 from mpillm.serve.protocol import Served
+from tests.helpers.http_api import BOTH, Api, Letters, api, run
 from tests.helpers.served import World, whole
-from tests.unit.serve.test_http import BOTH, Api, Letters, api, run
 
 GIVES = Served(("dummy",), Letters(), Limits(32000, 200), gives_logprobs=True)
 FIRST, FINAL, PARTIAL = ResponseFlag.FIRST, ResponseFlag.FINAL, ResponseFlag.PARTIAL

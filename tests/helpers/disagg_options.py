@@ -1,0 +1,40 @@
+"""Options that a disaggregation YAML states, and the cores that come of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import disagg
+from disagg import DisaggConfig
+from mpillm.config.disagg_values import CORE, ROUTER
+from mpillm.config.disagg_yaml import disagg_config
+from mpillm.config.options import RunConfig, parse_run
+from mpillm.cores.base import CoreConfig
+from mpillm.run.rank_roles import core_configs, what_runs
+from tests.helpers.configured import DUMMY
+
+TORCH = ["--core_type", "torch"]
+PLACES = {place.field.name: place for place in (*CORE, ROUTER)}
+
+
+def section(**values: Any) -> dict[str, Any]:
+    """Return a section with these options' values in their places."""
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        outer, *inner = PLACES[name].key
+        made[outer] = {**made.get(outer, {}), inner[0]: value} if inner else value
+    return made
+
+
+def given(file: Path, *options: str, core: list[str] = DUMMY, **content: Any) -> RunConfig:
+    file.write_text(json.dumps(content))
+    return parse_run([*core, "--disagg_config", str(file), *options])
+
+
+def cores(config: RunConfig, ranks: int) -> tuple[DisaggConfig, list[CoreConfig]]:
+    yaml = disagg_config(config, ranks)
+    plan = disagg.plan(yaml, ranks)
+    made = core_configs(config, plan, [instance.leader for instance in plan.instances], {})
+    return what_runs(config, yaml, plan, made), made

@@ -1,0 +1,182 @@
+"""An engine whose model reads its tokens back from the KV cache.
+
+The model's next token is a hash of the whole context as the cache holds it. So an answer is right only if
+every block that a sequence names still holds what that sequence, or one with the same beginning, has put
+there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from mpillm.comms.transport import Buffer
+from mpillm.engine.cache.prefix_cache import PrefixCache
+from mpillm.engine.engine import Engine, EngineLimits
+from mpillm.engine.engine_messages import PLAN
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.sequence import UNREAD, Sequence
+from mpillm.engine.step import Step
+
+VOCAB, SIZE = 97, 4  # tokens per block
+POLICIES = ["max_util", "no_evict", "static"]
+CHUNKINGS = ["off", "first_come_first_served", "equal_progress"]
+
+
+def next_token(context: list[int]) -> int:
+    return zlib.crc32(np.array(context, np.int32).tobytes()) % VOCAB
+
+
+def answer(prompt: list[int], n: int) -> list[int]:
+    context = list(prompt)
+    for _ in range(n):
+        context.append(next_token(context))
+    return context[len(prompt) :]
+
+
+class FakeGroups(Groups):
+    """Steps reach the model as messages.
+
+    With several stages they do so only when their tokens are asked for, perhaps long after.
+    """
+
+    def __init__(self, n_stages: int, random: np.random.Generator) -> None:
+        super().__init__(Layout(pp_size=n_stages))
+        self._random = random
+        self._messages: deque[Buffer] = deque()
+        self._tables: dict[int, list[int]] = {}
+        self._memory: dict[tuple[int, int], int] = {}  # block and place in it: token
+        self._last: dict[int, int] = {}  # by slot: what a row takes whose token the engine has not read
+
+    def send_plan(self, step: Step) -> None:
+        self._messages.append(PLAN.write(step))
+
+    def take_tokens(self) -> list[int] | None:
+        return self.run_oldest() if self._messages and self._random.random() < 0.5 else None
+
+    def run_oldest(self) -> list[int]:
+        step = PLAN.read(self._messages.popleft())
+        first = 0
+        for span in step.spans:
+            blocks = self._tables.setdefault(span.slot, [])
+            blocks[span.n_told :] = span.blocks
+            for i in range(span.n_new):
+                position = span.n_cached + i
+                token = step.tokens[first + i]
+                self._memory[blocks[position // SIZE], position % SIZE] = (
+                    self._last[span.slot] if token == UNREAD else token
+                )
+            first += span.n_new
+        ends = np.cumsum([span.n_new for span in step.spans]) - 1
+        spans = [step.spans[int(np.flatnonzero(ends == row)[0])] for row in step.wanted]
+        tokens = [
+            next_token(
+                [self._memory[self._tables[s.slot][p // SIZE], p % SIZE] for p in range(s.n_cached + s.n_new)]
+            )
+            for s in spans
+        ]
+        self._last |= {s.slot: token for s, token in zip(spans, tokens, strict=True)}
+        return tokens
+
+
+class FakeSampled:
+    """Computed when it is taken; with `random`, as on a device, some time after it was started."""
+
+    def __init__(self, groups: FakeGroups, random: np.random.Generator | None) -> None:
+        self._groups = groups
+        self._random = random
+
+    def ready(self) -> bool:
+        return self._random is None or self._random.random() < 0.5
+
+    def take(self) -> list[int]:
+        return self._groups.run_oldest()
+
+
+class FakeWorker:
+    def __init__(self, groups: FakeGroups, n_ahead: int, random: np.random.Generator) -> None:
+        self.part, self.steps = SimpleNamespace(groups=groups), SimpleNamespace(n_ahead=n_ahead)
+        self.peers = groups
+        self._random = random
+
+    def run(self, step: Step) -> FakeSampled | None:
+        if self.peers.layout.pp_size > 1:
+            return None
+        return FakeSampled(self.peers, self._random if self.steps.n_ahead else None)
+
+
+def make_engine(
+    n_blocks: int = 24,
+    policy: str = "max_util",
+    chunking: str = "first_come_first_served",
+    reuse: bool = False,
+    n_stages: int = 1,
+    max_batch_size: int = 6,
+    max_num_tokens: int = 20,
+    stop_words: tuple[tuple[int, ...], ...] = (),
+    seed: int = 0,
+    n_ahead: int = 0,
+) -> Engine:
+    info: Any = SimpleNamespace(
+        kv_cache_tokens=n_blocks * SIZE, end_ids=(), stop_words=stop_words, vocab_size=VOCAB, max_seq_len=80
+    )
+    chunked = chunking != "off"
+    limits = EngineLimits(
+        max_batch_size,
+        max_num_tokens if chunked else 64,
+        SIZE,
+        chunked,
+        policy,
+        chunking if chunked else CHUNKINGS[1],
+        reuse,
+    )
+    random = np.random.default_rng(seed)
+    worker: Any = FakeWorker(FakeGroups(n_stages, random), n_ahead, random)
+    return Engine(info, limits, worker)
+
+
+def sequence(i: int, prompt: list[int], n: int = 8, **options: Any) -> Sequence:
+    return Sequence(i, prompt, n, options.pop("min_output", 0), SamplingParams(), **options)
+
+
+def make_sequences(n: int, random: np.random.Generator) -> list[Sequence]:
+    """Prompts of which many begin alike."""
+    beginnings = [random.integers(0, VOCAB, length).tolist() for length in (0, 9, 21)]
+    prompts = [
+        beginnings[random.integers(3)] + random.integers(0, VOCAB, random.integers(1, 20)).tolist()
+        for _ in range(n)
+    ]
+    return [sequence(i, prompt, int(random.integers(1, 24))) for i, prompt in enumerate(prompts)]
+
+
+def check_blocks(engine: Engine) -> None:
+    """Each block is free, left for reuse, or held, by as many as the allocator counts."""
+    held = [block for s in engine.scheduler.running for block in s.blocks]
+    assert not any(s.blocks for s in engine.scheduler.waiting)
+    assert engine.blocks.n_free == engine.blocks.n_blocks - len(set(held))
+    assert isinstance(engine.blocks, PrefixCache) or len(set(held)) == len(held)
+
+
+def check_empty(engine: Engine) -> None:
+    assert not engine.has_work()
+    assert engine.blocks.n_free == engine.blocks.n_blocks
+    assert sorted(engine.scheduler._slots) == list(range(engine.limits.max_batch_size))
+    assert engine.scheduler._n_owed == 0
+    blocks = engine.blocks.take(engine.blocks.n_blocks)
+    assert sorted(blocks) == list(range(1, engine.blocks.n_blocks + 1))
+    engine.blocks.give_back(blocks)
+
+
+def run(engine: Engine) -> None:
+    for _ in range(10_000):
+        if not engine.has_work() and not engine._in_flight:
+            return
+        engine.step()
+        check_blocks(engine)
+    raise AssertionError("it does not end")

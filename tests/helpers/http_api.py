@@ -1,0 +1,113 @@
+"""The API over real sockets, before the roles of a run in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import ClientResponse, ClientSession
+from aiohttp.web import AppRunner, SockSite
+
+from mpillm.data.dataset import Limits
+from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.serve.app import Service
+from mpillm.serve.http_thread import bind, url
+from mpillm.serve.protocol import Served
+from tests.helpers.served import World
+
+DEADLINE_S = 120.0
+SERVED = Served(("dummy", "other"), ByteTokenizer(), Limits(vocab_size=256, max_seq_len=200))
+HOUR_MS = 3_600_000.0
+
+
+class Letters(ByteTokenizer):
+    """Every token is a letter, so that the dummy core's answers are text."""
+
+    def decode(self, tokens: Any, keep_special: bool = False) -> str:
+        return "".join(chr(ord("a") + int(token) % 26) for token in tokens)
+
+
+class Api:
+    """A client, and what it talks to."""
+
+    def __init__(self, world: World, service: Service, session: ClientSession, base: str) -> None:
+        self.world, self.service, self.session, self.base = world, service, session, base
+
+    async def post(self, path: str, body: Any, **headers: str) -> ClientResponse:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.session.post(self.base + path, data=data, headers=headers)
+
+    async def answer(self, path: str, **body: Any) -> dict[str, Any]:
+        async with await self.post(path, body) as response:
+            made: dict[str, Any] = await response.json()
+            assert response.status == 200, made
+            return made
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """Return the chunks of a stream, without the mark of its end."""
+        async with await self.post(path, {**body, "stream": True}) as response:
+            assert response.status == 200 and response.content_type == "text/event-stream"
+            lines = (await response.text()).split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+    async def error(self, status: int, path: str, body: Any, **headers: str) -> dict[str, Any]:
+        async with await self.post(path, body, **headers) as response:
+            text = await response.text()
+            assert response.status == status, text
+            error: dict[str, Any] = json.loads(text)["error"]
+            assert sorted(error) == ["code", "message", "param", "type"] and error["message"]
+            return error
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.002)
+
+    async def idle(self) -> None:
+        """Until no rank holds anything of any request."""
+        await self.until(lambda: len(self.world.open) == 0 and not self.service.active)
+        self.world.settle()
+        self.world.check_idle()
+
+
+@asynccontextmanager
+async def api(
+    disaggregated: bool = False, served: Served = SERVED, core: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[Api]:
+    world = World(7, disaggregated, **core or {})
+    service = Service(served, world.open, **options)
+    runner = AppRunner(service.app(), handler_cancellation=True)
+    await runner.setup()
+    bound = bind("127.0.0.1", 0)
+    await SockSite(runner, bound).start()
+
+    async def turn() -> None:
+        while True:
+            for _ in range(30):
+                world.turn()
+            await asyncio.sleep(0)
+
+    turning = asyncio.ensure_future(turn())
+    try:
+        async with ClientSession() as session:
+            yield Api(world, service, session, url(bound).removesuffix("/v1"))
+    finally:
+        turning.cancel()
+        await asyncio.gather(turning, return_exceptions=True)
+        await runner.cleanup()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
+BOTH = pytest.mark.parametrize("disaggregated", [False, True])
+ROUTES = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+
+
+def asked(path: str, text: str = "hello") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}

@@ -1,0 +1,78 @@
+"""Help lists every option, with examples that work; a misspelt command or option names the nearest."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpillm.config.options import parse_run
+from mpillm.fields import FIELDS
+
+ROOT = Path(__file__).parents[3]
+
+
+def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "mpillm", *words], env=env, capture_output=True, text=True, timeout=60, cwd=cwd
+    )
+
+
+def test_help_lists_every_option() -> None:
+    shown = mpillm("run", "--help")
+    assert shown.returncode == 0
+    elsewhere = {"plan", "stages", "server", "serve", "checkpoint", "submission"}
+    there = [f for f in FIELDS if f"--{f.name} " in shown.stdout or f"--{f.name}, " in shown.stdout]
+    assert [f.name for f in FIELDS if (f in there) == (f.group in elsewhere)] == [
+        "server_port",
+        "worker_start_port",
+    ]
+    assert mpillm("--help").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "generate-disagg-config"])
+def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
+    """Every option that an example of --help shows is one, and its value is good."""
+    shown = mpillm(command, "--help").stdout
+    examples = re.findall(rf"python -m mpillm {command} (.*)", shown.partition("example")[2])
+    assert examples
+    for example in examples:
+        words = [word.replace("DIR", "tiny-llama") for word in shlex.split(example)]
+        if command == "run":
+            assert parse_run(words)
+        else:
+            (tmp_path / "disagg.yaml").write_text(
+                "context_servers: {num_instances: 3}\ngeneration_servers: {num_instances: 4}\n"
+            )
+            ended = mpillm(command, *words, cwd=tmp_path)
+            assert ended.returncode == 0, ended.stderr
+
+
+def test_help_has_units_and_defaults() -> None:
+    shown = " ".join(mpillm("run", "--help").stdout.split())
+    assert "phase load, seconds [default: 1800.0]" in shown
+    assert (
+        "LoadGen's scenario: Offline, Server, SingleStream; Interactive is Server with a workload's"
+        " interactive form [default: Offline]" in shown
+    )
+    assert "--save_outputs [OUTPUTS] write every answer to outputs.jsonl [default: false]" in shown
+
+
+def test_commands() -> None:
+    wrong = mpillm("plam")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("mpillm: no command 'plam' (did you mean 'plan'?)")
+    assert mpillm().returncode == 2
+
+
+def test_bad_options_of_other_commands() -> None:
+    wrong = mpillm("plan", "--world_sise", "4")
+    assert wrong.returncode == 2
+    assert "did you mean '--world_size'?" in wrong.stderr
+    assert wrong.stdout == ""

@@ -1,0 +1,13 @@
+"""Fixtures of the configuration's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Return the path of a disaggregation YAML that is still to be written."""
+    return tmp_path / "disagg.yaml"

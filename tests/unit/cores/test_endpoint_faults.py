@@ -1,0 +1,298 @@
+"""Faults of a server in the test: one message, and nothing is sent twice that may have begun."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from mpillm.cores.openai_client.client import Call, Client, Listener
+from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.cores.openai_client.endpoint import Endpoint
+from mpillm.errors import RunError
+from tests.helpers.endpoint_cores import (
+    CANCELLED,
+    FINAL,
+    PROMPTS,
+    SERVER,
+    Rows,
+    core_of,
+    failure,
+    requests,
+    started,
+)
+from tests.helpers.scripted_server import (
+    DONE,
+    STREAM,
+    Reply,
+    Request,
+    ScriptedServer,
+    answer_of,
+    choice,
+    chunk,
+    event,
+    good,
+    head,
+    plain,
+)
+from tests.helpers.support import wait_until
+
+
+def once(reply: Callable[[Request], Reply], times: int = 1) -> Callable[[Request], Reply]:
+    """For the first requests behind the probe, `reply`; for the others a good answer."""
+    left = itertools.count(-times)
+
+    def answer(request: Request) -> Reply:
+        return good(request) if request.json["max_tokens"] == 1 or next(left) >= 0 else reply(request)
+
+    return answer
+
+
+FIRST_TOKEN = chunk(event(choice([5], "t")))
+FAULTS: dict[str, tuple[Reply, str]] = {
+    "an event that is no JSON": (
+        Reply([STREAM, FIRST_TOKEN, chunk(b'data: {"choices": [{"te\n\n')]),
+        "it sent something that is not JSON",
+    ),
+    "a line that is no event": (
+        Reply([STREAM, FIRST_TOKEN, chunk(b"HTTP/1.1 500 Internal Server Error\r\n\r\n")]),
+        "it sent a line that is no server-sent event: b'HTTP/1.1 500",
+    ),
+    "JSON that is no completion": (
+        Reply([STREAM, chunk(event([1]))]),
+        "it sent JSON that is not a completion",
+    ),
+    "choices that are none": (
+        Reply([STREAM, chunk(event({"choices": [7]}))]),
+        "it sent JSON that is not a completion",
+    ),
+    "token ids that are none": (
+        Reply([STREAM, chunk(event(choice("ab")))]),  # type: ignore[arg-type]
+        "it sent JSON that is not a completion",
+    ),
+    "HTTP 500 in the middle of a stream": (
+        Reply([STREAM, FIRST_TOKEN, head("500 Internal Server Error", Content_Length=0)]),
+        "where the size of a chunk belongs",
+    ),
+    "an error in the middle of a stream": (
+        Reply(
+            [STREAM, FIRST_TOKEN, chunk(event({"error": {"message": "out of memory", "code": 500}})) + DONE]
+        ),
+        "it sent an error: out of memory",
+    ),
+    "TensorRT-LLM's error": (
+        Reply(
+            [
+                STREAM,
+                FIRST_TOKEN,
+                chunk(event({"object": "error", "message": "no blocks", "code": 400})) + DONE,
+            ]
+        ),
+        "it sent an error: no blocks",
+    ),
+    "a stream cut short": (
+        Reply([STREAM, FIRST_TOKEN], "close"),
+        "it closed the connection in the middle of the answer",
+    ),
+    "a stream that breaks": (
+        Reply([STREAM, FIRST_TOKEN], "reset"),
+        "(the connection broke|it closed the connection)",
+    ),
+    "a stream cut in a chunk": (
+        Reply([STREAM, FIRST_TOKEN[:-5]], "close"),
+        "it closed the connection in the middle of the answer",
+    ),
+    "a stream without an end": (
+        Reply([STREAM, FIRST_TOKEN + DONE]),
+        "it ended its answer in the middle: no finish_reason",
+    ),
+    "a body cut short": (
+        Reply([head(Content_Length=500), b'{"choices"'], "close"),
+        "it closed the connection in the middle of the answer",
+    ),
+    "no tokens": (
+        Reply([STREAM + chunk(event(choice([], "", "stop"))) + DONE]),
+        "it answered without a token: finish_reason stop",
+    ),
+    "no events": (Reply([STREAM + DONE]), "it ended its answer in the middle"),
+    "an empty body": (Reply([head(Content_Length=0)]), "it ended its answer in the middle"),
+    "an answer given up": (
+        Reply([STREAM + chunk(event(choice([5], "t", "abort"))) + DONE]),
+        "it gave up the answer: finish_reason abort",
+    ),
+    "HTTP 500": (
+        plain({"error": {"message": "it broke"}}, "500 Internal Server Error"),
+        "HTTP 500: it broke$",
+    ),
+    "HTTP 404": (plain({"detail": "no such model"}, "404 Not Found"), "HTTP 404: no such model$"),
+    "what is no HTTP": (
+        Reply([b"220 mail.example.org ESMTP\r\n\r\n"]),
+        "it sent something that is not HTTP: '220 mai",
+    ),
+    "a chunk without a size": (Reply([STREAM, b"hello" * 1000]), "it sent a chunk without a size"),
+    "a chunk of a wrong size": (
+        Reply([STREAM, b"3\r\nabcdef\r\n"]),
+        "it sent a chunk that is longer than it says",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults(name: str) -> None:
+    """One message with the address and the cause; no request is sent twice.
+
+    What was answered was answered once.
+    """
+    reply, words = FAULTS[name]
+    with ScriptedServer(once(lambda request: reply)) as server, started(server, SERVER) as core:
+        probes = len(server.asked())
+        core.enqueue(requests())
+        assert re.match(f"{server.url}/v1/completions: .*{words}", failure(core))
+        prompts = [tuple(asked["prompt"]) for asked in server.asked()[probes:]]
+        assert len(prompts) == len(set(prompts)), "what may have begun is not sent again"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_server_that_accepts_and_never_answers(streamed: bool) -> None:
+    scenario = SERVER if streamed else "--scenarios=Offline"
+    with (
+        ScriptedServer(once(lambda request: Reply([], "hang"), 99)) as server,
+        started(server, scenario, "--stall_timeout=1") as core,
+    ):
+        core.enqueue(requests())
+        assert (
+            failure(core) == f"{server.url}/v1/completions: it has said nothing for 0.9 s, and owes 4 answers"
+        )
+
+
+def test_a_server_that_stops_in_the_middle_and_stays_connected() -> None:
+    half = once(lambda request: Reply([STREAM, FIRST_TOKEN], "hang"), 99)
+    with ScriptedServer(half) as server, started(server, SERVER, "--stall_timeout=1") as core:
+        core.enqueue(requests([[1]]))
+        assert (
+            failure(core) == f"{server.url}/v1/completions: it has said nothing for 0.9 s, and owes 1 answers"
+        )
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_request_that_hangs_while_others_are_answered(begun: bool) -> None:
+    """Begun or not. The server never falls silent: new requests come, and are answered."""
+
+    def completions(request: Request) -> Reply:
+        if request.json["prompt"] == [1, 2]:
+            return Reply([STREAM, FIRST_TOKEN] if begun else [], "hang")
+        return good(request)
+
+    with ScriptedServer(completions) as server, started(server, SERVER, "--stall_timeout=1") as core:
+        core.enqueue(requests([[1, 2]]))
+        rows, asked = Rows(core), 0
+
+        def ask_on() -> bool:
+            nonlocal asked
+            if len(rows.poll()) == asked:
+                asked += 1
+                core.enqueue(requests([[5]], id=100 + asked))
+            return False
+
+        with pytest.raises(RunError) as caught:
+            wait_until(ask_on, "a failure")
+    who, what = (
+        f"{server.url}/v1/completions: the request with the prompt [1, 2] (2 tokens)",
+        "has got nothing",
+    )
+    came = f"answered before: {int(begun)} of its tokens"
+    assert caught.value.failures[0].cause == f"{who} {what} for 0.9 s, while others were answered; {came}"
+
+
+def test_a_request_that_waits_for_its_turn_does_not_hang() -> None:
+    endpoint, listener = Endpoint("host:1"), cast(Listener, None)
+    client = Client([endpoint], listener, str, stream=True, silence_s=10, retry_s=0)
+    call = Call(client, 1, [5], cast(Sampling, None))
+    assert not client._hangs(call, 1000.0), "it is not sent yet"
+    call.endpoint, call.sent_at, call.heard_at = endpoint, 100.0, 100.0
+    assert not client._hangs(call, 1000.0), "it is to be sent again"
+    endpoint.calls.add(call)
+    endpoint.answered = 109.0
+    assert not client._hangs(call, 1000.0), "of all that were sent 10 s later none is answered yet"
+    endpoint.answered = 111.0
+    assert client._hangs(call, 1000.0)
+    assert not client._hangs(call, 109.0)
+    call.heard_at = 995.0
+    assert not client._hangs(call, 1000.0)
+
+
+def test_dead_in_the_test() -> None:
+    with (
+        ScriptedServer(once(lambda request: Reply([], "stop"))) as server,
+        started(server, core_options={"retry_s": 0.5}) as core,
+    ):
+        core.enqueue(requests())
+        assert re.match(
+            f"{server.url}/v1/completions: Connection refused; retried [1-9] times, for at most 0.5 s",
+            failure(core),
+        )
+
+
+# --- what is safe to send again ---
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        plain({"error": "busy"}, "429 Too Many Requests", Retry_After=0),
+        plain({"error": "busy"}, "429 Too Many Requests", Retry_After="Wed, 21 Oct 2015 07:28:00 GMT"),
+        plain({"error": "busy"}, "503 Service Unavailable", Retry_After="soon"),
+        Reply([], "close"),
+        Reply([], "reset"),
+    ],
+    ids=["429", "429 with a date", "503", "closed", "reset"],
+)
+def test_what_is_sent_again(reply: Reply) -> None:
+    """Nothing of an answer had come. Each answer comes once, and every attempt is counted."""
+    with ScriptedServer(once(lambda request: reply, 3)) as server, started(server, SERVER) as core:
+        probes = len(server.asked())
+        core.enqueue(requests())
+        ended = [row for row in Rows(core).until(4) if row[1] & FINAL]
+        assert sorted((row[0], row[2]) for row in ended) == [
+            (10 + i, answer_of(prompt, 4)) for i, prompt in enumerate(PROMPTS)
+        ]
+        assert core.statistics()["retries"] == 3
+        assert len(server.asked()) - probes == 7
+
+
+def test_a_retry_after_that_is_too_long() -> None:
+    busy = plain({"error": "busy"}, "429 Too Many Requests", Retry_After=3600)
+    with ScriptedServer(once(lambda request: busy, 99)) as server, started(server) as core:
+        core.enqueue(requests([[1]]))
+        words = "HTTP 429: busy, it asks to wait 3600 s; retried 0 times, for at most 10 s"
+        assert failure(core) == f"{server.url}/v1/completions: {words}"
+
+
+def test_a_request_that_waits_is_cancelled() -> None:
+    busy = plain({"error": "busy"}, "429 Too Many Requests", Retry_After=5)
+    with ScriptedServer(once(lambda request: busy, 99)) as server, started(server) as core:
+        probes = len(server.asked())
+        core.enqueue(requests([[1]]))
+        wait_until(lambda: core.statistics()["retries"], "a retry")
+        core.cancel([10])
+        assert Rows(core).until(1) == [(10, FINAL | CANCELLED, [])]
+        assert len(server.asked()) == probes + 1
+
+
+def test_another_server_takes_over() -> None:
+    """What one server did not begin, another one does."""
+    refusing = once(lambda request: plain({}, "503 Service Unavailable", Retry_After=0), 10**6)
+    with (
+        ScriptedServer(refusing) as one,
+        ScriptedServer() as other,
+        core_of(f"{one.address},{other.address}") as core,
+    ):
+        core.load()
+        core.run_health_check()
+        core.enqueue(requests([[i] for i in range(1, 11)]))
+        rows = Rows(core).until(10)
+        assert sorted(row[2] for row in rows) == [answer_of([i], 4) for i in range(1, 11)]
+        assert core.statistics()["retries"] > 0

@@ -1,0 +1,79 @@
+"""A server that is not ready, or refuses everything, ends a run before its test, with one message."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from mpillm.errors import RunError
+from tests.helpers.endpoint_cores import core_of, refuses, started
+from tests.helpers.scripted_server import Reply, ScriptedServer, plain
+
+
+def test_dead_before_ready() -> None:
+    """The address is taken, and nobody listens there."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        words = f"^http://{address} was not ready within 2.7 s: Connection refused$"
+        with core_of(address, "--load_deadline=3") as core, pytest.raises(RunError, match=words):
+            core.load()
+
+
+def test_slow_start() -> None:
+    """It says so for a while, and is waited for."""
+    answers = iter(["503 Service Unavailable"] * 3)
+    health = {"/health": lambda request: plain({}, next(answers, "200 OK"))}
+    with ScriptedServer(others=health) as server, core_of(server.address) as core:
+        core.load()
+        assert [request.path for request in server.requests] == ["/health"] * 4
+
+
+def test_a_start_that_is_too_slow() -> None:
+    health = {"/health": lambda request: plain({"error": "loading"}, "503 Service Unavailable")}
+    with (
+        ScriptedServer(others=health) as server,
+        core_of(server.address, "--load_deadline=3") as core,
+        pytest.raises(
+            RunError, match=f"^{server.url} was not ready within 2.7 s: GET /health: HTTP 503: loading$"
+        ),
+    ):
+        core.load()
+
+
+def test_a_server_without_health() -> None:
+    health = {"/health": lambda request: plain({}, "404 Not Found")}
+    with ScriptedServer(others=health) as server, started(server):
+        assert server.asked()
+
+
+def test_a_wrong_key() -> None:
+    health = {"/health": lambda request: plain({"error": {"message": "no key"}}, "401 Unauthorized")}
+    with (
+        ScriptedServer(others=health) as server,
+        core_of(server.address) as core,
+        pytest.raises(RunError, match=f"^{server.url}: GET /health: HTTP 401: no key; .*OPENAI_API_KEY"),
+    ):
+        core.load()
+
+
+def test_a_server_that_answers_nothing_before_the_test() -> None:
+    silent = {"/health": lambda request: Reply([], "hang")}
+    with (
+        ScriptedServer(others=silent) as server,
+        core_of(server.address, "--load_deadline=3") as core,
+        pytest.raises(
+            RunError, match=f"^{server.url} was not ready within 2.7 s: no answer to GET /health within"
+        ),
+    ):
+        core.load()
+
+
+def test_a_server_that_refuses_everything() -> None:
+    no = refuses("prompt", status="422 Unprocessable Entity")
+    words = (
+        "refused a request of one token in every form:\n  return_token_ids: HTTP 422: unknown field prompt\n"
+    )
+    with ScriptedServer(no) as server, pytest.raises(RunError, match=words), started(server):
+        pass

@@ -1,0 +1,192 @@
+"""Greedy tokens of the torch core equal those of transformers, whatever the batching and the memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mpillm.comms.messages import Batch
+from mpillm.cores.base import Metrics
+from mpillm.engine.cache.kv_cache import KVCache
+from mpillm.engine.model.attention import StepAttention
+from mpillm.engine.step import Span
+from tests.helpers.oracle import Tokens, expected_tokens
+from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hand_over, make_batch, make_core, make_pair
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_batch_size": 1},
+        {"max_batch_size": 5, "max_num_tokens": 7},
+        {"max_num_tokens": 33},
+        {"max_num_tokens": 96, "enable_chunked_context": False},
+        {"tokens_per_block": 1, "kv_cache_tokens": 300, "max_num_tokens": 40},
+        {"tokens_per_block": 64},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_equal_transformers(
+    folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
+) -> None:
+    assert answer(make_core(folder, **options), make_batch(prompts)) == expected
+
+
+@pytest.mark.parametrize("max_num_tokens", [16, 2048])
+def test_a_preempted_request_gives_the_same_tokens(
+    folder: Path, prompts: Tokens, expected: Tokens, max_num_tokens: int
+) -> None:
+    core = make_core(folder, kv_cache_tokens=160, max_seq_len=None, max_num_tokens=max_num_tokens)
+    assert answer(core, make_batch(prompts)) == expected
+    assert core.statistics()["preemptions"] > 3
+
+
+@pytest.mark.parametrize(("max_num_tokens", "kv_cache_tokens"), [(2048, None), (16, None), (16, 160)])
+def test_metrics(folder: Path, prompts: Tokens, max_num_tokens: int, kv_cache_tokens: int | None) -> None:
+    """Computed in chunks, then token by token.
+
+    What a preemption throws away is computed again, and counts again.
+    """
+    core = make_core(
+        folder,
+        max_num_tokens=max_num_tokens,
+        kv_cache_tokens=kv_cache_tokens,
+        max_seq_len=None if kv_cache_tokens else 256,
+    )
+    answer(core, make_batch(prompts[:3]))  # a warm-up
+    core.start_test()
+    assert core.metrics() == Metrics(0, 0, 0, 0, 0.0)
+    core.enqueue(make_batch(prompts))
+    answers, seen = Answers(), [core.metrics()]
+    assert seen[0] == Metrics(0, 0, 0, len(prompts), 0.0)
+    while core.has_work():
+        answers.poll(core)
+        seen.append(core.metrics())
+        (prompt, generated, running, waiting, usage), before = seen[-1], seen[-2]
+        assert (
+            0 <= prompt - before.prompt_tokens <= max_num_tokens
+            and 0 <= generated - before.generated_tokens <= len(prompts)
+        )
+        assert running + waiting + len(answers.final) == len(prompts)
+        assert usage is not None and (usage > 0) == (running > 0)
+    n_prompt, n_output = sum(map(len, prompts)), N_OUTPUT * len(prompts)
+    assert seen[-1][1:] == (n_output, 0, 0, 0.0)
+    preempted = core.statistics()["preemptions"] > 0
+    assert (seen[-1].prompt_tokens > n_prompt) if preempted else (seen[-1].prompt_tokens == n_prompt)
+    assert preempted == (kv_cache_tokens is not None)
+    assert any(0 < metrics.prompt_tokens < n_prompt for metrics in seen) == (max_num_tokens == 16)
+
+
+@pytest.fixture(scope="module")
+def alike(folder: Path) -> tuple[Tokens, Tokens]:
+    """Prompts that begin alike, and what transformers answers."""
+    rng = np.random.default_rng(8)
+    beginnings = [rng.integers(0, 512, n).tolist() for n in (24, 37)]
+    prompts = [beginnings[i % 2] + rng.integers(0, 512, rng.integers(1, 25)).tolist() for i in range(14)]
+    return prompts, expected_tokens(folder, prompts, N_OUTPUT)
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
+@pytest.mark.parametrize("chunking", ["off", "first_come_first_served", "equal_progress"])
+@pytest.mark.parametrize("policy", ["max_util", "no_evict", "static"])
+def test_policies_chunking_and_reuse(
+    folder: Path, alike: tuple[Tokens, Tokens], policy: str, chunking: str, reuse: bool
+) -> None:
+    """With a cache of 20 blocks, of which a sequence needs up to 11."""
+    prompts, wanted = alike
+    options: dict[str, Any] = {"max_num_tokens": 64, "enable_chunked_context": False}
+    if chunking != "off":
+        options = {"max_num_tokens": 24, "context_chunking_policy": chunking}
+    options |= {
+        "batch_scheduler_policy": policy,
+        "enable_kv_cache_reuse": reuse,
+        "kv_cache_tokens": 160,
+        "max_seq_len": None,
+    }
+    core = make_core(folder, **options)
+    assert answer(core, make_batch(prompts)) == wanted
+    statistics = core.statistics()
+    assert (statistics["preemptions"] > 0) == (policy == "max_util")
+    assert set(statistics) == {"preemptions"} | ({"reused_blocks", "reused_tokens"} if reuse else set())
+    if reuse:
+        assert statistics["reused_tokens"] == 8 * statistics["reused_blocks"] > 0
+        core.start_test()
+        assert set(core.statistics().values()) == {0}
+
+
+def test_requests_that_come_while_others_run(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+    core = make_core(folder, max_num_tokens=50)
+    batch = make_batch(prompts)
+    offsets = batch.offsets()
+    answers = Answers()
+    for i in range(len(prompts)):
+        core.enqueue(Batch(batch.rows[i : i + 1], batch.tokens[offsets[i] : offsets[i + 1]]))
+        answers.poll(core)
+    assert answers.run(core).tokens() == expected
+
+
+def test_bfloat16_runs_and_starts_like_float32(folder: Path, prompts: Tokens, expected: Tokens) -> None:
+    core = make_core(folder, dtype="bfloat16", max_num_tokens=40)
+    answers = answer(core, make_batch(prompts))
+    assert core.engine.worker.part.cache.keys.dtype == torch.bfloat16
+    assert all(len(tokens) == N_OUTPUT for tokens in answers)
+    assert sum(a[0] == b[0] for a, b in zip(answers, expected, strict=True)) >= 0.8 * len(prompts)
+
+
+@pytest.mark.parametrize("blocks", ["together", "scattered", "shared"])
+def test_decode_attention_equals_the_plain_formula(blocks: str) -> None:
+    """Blocks that lie close together are read in place, scattered ones and those of several sequences are
+    gathered first."""
+    torch.manual_seed(1)
+    cache = KVCache(1, 100, 2, 4, 8, torch.float32)
+    lengths = [0, 3, 4, 17]
+    numbers = iter(range(1, 100, 9) if blocks == "scattered" else range(1, 20))
+    tables = {slot: [next(numbers) for _ in range(n // 4 + 1)] for slot, n in enumerate(lengths)}
+    if blocks == "shared":
+        lengths.append(14)
+        tables[4] = [*tables[3][:3], next(numbers)]
+    spans = [Span(slot, n, 1) for slot, n in enumerate(lengths)]
+    for pool in (cache.keys, cache.values):
+        pool.normal_()
+    qkv = torch.randn(len(spans), 6 + 2 + 2, 8)
+    unturned = torch.ones(32, 4, dtype=torch.complex64)
+    attended = StepAttention(spans, tables, cache, 6, unturned, torch.float32)(0, qkv.clone())
+    for i, span in enumerate(spans):
+        keys, values = (
+            pool[0, tables[span.slot]]
+            .transpose(0, 1)
+            .reshape(2, -1, 8)[:, : span.n_cached + 1]
+            .repeat_interleave(3, 0)
+            for pool in (cache.keys, cache.values)
+        )
+        weights = (qkv[i, :6, None] * keys).sum(-1).div(8**0.5).softmax(-1)
+        torch.testing.assert_close(attended[i].view(6, 8), (weights[..., None] * values).sum(1))
+
+
+# --- a real model ---
+
+
+@pytest.mark.skipif("MPILLM_TEST_MODEL" not in os.environ, reason="MPILLM_TEST_MODEL names no folder")
+def test_a_real_model_equals_transformers() -> None:
+    from mpillm.data.dataset import load_dataset
+    from mpillm.data.tokenizer import load_tokenizer
+
+    model = Path(os.environ["MPILLM_TEST_MODEL"])
+    dataset = load_dataset(None, load_tokenizer(model))
+    prompts = [dataset.sample(i).tolist() for i in range(64)]
+    wanted = expected_tokens(model, prompts, 64)
+    options = {"end_ids": None, "max_seq_len": 1024, "tokens_per_block": 32}
+    assert answer(make_core(model, **options), make_batch(prompts, max_output=64)) == wanted
+    scarce = make_core(
+        model, **options | {"max_seq_len": None, "kv_cache_tokens": 1024, "max_num_tokens": 100}
+    )
+    assert answer(scarce, make_batch(prompts, max_output=64)) == wanted
+    assert scarce.statistics()["preemptions"] > 0
+    pair = make_pair(model, options, options | {"max_seq_len": None, "kv_cache_tokens": 1024})
+    assert hand_over(*pair, make_batch(prompts, max_output=64, generation=1)) == wanted
