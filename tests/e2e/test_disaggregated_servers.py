@@ -190,10 +190,7 @@ class TestTwoServers:
 
     def test_ctrl_c_while_a_leader_waits(self, one: Starter) -> None:
         port, context, generation = free_ports(3)
-        (one.folder / "d.yaml").write_text(
-            f"port: {port}\ncontext_servers: {{urls: ['localhost:{context}']}}\n"
-            f"generation_servers: {{urls: ['localhost:{generation}']}}\n"
-        )
+        write_yaml(one.folder, port, context, generation)
         leader = one.command(
             [one.python, "-m", "mpillm", "serve", "--server_role", "leader", "--disagg_config", "d.yaml"]
         )
@@ -203,10 +200,7 @@ class TestTwoServers:
 
     def test_a_leader_whose_servers_never_come(self, one: Starter) -> None:
         port, context, generation = free_ports(3)
-        (one.folder / "d.yaml").write_text(
-            f"port: {port}\ncontext_servers: {{urls: ['localhost:{context}']}}\n"
-            f"generation_servers: {{urls: ['localhost:{generation}']}}\n"
-        )
+        write_yaml(one.folder, port, context, generation)
         ended = one.mpillm(
             *("serve", "--server_role", "leader", "--disagg_config", "d.yaml", "--load_deadline", 1)
         ).must(NOT_READY)
@@ -215,6 +209,14 @@ class TestTwoServers:
             f"  context instance 0 at http://localhost:{context}: Connection refused\n"
             f"  generation instance 1 at http://localhost:{generation}: Connection refused\n"
         )
+
+
+def write_yaml(folder: Path, leader: int, context: int, generation: int) -> None:
+    """Write d.yaml, which names the ports of a leader and its two servers."""
+    (folder / "d.yaml").write_text(
+        f"port: {leader}\ncontext_servers: {{urls: ['localhost:{context}']}}\n"
+        f"generation_servers: {{urls: ['localhost:{generation}']}}\n"
+    )
 
 
 def serve(starter: Starter, role: str, *options: object) -> Command:

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tests.e2e.test_faults import check_failure
-from tests.helpers.clusters import ENDLESS, OnHosts, python_on
+from tests.helpers.clusters import ENDLESS, OnHosts, or_skip, python_on
 from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Samples, Starter, wait_until
-from tools.hosts import Hosts, NotHere, hosts
+from tools.hosts import Hosts, hosts
 
 pytestmark = pytest.mark.hosts
 
@@ -26,12 +26,8 @@ WITHIN_S = 90.0  # hosts that share two cores start slowly
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Hosts]:
-    """Three hosts."""
-    try:
-        with hosts(3) as made:
-            yield made
-    except NotHere as error:
-        pytest.skip(str(error))
+    with or_skip(hosts(3)) as made:
+        yield made
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.clusters import ENDLESS, UnderSlurm, python_on
+from tests.helpers.clusters import ENDLESS, UnderSlurm, or_skip, python_on
 from tests.helpers.support import DONE, INSTANCE_LOST, Command, Starter, wait_until
-from tools.hosts import NotHere
 from tools.slurm import Slurm, slurm
 
 pytestmark = pytest.mark.slurm
@@ -25,12 +24,8 @@ FEW = [*DUMMY, "--min_query_count", 20]
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Slurm]:
-    """Two nodes."""
-    try:
-        with slurm(2) as made:
-            yield made
-    except NotHere as error:
-        pytest.skip(str(error))
+    with or_skip(slurm(2)) as made:
+        yield made
 
 
 @pytest.fixture

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import pytest
 
 from tests.helpers.support import PYTHONS, Command, Starter, wait_until
-from tools.hosts import HEAD, Hosts
+from tools.hosts import HEAD, Hosts, NotHere
 from tools.slurm import Slurm
 
 ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # They share this machine's cores: an idle rank yields.
 SHARED = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1"}
 ENDLESS = ["--scenarios", "Server", "--server_target_qps", 20, "--min_duration", 100, "--grace", 3]
+
+
+H = TypeVar("H")
+
+
+@contextmanager
+def or_skip(made: AbstractContextManager[H]) -> Iterator[H]:
+    """Give hosts to a fixture, or skip its tests if this machine can't have any."""
+    try:
+        with made as hosts:
+            yield hosts
+    except NotHere as error:
+        pytest.skip(str(error))
 
 
 class OnHosts:
