@@ -132,7 +132,7 @@ class InstanceRole(Follower):
         self._tell_of(ids, ResponseFlag.CANCEL_DONE)
 
     def _tell_of(self, ids: list[int], flag: ResponseFlag) -> None:
-        """Return a row without tokens for each."""
+        """Send the leader a row without tokens for each."""
         rows = np.zeros(len(ids), RESPONSE)
         rows["id"] = ids
         rows["flags"] = flag

@@ -79,7 +79,7 @@ class InstancePool:
         self.owed_tokens[position] += tokens
 
     def give_back(self, positions: NDArray[np.int64], needs: NDArray[np.int64]) -> None:
-        """Return the credit of requests that ended: one entry of `positions` and `needs` each."""
+        """Give back the credit of requests that ended: one entry of `positions` and `needs` each."""
         n = len(self.instances)
         requests = np.bincount(positions, minlength=n)
         tokens = np.bincount(positions, weights=needs, minlength=n).astype(np.int64)

@@ -40,7 +40,7 @@ _NS_PER_MS = 1e6
 
 
 def rejected(results: Sequence[Result], system: Mapping[str, Any], division: str) -> list[Problem]:
-    """Yield what keeps the checker from accepting all of `results`, with the cure if there is one."""
+    """Return what keeps the checker from accepting all of `results`, with the cure if there is one."""
     closed = division == "closed"
     found = [*_system(system)]
     for result in results:

@@ -52,18 +52,18 @@ def _starter(name: str, folder: Path) -> Iterator[Starter]:
 
 @pytest.fixture
 def both(mpi: str, tmp_path: Path) -> Iterator[Starter]:
-    """Starts commands, with each MPI in turn."""
+    """Yield a starter of commands, with each MPI in turn."""
     yield from _starter(mpi, tmp_path)
 
 
 @pytest.fixture
 def one(tmp_path: Path) -> Iterator[Starter]:
-    """Starts commands with Open MPI: for what does not depend on the MPI."""
+    """Yield a starter of commands with Open MPI, for what does not depend on the MPI."""
     yield from _starter("openmpi", tmp_path)
 
 
 @pytest.fixture(scope="session")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """256 prompts of many lengths: 1 token, and 30,000, which is more than any MPI sends eagerly."""
+    """Return 256 prompts of many lengths: 1 token, and 30,000, which is more than any MPI sends eagerly."""
     lengths = [1, 2, 3, 30_000, *(1 + 7 * i % 193 for i in range(252))]
     return make_samples(tmp_path_factory.mktemp("data") / "samples.jsonl", lengths)

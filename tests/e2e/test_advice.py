@@ -59,7 +59,7 @@ DISAGG_YAML = (
 
 @dataclass(frozen=True)
 class Typed:
-    """Typed as it stands, with `more` behind it, after the commands `before`.
+    """Is typed as it stands, with `more` behind it, after the commands `before`.
 
     It ends with `code` and says `says`.
     """
@@ -72,14 +72,14 @@ class Typed:
 
 @dataclass(frozen=True)
 class Parsed:
-    """Not run here for a reason; its options are those of `run`, and are read."""
+    """Does not run here for a reason; its options are those of `run`, and are read."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Typed by another test, or by nobody for a reason."""
+    """Is typed by another test, or by nobody for a reason."""
 
     why: str
 
@@ -238,7 +238,7 @@ def test_the_names_of_commands() -> None:
 
 
 def test_commands_in_messages_stand_between_backticks() -> None:
-    """So that they are collected, and so that a person sees where they end."""
+    """Then this test finds them, and a person sees where they end."""
     bare = [
         f"{where}: {text}"
         for where, text in strings()
@@ -328,7 +328,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Shell:
-    """A person's shell in a folder with this program installed and the model fetched."""
+    """Is a person's shell in a folder with this program installed and the model fetched."""
 
     def __init__(self, starter: Starter, model: Path) -> None:
         self.starter, folder = starter, starter.folder

@@ -17,7 +17,7 @@ def test_a_handoff_is_measured(one: Starter) -> None:
 
 
 def test_a_table_of_whole_runs(one: Starter) -> None:
-    """A line for each pair; a run that cannot be is one of them, and the exit code says so."""
+    """Each pair has a line, also one that cannot run, and the exit code says so."""
     small = ("--models", "tiny-llama", "--num_samples", 3, "--max_batch_size", 2, "--max_num_tokens", 64)
     ended = one.mpillm(
         "bench", "table", *small, "--pairs", "9/4,90000/4", "--extra", "device:cpu,min_duration:0"

@@ -28,10 +28,8 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 @pytest.mark.cross
 @pytest.mark.parametrize(("context", "generation"), list(itertools.product(LAYOUTS, LAYOUTS)))
 def test_a_pair(one: Starter, alike: Answers, context: str, generation: str) -> None:
-    """64 prompts of 64 new tokens, some of which begin alike.
-
-    The cache is small, and for each policy once large.
-    """
+    """64 prompts, some of which begin alike, get the tokens of transformers, with a small cache and once for
+    each policy with a large one."""
     ranks = sum(tp * pp for tp, pp, _ in (LAYOUTS[context], LAYOUTS[generation]))
     n_evicted = n_reused = 0
 

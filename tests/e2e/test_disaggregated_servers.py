@@ -60,7 +60,8 @@ def shown(command: Command, pattern: str) -> re.Match[str]:
 
 
 class TestFourCommands:
-    """As the reference's documentation has them, but for paths, the model and the core that serves."""
+    """The commands are those of the reference's documentation but for paths, the model and the core that
+    serves."""
 
     @pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.slow)], indirect=True)
     def test_a_test_through_them(self, both: Starter) -> None:
@@ -112,7 +113,7 @@ class TestFourCommands:
 
 
 def is_server(pid: int, rank: int) -> bool:
-    """Return whether it is the server of this rank, not the command that has started it."""
+    """Return whether a process is this rank's server, not the command that has started it."""
     with contextlib.suppress(OSError):  # it has ended
         words, env = (
             Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ")
@@ -126,7 +127,7 @@ def is_server(pid: int, rank: int) -> bool:
 
 
 class TestTwoServers:
-    """Each an mpirun of its own: what the one does when the other is not there, or does not do its part."""
+    """Each server is an mpirun of its own, and copes when the other one is missing or fails."""
 
     def test_what_becomes_of_kv_caches(self, one: Starter) -> None:
         context = serve(one, "context", "--kv_transfer_timeout_ms", 10_000, *PERF_METRICS)
@@ -226,7 +227,7 @@ def serve(starter: Starter, role: str, *options: object) -> Command:
 
 
 def taken(port: int) -> bool:
-    """Return whether somebody has bound it."""
+    """Return whether somebody has bound a port."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))
@@ -236,12 +237,12 @@ def taken(port: int) -> bool:
 
 
 def port_of(command: Command) -> int:
-    """Of a server, as soon as it is ready."""
+    """Return the port of a server as soon as it is ready."""
     return int(shown(command, r"serving .* at http://127.0.0.1:(\d+)/v1")[1])
 
 
 def check_names(answer: dict[str, Any]) -> None:
-    """TensorRT-LLM's leader refuses an answer with names that it does not know.
+    """Check the names in an answer: TensorRT-LLM's leader refuses unknown ones.
 
     Those of a chat are in tensorrt_llm/serve/openai_protocol.py of 1.3.0rc.
     """
@@ -272,7 +273,7 @@ def handed(answered: tuple[int, Any]) -> dict[str, Any]:
 
 
 def leave(port: int, body: dict[str, Any]) -> None:
-    """Ask, and go before the answer."""
+    """Ask, and leave before the answer."""
     connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     connection.request("POST", "/v1/completions", json.dumps(body))
     connection.close()

@@ -14,7 +14,7 @@ N = 40  # samples
 
 
 def check_answers(ended: Ended, prompts: list[list[int]]) -> None:
-    """Every sample is answered, with its own answer; nothing was asked twice."""
+    """Check that every sample has its own answer, and that nothing was asked twice."""
     result = ended.must(DONE).result
     assert (result["status"], result["errors"], len(result["per_instance"])) == ("VALID", 0, 2)
     outputs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
@@ -26,7 +26,7 @@ def check_answers(ended: Ended, prompts: list[list[int]]) -> None:
 
 
 def test_a_leader_that_its_yaml_names(one: Starter, tmp_path: Path) -> None:
-    """Offline through two clients, whatever the YAML says of the servers behind the leader."""
+    """Two clients run an Offline test, whatever the YAML says of the servers behind the leader."""
     samples = make_samples(tmp_path / "samples.jsonl", range(1, N + 1))
     with ScriptedServer() as server:
         host, _, port = server.address.partition(":")
@@ -49,7 +49,7 @@ def test_a_leader_that_its_yaml_names(one: Starter, tmp_path: Path) -> None:
 
 
 def test_two_servers(one: Starter, tmp_path: Path) -> None:
-    """Server, streamed, a client for each."""
+    """A Server test streams from two servers, with a client for each."""
     samples = make_samples(tmp_path / "samples.jsonl", range(1, N + 1))
     conf = tmp_path / "user.conf"
     conf.write_text(
@@ -86,7 +86,7 @@ def test_two_servers(one: Starter, tmp_path: Path) -> None:
 
 
 def test_our_own_server(one: Starter, tmp_path: Path) -> None:
-    """mpillm's cores behind `serve` give a run over HTTP the tokens that they give one over MPI."""
+    """A run over HTTP to `serve` gets the tokens that a run over MPI gets from the same cores."""
     samples = make_samples(tmp_path / "samples.jsonl", range(1, N + 1))
     server, host, port = serve(one, 2, "--core_type", "dummy")
     options = [

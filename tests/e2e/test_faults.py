@@ -171,8 +171,8 @@ def test_bad_input_with_mpich(both: Starter, name: str) -> None:
 
 
 def llama_folder(folder: Path, kept: float) -> Path:
-    """A Hugging Face folder of a tiny Llama whose safetensors file has all its tensors (zeros), or only the
-    first part of its bytes."""
+    """Write a Hugging Face folder of a tiny Llama whose safetensors file has all its tensors (zeros), or only
+    the first part of its bytes."""
     d, layers, vocab, intermediate, heads, kv_heads = 64, 2, 256, 128, 4, 2
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -272,7 +272,7 @@ def test_a_core_that_raises(both: Starter, phase: str, code: int) -> None:
 
 
 def test_a_core_that_raises_on_every_rank(one: Starter) -> None:
-    """One message, with the cause once."""
+    """One message has the cause once."""
     ended = one.run(5, *GRACE, "--core_options", "fault:raise,fault_phase:load")
     check_failure(ended, NOT_READY, "RuntimeError: injected fault in load")
     assert "\n  ranks 2-4: RuntimeError" in ended.message
@@ -398,7 +398,7 @@ def test_a_core_that_hangs_late(one: Starter, phase: str, code: int) -> None:
 
 
 def start_endless(starter: Starter, phase: str, *options: object) -> Command:
-    """Four ranks (0 is the harness, 1 the leader), which stay in `phase`."""
+    """Start four ranks (0 is the harness, 1 the leader), which stay in `phase`."""
     if phase != "load":
         command = starter.start(4, *ENDLESS, *options)
         if phase != "start":
@@ -420,7 +420,7 @@ def start_endless(starter: Starter, phase: str, *options: object) -> Command:
 
 
 def start_and_signal(starter: Starter, rank: int, phase: str, number: int, *options: object) -> Command:
-    """As `start_endless`; one of the ranks gets a signal in `phase`."""
+    """Start four ranks, and signal one of them in `phase`."""
     command = start_endless(starter, phase, *options)
     if phase == "start":
         pid = command.wait_rank(rank)
@@ -444,7 +444,7 @@ def start_and_signal(starter: Starter, rank: int, phase: str, number: int, *opti
     indirect=["mpi"],
 )
 def test_a_stopped_rank(both: Starter, rank: int, phase: str) -> None:
-    """SIGSTOP: not even its heartbeat goes on."""
+    """A rank that gets SIGSTOP sends no heartbeat either."""
     command = start_and_signal(both, rank, phase, signal.SIGSTOP, "--heartbeat_timeout", 3)
     check_failure(command.end(), INSTANCE_LOST, rank=rank, phase=phase, within=START_S + 3 + GRACE_S + 3)
 
@@ -455,7 +455,7 @@ def test_a_stopped_rank(both: Starter, rank: int, phase: str) -> None:
     indirect=["mpi"],
 )
 def test_a_rank_that_stops_at_its_start(both: Starter, rank: int) -> None:
-    """Before or in MPI_Init, where nobody can say anything but the launcher's environment."""
+    """Before and in MPI_Init only the launcher's environment can tell who it is."""
     command = start_and_signal(
         both, rank, "start", signal.SIGSTOP, "--join_deadline", 4, "--heartbeat_timeout", 3
     )
@@ -497,7 +497,7 @@ def test_a_killed_rank(both: Starter, rank: int, phase: str) -> None:
     indirect=["mpi"],
 )
 def test_a_killed_rank_0(both: Starter, phase: str) -> None:
-    """There is nobody left to write result.json; the launcher says it."""
+    """Nobody is left to write result.json, so the launcher reports it."""
     command = start_and_signal(both, 0, phase, signal.SIGKILL, "--heartbeat_timeout", 3)
     ended = command.end()
     ended.must(INSTANCE_LOST)
@@ -506,7 +506,7 @@ def test_a_killed_rank_0(both: Starter, phase: str) -> None:
 
 
 def test_a_killed_rank_makes_others_fail(both: Starter) -> None:
-    """They end with it, and are not named: not as gone, and not for what followed."""
+    """The others end, too, and are named neither as lost nor for errors that followed."""
     env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_RANK": "2"}
     ended = both.run(4, *ENDLESS, core="tests.helpers.plugin_cores:Orphaned", env=env)
     check_failure(ended, INSTANCE_LOST, "the process has ended", rank=2, phase="test")
@@ -538,7 +538,7 @@ def test_an_interrupt(both: Starter, phase: str, number: signal.Signals, whole_g
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_an_interrupt_before_mpi_is_there(both: Starter, rank: int) -> None:
-    """As soon as the rank is seen: while it imports, or in MPI_Init."""
+    """The interrupt comes as soon as a rank is seen, while it imports or is in MPI_Init."""
     command = both.start(4, *ENDLESS)
     command.wait_rank(rank)
     command.signal_group(signal.SIGINT)
@@ -554,7 +554,7 @@ def test_an_interrupt_before_mpi_is_there(both: Starter, rank: int) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Any]:
-    """Makes a file system of some kilobytes."""
+    """Yield what makes a file system of some kilobytes."""
     mounted: list[Path] = []
 
     def make(kilobytes: int) -> Path:
@@ -621,7 +621,7 @@ def test_different_configurations(
 
 
 def test_different_data(both: Starter, samples: Samples, tmp_path: Path) -> None:
-    """The same samples in another file: who knows for how long they are the same."""
+    """The same samples in another file are refused, because nobody knows for how long they are the same."""
     other = tmp_path / "other.jsonl"
     other.write_bytes(samples.path.read_bytes())
     ended = run_two_programs(both, 2, ["--dataset_path", samples.path], 1, ["--dataset_path", other])
@@ -631,7 +631,7 @@ def test_different_data(both: Starter, samples: Samples, tmp_path: Path) -> None
 def run_two_programs(
     starter: Starter, n_first: int, first: list[object], n_others: int, others: list[object]
 ) -> Ended:
-    """Return a plain `mpirun -n … run FIRST : -n … run OTHERS`; the exit code is the one that rank 0 told.
+    """Run a plain `mpirun -n … run FIRST : -n … run OTHERS`; the exit code is the one that rank 0 told.
 
     Hydra kills the other ranks as soon as one has ended with an error, and then returns 9: only `mpillm
     mpirun` prevents that.

@@ -120,7 +120,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     [("tp2", "pp2"), ("pp2", "tp2pp2"), pytest.param("tp1", "tp4", marks=pytest.mark.slow)],
 )
 def test_layouts(one: Starter, tiny: Answers, context: str, generation: str) -> None:
-    """In small steps, and with blocks of different sizes at the two ends."""
+    """Answers are right in small steps, and with blocks of different sizes at the two ends."""
     file = sections(
         one.folder / "run.yaml",
         LAYOUTS[context],
@@ -135,9 +135,9 @@ def test_layouts(one: Starter, tiny: Answers, context: str, generation: str) -> 
 
 
 def test_answers_that_end_with_their_first_token(one: Starter, tiny: Answers, tmp_path: Path) -> None:
-    """They were offered, and may have moved already.
+    """Such requests were offered, and may have moved already.
 
-    There is room for two requests at a time, so their ids and places are used again.
+    There is room for two at a time, so their ids and places are used again.
     """
     dataset, answers = tiny
     save_preset("tiny-llama", tmp_path / "model")
@@ -169,7 +169,8 @@ def test_answers_that_end_with_their_first_token(one: Starter, tiny: Answers, tm
 
 @pytest.mark.parametrize("rank", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_killed_follower(one: Starter, rank: int) -> None:
-    """Of a context or of a generation instance, while KV caches move."""
+    """The message names a follower of a context or a generation instance that is killed while KV caches
+    move."""
     file = sections(one.folder / "run.yaml", LAYOUTS["tp2"], LAYOUTS["pp2"])
     options = [
         "--scenarios",
@@ -249,7 +250,7 @@ VARIANTS: dict[str, tuple[list[object], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_pair_of_layouts(one: Starter, tmp_path: Path, variant: str) -> None:
-    """64 prompts of 64 new tokens."""
+    """Each pair answers 64 prompts with 64 new tokens."""
     answers = preset_answers("tiny-llama", tmp_path / "model", 64, 64)
     options, of_generation = VARIANTS[variant]
     n_evicted = 0
@@ -288,7 +289,8 @@ def test_experts(one: Starter, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_model(one: Starter, tmp_path: Path) -> None:
-    """Three KV heads on three ranks, 30 layers on two; a context instance for two generation instances."""
+    """A context instance hands over to two generation instances, with three KV heads on three ranks and 30
+    layers on two."""
     model = fetch_model("smollm2-135m", ROOT / "build" / "models")
     answers = smollm2_answers(model, tmp_path)
     for name, context, generation, n_generations in (

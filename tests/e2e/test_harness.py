@@ -30,7 +30,7 @@ def test_every_scenario_named(one: Starter, tmp_path: Path) -> None:
 
 
 def test_the_worst_exit_code_and_the_tests_after_it(one: Starter, tmp_path: Path) -> None:
-    """Server has too few samples: it fails, the other is run all the same.
+    """Server fails for want of samples, and the other test runs all the same.
 
     What an earlier run left in its folder is not its result.
     """

@@ -121,7 +121,7 @@ with hosts(1) as made:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there, and more than a zombie."""
+    """Return whether a process is there, and more than a zombie."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 

@@ -44,8 +44,7 @@ def test_before_mpi_is_there(both: Starter) -> None:
 def test_under_a_plain_mpirun_of_open_mpi(both: Starter, tmp_path: Path) -> None:
     """It drops what its ranks print from then on, so they write to its terminal; it always returns 1.
 
-    It kills them half a second later, whatever they are doing: a machine that stalls for so long gets another
-    chance.
+    It kills them half a second later, so a machine that stalls for so long gets another chance.
     """
     for attempt in range(3):
         log_dir = tmp_path / f"run_{attempt}"
@@ -74,7 +73,7 @@ def test_under_a_plain_mpirun_of_open_mpi(both: Starter, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
 def test_under_a_plain_mpirun_of_mpich(both: Starter, tmp_path: Path) -> None:
-    """It kills the ranks that are left when the first has ended: it returns the code of that one, or the
+    """It kills the ranks that are left when the first has ended, and returns that one's code, or the
     signal."""
     program = [both.python, "-m", "mpillm", "run", *ENDLESS, "--log_dir", tmp_path / "run"]
     command = both.plain(3, *program, controlling=True)
@@ -87,7 +86,7 @@ def test_under_a_plain_mpirun_of_mpich(both: Starter, tmp_path: Path) -> None:
 
 
 def test_of_a_harness(one: Starter, tmp_path: Path) -> None:
-    """It passes the signal on as it is, and starts no further test."""
+    """The harness passes the signal on as it is, and starts no further test."""
     options = [
         "--scenarios=Server,Offline",
         *ENDLESS[:2],

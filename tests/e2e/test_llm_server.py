@@ -160,7 +160,7 @@ def test_endpoints(place: Path, one: Starter) -> None:
 
 
 def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> None:
-    """mpirun -n N make generate_disagg_config; then workers under mpirun, and a leader under another."""
+    """A YAML is made under mpirun, then workers start under one mpirun, and a leader under another."""
     make_folder(place)
     port = free_ports(3)[0]
     worker_port = port + 1
@@ -219,7 +219,7 @@ def test_disaggregated_as_the_reference_starts_it(place: Path, one: Starter) -> 
 
 
 def test_workers_under_mpillm_mpirun(place: Path, both: Starter) -> None:
-    """Ctrl-C ends them all."""
+    """Ctrl-C ends all workers."""
     make_folder(place)
     port = free_ports(3)[0]
     worker_port = port + 1
@@ -491,7 +491,7 @@ def test_a_yaml_that_would_serve_something_else(
 def test_a_yaml_that_says_what_the_options_say(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What generate-disagg-config writes is served with the same options."""
+    """A YAML of generate-disagg-config is served with the same options."""
     from mpillm.cli import main
 
     monkeypatch.chdir(place)

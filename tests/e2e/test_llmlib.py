@@ -48,7 +48,7 @@ def test_the_example_on_ranks(both: Starter, samples: Samples, scenario: str) ->
 
 
 def test_the_core_in_a_run(one: Starter, samples: Samples) -> None:
-    """By its class, as any core; its arguments are --core_options."""
+    """Its class names it, as any core's does; its arguments are --core_options."""
     env = {"PYTHONPATH": f"{EXAMPLE.parent}:{ROOT}"}
     words = [f"--dataset_path={samples.path}", "--max_output_len=4", "--save_outputs"]
     check(

@@ -12,7 +12,8 @@ SERVER = ("--scenarios", "Server", "--max_output_len", 2)
 
 
 def test_server_needs_a_rate(one: Starter, tmp_path: Path) -> None:
-    """LoadGen's own is one query per second: a test of minutes, and of hours for a full workload."""
+    """LoadGen's own rate is one query per second, with which a test takes minutes, and a full workload
+    hours."""
     ended = one.run(2, *SERVER).must(USAGE)
     assert ended.message == (
         "mpillm: failed before anything was loaded\n"

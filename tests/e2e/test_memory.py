@@ -25,7 +25,7 @@ STEPS_KB = 4096
 
 
 def rss_kb(pid: int) -> int:
-    """Resident memory of a process."""
+    """Return the resident memory of a process."""
     match = re.search(r"^VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return int(match[1]) if match else 0
 

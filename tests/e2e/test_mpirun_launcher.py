@@ -93,7 +93,7 @@ while True:  # deaf
 
 
 class Job:
-    """A launcher in a process group of its own, as a terminal starts it."""
+    """Is a launcher in a process group of its own, as a terminal starts it."""
 
     def __init__(
         self, python: str, folder: Path, mode: str, ranks: int = 3, options: tuple[str, ...] = (), **env: str
@@ -124,7 +124,7 @@ class Job:
         return pids
 
     def end(self) -> tuple[int, str]:
-        """Exit code and output; fails when a process of this job is left."""
+        """Return exit code and output; fail if a process of this job is left."""
         output, _ = self.process.communicate(timeout=30)
         wait_until(lambda: not self.left())
         for segment in self.segments:  # of a launcher that was killed itself
@@ -132,7 +132,8 @@ class Job:
         return self.process.returncode, output
 
     def left(self) -> list[str]:
-        """Command lines of every process that belongs to this job: each has the folder among its words."""
+        """Return the command line of every process that belongs to this job: each has the folder among its
+        words."""
         found = []
         for process in psutil.process_iter(["pid", "cmdline", "status"]):
             words = process.info["cmdline"] or []
@@ -141,7 +142,7 @@ class Job:
         return found
 
     def kill(self) -> None:
-        """After a failed test."""
+        """Kill what a failed test has left."""
         for process in psutil.process_iter(["cmdline"]):
             if str(self.folder) in (process.info["cmdline"] or []):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -158,7 +159,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Starts the test's job; whatever a failed test leaves of it is killed."""
+    """Yield what starts the test's job; kill whatever a failed test leaves of it."""
     jobs: list[Job] = []
 
     def start(python: str, mode: str, **options: Any) -> Job:

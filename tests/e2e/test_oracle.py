@@ -79,7 +79,7 @@ def check(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """64 prompts for tiny-llama, and transformers' answers with the same weights."""
+    """Return 64 prompts for tiny-llama, and transformers' answers with the same weights."""
     return preset_answers(
         "tiny-llama", tmp_path_factory.mktemp("tiny-llama"), N_PROMPTS, NEW_TOKENS, longest=150
     )
@@ -131,7 +131,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2_few(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Three prompts and transformers' answers."""
+    """Return three prompts and transformers' answers."""
     return smollm2_answers(smollm2, tmp_path_factory.mktemp("three"), 3)
 
 
@@ -139,7 +139,7 @@ def smollm2_few(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Answ
     ("mode", "ranks"), [pytest.param("aggregated", 2, marks=pytest.mark.slow), ("disaggregated", 3)]
 )
 def test_smollm2(one: Starter, smollm2: Path, smollm2_few: Answers, mode: str, ranks: int) -> None:
-    """A few prompts of the real model; all 64 in `make test-slow`."""
+    """A few prompts are compared here, all 64 in `make test-slow`."""
     check(one, ranks, mode, smollm2, *smollm2_few)
 
 

@@ -90,7 +90,7 @@ def check(
 
 
 def oracle(model: Any, prompts: list[list[int]], n_new: int) -> list[list[int]]:
-    """transformers' answers, one prompt at a time: the end token included, nothing behind it."""
+    """Return transformers' answers, one prompt at a time: the end token included, nothing behind it."""
     # small products: a second thread costs more than it gives, above all on a busy machine
     torch.set_num_threads(1)
     answers = []
@@ -117,7 +117,7 @@ def preset_answers(preset: str, folder: Path, n_prompts: int, n_new: int, longes
 
 @pytest.fixture(scope="module")
 def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answers]:
-    """Prompts for each of the tiny models, and transformers' answers with the same weights."""
+    """Return prompts for each of the tiny models, and transformers' answers with the same weights."""
     return {
         name: preset_answers(name, tmp_path_factory.mktemp(name), N_PROMPTS, NEW_TOKENS)
         for name in ("tiny-llama", "tiny-mixtral")
@@ -154,7 +154,7 @@ def test_the_answers_differ(presets: dict[str, Answers]) -> None:
 
 
 def test_sampled_tokens_do_not_depend_on_the_layout(one: Starter, presets: dict[str, Answers]) -> None:
-    """The sampler needs all columns of the logits, the parameters, the seed and the place, on any rank."""
+    """The sampler gets all columns of the logits, the parameters, the seed and the place on any rank."""
     dataset, _ = presets["tiny-llama"]
     options = [
         "--model_path",
@@ -256,7 +256,7 @@ def test_a_layout_that_does_not_divide_the_model(
     ("tp", "pp", "rank"), [(2, 1, 2), (1, 2, 1), pytest.param(2, 2, 3, marks=pytest.mark.slow)]
 )
 def test_a_killed_rank_of_an_instance(one: Starter, tp: int, pp: int, rank: int) -> None:
-    """Those that wait for it inside a collective are ended as well."""
+    """Ranks that wait for it inside a collective are ended as well."""
     options = [
         "--scenarios",
         "Server",
@@ -304,7 +304,7 @@ EVERY_LAYOUT = {
 
 
 def smollm2_answers(model: Path, folder: Path, n_prompts: int = 64) -> Answers:
-    """Of the first prompts of the data set that comes with mpillm."""
+    """Return answers to the first prompts of the data set that comes with mpillm."""
     from mpillm.data.dataset import BUILTIN_PROMPTS
     from mpillm.data.tokenizer import load_tokenizer
 
@@ -319,7 +319,8 @@ def smollm2_answers(model: Path, folder: Path, n_prompts: int = 64) -> Answers:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_LAYOUT)
 def test_every_layout(one: Starter, tmp_path: Path, name: str) -> None:
-    """64 prompts of 64 new tokens, in every variant; tiny-llama TP 8 holds each KV head twice."""
+    """Each layout and variant answers 64 prompts with 64 new tokens; tiny-llama with TP 8 holds each KV head
+    twice."""
     path: Path | str = name
     small = [
         *CHUNKED,

@@ -25,8 +25,8 @@ N_NEW = 16
 
 
 def int8(preset: str, folder: Path) -> Answers:
-    """A model of floats in `folder`/floats, in int8 in `folder`/int8, and what transformers answers with
-    that."""
+    """Return a model of floats in `folder`/floats, in int8 in `folder`/int8, and what transformers answers
+    with that."""
     save_preset(preset, folder / "floats")
     quantize(folder / "floats", folder / "int8", "int8")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -39,7 +39,7 @@ def int8(preset: str, folder: Path) -> Answers:
 
 
 def test_int8_weights_on_two_ranks(one: Starter, tmp_path: Path) -> None:
-    """Quantised at load; and an engine that was built from the quantised checkpoint, for two stages."""
+    """Weights are quantised at load, and an engine for two stages is built from the quantised checkpoint."""
     answers = int8("tiny-llama", tmp_path)
     check(
         one,

@@ -98,10 +98,8 @@ def test_a_generated_repository_has_what_the_backend_needs(tmp_path: Path, one: 
 
 @contextlib.contextmanager
 def serving(one: Starter, repo: str, model: str) -> Iterator[dict[str, Any]]:
-    """The model's configuration in a tritonserver that run-llm-server has started.
-
-    The server is stopped afterwards.
-    """
+    """Run a tritonserver with the model's configuration, started by run-llm-server, and stop it
+    afterwards."""
     (port,) = free_ports(1)
     options = (
         "--harness_type=triton",

@@ -27,7 +27,8 @@ FILES = {
 
 
 def check_outputs(ended: Ended, samples: Samples, n_output: int, n_samples: int | None = None) -> None:
-    """Every line of outputs.jsonl has the prompt and the answer of its index, and all are counted."""
+    """Check that every line of outputs.jsonl has the prompt and the answer of its index, and that none is
+    missing."""
     ended.must(DONE)
     outputs = ended.outputs()
     for line in outputs:
@@ -40,7 +41,7 @@ def check_outputs(ended: Ended, samples: Samples, n_output: int, n_samples: int 
 
 
 def check_each_index_once(ended: Ended, samples: Samples, n_output: int) -> None:
-    """LoadGen itself has logged every sample once, with the answer of its index."""
+    """Check that LoadGen has logged every sample once, with the answer of its index."""
     log = ended.accuracy_log()
     assert sorted(index for index, _ in log) == list(range(len(samples.prompts)))
     for index, tokens in log:
@@ -51,7 +52,8 @@ def check_each_index_once(ended: Ended, samples: Samples, n_output: int) -> None
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 @pytest.mark.parametrize("ranks", [3, 4, 5, 8])
 def test_every_sample_once_with_its_tokens(both: Starter, samples: Samples, ranks: int, mode: str) -> None:
-    """Offline, for LoadGen's accuracy log: with the harness and the leader on one rank (3) and on two."""
+    """LoadGen's accuracy log of an Offline test is complete, with harness and leader on one rank (of 3) and
+    on two."""
     options = [
         "--mode",
         mode,
@@ -236,7 +238,7 @@ def test_offline_performance_repeats_the_data_set(one: Starter, samples: Samples
 @pytest.mark.parametrize("policy", ["load_balancing", "round_robin", "kv_cache_aware"])
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 def test_small_credits(one: Starter, samples: Samples, mode: str, policy: str) -> None:
-    """Two requests at a time in each instance, and little KV cache: everything waits at the leader, and
+    """With two requests at a time in each instance and little KV cache, everything waits at the leader, and
     nothing is lost."""
     options = [
         "--mode",
@@ -316,9 +318,9 @@ def test_one_rank_alone(both: Starter, samples: Samples, core_options: str) -> N
 
 
 def test_a_given_yaml_and_hyphens(both: Starter, samples: Samples, tmp_path: Path) -> None:
-    """Two context and three generation instances, one of two ranks.
+    """Two context and three generation instances run, one of them on two ranks.
 
-    Options with hyphens, and with an equals sign.
+    Options may have hyphens and an equals sign.
     """
     made = both.mpillm(
         *(
@@ -438,7 +440,8 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
 
 
 def test_the_console(one: Starter) -> None:
-    """The plan's table, a line for each phase, and the summary; nothing on stderr but the launcher's line."""
+    """It shows the plan's table, a line for each phase, and the summary; stderr has nothing but the
+    launcher's line."""
     ended = one.run(3, "--mode", "disaggregated", "--max_output_len", 4)
     ended.must(DONE)
     lines = ended.out.splitlines()
@@ -463,7 +466,7 @@ def test_the_console(one: Starter) -> None:
 
 
 def test_the_progress_bar_on_a_terminal(both: Starter) -> None:
-    """It is drawn while the test goes on, not when it is over."""
+    """The bar is drawn while the test goes on, not when it is over."""
     options = ["--scenarios", "Server", "--server_target_qps", 50, "--min_duration", 3, "--max_output_len", 4]
     command = both.start(3, *options, terminal=True)
     command.wait_phase("test")
@@ -474,7 +477,8 @@ def test_the_progress_bar_on_a_terminal(both: Starter) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_what_is_computed_is_shown_before_it_is_answered(both: Starter, samples: Samples, ranks: int) -> None:
-    """Long answers: for seconds no sample is answered, but the instances generate, on rank 0 or others."""
+    """Answers are long: for seconds no sample is answered, but the instances generate, on rank 0 or
+    others."""
     options = [
         "--mode",
         "aggregated" if ranks == 1 else "disaggregated",
@@ -522,7 +526,7 @@ def test_a_core_that_does_not_say_what_it_computes(one: Starter) -> None:
 
 
 def test_what_was_compiled_in_the_test_is_counted_on_all_ranks(one: Starter) -> None:
-    """Two instances of two ranks, of which one each leads."""
+    """Both ranks of each of two instances count, though only one leads."""
     environment = {"PYTHONPATH": str(ROOT)}
     options = ["--max_output_len", 4, "--tensor_parallelism", 2]
     ended = one.run(6, *options, core="tests.helpers.plugin_cores:Compiling", env=environment).must(DONE)
@@ -552,7 +556,7 @@ def test_a_second_run_into_the_same_directory(one: Starter, samples: Samples, tm
 
 
 def test_an_invalid_result_is_an_error_on_demand(one: Starter, tmp_path: Path) -> None:
-    """A latency limit that can't be held: LoadGen says INVALID."""
+    """LoadGen says INVALID for a latency limit that can't be held."""
     conf = tmp_path / "user.conf"
     conf.write_text("*.Server.target_latency = 1\n*.Server.ttft_latency = 1\n*.Server.tpot_latency = 1\n")
     options = [
@@ -601,7 +605,7 @@ def test_min_duration(one: Starter, samples: Samples) -> None:
 
 
 def test_synthetic_data(one: Starter) -> None:
-    """Prompt and answer lengths by distribution; the same seed gives the same samples."""
+    """Prompt and answer lengths follow a distribution; the same seed gives the same samples."""
     options = [
         "--dataset",
         "synthetic",

@@ -37,7 +37,8 @@ CHUNKINGS: dict[str, list[object]] = {
 
 
 def prompts_alike(folder: Path, n_prompts: int) -> Answers:
-    """Prompts of 34 to 40 tokens for tiny-llama, every third beginning alike, and transformers' answers."""
+    """Return prompts of 34 to 40 tokens for tiny-llama, every third beginning alike, and transformers'
+    answers."""
     save_preset("tiny-llama", folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     random = np.random.default_rng(11)
@@ -88,7 +89,7 @@ def check(
 
 
 def see(instance: dict[str, Any], policy: str, reuse: bool) -> None:
-    """What the statistics must say of a run with a small cache."""
+    """Check what the statistics must say of a run with a small cache."""
     assert (instance["preemptions"] > 0) == (policy == "max_util")
     assert ("reused_tokens" in instance) == reuse
     assert not reuse or instance["reused_tokens"] == 32 * instance["reused_blocks"] > 0
@@ -117,10 +118,9 @@ def test_policies_on_several_ranks(
 
 
 def test_a_yaml_says_it(one: Starter, alike: Answers) -> None:
-    """In TensorRT-LLM's words, the model too; the run directory's YAML says what ran.
+    """A YAML says everything in TensorRT-LLM's words, the model too, and the run directory's says what ran.
 
-    Stop words end an answer, and reuse is not for
-    submissions.
+    Stop words end an answer, and reuse is not for submissions.
     """
     dataset, expected = alike
     yaml = one.folder / "disagg.yaml"
@@ -189,7 +189,8 @@ def test_bad_options(one: Starter, options: list[object], message: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_everything_with_everything(one: Starter, tmp_path: Path, tp: int, pp: int) -> None:
-    """64 prompts of 64 new tokens: every policy, chunking and reuse, with a small and a large cache."""
+    """Every policy, chunking and reuse answers 64 prompts with 64 new tokens, with a small and a large
+    cache."""
     answers = prompts_alike(tmp_path / "model", 64)
     for policy in ("max_util", "no_evict", "static"):
         for chunking, chunks in CHUNKINGS.items():

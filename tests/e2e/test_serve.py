@@ -18,7 +18,7 @@ TIMEOUT_S = 240.0
 
 
 def serve(starter: Starter, ranks: int, *options: object) -> tuple[Command, str, int]:
-    """Return a server that is ready; its host and port."""
+    """Return a server that is ready, its host and its port."""
     log_dir = starter.folder / "run"
     line = [
         starter.python,
@@ -61,7 +61,7 @@ def answer(host: str, port: int, path: str, **body: Any) -> dict[str, Any]:
 
 
 def tokens_of(stream: bytes) -> list[int]:
-    """Of a stream that is whole."""
+    """Return the tokens of a stream that is whole."""
     *chunks, done, end = stream.decode().split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     return [
@@ -194,7 +194,8 @@ def test_cached_prompts_are_found_by_the_policy_that_looks_for_them(one: Starter
 
 
 def test_log_probabilities_are_those_of_transformers_whatever_the_layout(one: Starter) -> None:
-    """The first token's are the context instance's (tp 2), the others' the generation instance's (pp 2)."""
+    """The first token's come from the context instance (tp 2), the others' from the generation instance (pp
+    2)."""
     save_preset("tiny-llama", one.folder / "model")
     layout = ("--mode", "disaggregated", "--ctx_tp_size", 2, "--gen_pp_size", 2, "--dtype", "float32")
     command, host, port = serve(one, 6, "--model_path", one.folder / "model", "--max_seq_len", 64, *layout)

@@ -92,7 +92,7 @@ def test_a_cancelled_job_ends_as_ctrl_c_does(both_under: UnderSlurm) -> None:
 
 
 def sbatch(under: UnderSlurm, *options: object, script: str = "job.sub") -> Command:
-    """An endless run as a job, followed to its end."""
+    """Start an endless run as a job, followed to its end."""
     folder = under.starter.folder
     where = ["--script", folder / script, "--log_root", folder, "--output", folder / "job-%j.txt"]
     size = ["--nodes", 2, "--ntasks", 4, "--mpi", under.mpi, "--wait", *options]
@@ -101,12 +101,12 @@ def sbatch(under: UnderSlurm, *options: object, script: str = "job.sub") -> Comm
 
 
 def job_of(command: Command) -> str:
-    """The number of the job, once it is submitted."""
+    """Return the number of the job, once it is submitted."""
     return str(wait_until(lambda: re.search(r"submitted job (\d+)", command.err), "a job")[1])
 
 
 def in_test(command: Command, folder: Path) -> Path:
-    """The run directory in `folder`, once the test goes on."""
+    """Return the run directory in `folder`, once the test goes on."""
     detail = folder / "run" / "mlperf_log_detail.txt"
     wait_until(lambda: detail.exists() and detail.stat().st_size, f"the test in {folder}", WITHIN_S)
     return folder / "run"
@@ -170,7 +170,7 @@ print(urllib.request.urlopen(request, timeout=60).read().decode())
 
 
 def test_disaggregated_servers_on_two_nodes(under: UnderSlurm) -> None:
-    """Workers in one step, the leader in another; the KV cache goes from node to node."""
+    """With the workers in one step and the leader in another, the KV cache goes from node to node."""
     folder = under.starter.folder
     (folder / "disagg.yaml").write_text(SERVERS)
     words = [

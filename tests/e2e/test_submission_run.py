@@ -28,7 +28,7 @@ SIZES = ("performance_sample_count_check", "min_duration_check", "dataset_check"
 
 
 class Runs:
-    """Runs of llama2-70b, scaled down, on the dummy core; each made when it is first asked for."""
+    """Holds runs of llama2-70b, scaled down, on the dummy core; each is made when it is first asked for."""
 
     def __init__(self, starter: Starter) -> None:
         self.starter = starter
@@ -72,7 +72,8 @@ def tokens(text: str) -> list[int]:
 
 
 def test_accuracy_log_is_what_was_answered(runs: Runs) -> None:
-    """Server, disaggregated: the context instance makes the first token, the generation instance the rest."""
+    """In a disaggregated Server test the context instance makes the first token, the generation instance the
+    rest."""
     run = runs.get("Server", "accuracy")
     answers = {
         line["index"]: line["output_tokens"]
@@ -161,7 +162,7 @@ def test_submission(runs: Runs) -> None:
 
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_what_is_too_small_is_listed(runs: Runs, division: str) -> None:
-    """In both divisions: the checker makes no difference between them there."""
+    """It is listed in both divisions, between which the checker makes no difference there."""
     pytest.importorskip("rouge_score")
     _, said, code = submit(runs, ["Server"], division)
     assert code == TEST_FAILED

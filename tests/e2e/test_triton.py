@@ -40,7 +40,7 @@ def generate(starter: Starter, *options: object, scenario: str = "Server", flags
 
 
 def start(starter: Starter, ports: list[int]) -> Command:
-    """``run-llm-server`` for each repository, with these gRPC ports."""
+    """Start ``run-llm-server`` for each repository, with these gRPC ports."""
     words = [starter.python, "-m", "mpillm", "run-llm-server", "--core_type=triton_grpc"]
     listed = ",".join(map(str, ports))
     options = [f"--triton_grpc_ports=localhost:{listed}", "--triton_model_repo=repo", "--log_dir=servers"]
@@ -56,7 +56,7 @@ def until_ready(command: Command) -> Command:
 
 @contextlib.contextmanager
 def serving(starter: Starter, n: int = 1) -> Iterator[tuple[list[int], list[int]]]:
-    """The gRPC and the HTTP ports of `n` servers that are ready. They have ended afterwards."""
+    """Yield the gRPC and the HTTP ports of `n` servers that are ready. They have ended afterwards."""
     ports = free_ports(n)
     command = until_ready(start(starter, ports))
     logs = sorted((starter.folder / "servers").glob("*.log"))
@@ -73,7 +73,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> str:
 
 
 def test_text_in_text_out(one: Starter) -> None:
-    """The curl lines of TensorRT-LLM's backend: whole answers, streams, and twenty at once."""
+    """The curl lines of TensorRT-LLM's backend get whole answers, streams, and twenty answers at once."""
     generate(one, "--triton_text_models")
     with serving(one) as (_, (port,)):
         whole = {
@@ -129,7 +129,7 @@ def test_every_variant_loads(
 
 @pytest.mark.parametrize("scenario", ["Offline", "Server"])
 def test_a_test_through_two_servers(scenario: str, one: Starter) -> None:
-    """Two servers, two frontends each, two clients each: VALID, with the engine's own tokens."""
+    """Two servers, two frontends each, two clients each give a VALID test with the engine's own tokens."""
     make_samples(one.folder / "samples.jsonl", [3 + 5 * i % 60 for i in range(32)])
     options = [
         "--scenarios",
@@ -194,7 +194,7 @@ def test_a_missing_server_and_the_wrong_port(one: Starter) -> None:
 
 
 def test_a_model_that_does_not_load(one: Starter) -> None:
-    """It is named at once, with the server's last lines."""
+    """The message names the model at once, with the server's last lines."""
     generate(one)
     (config,) = (one.folder / "repo_0").glob("*/config.pbtxt")
     config.write_text(config.read_text().replace(r"\"tiny-llama\"", r"\"tiny-lama\""))

@@ -19,7 +19,7 @@ PROMPTS = ["Name a fruit.", "The cat is", "1 2 3"]
 
 
 def test_clients_and_benchmarks(one: Starter) -> None:
-    """Of a server with decoupled models, and of one with models that are not."""
+    """They work with a server with decoupled models, and with one whose models are not."""
     generate(one, "--triton_text_models", scenario="Offline")
     (one.folder / "repo_0").rename(one.folder / "whole")
     generate(one, "--triton_text_models")
@@ -39,7 +39,7 @@ def test_clients_and_benchmarks(one: Starter) -> None:
 
 
 def tokens(one: Starter, port: int) -> None:
-    """Both kinds of model, with and without the prompt in front."""
+    """Check both kinds of model, with and without the prompt in front."""
     address = ("tokens", "-u", f"localhost:{port}", "--tokenizer-dir", "tokenizer")
     words = (*address, "--text", "Name a fruit.", "--request-output-len", 6)
     lines = one.mpillm("triton-client", *words).must(DONE).out.splitlines()
@@ -57,7 +57,7 @@ def tokens(one: Starter, port: int) -> None:
 
 
 def streams(one: Starter, port: int) -> None:
-    """A line for each step; early stopping, by a request and by gRPC's cancellation."""
+    """Check a line for each step, and early stopping by a request and by gRPC's cancellation."""
     words = ("tokens", "-u", f"localhost:{port}", "--tokenizer-dir", "tokenizer")
     expected = json.loads("[" + (one.folder / "expected.csv").read_text() + "]")
     out = one.mpillm(
@@ -74,7 +74,8 @@ def streams(one: Starter, port: int) -> None:
 
 
 def text(one: Starter, port: int) -> None:
-    """A batch has an answer for each prompt, those of single requests; a batch needs a decoupled model."""
+    """Check that a batch has the answers of single requests, one for each prompt, and needs a decoupled
+    model."""
     address = ("-u", f"localhost:{port}", "-o", 5, "-p", json.dumps(PROMPTS))
     single = one.mpillm("triton-client", "text", *address, "--exclude-input-in-output").must(DONE).out
     is_decoupled = not (one.folder / "batch.txt").exists()
@@ -138,7 +139,8 @@ def core_model(one: Starter, ports: list[int], http: list[int]) -> None:
 
 
 def failures(one: Starter, port: int, http: int) -> None:
-    """Each is one message: nobody there, no such model, a decoupled model over HTTP, tokens that are none."""
+    """Check the one message for each: nobody there, no such model, a decoupled model over HTTP, tokens that
+    are none."""
     (nobody,) = free_ports(1)
     client = ("triton-client", "tokens", "--tokenizer-dir", "tokenizer")
     ended = one.mpillm(*client, "-u", f"localhost:{nobody}").must(TEST_FAILED)

@@ -63,14 +63,14 @@ def check_log_probs_and_logits(asker: Asker, oracle: Oracle, plain: list[list[in
 
 
 def check_a_batch(asker: Asker, plain: list[list[int]]) -> None:
-    """One response for each prompt, by its index."""
+    """Check that a batch has one response for each prompt, by its index."""
     answers = asker.ask(PROMPTS, N_OUTPUT)
     found = {int(one["batch_index"].item()): one["output_ids"][0, 0].tolist() for one in answers}
     assert found == dict(enumerate(plain)) and len(answers) == len(PROMPTS)
 
 
 def check_choices(asker: Asker, oracle: Oracle, plain: list[list[int]], threads: ThreadPoolExecutor) -> None:
-    """Side by side; what the engine can't do is refused by name."""
+    """Check options of requests side by side; what the engine can't do is refused by name."""
 
     def answer(number: int, **tensors: Any) -> list[int]:
         (one,) = asker.ask([PROMPTS[number]], N_OUTPUT, **tensors)
@@ -118,7 +118,7 @@ def check_choices(asker: Asker, oracle: Oracle, plain: list[list[int]], threads:
 
 
 def check_beams(asker: Asker, oracle: Oracle, plain: list[list[int]], threads: ThreadPoolExecutor) -> None:
-    """Token by token and score by score, beside greedy requests; shorter beams are padded."""
+    """Check beams token by token and score by score, beside greedy requests; shorter beams are padded."""
     cases = [(0, 2, -1, 0.0), (1, 4, -1, 1.0), (2, 3, None, 0.0), (3, 4, -1, 1.0)]
 
     def search(number: int, width: int, end_id: int | None, penalty: float) -> None:
@@ -161,7 +161,8 @@ def check_beams(asker: Asker, oracle: Oracle, plain: list[list[int]], threads: T
 def check_adapters(
     one: Starter, asker: Asker, folder: Path, plain: list[list[int]], threads: ThreadPoolExecutor
 ) -> None:
-    """Weights with the first request, the id afterwards; two adapters and none in a batch."""
+    """Check adapters whose weights come with the first request and the id afterwards: two adapters and none
+    in a batch."""
     tensors: dict[int, dict[str, Any]] = {}
     answers: dict[int, list[list[int]]] = {0: plain}
     for task_id, modules in ((7, ALL), (8, ("q_proj", "v_proj"))):
@@ -202,7 +203,7 @@ def check_adapters(
 
 
 def check_stop(asker: Asker) -> None:
-    """The request of the same id ends with the tokens that it has."""
+    """Check that a stop request ends the request of the same id with the tokens that it has."""
     request = asker.request([[5, 6]], 200, "seven", streaming=True)
     n, answers = 0, asker.responses(request)
     for part in answers:

@@ -66,7 +66,7 @@ class _Again:
 
 
 def test_faults(one: Starter) -> None:
-    """One server: each fault leaves it able to serve the next test, but the last, which is its death."""
+    """Each fault leaves the server able to serve the next test, but the last, which is its death."""
     generate(one, flags=EMBEDDED)
     (program,) = (one.folder / "repo_0").glob("*/1/model.py")
     lines = program.read_text().splitlines()
@@ -87,7 +87,7 @@ def test_faults(one: Starter) -> None:
 
 
 def the_server(servers: Command) -> int:
-    """The process of the program itself."""
+    """Return the process of the server itself."""
     (pid,) = (
         pid for pid in servers.pids() if Path(f"/proc/{pid}/comm").read_text().strip() == "tritonserver"
     )
@@ -95,7 +95,7 @@ def the_server(servers: Command) -> int:
 
 
 def begin(one: Starter, firsts: list[int], *options: object, n_queries: int = 0) -> Command:
-    """A test of prompts with these first tokens."""
+    """Start a test of prompts with these first tokens."""
     lines = [json.dumps({"input_tokens": [first, 1, 2]}) for first in firsts]
     (one.folder / "samples.jsonl").write_text("\n".join(lines))
     words = ("--dataset_path", one.folder / "samples.jsonl", "--max_output_len", 4, "--min_duration", 0.1)
@@ -112,14 +112,15 @@ def logged(ended: Ended) -> str:
 
 
 def a_request_that_fails(one: Starter, address: tuple[str, str]) -> None:
-    """It is counted and logged; the others are answered."""
+    """Check that it is counted and logged, and that the others are answered."""
     ended = run(one, [PLAIN, REFUSED, PLAIN, PLAIN], *address).must(DONE)
     assert (ended.result["errors"], ended.result["samples"]) == (1, 4), ended
     assert f"tritonserver {address[1]}: told to refuse" in logged(ended)
 
 
 def a_response_that_never_comes(one: Starter, address: tuple[str, str]) -> None:
-    """With a limit for requests it is an error of that one; without one the silent server ends the test."""
+    """Check that with a limit for requests only that one fails, and that without one the silent server ends
+    the test."""
     ended = run(one, [PLAIN, SILENT, PLAIN], *address, "--triton_request_timeout", 10).must(DONE)
     assert (ended.result["errors"], ended.result["samples"]) == (1, 3), ended
     assert "no whole answer within --triton_request_timeout 10 s" in logged(ended)
@@ -129,7 +130,7 @@ def a_response_that_never_comes(one: Starter, address: tuple[str, str]) -> None:
 
 
 def many_streams(one: Starter, address: tuple[str, str]) -> None:
-    """A thousand at once, on the channels that they need."""
+    """Check a thousand streams at once, on the channels that they need."""
     clients = ("--triton_num_clients_per_frontend", 1000)
     ended = run(one, [PLAIN] * 64, *address, *clients, n_queries=4000).must(DONE)
     assert (ended.result["errors"], ended.result["samples"]) == (0, 4000), ended
@@ -138,7 +139,7 @@ def many_streams(one: Starter, address: tuple[str, str]) -> None:
 
 
 def a_client_that_goes_away(one: Starter, address: tuple[str, str], port: int) -> None:
-    """The server learns of it: no request of its stays open there."""
+    """Check that the server learns of it: no request of its stays open there."""
     command = begin(one, [SILENT] * 16, *address)
     wait_until(lambda: n_open(one, port) == 16, "requests that are open", TIMEOUT_S)
     command.kill()
@@ -146,7 +147,7 @@ def a_client_that_goes_away(one: Starter, address: tuple[str, str], port: int) -
 
 
 def n_open(one: Starter, port: int) -> int:
-    """How many requests without an answer the model has."""
+    """Return how many requests without an answer the model has."""
     (one.folder / "count.csv").write_text(f"{COUNT},1")
     (model,) = (path.parent.name for path in (one.folder / "repo_0").glob("*/config.pbtxt"))
     words = ("tokens", "-u", f"localhost:{port}", "--model-name", model, "--input-tokens-csv", "count.csv")
@@ -156,7 +157,7 @@ def n_open(one: Starter, port: int) -> int:
 
 
 def a_server_that_does_not_answer(one: Starter, address: tuple[str, str], port: int) -> None:
-    """It holds its port, and says nothing: gRPC's deadline ends the wait."""
+    """Check that gRPC's deadline ends the wait for a server that holds its port and says nothing."""
     ended = run(one, [PLAIN], *address, "--load_deadline", 10).must(NOT_READY)
     assert f"tritonserver {address[1]} was not ready within 9 s: DEADLINE_EXCEEDED" in ended.message
     words = ("tokens", "-u", f"localhost:{port}", "--input-tokens-csv", "count.csv", "-t", 10)
@@ -165,7 +166,7 @@ def a_server_that_does_not_answer(one: Starter, address: tuple[str, str], port: 
 
 
 def a_server_that_dies(one: Starter, address: tuple[str, str], port: int, servers: Command) -> None:
-    """The test and run-llm-server both say so, at once, and the latter shows its last lines."""
+    """Check that the test and run-llm-server both say so at once, the latter with its last lines."""
     rate = ("--scenarios", "Server", "--server_target_qps", 20)
     command = begin(one, [PLAIN] * 8, *address, *rate, n_queries=6000)
     command.wait_phase("test")

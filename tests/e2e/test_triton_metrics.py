@@ -30,7 +30,7 @@ FAMILIES = {
 
 
 def metrics(port: int, model: str) -> dict[str, dict[str, float]]:
-    """The `nv_trt_llm_*` values of a model by family and name."""
+    """Return the `nv_trt_llm_*` values of a model by family and name."""
     with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     found: dict[str, dict[str, float]] = {}
@@ -44,7 +44,7 @@ def metrics(port: int, model: str) -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("kind", ["inflight_fused_batching", "V1"])
 def test_metrics(kind: str, one: Starter) -> None:
-    """Of a server at rest, with three long requests, and at rest again."""
+    """Values are right for a server at rest, with three long requests, and at rest again."""
     generate(one, "--triton_text_models", flags=f"{EMBEDDED},gpt_model_type:{kind}")
     with serving(one) as (_, (http,)):
         log = next((one.folder / "servers").glob("*.log")).read_text()

@@ -130,7 +130,7 @@ def test_a_data_frame_is_converted_by_the_first_run(one: Starter) -> None:
 
 @pytest.mark.slow
 def test_arrays_and_accuracy(one: Starter) -> None:
-    """NVIDIA's arrays, with a stop word of every other sample: each sample is answered once."""
+    """With NVIDIA's arrays, and a stop word of every other sample, each sample is answered once."""
     tiny = workloads.get("mixtral-8x7b", "tiny")
     folder = one.folder / "moe"
     folder.mkdir()

@@ -116,8 +116,8 @@ def test_products_without_their_scales(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_in_fp8(dtype: torch.dtype) -> None:
-    """The same bits as in PyTorch, but where a quotient lies within a rounding error of the middle between
-    two numbers."""
+    """The bits are PyTorch's, except where a quotient lies within a rounding error of the middle between two
+    numbers."""
     for n, width in ((1, 64), (3, 576), (70, 4096), (5, 14336)):
         x = (torch.randn(n, width, device=DEVICE) * torch.logspace(-4, 4, n, device=DEVICE)[:, None]).to(
             dtype
@@ -134,7 +134,7 @@ def test_rows_in_fp8(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="has assembly")
 def test_every_fp8_number() -> None:
-    """Is itself when it is multiplied by one, subnormal numbers too, by a split sum as well."""
+    """Each number, subnormal ones too, stays itself when it is multiplied by one, also by a split sum."""
     codes = torch.arange(256, device=DEVICE).to(torch.uint8)
     codes = codes[codes & 0x7F != 0x7F]  # what is no number
     weight = codes.repeat(16, 32).view(torch.float8_e4m3fn)
@@ -155,7 +155,8 @@ def test_every_fp8_number() -> None:
     [(32, 8, 128, 32), (9, 3, 64, 16), (8, 4, 16, 8), (4, 4, 80, 64), (8, 1, 128, 32)],
 )
 def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dtype, held: str) -> None:
-    """Contexts of many lengths, scattered blocks, NaN where no row may look; caches of every type."""
+    """Attention is right for contexts of many lengths, scattered blocks, NaN where no row may look, and
+    caches of every type."""
     torch.manual_seed(heads)
     held_dtype = dtype if held == "as computed" else torch_dtype(held)
     # the largest are cut off
@@ -235,7 +236,7 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
 def test_pieces_of_a_handoff(dtype: torch.dtype) -> None:
-    """Out of blocks and into others, as the CPU does it, and nothing else is written."""
+    """Pieces go out of blocks and into others as on the CPU, and nothing else is written."""
     for size, dim, n_tokens in ((4, 16, 1), (4, 16, 8), (4, 16, 11), (32, 128, 65), (32, 80, 64)):
         caches = [KVCache(5, 9, 3, size, dim, dtype, device) for device in ("cpu", DEVICE)]
         for pool in (caches[0].keys, caches[0].values):
@@ -264,8 +265,8 @@ SIZES += [] if INTERPRETED else [(48, 512, 256), (150, 512, 256), (300, 512, 256
     [(8, 2, range(8)), (8, 2, range(4, 6)), (5, 3, range(2)), (2, 2, range(1))],
 )
 def test_experts(n_experts: int, n_chosen: int, experts: range, dtype: torch.dtype) -> None:
-    """Any number of rows, with one expert that nobody of many chooses, and with all rows on one rank's or on
-    none of them."""
+    """Products are right for any number of rows, with an expert that no row chooses, and with all or no rows
+    on one rank."""
     torch.manual_seed(n_experts)
     for n, width, inner in SIZES:
         scores = torch.rand(n, n_experts, device=DEVICE).argsort(1).to(dtype) / 2  # no two alike in a row

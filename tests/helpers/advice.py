@@ -23,9 +23,8 @@ _ASSIGNMENT = re.compile(r"(export )?[A-Z_]+=\"")
 
 @dataclass(frozen=True)
 class Advice:
-    """A command as it is to be typed, the shell variables that the same page sets before it, and where it is
-    printed.
-    """
+    """Holds a command as it is to be typed, the shell variables that its page sets before it, and where it is
+    printed."""
 
     where: str
     text: str
@@ -52,9 +51,8 @@ def of_pages() -> Iterator[Advice]:
 
 
 def of_sources() -> Iterator[Advice]:
-    """The commands in the sources' strings: examples of --help on lines of their own, in messages between
-    backticks.
-    """
+    """Yield the commands in the sources' strings: examples of --help on lines of their own, commands in
+    messages between backticks."""
     for where, text in strings():
         for line in text.splitlines():
             if line.startswith("  ") and _COMMAND.match(line.strip()):
@@ -65,7 +63,8 @@ def of_sources() -> Iterator[Advice]:
 
 
 def strings() -> Iterator[tuple[str, str]]:
-    """The strings of the sources except docstrings, each with its file; {} stands for what is filled in."""
+    """Yield the strings of the sources except docstrings, each with its file; {} stands for what is filled
+    in."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             where = str(path.relative_to(ROOT))
@@ -87,7 +86,7 @@ def strings() -> Iterator[tuple[str, str]]:
 
 
 def commands() -> list[Advice]:
-    """Return all of them, each once for a place."""
+    """Return all commands, each once for a place."""
     return list(dict.fromkeys((*of_pages(), *of_sources())))
 
 

@@ -42,7 +42,8 @@ class OnHosts:
         self._remote = ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", 1]
 
     def start(self, where: str, *words: object, plain: bool = False, log_dir: Path | None = None) -> Command:
-        """``mpillm mpirun -H WHERE WORDS``, or plain mpirun's; `where`: ``h1:2,h2:1``, one rank per slot."""
+        """Start ``mpillm mpirun -H WHERE WORDS``, or plain mpirun; `where` has one rank per slot, as
+        ``h1:2,h2:1``."""
         slots = sum(int(host.partition(":")[2]) for host in where.split(","))
         mpillm = [self.starter.python, "-m", "mpillm"]
         options = ["-n", slots, *self._remote, "-H", where]
@@ -63,29 +64,29 @@ class UnderSlurm:
         self.mpi = "pmix" if starter.mpi == "openmpi" else "pmi2"
 
     def start(self, options: Sequence[object], *words: object, env: dict[str, str] | None = None) -> Command:
-        """``srun OPTIONS --mpi=… python -m mpillm WORDS``"""
+        """Start ``srun OPTIONS --mpi=… python -m mpillm WORDS``."""
         log_dir = self.starter.folder / "run"
         program = [PYTHONS[self.starter.mpi], "-m", "mpillm", *words]
         line = ["srun", *options, f"--mpi={self.mpi}", *program]
         return self.on_head(line, log_dir, env)
 
     def on_head(self, line: Sequence[object], log_dir: Path, env: dict[str, str] | None = None) -> Command:
-        """Any command line, where a person logs in."""
+        """Start any command line where a person logs in."""
         command = self.slurm.on_head(list(map(str, line)))
         return self.starter.command(command, log_dir, SHARED | (env or {}))
 
     def state(self, job: str) -> str:
-        """The state of a job, in Slurm's words."""
+        """Return the state of a job, in Slurm's words."""
         lines = self.slurm.ask("scontrol", "show", "job", job).split()
         return next(word.partition("=")[2] for word in lines if word.startswith("JobState="))
 
     def wait_for_jobs(self) -> None:
-        """Until none is left in the queue."""
+        """Wait until no job is left in the queue."""
         wait_until(lambda: not self.slurm.ask("squeue", "-h"), "the end of all jobs")
 
 
 def python_on(hosts: Hosts, host: str, word: str) -> list[int]:
-    """The processes on a host that run the program, with this word in their command lines."""
+    """Return the processes on a host that run the program with this word in their command lines."""
     found = []
     for pid in hosts.processes(host):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def from_fields(cls: type[T], /, *args: Any, **kwargs: Any) -> T:
-    """``cls.from_fields(…)``: the decorator adds it, which types can't express."""
+    """Return ``cls.from_fields(…)``: the decorator adds it, which types can't express."""
     made: T = attrgetter("from_fields")(cls)(*args, **kwargs)
     return made
 

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 
 def write_frame(file: Path, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
-    """A pickled data frame: columns of objects (texts, lists of integers), and of numbers where they are
-    numpy arrays.
-    """
+    """Write a pickled data frame: columns of objects (texts, lists of integers), and of numbers where they
+    are numpy arrays."""
     series = {
         name: pd.Series(values, dtype=values.dtype if isinstance(values, np.ndarray) else object)
         for name, values in columns.items()

@@ -25,7 +25,7 @@ PROMPTS = [[1], [2, 3], [5, 6, 7], [20] * 50]
 
 
 def requests(prompts: Sequence[Sequence[int]] = PROMPTS, max_output: int = 4, **fields: Any) -> Batch:
-    """Greedy requests with ids from 10 on."""
+    """Return greedy requests with ids from 10 on."""
     rows = np.zeros(len(prompts), REQUEST)
     rows["id"] = np.arange(10, 10 + len(prompts))
     rows["n_tokens"] = [len(prompt) for prompt in prompts]
@@ -41,7 +41,7 @@ def requests(prompts: Sequence[Sequence[int]] = PROMPTS, max_output: int = 4, **
 def core_of(
     urls: str, *options: object, core_options: dict[str, Any] | None = None, **config: Any
 ) -> Iterator[LLMCore]:
-    """A core with the values of a run's command line; it is stopped in the end."""
+    """Yield a core with the values of a run's command line, and stop it in the end."""
     run = parse_run(["--core_type=trtllm_endpoint", f"--trtllm_server_urls={urls}", *map(str, options)])
     core_config = CoreConfig(
         core_type=run.core_type, rank=2, options=core_options or {}, model_path=run.model_path, **config
@@ -58,7 +58,7 @@ def core_of(
 
 @contextmanager
 def started(server: ScriptedServer, *options: object, **config: Any) -> Iterator[LLMCore]:
-    """A core that is ready to be given requests."""
+    """Yield a core that is ready to be given requests."""
     with core_of(server.address, *options, **config) as core:
         core.load()
         core.run_health_check()
@@ -67,14 +67,14 @@ def started(server: ScriptedServer, *options: object, **config: Any) -> Iterator
 
 
 class Rows:
-    """The responses of a core, row by row."""
+    """Collects the responses of a core, row by row."""
 
     def __init__(self, core: LLMCore) -> None:
         self._core = core
         self.rows: list[tuple[int, int, list[int]]] = []  # id, flags, tokens
 
     def poll(self) -> Counter[int]:
-        """Take what is there; how often each request has ended."""
+        """Take what is there; return how often each request has ended."""
         if self._core.has_work() and (batch := self._core.poll_responses()) is not None:
             for one in batch.split():
                 self.rows.append((int(one.rows["id"][0]), int(one.rows["flags"][0]), one.tokens.tolist()))

@@ -16,7 +16,7 @@ N_LAYERS, N_KV_HEADS = 6, 4  # of tiny-llama
 
 
 def with_scales(folder: Path, scales: dict[str, torch.Tensor], **scheme: Any) -> Path:
-    """tiny-llama, whose checkpoint says that its KV cache is in fp8."""
+    """Write tiny-llama as a checkpoint that says that its KV cache is in fp8."""
     save_preset("tiny-llama", folder)
     save_file(
         load_file(folder / "model.safetensors") | scales,
@@ -31,7 +31,7 @@ def with_scales(folder: Path, scales: dict[str, torch.Tensor], **scheme: Any) ->
 
 
 def scales_of_heads(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return one for each KV head, small enough that some keys and values are cut off."""
+    """Return a scale for each KV head, small enough that some keys and values are cut off."""
     random = torch.Generator().manual_seed(seed)
     names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(N_LAYERS) for kind in "kv"]
     return {name: torch.rand(N_KV_HEADS, generator=random) / 100 + 0.002 for name in names}

@@ -27,7 +27,7 @@ TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['content'] 
 
 
 def llama_weights(tied: bool = True) -> dict[str, np.ndarray[Any, Any]]:
-    """Random weights of one layer, under their Hugging Face names."""
+    """Return random weights of one layer, under their Hugging Face names."""
     random = np.random.default_rng(0)
     shapes = {
         "model.embed_tokens": (len(VOCAB), HIDDEN),
@@ -48,7 +48,7 @@ def llama_weights(tied: bool = True) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def permute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """llama.cpp's convert_hf_to_gguf.py does this to the rows of the query and key projections."""
+    """Reorder the rows of a query or key projection as llama.cpp's convert_hf_to_gguf.py does."""
     return (
         weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
         .swapaxes(1, 2)
@@ -65,7 +65,7 @@ def write_gguf(
     extra_tensor: str | None = None,
     merges: bool = True,
 ) -> None:
-    """A GGUF file as llama.cpp's converter writes it."""
+    """Write a GGUF file as llama.cpp's converter does."""
     writer = gguf.GGUFWriter(file, architecture)
     writer.add_block_count(1)
     writer.add_context_length(128)

@@ -41,9 +41,9 @@ def answer(prompt: list[int], n: int) -> list[int]:
 
 
 class FakeGroups(Groups):
-    """Steps reach the model as messages.
+    """Takes steps to the model as messages.
 
-    With several stages they do so only when their tokens are asked for, perhaps long after.
+    With several stages a step runs only when its tokens are asked for, perhaps long after.
     """
 
     def __init__(self, n_stages: int, random: np.random.Generator) -> None:
@@ -86,7 +86,8 @@ class FakeGroups(Groups):
 
 
 class FakeSampled:
-    """Computed when it is taken; with `random`, as on a device, some time after it was started."""
+    """Computes tokens when they are taken; with `random` they are ready some time after the start, as on a
+    device."""
 
     def __init__(self, groups: FakeGroups, random: np.random.Generator | None) -> None:
         self._groups = groups
@@ -146,7 +147,7 @@ def sequence(i: int, prompt: list[int], n: int = 8, **options: Any) -> Sequence:
 
 
 def make_sequences(n: int, random: np.random.Generator) -> list[Sequence]:
-    """Prompts of which many begin alike."""
+    """Return sequences of which many begin alike."""
     beginnings = [random.integers(0, VOCAB, length).tolist() for length in (0, 9, 21)]
     prompts = [
         beginnings[random.integers(3)] + random.integers(0, VOCAB, random.integers(1, 20)).tolist()
@@ -156,7 +157,7 @@ def make_sequences(n: int, random: np.random.Generator) -> list[Sequence]:
 
 
 def check_blocks(engine: Engine) -> None:
-    """Each block is free, left for reuse, or held, by as many as the allocator counts."""
+    """Check that each block is free, left for reuse, or held by as many sequences as the allocator counts."""
     held = [block for s in engine.scheduler.running for block in s.blocks]
     assert not any(s.blocks for s in engine.scheduler.waiting)
     assert engine.blocks.n_free == engine.blocks.n_blocks - len(set(held))

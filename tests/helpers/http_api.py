@@ -25,14 +25,14 @@ HOUR_MS = 3_600_000.0
 
 
 class Letters(ByteTokenizer):
-    """Every token is a letter, so that the dummy core's answers are text."""
+    """Makes every token a letter, so that the dummy core's answers are text."""
 
     def decode(self, tokens: Any, keep_special: bool = False) -> str:
         return "".join(chr(ord("a") + int(token) % 26) for token in tokens)
 
 
 class Api:
-    """A client, and what it talks to."""
+    """Holds a client, and what it talks to."""
 
     def __init__(self, world: World, service: Service, session: ClientSession, base: str) -> None:
         self.world, self.service, self.session, self.base = world, service, session, base
@@ -68,7 +68,7 @@ class Api:
             await asyncio.sleep(0.002)
 
     async def idle(self) -> None:
-        """Until no rank holds anything of any request."""
+        """Wait until no rank holds anything of any request."""
         await self.until(lambda: len(self.world.open) == 0 and not self.service.active)
         self.world.settle()
         self.world.check_idle()

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Wire:
-    """Everything that is under way: by source, destination and tag, in order."""
+    """Holds everything that is under way: by source, destination and tag, in order."""
 
     def __init__(self) -> None:
         self.under_way: dict[tuple[int, int, int], deque[np.ndarray]] = {}
@@ -20,7 +20,7 @@ class Wire:
 
 
 class Mover:
-    """As `mpillm.comms.mover.Mover`, of one rank."""
+    """Stands for `mpillm.comms.mover.Mover` on one rank."""
 
     whole_below = 0
 
@@ -37,7 +37,7 @@ class Mover:
         return Moving(self._wire.under_way.setdefault((rank, self._rank, tag), deque()), np.asarray(buffer))
 
     def poll(self) -> None:
-        """What is sent is there."""
+        """Do nothing: what was sent is there."""
 
 
 class Moving:

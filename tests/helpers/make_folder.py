@@ -11,7 +11,7 @@ from tests.helpers.support import ROOT
 
 
 def make_folder(folder: Path) -> None:
-    """Put them there. Nothing is installed by a `make` in it."""
+    """Copy the Makefile and what it reads. A `make` there installs nothing."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, folder / name)
         os.utime(folder / name, (0, 0))  # older than the installation

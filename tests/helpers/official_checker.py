@@ -44,7 +44,7 @@ sys.exit(main.main())
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the checker says of a submission."""
+    """Holds what the checker says of a submission."""
 
     accepts: bool
     failed: set[tuple[str, str, str]]  # benchmark, scenario, check
@@ -75,7 +75,7 @@ def check_submission(output: Path, version: str = "v6.1") -> Verdict:
 def listed(said: str) -> set[tuple[str, str, str]]:
     """Return the checks that `submission` says will fail, as `Verdict.failed`.
 
-    One of a benchmark or the system fails in each scenario.
+    A check of a benchmark or the system fails in each scenario.
     """
     results = re.findall(r"^  (\S+) (Offline|Server|Interactive): ", said, re.MULTILINE)
     found = set()

@@ -54,7 +54,7 @@ def rotate_store(
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, blocks: Tensor, positions: Tensor
 ) -> Tensor:
-    """q [rows, heads, head_dim] of one sequence, in float32."""
+    """Attend with q [rows, heads, head_dim] of one sequence, in float32."""
     k, size, d = keys.shape[1:]
     n = int(positions.max()) + 1
     blocks = blocks[: -(-n // size)].long()

@@ -82,17 +82,14 @@ class Counting(DummyCore):
 
 
 class Compiling(DummyCore):
-    """Each rank of it compiles two kernels in the test."""
+    """Compiles two kernels in the test, on each of its ranks."""
 
     def compiled_in_test(self) -> list[str]:
         return [f"kernel {i} of instance {self.config.instance}" for i in range(2)]
 
 
 class SlowContext(DummyCore):
-    """A context core that is busy for a while at each look, as one that computes is.
-
-    Generation costs nothing.
-    """
+    """Computes for a while at each look if it is a context core. Generation costs nothing."""
 
     def has_work(self) -> bool:
         if self.config.role == "context":
@@ -101,7 +98,7 @@ class SlowContext(DummyCore):
 
 
 class Orphaned(DummyCore):
-    """One rank is killed in the test, and the other instances fail as soon as it is gone."""
+    """Kills one of its ranks in the test; the other instances fail as soon as it is gone."""
 
     _LOST = Path("lost")  # the process id
 
@@ -123,7 +120,7 @@ class Orphaned(DummyCore):
 
 
 class Faulty(DummyCore):
-    """Fails where the dummy core can't. MPILLM_TEST_FAULT=WHERE:HOW:RANK"""
+    """Fails where the dummy core can't, as MPILLM_TEST_FAULT=WHERE:HOW:RANK says."""
 
     def _at(self, where: str) -> None:
         place, how, rank = os.environ["MPILLM_TEST_FAULT"].split(":")

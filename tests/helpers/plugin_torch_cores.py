@@ -14,7 +14,7 @@ from mpillm.cores.torch_core import TorchCore
 
 
 class Failing(TorchCore):
-    """Raise at its fifth step of the test, on rank MPILLM_TEST_RANK."""
+    """Raises at its fifth step of the test, on rank MPILLM_TEST_RANK."""
 
     _left = 1 << 60
 
@@ -31,7 +31,7 @@ class Failing(TorchCore):
 
 
 class FailingHandoff(TorchCore):
-    """Raise at the fifth piece of a KV cache that rank MPILLM_TEST_RANK would move in the test."""
+    """Raises at the fifth piece of a KV cache that rank MPILLM_TEST_RANK would move in the test."""
 
     whole_below = 0
     _left = 1 << 60
@@ -63,7 +63,8 @@ class FailingHandoff(TorchCore):
 
 
 class Greedy(TorchCore):
-    """Takes all requests at once, whatever its KV cache holds: only the scheduler decides which run."""
+    """Takes all requests at once, whatever its KV cache holds, so that only the scheduler decides which
+    run."""
 
     def credits(self) -> Credits:
         return Credits(1 << 20, 1 << 40)

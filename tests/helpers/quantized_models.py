@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 
 def dequantized(folder: Path, target: Path) -> Path:
-    """`folder`'s model with its weights multiplied out, as a model of floats in `target`."""
+    """Write `folder`'s model with its weights multiplied out, as a model of floats, to `target`."""
     target.mkdir()
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]

@@ -15,7 +15,7 @@ from mpillm.comms.transport import Buffer, Received
 
 
 class Route:
-    """What a `Transport` on the route is to the roles of a rank."""
+    """Is to the roles of a rank what a `Transport` on the route is."""
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network = network

@@ -79,9 +79,8 @@ def make_run(
     workers: int = 2,
     **config: Any,
 ) -> Path:
-    """A run of llama2-70b at 99.9 %, or what `config` (fields), `result` and `detail` (LoadGen's detailed
-    log) say instead.
-    """
+    """Make a run of llama2-70b at 99.9 %, or what `config` (fields), `result` and `detail` (LoadGen's
+    detailed log) say instead."""
     (path / "ranks").mkdir(parents=True)
     mode = "AccuracyOnly" if kind == "accuracy" else "PerformanceOnly"
     fields = {

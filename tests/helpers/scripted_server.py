@@ -17,7 +17,7 @@ MODEL = "scripted"
 
 @dataclass
 class Request:
-    """What came in."""
+    """Holds what came in."""
 
     path: str
     headers: dict[str, str]
@@ -32,11 +32,9 @@ class Request:
 
 @dataclass
 class Reply:
-    """Pieces of bytes that are sent one after another, and what then becomes of the connection.
-
-    keep: it waits for another request; close: it ends; reset: it breaks; hang: nothing more comes until the
-    server is stopped; stop: the whole server ends, as if it had been killed.
-    """
+    """Holds pieces of bytes that are sent one after another, and what then becomes of the connection. keep:
+    it waits for another request; close: it ends; reset: it breaks; hang: nothing more comes until the server
+    is stopped; stop: the whole server ends, as if it had been killed."""
 
     pieces: Sequence[bytes]
     then: str = "keep"
@@ -49,13 +47,13 @@ def head(status: str = "200 OK", **headers: object) -> bytes:
 
 
 def plain(value: Any, status: str = "200 OK", **headers: object) -> Reply:
-    """JSON in one piece."""
+    """Reply with JSON in one piece."""
     body = json.dumps(value).encode()
     return Reply([head(status, Content_Length=len(body), **headers) + body])
 
 
 def chunk(data: bytes) -> bytes:
-    """Of a chunked body; empty: its end."""
+    """Return a chunk of a chunked body; an empty one ends it."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -75,12 +73,12 @@ DONE = chunk(event(b"[DONE]")) + chunk(b"")
 
 
 def answer_of(prompt: Sequence[int], n: int) -> list[int]:
-    """Return what a good server answers: no other prompt's answer begins like it."""
+    """Return what a good server answers. No two prompts' answers begin alike."""
     return [sum(prompt) + i for i in range(n)]
 
 
 def good(request: Request) -> Reply:
-    """Return what a good server does: as vLLM, with token ids."""
+    """Reply as a good server: as vLLM, with token ids."""
     asked = request.json
     tokens = answer_of(asked["prompt"], asked["max_tokens"])
     counts = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": len(tokens)}

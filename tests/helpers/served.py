@@ -24,7 +24,8 @@ MAX_BATCH = 3
 
 
 class World:
-    """The ranks of a run that serves, without their loops: harness and leader, then an instance per rank."""
+    """Holds the ranks of a run that serves, without their loops: harness and leader, then an instance per
+    rank."""
 
     def __init__(self, seed: int, disaggregated: bool, **options: Any) -> None:
         self.chance = random.Random(seed)
@@ -68,13 +69,13 @@ class World:
         self.settle()
 
     def turn(self) -> bool:
-        """Something happens somewhere; whether anything did."""
+        """Let something happen somewhere; return whether anything did."""
         if self.chance.random() < 0.5:
             return self.network.deliver()
         return self.chance.choice(self.roles).poll()
 
     def settle(self) -> None:
-        """Until nothing is left to happen."""
+        """Go on until nothing is left to happen."""
         quiet = 0
         while quiet < 200:
             quiet = 0 if self.turn() else quiet + 1
@@ -84,7 +85,7 @@ class World:
         return self.open.open(row, prompt)
 
     def check_idle(self) -> None:
-        """Nothing of any request is anywhere."""
+        """Check that no rank holds anything of any request."""
         assert len(self.open) == 0
         assert set(self.leader.owed().values()) == {0}
         assert not self.leader._waiting

@@ -24,7 +24,7 @@ class Maker:
         self.folder, self.capsys = folder, capsys
 
     def runs(self, scenario: str = "Offline", name: str = "", **config: Any) -> list[Path]:
-        """The three runs of one result, judged: only accuracy.txt is made by hand, as its scores are no
+        """Make the three runs of one result, judged: accuracy.txt is written by hand, as its scores do not
         matter here."""
         first = None if scenario == "Offline" else [5]
         answers = [log_entry(i, [5, *range(10, 30), EOS], first) for i in range(50)]
@@ -50,11 +50,11 @@ class Maker:
         return paths
 
     def scored(self, run: Path, scores: dict[str, float]) -> None:
-        """An accuracy.txt with these scores."""
+        """Write an accuracy.txt with these scores."""
         (run / "accuracy.txt").write_text(f"{scores}\n\nhash={digest(run / 'mlperf_log_accuracy.json')}\n")
 
     def submit(self, *words: object, code: int = 0) -> str:
-        """Return what is printed; of exit code 2 the message."""
+        """Return what is printed; with exit code 2, the message."""
         head = ["submission", "--output", self.folder / "out", "--submitter", "Us", "--system_name", "8xH200"]
         self.capsys.readouterr()
         assert cli.main([str(word) for word in [*head, *words]]) == code

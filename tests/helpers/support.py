@@ -50,7 +50,7 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -
 
 
 def free_ports(n: int) -> list[int]:
-    """`n` free ports in a row, below those that the system gives out by itself."""
+    """Return `n` free ports in a row, below those that the system gives out by itself."""
     while True:
         first = random.randrange(10_000, 32_768 - n)
         with contextlib.ExitStack() as probes:
@@ -64,7 +64,7 @@ def free_ports(n: int) -> list[int]:
 
 @dataclass(repr=False)
 class Ended:
-    """How a command ended."""
+    """Tells how a command ended."""
 
     code: int
     out: str
@@ -80,20 +80,21 @@ class Ended:
         )
 
     def must(self, code: int) -> Ended:
-        """Itself; fails, with all that it printed, if the exit code is another one."""
+        """Return itself; fail, with all that the command printed, if its exit code is another one."""
         assert self.code == code, f"not exit code {code}\n{self!r}"
         return self
 
     @property
     def messages(self) -> list[str]:
-        """The messages on stderr for the person, each with its indented lines: not the launcher's own, which
-        begin otherwise.
+        """Return the messages on stderr for the person, each with its indented lines.
+
+        The launcher's own begin otherwise.
         """
         return re.findall(r"^mpillm: .*\n?(?:^[ \t]+.*\n?)*", self.err, re.MULTILINE)
 
     @property
     def message(self) -> str:
-        """The one message of a failure."""
+        """Return the one message of a failure."""
         assert len(self.messages) == 1, f"{len(self.messages)} messages, not one\n{self!r}"
         return self.messages[0]
 
@@ -113,7 +114,7 @@ class Ended:
         ]
 
     def accuracy_log(self) -> list[tuple[int, list[int]]]:
-        """(index in the data set, answer) of every entry of LoadGen's accuracy log."""
+        """Return (index in the data set, answer) of every entry of LoadGen's accuracy log."""
         return [
             (entry["qsl_idx"], np.frombuffer(bytes.fromhex(entry["data"]), "<i4").tolist())
             for entry in self.json("mlperf_log_accuracy.json")
@@ -130,9 +131,8 @@ class Ended:
 
 @dataclass
 class Command:
-    """A started command and all that it starts: those have its marker in their environment, whatever else
-    they make of themselves.
-    """
+    """Is a started command and all that it starts: those have its marker in their environment, whatever else
+    they make of themselves."""
 
     argv: list[str]
     cwd: Path
@@ -181,12 +181,12 @@ class Command:
 
     @property
     def out(self) -> str:
-        """What it has printed so far."""
+        """Return what it has printed so far."""
         return self._texts["out"]
 
     @property
     def err(self) -> str:
-        """The same, on stderr."""
+        """Return what it has printed on stderr so far."""
         return self._texts["err"]
 
     # --- its processes ---
@@ -215,14 +215,12 @@ class Command:
         return None
 
     def wait_rank(self, rank: int) -> int:
-        """As `rank_pid`, waiting for it."""
+        """Wait for a rank to run the program; return its process id."""
         return int(wait_until(lambda: self.rank_pid(rank), f"rank {rank}"))
 
     def wait_phase(self, phase: str) -> None:
-        """Until this phase is going on: LoadGen's log is there in the test.
-
-        Elsewhere the console shows the phase before.
-        """
+        """Wait until this phase goes on: in the test LoadGen's log is there, elsewhere the console shows the
+        phase before."""
         before = {"load": "join", "health": "load", "warmup": "health", "ready": "warmup", "test": "ready"}[
             phase
         ]
@@ -236,17 +234,17 @@ class Command:
         assert self.process.poll() is None, f"it ended before phase {phase}\n{self.end()!r}"
 
     def press_ctrl_c(self) -> None:
-        """In its controlling terminal."""
+        """Press Ctrl-C in its controlling terminal."""
         os.write(self._keyboard, b"\x03")
 
     def signal_group(self, number: int) -> None:
-        """To the whole process group, as a terminal does on Ctrl-C."""
+        """Send a signal to the whole process group, as a terminal does on Ctrl-C."""
         os.killpg(self.process.pid, number)
 
     def end(self, timeout: float = 60.0, tidy: bool = True) -> Ended:
         """Wait for its end.
 
-        Fails when it takes longer than `timeout`, leaves a process, or (if `tidy`) leaves a file in /dev/shm.
+        Fail if it takes longer than `timeout`, leaves a process, or (if `tidy`) leaves a file in /dev/shm.
         """
         limit = time.monotonic() + timeout
         sampled = 0.0
@@ -276,7 +274,7 @@ class Command:
         return ended
 
     def kill(self) -> None:
-        """Whatever is left of it."""
+        """Kill whatever is left of it."""
         if self.process.poll() is None:  # programs that name their processes, as vLLM, lose our mark
             os.killpg(self.process.pid, signal.SIGKILL)
         for _ in range(20):
@@ -352,7 +350,7 @@ class Starter:
         env: dict[str, str] | None = None,
         **more: Any,
     ) -> Command:
-        """``python -m mpillm mpirun -n RANKS run --core_type CORE --log_dir … OPTIONS``"""
+        """Start ``python -m mpillm mpirun -n RANKS run --core_type CORE --log_dir … OPTIONS``."""
         log_dir = log_dir or self.folder / "run"
         head = [
             self.python,
@@ -370,17 +368,16 @@ class Starter:
         return self.command([*head, *options], log_dir, env, **more)
 
     def run(self, ranks: int, *options: object, timeout: float = 60.0, **more: Any) -> Ended:
-        """As `start`, to its end."""
+        """Start a run, and wait for its end."""
         return self.start(ranks, *options, **more).end(timeout)
 
     def mpillm(self, *words: object, **options: Any) -> Ended:
-        """``python -m mpillm WORDS``"""
+        """Run ``python -m mpillm WORDS`` to its end."""
         return self.command([self.python, "-m", "mpillm", *words], **options).end()
 
     def plain(self, ranks: int, *program: object, python: str = "", **options: Any) -> Command:
-        """``mpirun -n RANKS PROGRAM`` with the mpirun beside `python`, this starter's unless another is
-        given.
-        """
+        """Start ``mpirun -n RANKS PROGRAM`` with the mpirun beside `python`, this starter's unless another is
+        given."""
         python = python or self.python
         own = ["--oversubscribe", "--bind-to", "none"] if python == PYTHONS["openmpi"] else []
         env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} | options.pop("env", {})
@@ -389,21 +386,20 @@ class Starter:
 
 @dataclass
 class Samples:
-    """A data set in a file, and what the dummy core answers to it."""
+    """Holds a data set in a file, and what the dummy core answers to it."""
 
     path: Path
     prompts: list[list[int]]
 
     def answer(self, index: int, n_tokens: int) -> list[int]:
-        """Token j is (a hash of the prompt, order included) + j: mpillm/cores/dummy.py, said again so that a
-        mistake there shows.
-        """
+        """Return what the dummy core answers: token j is (a hash of the prompt, order included) + j.
+        mpillm/cores/dummy.py is said again here so that a mistake there shows."""
         seed = sum(token * (2 * i + 1) for i, token in enumerate(self.prompts[index]))
         return [(seed + j) % VOCAB_SIZE for j in range(n_tokens)]
 
 
 def make_samples(path: Path, lengths: Sequence[int], seed: int = 0) -> Samples:
-    """Random prompts of these lengths, of bytes, which is what the tokenizer without a model has.
+    """Write random prompts of these lengths, of bytes, which is what the tokenizer without a model has.
 
     Their answers begin differently, so that no answer can pass for another's.
     """

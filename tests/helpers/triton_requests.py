@@ -15,7 +15,7 @@ Tensors = dict[str, NDArray[Any]]
 
 
 class Refusal(Exception):
-    """The server's message."""
+    """Carries the server's message."""
 
 
 class Asker:
@@ -33,7 +33,7 @@ class Asker:
         self._model = model
 
     def request(self, prompts: list[list[int]], n_output: int, id_: str = "", **tensors: Any) -> Any:
-        """A ModelInferRequest. `tensors`: for each prompt the same value; NumPy's types count."""
+        """Make a ModelInferRequest. `tensors`: the same value for each prompt; NumPy's types count."""
         longest = max(map(len, prompts))
         values: Tensors = {
             "input_ids": np.array([p + [0] * (longest - len(p)) for p in prompts], np.int32),
@@ -53,7 +53,10 @@ class Asker:
         return request
 
     def responses(self, request: Any, timeout_s: float = 120.0) -> Iterator[Tensors]:
-        """The tensors of each response, as they come. Refusal."""
+        """Yield the tensors of each response as it comes.
+
+        Raises Refusal if the server refuses the request.
+        """
         for response in self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s):
             if response.error_message:
                 raise Refusal(response.error_message)
@@ -66,6 +69,9 @@ class Asker:
                 return
 
     def ask(self, prompts: list[list[int]], n_output: int, **tensors: Any) -> list[Tensors]:
-        """The responses with tensors. By default no token ends an answer, and no input is in it."""
+        """Return the responses that have tensors.
+
+        By default no token ends an answer, and no input is in it.
+        """
         tensors = {"exclude_input_in_output": True, "end_id": -1, **tensors}
         return [one for one in self.responses(self.request(prompts, n_output, **tensors)) if one]

@@ -96,7 +96,7 @@ end([f"rank{r}.engine" for r in range(ranks)], config)
 
 
 def make_library(folder: Path) -> Path:
-    """TensorRT-LLM's repository, as far as our commands look into it."""
+    """Make TensorRT-LLM's repository, as far as our commands look into it."""
     for name, text in (
         ("examples/quantization/quantize.py", _QUANTIZE),
         ("examples/models/core/llama/convert_checkpoint.py", _CONVERT),

@@ -16,7 +16,7 @@ SECTION = (
 
 
 def members(comm: MPI.Intracomm | None) -> list[int] | None:
-    """World ranks, in the communicator's order."""
+    """Return world ranks in the communicator's order."""
     if comm is None:
         return None
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
@@ -27,7 +27,8 @@ def members(comm: MPI.Intracomm | None) -> list[int] | None:
 
 
 def check(plan: WorldPlan, expected: dict[str, list[list[int]]]) -> None:
-    """`expected`: the groups of each communicator; a rank is in the one that names it, or in none."""
+    """Check the groups of each communicator: a rank is in the group of `expected` that names it, or in
+    none."""
     rank = MPI.COMM_WORLD.rank
     control = MPI.COMM_WORLD.Dup()
     comms = create_communicators(MPI.COMM_WORLD, control, plan)
@@ -59,7 +60,7 @@ def test_one_executor_for_each_worker() -> None:
 
 @pytest.mark.mpi(min_size=5)
 def test_tp_and_pp() -> None:
-    """One instance of 2 x 2 ranks; more ranks are a world of their own: only 5 ranks are tested."""
+    """Ranks beyond the 5 that are tested form a world of their own."""
     if MPI.COMM_WORLD.size != 5:
         pytest.skip("for 5 ranks")
     plan = disagg.plan(disagg.parse(yaml(executors=(1, 2, 2, 1))), 5)
@@ -102,7 +103,7 @@ def test_tp_and_pp() -> None:
 def test_disaggregated(
     sections: dict[str, tuple[int, int, int, int]], expected: dict[str, list[list[int]]]
 ) -> None:
-    """With harness and leader on one rank, and on two: both are in the route."""
+    """Harness and leader are both in the route, on one rank or on two."""
     if MPI.COMM_WORLD.size != 5:
         pytest.skip("for 5 ranks")
     plan = disagg.plan(disagg.parse(yaml(**sections)), 5)

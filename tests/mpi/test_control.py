@@ -25,7 +25,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 
 class QuietWatch:
-    """A watch that watches nothing."""
+    """Watches nothing."""
 
     phase = "start"
 
@@ -36,7 +36,7 @@ class QuietWatch:
 
 
 class Rank:
-    """Its control, on rank 0 that of all ranks too."""
+    """Holds its control, and on rank 0 that of all ranks, too."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Rank:
         return f"released {phase}"
 
     def phase(self, name: Phase, slow: float = 0.0) -> Any:
-        """Take part; done only after `slow` seconds."""
+        """Take part in a phase, done only after `slow` seconds."""
         end = time.monotonic() + slow
         report = JoinReport("here", os.getpid(), 0.0, {"rank": str(self.rank)})
         return self.control.run_phase(
@@ -68,7 +68,7 @@ class Rank:
         )
 
     def wait_for_stop(self) -> Stopped:
-        """As a rank that is busy with something else: it only looks for messages."""
+        """Look for messages only, as a rank that is busy with something else."""
         with pytest.raises(Stopped) as stopped:
             end = time.monotonic() + 20
             while time.monotonic() < end:
@@ -77,7 +77,7 @@ class Rank:
         return stopped.value
 
     def end(self, code: ExitCode) -> None:
-        """Rank 0 ends the run, and all others do."""
+        """End the run on rank 0; all others follow."""
         if self.rank == 0:
             stopped = self.rank0.stop_all(code)
             assert stopped is not None
@@ -150,10 +150,8 @@ class BereavedTransport(Transport):
 
 @pytest.mark.parametrize("losses", [0, 3])
 def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm, losses: int) -> None:
-    """Every rank but 0 fails: rank 0 understands of all, in one error.
-
-    Also when another loss is reported meanwhile.
-    """
+    """Every rank but 0 fails, and rank 0 learns of all in one error, also when another loss is reported
+    meanwhile."""
     transport = BereavedTransport(comm)
     rank = Rank(comm, transport=lambda _: transport)
     rank.phase("join")

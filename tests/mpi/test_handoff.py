@@ -94,7 +94,7 @@ class GenerationCore:
         del self.reserved[id_]
 
     def finish_one(self) -> None:
-        """A request that was admitted ends and makes room."""
+        """End a request that was admitted, which makes room."""
         ended = [id_ for id_, _, _ in self.admitted if id_ in self.reserved]
         if ended:
             del self.reserved[ended[0]]
@@ -133,11 +133,9 @@ def request(id_: int, instance: int) -> Batch:
 def test_every_request_arrives_once_with_its_own_cache(
     comm: MPI.Intracomm, mover: MpiMover, room: int, n_requests: int
 ) -> None:
-    """With room for one, for a few, or for more than there are slots; from one context or two.
-
-    Instances have the numbers of their ranks. First tokens are told in another order than requests are
-    offered in, so some before they are accepted; one in seven ends there.
-    """
+    """With room for one, for a few, or for more than there are slots, from one context or two, every request
+    arrives once. First tokens are told in another order than requests are offered in, so some before they are
+    accepted; one in seven ends there."""
     transport = Transport(comm)
     n_contexts = 1 if comm.size == 2 else 2
     generations = list(range(n_contexts, comm.size))
@@ -193,7 +191,7 @@ def test_every_request_arrives_once_with_its_own_cache(
 def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiMover) -> None:
     """Nothing moves, and nobody waits, until there is room.
 
-    Who has room is served meanwhile, and who needs none is let go.
+    Instances with room are served meanwhile, and requests that need none leave.
     """
     transport = Transport(comm)
     full, roomy = 1, 2 if comm.size > 2 else None
@@ -243,8 +241,8 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
 @pytest.mark.parametrize("sender", [(1, 1), (2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("receiver", [(1, 1), (2, 1), (1, 3), (3, 1)], ids=str)
 def test_caches_are_cut_again(mover: MpiMover, sender: tuple[int, int], receiver: tuple[int, int]) -> None:
-    """From (TP, PP) to (TP, PP): every rank of the receiver holds its layers and heads of what the senders'
-    ranks held."""
+    """Going from one (TP, PP) to another, every rank of the receiver holds its layers and heads of the
+    senders' caches."""
     torch = pytest.importorskip("torch")
     from mpillm.engine.cache.kv_cache import KVCache
     from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers

@@ -49,8 +49,8 @@ def value_of(received: Received) -> int:
 
 
 def test_order_of_each_source(comm: MPI.Intracomm) -> None:
-    """All to all, itself included, in small and large messages mixed: each source's messages arrive in its
-    order, unharmed."""
+    """Small and large messages from all to all, itself included, arrive unharmed in the order of each
+    source."""
     transport = Transport(comm)
     got: dict[int, list[int]] = {source: [] for source in range(comm.size)}
 
@@ -89,8 +89,7 @@ def test_nothing_waits_for_a_busy_receiver(comm: MPI.Intracomm) -> None:
 
 
 def test_a_late_large_message_does_not_hold_up_the_receiver(comm: MPI.Intracomm, tmp_path: Path) -> None:
-    """Its sender is busy: `poll` comes back at once, again and again, and what was sent later stays behind
-    it."""
+    """While its sender is busy, `poll` keeps returning at once, and what was sent later stays behind it."""
     # a file, because waiting in MPI would help the message along
     looked = Path(comm.bcast(str(tmp_path), 1)) / "looked"
     transport = Transport(comm)
@@ -154,7 +153,7 @@ def test_dispatch_is_bounded(comm: MPI.Intracomm) -> None:
 
 
 def test_a_message_wakes_a_rank_that_sleeps(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round and round: each rank sleeps until the one before it has sent something, small or large."""
+    """Each rank sleeps until the one before it has sent something, small or large."""
     n_rounds = 20
     monkeypatch.setattr(doorbell, "_LONGEST_SLEEP_S", 20.0)
     bell = doorbell.Doorbell()

@@ -66,7 +66,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def say(request: pytest.FixtureRequest) -> Says:
-    """Prints a line of the report, whatever pytest does with output."""
+    """Print a line of the report, whatever pytest does with output."""
     capture: Any = request.config.pluginmanager.getplugin("capturemanager")
 
     def line(text: str) -> None:
@@ -78,7 +78,7 @@ def say(request: pytest.FixtureRequest) -> Says:
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Starter]:
-    """Starts commands that several tests of a file use; ends them after the last."""
+    """Yield a starter of commands that several tests of a file use; end them after the last."""
     folder = Path(tempfile.mkdtemp(prefix="mpillm-peers-"))
     starter = Starter("openmpi", folder)
     yield starter
@@ -88,7 +88,7 @@ def start() -> Iterator[Starter]:
 
 
 def peer_environment() -> dict[str, str]:
-    """For programs that know nothing of this project."""
+    """Return an environment for programs that know nothing of this project."""
     return {
         **clean_environment(os.environ),
         "PYTHONPATH": "",

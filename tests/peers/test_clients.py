@@ -52,7 +52,7 @@ print(json.dumps(made))
 
 @pytest.fixture(scope="module", params=["aggregated", "disaggregated"])
 def url(request: pytest.FixtureRequest, start: Starter, model: Path) -> Iterator[str]:
-    """Of `serve`, without /v1; it must end well, with every request answered."""
+    """Yield the address of `serve`, without /v1; it must end well, with every request answered."""
     words = ("--model_path", model, "--mode", request.param, "--max_seq_len", 1024)
     command, host, port = serve(start, 3, *words)
     yield f"http://{host}:{port}"
@@ -63,7 +63,7 @@ def url(request: pytest.FixtureRequest, start: Starter, model: Path) -> Iterator
 
 
 def numbers(value: Any) -> list[float]:
-    """Return all that a report holds."""
+    """Return all numbers that a report holds."""
     if isinstance(value, dict):
         return [number for one in value.values() for number in numbers(one)]
     if isinstance(value, list):
@@ -161,7 +161,7 @@ def test_guidellm(
 def test_vllm_bench_serve(
     url: str, model: Path, program: Program, one: Starter, say: Says, chat: bool
 ) -> None:
-    """Which always streams."""
+    """vLLM's benchmark always streams."""
     kind = ("openai-chat", "/v1/chat/completions") if chat else ("openai", "/v1/completions")
     words: list[object] = [program("vllm"), "bench", "serve", "--backend", kind[0], "--endpoint", kind[1]]
     words += ["--base-url", url, "--model", MODEL, "--tokenizer", model, "--dataset-name", "random"]

@@ -42,7 +42,7 @@ def test_an_instance_has_what_its_fullest_gpu_has() -> None:
 
 
 def test_control_ranks_take_none() -> None:
-    """Nodes a and b with two ranks each, the two control ranks on a."""
+    """Nodes a and b have two ranks each, the two control ranks on a."""
     assert assign("cuda", plan(2, ["a", "b", "b"]), [(), (A, B), (A, B)]) == {
         1: OwnGpu(0, 90),
         2: OwnGpu(1, 40),
@@ -50,10 +50,8 @@ def test_control_ranks_take_none() -> None:
 
 
 def test_ranks_that_see_only_their_own_gpu() -> None:
-    """As under Slurm's --gpus-per-task: each counts its own as the first.
-
-    Also on two nodes, and if the control rank has one.
-    """
+    """Each rank counts its own GPU as the first, as under Slurm's --gpus-per-task, also on two nodes and if
+    the control rank has one."""
     assert assign("auto", plan(2), [(), (A,), (B,)]) == {1: OwnGpu(0, 90), 2: OwnGpu(0, 40)}
     assert assign("auto", plan(2), [(A,), (B,), (C,)]) == {1: OwnGpu(0, 40), 2: OwnGpu(0, 90)}
     assert assign("auto", plan(2, tensor_parallelism=2), [(), (A,), (B,)]) == {
@@ -67,7 +65,7 @@ def test_ranks_that_see_only_their_own_gpu() -> None:
 
 
 def test_ranks_that_see_all_in_another_order() -> None:
-    """As where each rank has CUDA_VISIBLE_DEVICES with its own first."""
+    """Each rank has CUDA_VISIBLE_DEVICES with its own GPU first."""
     own = assign("cuda", plan(3), [(), (), (A, B, C), (B, C, A), (C, A, B)])
     assert [own[rank].device for rank in (2, 3, 4)] == [0, 0, 0]
     own = assign("cuda", plan(2), [(), (A, B), (A, B)])
@@ -76,7 +74,7 @@ def test_ranks_that_see_all_in_another_order() -> None:
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_more_workers_than_gpus(device: str) -> None:
-    """Also if each sees one, and it is the same."""
+    """They are also too many if each sees one GPU, the same for all."""
     for nodes, seen in ((["a", "b", "b"], [(A, B), (A,), (A,)]), (["a", "b", "b"], [(), (A,), (A,)])):
         with pytest.raises(
             ConfigError,
@@ -118,7 +116,7 @@ GIB = 1 << 30
 
 
 class Nvml:
-    """NVML's functions that are called, with these devices. An index counts cards, not their slices."""
+    """Has NVML's functions that are called, for these devices. An index counts cards, not their slices."""
 
     def __init__(self) -> None:
         self._names = list(MIG)
@@ -184,7 +182,7 @@ def test_the_devices_that_slurm_leaves_visible(
 
 
 def test_slices_of_one_card_are_devices_like_others() -> None:
-    """Two ranks with a slice each, as Slurm's --gpus-per-task gives them, and two that see both."""
+    """Two ranks have a slice each, as under Slurm's --gpus-per-task, or both see both."""
     one, other = (Gpu(name, *MIG[name], MIG[name][1]) for name in list(MIG)[2:4])
     assert assign("auto", plan(2), [(), (one,), (other,)]) == {1: OwnGpu(0, 40), 2: OwnGpu(0, 41)}
     assert assign("auto", plan(2), [(), (one, other), (one, other)]) == {1: OwnGpu(0, 40), 2: OwnGpu(1, 41)}

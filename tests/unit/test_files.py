@@ -10,7 +10,7 @@ from mpillm.files import replace_folder
 
 
 class Folders:
-    """What was made, its place, and where that which was there goes."""
+    """Names what was made, its place, and where the folder before it goes."""
 
     def __init__(self, folder: Path) -> None:
         self.made, self.target, self.aside = folder / ".made", folder / "target", folder / ".aside"

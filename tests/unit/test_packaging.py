@@ -60,7 +60,7 @@ def test_all_files_are_in_it(wheel: zipfile.ZipFile) -> None:
 def test_the_command(
     wheel: zipfile.ZipFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`mpillm` is what ``python -m mpillm`` is."""
+    """`mpillm` does what ``python -m mpillm`` does."""
     (file,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     entries = ConfigParser()
     entries.read_string(wheel.read(file).decode())

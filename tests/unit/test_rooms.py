@@ -141,7 +141,7 @@ def test_files_do_not_import_each_other_in_a_circle() -> None:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules in which each imports, over others, itself."""
+    """Return groups of modules in which each imports itself by way of others."""
     reached: dict[str, set[str]] = {}
     for start in graph:
         waiting, seen = [*graph[start]], set[str]()
@@ -164,7 +164,10 @@ def test_a_circle_is_found() -> None:
 
 
 def test_no_file_name_twice() -> None:
-    """One word names one place: a newcomer finds it in one guess. The files of llmlib have NVIDIA's names."""
+    """A name leads to one place, which a newcomer finds in one guess.
+
+    The files of llmlib have NVIDIA's names.
+    """
     stems = sorted(
         path.stem
         for path in files().values()

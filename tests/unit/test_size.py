@@ -64,7 +64,7 @@ def test_rooms_beside_those_of_a_release(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_committed_table() -> None:
-    """It can be read, and adds up."""
+    """The table can be read, and adds up."""
     release, before = read_table(Path(__file__).parents[2] / "docs" / "size.txt")
     assert release and sum(before.values(), Size()).tokens > 0
     assert table(release, before, before).splitlines()[-1].endswith("+0.0%")

@@ -30,7 +30,7 @@ def constant_parts(message: str) -> list[str]:
 
 
 def is_printed(part: str, source: str) -> bool:
-    """Return whether one string has it, or two strings that the program puts one behind the other."""
+    """Return whether one string has it, or two strings that the program joins."""
 
     def within(piece: str) -> bool:
         piece = piece.strip(" .:;,'")

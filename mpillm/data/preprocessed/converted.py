@@ -80,7 +80,7 @@ def _short(text: str) -> str:
 
 
 def _folders(file: Path) -> Iterator[Path]:
-    """Return the folders that may hold conversions of `file`, in order of preference."""
+    """Yield the folders that may hold conversions of `file`, in order of preference."""
     yield file.with_name(f"{file.name}.arrays")
     named = os.environ.get("XDG_CACHE_HOME", "")
     with contextlib.suppress(RuntimeError):  # no home directory

@@ -18,7 +18,7 @@ from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 100.0])
 def test_arrivals(burstiness: float) -> None:
-    """Gamma distributed intervals, which last as long as the rate says."""
+    """Intervals are gamma distributed and last as long as the rate says."""
     due = arrivals(20_000, 50.0, burstiness, np.random.default_rng(0))
     gaps = np.diff(due, prepend=0.0)
     assert due[-1] == pytest.approx(400.0) and (gaps >= 0).all()
@@ -37,7 +37,10 @@ RECORDS = [
 
 
 def test_numbers() -> None:
-    """By hand: what failed counts as failed and for nothing else."""
+    """A request that failed counts as failed and for nothing else.
+
+    The expected numbers were computed by hand.
+    """
     result = numbers(RECORDS, 2.0, [50, 99], {"ttft": 200, "tpot": 200})
     assert (result["completed"], result["failed"]) == (2, 1)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (30, 4)
@@ -112,7 +115,7 @@ def test_a_load_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_requests_that_fail_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The others are measured."""
+    """The other requests are measured."""
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"input_tokens": [i]}) + "\n" for i in range(12)))
 
@@ -138,7 +141,7 @@ def test_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_clients_own_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    """Against the server that it starts; which ends."""
+    """The command measures the client against a server that it starts and ends."""
     code, out, err = bench(capsys, "--null", "--num_prompts", 100)
     assert (code, err) == (0, "")
     assert re.search("Successful requests: +100 ", out) and re.search("Total generated tokens: +1600 ", out)

@@ -125,7 +125,7 @@ def test_a_parameter_of_these_that_has_a_value(place: Path) -> None:
 
 
 def test_every_parameter_of_the_template_can_be_set(place: Path) -> None:
-    """Those that the template of TensorRT-LLM 1.x fills in, by the names that it has for them."""
+    """Every parameter that TensorRT-LLM 1.x's template fills in can be set by its name there."""
     flags = (
         "triton_backend:tensorrtllm,triton_max_batch_size:8,decoupled_mode:true,max_queue_delay_microseconds:10,max_queue_size:4,"
         "max_beam_width:2,batching_strategy:V1,encoder_engine_dir:/encoder,max_tokens_in_paged_kv_cache:100,max_attention_window_size:10,"

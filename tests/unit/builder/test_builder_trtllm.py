@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with a model and a library, which is where commands run."""
+    """Return a folder with a model and a library, in which commands run."""
     make_library(tmp_path / "TRTLLM")
     make_model(tmp_path / "llama")
     monkeypatch.chdir(tmp_path)
@@ -354,8 +354,8 @@ def test_ctrl_c_during_a_build_leaves_no_half_output(place: Path) -> None:
 
 
 def test_values_by_the_configurator(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the reference text has it: an argument, then the command line, then the configuration, then the
-    default."""
+    """An argument goes before the command line, that before the configuration, and that before the default,
+    as the reference text says."""
     values = {
         fields.model_path: "llama",
         fields.trtllm_checkpoint_flags: {"qformat": "fp8", "calib_size": 8},
@@ -381,7 +381,7 @@ def test_values_by_the_configurator(place: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_environment_is_laid_over_flags_whatever_way_they_came(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the two classes of llmlib's text that own them, and by no other."""
+    """Only the two classes that own the flags in llmlib's text do so."""
     monkeypatch.setattr("sys.argv", ["mpillm"])
     monkeypatch.setenv("TRTLLM_CHECKPOINT_FLAGS", "calib_size:16,tp_size:2")
     monkeypatch.setenv("TRTLLM_BUILD_FLAGS", "max_beam_width:3,pp_size:2")

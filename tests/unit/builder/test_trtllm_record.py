@@ -23,7 +23,7 @@ LACKING = {"quantize.py": {"export_format"}}  # docs/pipeline.md says so
 
 @pytest.mark.parametrize("tool", [QUANTIZE, CONVERT, BUILD], ids=lambda tool: tool.name)
 def test_the_options_of_its_tools(tool: Tool) -> None:
-    """Those that a person may give, and those that fields of ours set."""
+    """The record has every option that a person may give or that a field of ours sets."""
     there = {option.removeprefix("--") for option in RECORD["tools"][tool.name]}
     ours = {*tool.options, *tool.ours}
     # The sizes are the checkpoint's: trtllm-build is not told them, and quantize.py has no experts'
@@ -34,7 +34,7 @@ def test_the_options_of_its_tools(tool: Tool) -> None:
 
 
 def test_the_flags_of_trtllm_serve(tmp_path: Path) -> None:
-    """All that `run-llm-server` writes."""
+    """The record has every flag that `run-llm-server` writes."""
     config = disagg.parse("model: m\ncontext_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:2']}")
     sizes = (
         "backend",
@@ -65,7 +65,7 @@ def test_the_flags_of_trtllm_serve(tmp_path: Path) -> None:
 
 
 def keys(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Of a YAML, from the outside in."""
+    """Yield the keys of a YAML from the outside in."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield (*path, name)
@@ -73,7 +73,7 @@ def keys(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def fields(name: str) -> set[str]:
-    """Of a class of LLM arguments, its bases' included."""
+    """Return the fields of a class of LLM arguments, those of its bases included."""
     spec = RECORD["python"].get(name)
     return (
         {field.rstrip("=") for field in spec["fields"]}.union(*map(fields, spec["bases"])) if spec else set()
@@ -95,7 +95,7 @@ def test_the_keys_of_a_generated_yaml(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What generate-disagg-config writes for TensorRT-LLM's servers, with every option that it can state."""
+    """The record has every key that generate-disagg-config can write for TensorRT-LLM's servers."""
     monkeypatch.chdir(tmp_path)
     line = [
         "generate-disagg-config",

@@ -40,7 +40,7 @@ def test_ports() -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Under no mpirun, and with relative paths in a folder of its own."""
+    """Run outside any mpirun, in a folder of its own."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -97,7 +97,7 @@ def test_ports_without_an_mpirun(alone: None, capsys: pytest.CaptureFixture[str]
 def test_ports_that_can_not_be_are_refused_before_anything_is_written(
     alone: None, capsys: pytest.CaptureFixture[str], options: list[str], said: list[str]
 ) -> None:
-    """Alone and under mpirun in the same words; `plan` would refuse the file."""
+    """The message is the same alone and under mpirun; `plan` would refuse the file."""
     assert main(["generate-disagg-config", *DISAGG, *options, "--output=d.yaml"]) == 2
     message = capsys.readouterr().err
     with pytest.raises(ConfigError) as under_mpirun:
@@ -127,7 +127,7 @@ CPP = "--trtllm_runtime_flags=trtllm_backend:cpp"
 def test_the_model_is_what_generate_engines_makes(
     alone: None, capsys: pytest.CaptureFixture[str], options: list[str], model: str, there: bool
 ) -> None:
-    """Whether it is there already or not: never the model that it was made of."""
+    """The YAML names the made model even if it is not there yet, never the model that it is made of."""
     if there:
         Path(model).mkdir(parents=True)
     assert main(["generate-disagg-config", *DISAGG, *options]) == 0
@@ -152,7 +152,7 @@ def test_a_server_without_a_model_is_refused(alone: None, capsys: pytest.Capture
 def test_what_the_tensorrt_backend_refuses_is_not_written(
     alone: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """kv_cache_config.dtype is its engine's, and disable_overlap_scheduler is the PyTorch backend's."""
+    """The engine sets kv_cache_config.dtype, and only the PyTorch backend has disable_overlap_scheduler."""
     assert main(["generate-disagg-config", *DISAGG, CPP, FP8, "--engine_dir=engine"]) == 0
     made = disagg.parse(capsys.readouterr().out)
     assert made.backend == "tensorrt"

@@ -19,7 +19,7 @@ from mpillm import cli
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]], int]], None]:
-    """Makes a function the command `it`."""
+    """Make a function the command `it`."""
 
     def add(function: Callable[[Sequence[str]], int]) -> None:
         module = ModuleType("mpillm.commands.it")
@@ -54,7 +54,7 @@ def test_a_stopped_command_leaves_nothing(
 def test_a_signal_whose_exception_c_code_replaces(
     command: Callable[[Callable[[Sequence[str]], int]], None],
 ) -> None:
-    """NumPy's import, interrupted in the middle, says that NumPy is badly installed."""
+    """An interrupt during NumPy's import counts, although NumPy then says that it is badly installed."""
 
     def main(_: Sequence[str]) -> int:
         try:
@@ -127,7 +127,7 @@ def test_a_terminal_without_the_characters() -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["plan", "--world_size", "4"], ["--help"]])
 def test_a_full_disk_under_what_is_printed(arguments: list[str], unbuffered: str) -> None:
-    """Also where Python would find out at its exit only."""
+    """The failure is reported even if Python would notice it only at its exit."""
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -145,7 +145,7 @@ def test_a_full_disk_under_what_is_printed(arguments: list[str], unbuffered: str
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&- 0<&-"])
 def test_closed_output(closed: str, tmp_path: Path) -> None:
-    """What is printed goes nowhere; a file that is written is not what else goes there."""
+    """Printed text goes nowhere, and not into a file that the command writes."""
     command = (
         f"{sys.executable} -m mpillm generate-disagg-config --mode disaggregated --world_size 4"
         f" --output {tmp_path}/file {closed}"
@@ -157,7 +157,7 @@ def test_closed_output(closed: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_gone(unbuffered: str) -> None:
-    """Such as head."""
+    """The command ends quietly when its reader, such as head, has gone."""
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     reader, writer = os.pipe()
     os.close(reader)

@@ -77,7 +77,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imported(name: str) -> set[str]:
-    """Return the modules of ours that one may load, and itself, but for those of the mechanism."""
+    """Return our modules that a module may load, itself included, without the configurator's."""
     found: set[str] = set()
     text = ast.unparse(modules()[name])
     waiting = [
@@ -98,21 +98,21 @@ def imported(name: str) -> set[str]:
 
 
 class Definition(NamedTuple):
-    """A function, class, method or constant, and the name of the class that it is in or is."""
+    """Holds a function, class, method or constant, and the name of the class that it is in or is."""
 
     node: ast.AST
     owner: str
 
 
 class Bound(NamedTuple):
-    """A class whose parameters are fields: those parameters with their fields, and its bases."""
+    """Holds a class whose parameters are fields: the field of each parameter, and its bases."""
 
     fields: dict[str, str]
     bases: list[str]
 
 
 def definitions(names: set[str]) -> dict[str, list[Definition]]:
-    """Return those of these modules, by name."""
+    """Return the definitions of these modules, by name."""
     found: dict[str, list[Definition]] = defaultdict(list)
 
     def add(node: ast.AST, owner: str) -> None:
@@ -166,9 +166,9 @@ def field_of(parameter: str, cls: str, bound: dict[str, Bound]) -> str | None:
 
 
 def parts(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything in a definition, but for a class's methods: whoever calls one names it.
+    """Yield everything in a definition except a class's methods, which callers name.
 
-    Its special methods are called unnamed.
+    Special methods are included, because they are called unnamed.
     """
     yield node
     for child in ast.iter_child_nodes(node):
@@ -181,12 +181,9 @@ def parts(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def fields_read(command: str) -> set[str]:
-    """The fields that a command's code reads, found from its function on by the names that it mentions: it
-    may read fewer, not more.
-
-    A method is followed when its name and its class, or one that inherits from it, are mentioned somewhere on
-    the way.
-    """
+    """Return the fields that a command's code reads, found from its function on by the names that it
+    mentions. It may read fewer, not more. A method is followed if its name and its class, or a class that
+    inherits from it, are mentioned on the way."""
     module = module_of(command)
     known = definitions(imported(module))
     bound = bound_classes(known)
@@ -266,7 +263,8 @@ def test_what_a_command_reads_is_in_its_help(command: str) -> None:
 
 @pytest.mark.parametrize("command", SHARED)
 def test_what_sets_an_option_of_a_command_is_in_its_help(command: str) -> None:
-    """gpu_batch_size is another max_batch_size, a key of flags may be an option, …"""
+    """Whatever else sets an option is in the help, too: gpu_batch_size sets max_batch_size, flags have keys
+    that are options."""
     there = shown(command)
     assert {
         field.name for field, others in SETS.items() if there & {other.name for other in others}

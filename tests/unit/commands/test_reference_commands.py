@@ -89,7 +89,7 @@ WORKS = {
 
 
 def _built(flag: str, words: str) -> tuple[str, str]:
-    """Return a key of --trtllm_build_flags that build.py or trtllm-build had then."""
+    """Return a key of --trtllm_build_flags that build.py or trtllm-build had at that time."""
     return (
         f"generate_engines --harness_type=triton {SPREAD} --trtllm_build_flags={flag}",
         f"trtllm-build has no option .*; {words}",
@@ -208,8 +208,8 @@ SAYS = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with stand-ins for TensorRT-LLM's tools, and the models and the engine that the texts have
-    made before."""
+    """Return a folder with stand-ins for TensorRT-LLM's tools, and the models and the engine that the texts
+    take for granted."""
     monkeypatch.chdir(tmp_path)
     for name in os.environ:
         if re.match("TRTLLM_|OMPI_|PMI|SLURM_|MLPERF_", name):
@@ -328,8 +328,8 @@ IMPORT = f"from {user_config.__name__} import *\n"
 
 
 def test_the_skeleton(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Typed as it stands, with the import that the message names, and with a model's name in the place of
-    'model-name'."""
+    """The skeleton works as printed, once the import that the message names is added and 'model-name' is
+    replaced by a model's name."""
     file = Path("mine.py")
     command = [
         "generate_triton_config",

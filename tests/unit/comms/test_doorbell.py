@@ -65,7 +65,8 @@ def test_all_peers_within_reach(hung: Callable[..., Doorbell]) -> None:
 
 @pytest.mark.parametrize(("node", "peers"), [((0, 1), {1, 2}), ((0, 1, 2), {1, 3}), ((0, 1, 7), {1, 7})])
 def test_a_peer_out_of_reach(node: tuple[int, ...], peers: set[int], hung: Callable[..., Doorbell]) -> None:
-    """Of another node; unknown; of this node, but behind another network namespace."""
+    """A rank does not rely on its bell if a peer is on another node, unknown, or behind another network
+    namespace."""
     mine, _, _ = hung(0, *node), hung(1), hung(2)
     mine.try_all(peers)
     assert not mine.heard
@@ -90,7 +91,7 @@ class QuietWatch:
 
 
 class Looker:
-    """Finds work as soon as there is some."""
+    """Finds work as soon as there is any."""
 
     def __init__(self) -> None:
         self.looks = self.found = 0
@@ -126,7 +127,7 @@ def test_a_quiet_rank_looks_when_its_bell_rings(quiet_s: float, hung: Callable[.
 
 
 def test_a_rank_that_is_quiet_for_a_while_looks_again(hung: Callable[..., Doorbell]) -> None:
-    """As a core that simulates time: nobody rings."""
+    """A core that simulates time has work again without a ring."""
     mine, looker = hung(0), Looker()
     mine.try_all(set())
     watch: Any = QuietWatch()

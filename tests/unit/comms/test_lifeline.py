@@ -33,7 +33,7 @@ def lifelines() -> Lifelines:
 
 @pytest.fixture
 def holders(lifelines: Lifelines) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that hold the lifelines of ranks 1 and 2."""
+    """Yield processes that hold the lifelines of ranks 1 and 2."""
     address = lifelines.address
     command = [sys.executable, "-c", HOLD, str(address.port), address.key.hex()]
     made = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (1, 2)]
@@ -67,7 +67,7 @@ def test_a_stopped_process_has_not_ended(lifelines: Lifelines, holders: list[sub
 
 
 def test_strangers_and_broken_connections_say_nothing(lifelines: Lifelines) -> None:
-    """Not who does not know the key, and not a connection that the network resets."""
+    """Neither a stranger without the key nor a connection that the network resets counts as a lost rank."""
     here = ("127.0.0.1", lifelines.address.port)
     with socket.create_connection(here) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")

@@ -104,7 +104,7 @@ def test_each_tag_of_control_and_route_is_described_once() -> None:
 
 @pytest.mark.parametrize("tag", SENT, ids=lambda tag: tag.name)
 def test_a_message_is_read_as_it_was_written(tag: Tag) -> None:
-    """Value and type, sent and handled, and taken out of turn."""
+    """Value and type are the same, whether a message is handled in turn or taken out of turn."""
     sent: list[Received] = []
     transport: Any = SimpleNamespace(
         handlers={},

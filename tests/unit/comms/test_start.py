@@ -11,7 +11,7 @@ TASK = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_S
 
 
 def test_the_node_that_slurm_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes may be on one host, and then its name says nothing."""
+    """Slurm's node name counts, because two nodes may be on one host."""
     for name, value in (TASK | {"SLURMD_NODENAME": "node-7"}).items():
         monkeypatch.setenv(name, value)
     assert node_name() == "node-7"

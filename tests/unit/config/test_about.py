@@ -22,13 +22,13 @@ FILES = [
 
 
 def text_of(node: ast.AST) -> str:
-    """Return the text of a constant; empty for another node."""
+    """Return the text of a constant, or nothing for another node."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def raised(node: ast.AST, around: frozenset[str] = frozenset()) -> Iterator[tuple[ast.Call, frozenset[str]]]:
-    """Each ConfigError that is raised in a definition, and the options that it is about: its own, and those
-    of blocks around it."""
+    """Yield each ConfigError that a definition raises, and the options that it is about: its own, and those
+    of the blocks around it."""
     calls = (
         [item.context_expr for item in node.items]
         if isinstance(node, ast.With)

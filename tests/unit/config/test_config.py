@@ -328,7 +328,7 @@ def test_other_names_of_options(tmp_path: Path) -> None:
 
 
 def test_a_key_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in config.json, not where two ranks differ, and not by repr in a traceback."""
+    """A key is not in config.json, not in the difference of two ranks, and not in a repr."""
     monkeypatch.setenv("MPILLM_API_KEY", "sesame")
     config = parse_serve(DUMMY)
     assert config.api_key == Secret("sesame")

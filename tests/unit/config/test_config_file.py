@@ -158,8 +158,7 @@ FORMS = """\
 def test_interactive_forms_and_targets_in_names(
     tmp_path: Path, options: list[str], seed: int, test: tuple[Any, ...]
 ) -> None:
-    """Which configuration is meant, and which test it is: whatever way the file and the command line say
-    both."""
+    """The same configuration and the same test are meant, however the file and the command line name them."""
     config = config_of(written(tmp_path, "forms.yaml", FORMS), *options)
     assert config.seed == seed
     assert (config.benchmark, config.scenario, config.accuracy_target) == test
@@ -272,7 +271,7 @@ def test_use_triton_chooses_as_the_harness_type_does(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Return options by the source that they make say something of --top_k (1 to 4) and --max_output_len."""
+    """Return, by source, options that set --top_k (1 to 4) and --max_output_len there."""
     folder = tmp_path_factory.mktemp("sources")
     generation = folder / "generation_config.json"
     generation.write_text('{"generation_config": {"top_k": 2, "max_output_len": 22}}')
@@ -319,7 +318,7 @@ def test_the_names_that_a_file_imports_are_those_of_the_options() -> None:
 def test_what_a_file_prints_is_not_the_commands_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`plan --format json > plan.json` stays JSON."""
+    """What `plan --format json` prints stays JSON."""
     parse_run(
         [
             "--core_type",

@@ -23,7 +23,8 @@ from tests.helpers.disagg_options import TORCH, cores, given, section
 
 
 def test_the_run_directorys_yaml_is_what_ran(file: Path) -> None:
-    """Also what the command line adds, and what holds by default; run again with it, the same holds."""
+    """The file has the command line's values and the defaults, too; a run of that file has the same
+    values."""
     config = given(
         file,
         "--max_batch_size",
@@ -212,7 +213,7 @@ def test_a_kv_cache_is_of_one_type_on_both_sides() -> None:
 
 
 def test_a_plan_of_a_yaml_needs_no_world_size(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many ranks as run-harness starts for it."""
+    """The plan has as many ranks as run-harness starts for the YAML."""
     file.write_text(
         json.dumps(
             {"context_servers": {"num_instances": 2}, "generation_servers": {"tensor_parallel_size": 2}}

@@ -66,7 +66,7 @@ LAYOUT = {
 
 
 def test_every_key_of_a_section_that_is_read_is_an_option() -> None:
-    """But for those that say how TensorRT-LLM's servers are reached, and for what is refused."""
+    """Exceptions are keys that say how TensorRT-LLM's servers are reached, and keys that are refused."""
     options = {
         place.key[0]
         for place in (*CORE, ROUTER, EXPERTS, *(place for places in SIZES.values() for place in places))
@@ -185,9 +185,9 @@ def test_a_yaml_goes_before_a_generation_config(file: Path, tmp_path: Path) -> N
 
 
 def test_what_is_generated_for_a_run_states_only_its_instances(capsys: pytest.CaptureFixture[str]) -> None:
-    """How they run is said by the values of the run.
+    """The run's own values say how its instances run.
 
-    A reader of the file of generate-disagg-config has nothing else.
+    A reader of generate-disagg-config's file has only the file.
     """
     words = [
         "--mode",

@@ -77,7 +77,7 @@ def core(config: RunConfig) -> Any:
 
 
 def test_a_core_gets_what_a_person_set_then_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a YAML states: tests/unit/config/test_disagg_values.py."""
+    """What a YAML states is tested in test_disagg_values.py."""
     plain = core(parse_run(DUMMY))
     assert (plain.enable_chunked_context, plain.kv_cache_fraction, plain.batch_scheduler_policy) == (
         False,
@@ -309,8 +309,8 @@ LEVELS = [level for level in Level if level is not Level.DEFAULT]
     by_workload=st.booleans(),
 )
 def test_who_wins(option: Level | None, flag: Level | None, gpu: Level | None, by_workload: bool) -> None:
-    """The option, its flag and gpu_batch_size, in every combination of sources: the higher source, then the
-    one named first."""
+    """Of the option, its flag and gpu_batch_size the one of the highest source wins, then the one named
+    first."""
     found = {field.name: Found(field.default, DEFAULT) for field in FIELDS}
     found["core_type"] = Found("dummy", DEFAULT)
     found["benchmarks"] = Found(("llama2-70b",), DEFAULT)

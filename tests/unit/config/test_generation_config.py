@@ -52,7 +52,8 @@ def test_a_generation_config_of_hugging_face(tmp_path: Path) -> None:
 
 
 def test_what_a_generation_config_of_hugging_face_leaves_to_the_workload(tmp_path: Path) -> None:
-    """The harness's own file says everything: what is not in it has the harness's defaults."""
+    """In the harness's own file, what is missing has the harness's defaults; in Hugging Face's, the
+    workload's."""
     path = tmp_path / "generation_config.json"
     argv = [
         "--core_type",
@@ -82,7 +83,7 @@ def test_what_a_generation_config_of_hugging_face_leaves_to_the_workload(tmp_pat
     ("said", "count"), [({"use_stop_tokens": True}, True), ({"use_stop_tokens": False}, False), ({}, False)]
 )
 def test_use_stop_tokens(tmp_path: Path, said: dict[str, Any], count: bool) -> None:
-    """Whether the workload's stop words count, unless a person sets some."""
+    """`use_stop_tokens` says whether the workload's stop words count, unless a person sets some."""
     path = tmp_path / "gen.json"
     path.write_text(json.dumps({"generation_config": said}))
     argv = [

@@ -50,7 +50,7 @@ def test_built_from_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_environment_is_laid_over_runtime_flags_whatever_way_they_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By `TrtllmHarnessConfig` and what is one.
+    """`TrtllmHarnessConfig` and its subclasses do so.
 
     A command does it once, for what it hands on is in force already.
     """

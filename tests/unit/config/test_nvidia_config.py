@@ -86,7 +86,7 @@ def written(top: Path, place: str, text: str) -> Path:
 
 @pytest.fixture
 def top(tmp_path: Path) -> Path:
-    """Return the top of a tree, in which nothing but configurations and a generation config is."""
+    """Return the top of a tree that has nothing but configurations and a generation config."""
     generation = tmp_path / "tree" / "code/llama2-70b/tensorrt/generation_config.json"
     generation.parent.mkdir(parents=True)
     generation.write_text('{"generation_config": {"max_output_len": 77}}')
@@ -99,7 +99,7 @@ def config_of(path: Path, *options: str) -> RunConfig:
 
 
 def test_a_file_as_it_is(top: Path) -> None:
-    """Its values, in our units, with their lines; the workload, the scenario and the system by its path."""
+    """Values have our units and their lines; the path says the workload, the scenario and the system."""
     path = top / "configs/My-System_x8/Offline/llama2-70b.py"
     config = config_of(path)
     assert (config.benchmark, config.scenario, config.system_name) == (
@@ -187,7 +187,7 @@ def test_a_file_that_is_of_no_tree(tmp_path: Path) -> None:
 
 
 def test_nothing_of_it_stays(top: Path) -> None:
-    """Python's own module `code` is back, and the next tree's files of the same names are its own."""
+    """Python's own module `code` is back, and the next tree uses its own files of the same names."""
     before, paths = set(sys.modules), list(sys.path)
     written(top, "My-System_x8/Server/llama2-70b.py", SERVER)
     config_of(top / "configs/My-System_x8/Server/llama2-70b.py")
@@ -322,7 +322,7 @@ def test_precision(precision: str, qformat: str, quantization: str) -> None:
 
 
 def test_precision_and_what_says_the_same(tmp_path: Path) -> None:
-    """The higher source holds; two of one source must agree."""
+    """The higher source holds; two values of one source must agree."""
     path = tmp_path / "a.yaml"
     path.write_text("precision: fp8\n")
     argv = [*TORCH, "--config_file", str(path)]

@@ -96,7 +96,7 @@ def test_run_names_are_file_names() -> None:
     [([], "Smol-Offline"), (["--benchmarks=moe", "--scenarios=Server"], "mixtral-8x7b-Server")],
 )
 def test_a_test_of_run_harness_is_named_as_its_run(options: list[str], name: str) -> None:
-    """After the model where there is no benchmark."""
+    """Without a benchmark the model names it."""
     config = parse_run([*DUMMY, "--model_path=/models/Smol", *options])
     assert (in_turn.test_of(config, [], False).name, run_name(config)) == (name, name)
     assert in_turn.test_of(config, [], False).log_dir.name.endswith(f"-{name}")
@@ -118,7 +118,7 @@ def test_a_run_is_one_test() -> None:
 
 
 def test_a_full_size_configuration() -> None:
-    """All fields, and 8,192 worker ranks planned: docs/configuration.md says how long it takes."""
+    """All fields are parsed and 8,192 worker ranks planned; docs/configuration.md says how long it takes."""
     config = parse_run(
         ["--core_type", "dummy", "--mode", "disaggregated", "--ctx_tp_size", "8", "--gen_tp_size", "8"]
     )

@@ -129,8 +129,8 @@ def test_dataclasses_inherit_bindings() -> None:
 
 
 def takes_any_keyword(cls: Any) -> Any:
-    """A class decorator as NVIDIA's configuration classes have one: keywords that the dataclass does not know
-    are passed over."""
+    """Decorate a class as NVIDIA's configuration classes are: its `__init__` ignores keywords that the
+    dataclass does not know."""
     plain = cls.__init__
 
     def __init__(self: Any, **kwargs: Any) -> None:
@@ -335,7 +335,7 @@ def test_a_wrong_value_names_the_environment_variable() -> None:
 
 
 def test_parse_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values by name: of the command line, and of the environment for fields that have a variable."""
+    """Values come from the command line, and from the environment for fields that have a variable."""
     number, flag = Field("number", from_string=int), Field("flag", from_string=bool)
     here = Field("here", from_string=len, from_environ="HERE")
     fields: list[Field] = [number, flag, here]

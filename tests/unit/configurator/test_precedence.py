@@ -23,8 +23,7 @@ SOURCES = ("constructor", "command line", "environment", "context", "workload", 
 
 @st.composite
 def scenes(draw: st.DrawFn) -> dict[str, Any]:
-    """Which sources say something, in how many contexts within one another, for replaced and for merged
-    values."""
+    """Draw which sources set a value, and in how many nested contexts, for replaced and for merged values."""
     flags = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 9), min_size=1)
     said = {source: draw(flags) for source in SOURCES if draw(st.booleans())}
     outer = [draw(st.none() | flags) for _ in range(draw(st.integers(0, 3)))]
@@ -39,7 +38,7 @@ def scenes(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=400, deadline=None)
 @given(scenes())
 def test_precedence(scene: dict[str, Any]) -> None:
-    """A model of the order in four lines, against the configurator."""
+    """The configurator agrees with a model of the order in four lines."""
     said, strategy = (
         scene["said"],
         AutoConfStrategy.DictUpdate if scene["merge"] else AutoConfStrategy.Replace,

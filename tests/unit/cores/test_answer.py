@@ -37,7 +37,7 @@ WRONG = [
 
 
 def read(pieces: Iterable[bytes]) -> Answer | str:
-    """The answer; of one that makes no sense, why."""
+    """Return the answer or, if it makes no sense, the reason."""
     answer = Answer(stream=True)
     try:
         for i, piece in enumerate(pieces):

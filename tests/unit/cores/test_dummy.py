@@ -51,7 +51,7 @@ def core(role: str = "executor", max_batch_size: int = 64, **options: Any) -> Du
 
 
 def responses(made: DummyCore, n_final: int, seconds: float = 60.0) -> list[tuple[int, int, list[int]]]:
-    """(id, flags, tokens) of all rows until so many are final."""
+    """Return (id, flags, tokens) of all rows as soon as so many are final."""
     got: list[tuple[int, int, list[int]]] = []
     end = time.monotonic() + seconds
     while sum(bool(flags & FINAL) for _, flags, _ in got) < n_final:
@@ -71,7 +71,7 @@ def responses(made: DummyCore, n_final: int, seconds: float = 60.0) -> list[tupl
 
 
 def test_importing_it_needs_no_mpi() -> None:
-    """Every rank and every test would start MPI by the import alone."""
+    """The import alone would start MPI in every rank and every test."""
     code = "import sys, mpillm.cores.dummy; sys.exit('mpi4py.MPI' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 0
@@ -188,8 +188,8 @@ def pair(**options: Any) -> tuple[DummyCore, DummyCore]:
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("options", [{}, {"ttft_ms": 0.5, "tpot_ms": 0.1}])
 def test_handoff(options: dict[str, float], early: bool) -> None:
-    """From a context to a generation core, as comms/handoff.py does it: accepted before the context is
-    computed, or later."""
+    """A request goes from a context to a generation core as comms/handoff.py does it, accepted before its
+    context is computed or later."""
     context, generation = pair(**options, kv_bytes_per_token=10)
     prompts = [[i, 7] for i in range(5)]
     batch = requests(prompts, generation=1)

@@ -34,7 +34,7 @@ from tests.helpers.support import wait_until
 
 
 def test_answers_in_one_piece() -> None:
-    """Offline: nobody asks for first tokens, so nothing is streamed."""
+    """Offline wants no first tokens, so nothing is streamed."""
     with ScriptedServer() as server, started(server) as core:
         core.enqueue(requests())
         assert sorted(Rows(core).until(4)) == [

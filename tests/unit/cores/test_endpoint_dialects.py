@@ -27,7 +27,7 @@ from tests.helpers.scripted_server import (
 
 
 def test_a_server_with_detokenize() -> None:
-    """TensorRT-LLM's: it refuses what it does not know, and gives token ids in place of text."""
+    """TensorRT-LLM's server refuses unknown fields, and gives token ids in place of text."""
     with ScriptedServer(refuses("return_token_ids")) as server, started(server) as core:
         core.enqueue(requests([[4, 5]]))
         assert Rows(core).until(1) == [(10, FIRST | FINAL, answer_of([4, 5], 4))]
@@ -50,7 +50,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_only(request: Request) -> Reply:
-    """`transformers serve`: text in, text out, no unknown fields, and no [DONE]."""
+    """Answer as `transformers serve`: text in, text out, no unknown fields, and no [DONE]."""
     asked = request.json
     if not isinstance(asked["prompt"], str):
         return plain({"detail": "prompt must be a string."}, "400 Bad Request")
@@ -113,7 +113,7 @@ def test_text_without_a_tokenizer() -> None:
 
 
 def test_tokens_made_from_text_in_a_test_of_tokens(tokenizer_folder: Path) -> None:
-    """TEST06 compares first tokens and end tokens: those of the server, not those made here."""
+    """TEST06 compares first tokens and end tokens, which must be the server's, not those made here."""
     options = (f"--model_path={tokenizer_folder}", "--compliance_test=TEST06")
     with (
         ScriptedServer(text_only) as server,
@@ -162,7 +162,7 @@ def test_the_model_of_several() -> None:
 
 
 def says(owner: str, version: object = None) -> dict[str, Callable[[Request], Reply]]:
-    """What a server answers, cut to what says who it is."""
+    """Return what a server answers, cut to what says who it is."""
     card = {"id": MODEL, "object": "model", "created": 1795357545, "owned_by": owner, "root": MODEL}
     told: dict[str, Callable[[Request], Reply]] = {"/v1/models": lambda request: plain({"data": [card]})}
     return told if version is None else {**told, "/version": lambda request: plain(version)}

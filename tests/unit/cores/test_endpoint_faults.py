@@ -42,7 +42,7 @@ from tests.helpers.support import wait_until
 
 
 def once(reply: Callable[[Request], Reply], times: int = 1) -> Callable[[Request], Reply]:
-    """For the first requests behind the probe, `reply`; for the others a good answer."""
+    """Give `reply` to the first requests after the probe, and a good answer to the others."""
     left = itertools.count(-times)
 
     def answer(request: Request) -> Reply:
@@ -142,10 +142,7 @@ FAULTS: dict[str, tuple[Reply, str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults(name: str) -> None:
-    """One message with the address and the cause; no request is sent twice.
-
-    What was answered was answered once.
-    """
+    """One message has the address and the cause; no request is sent twice and no answer comes twice."""
     reply, words = FAULTS[name]
     with ScriptedServer(once(lambda request: reply)) as server, started(server, SERVER) as core:
         probes = len(server.asked())
@@ -179,7 +176,8 @@ def test_a_server_that_stops_in_the_middle_and_stays_connected() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_request_that_hangs_while_others_are_answered(begun: bool) -> None:
-    """Begun or not. The server never falls silent: new requests come, and are answered."""
+    """A request that hangs is noticed, begun or not, although the server answers new requests all the
+    time."""
 
     def completions(request: Request) -> Reply:
         if request.json["prompt"] == [1, 2]:
@@ -251,7 +249,10 @@ def test_dead_in_the_test() -> None:
     ids=["429", "429 with a date", "503", "closed", "reset"],
 )
 def test_what_is_sent_again(reply: Reply) -> None:
-    """Nothing of an answer had come. Each answer comes once, and every attempt is counted."""
+    """A request is sent again if nothing of its answer had come.
+
+    Each answer comes once, and every attempt is counted.
+    """
     with ScriptedServer(once(lambda request: reply, 3)) as server, started(server, SERVER) as core:
         probes = len(server.asked())
         core.enqueue(requests())
@@ -283,7 +284,7 @@ def test_a_request_that_waits_is_cancelled() -> None:
 
 
 def test_another_server_takes_over() -> None:
-    """What one server did not begin, another one does."""
+    """A request that one server did not begin goes to another one."""
     refusing = once(lambda request: plain({}, "503 Service Unavailable", Retry_After=0), 10**6)
     with (
         ScriptedServer(refusing) as one,

@@ -12,7 +12,7 @@ from tests.helpers.scripted_server import Reply, ScriptedServer, plain
 
 
 def test_dead_before_ready() -> None:
-    """The address is taken, and nobody listens there."""
+    """The message says that nobody listens at the address."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -22,7 +22,7 @@ def test_dead_before_ready() -> None:
 
 
 def test_slow_start() -> None:
-    """It says so for a while, and is waited for."""
+    """A server that says 503 is waited for."""
     answers = iter(["503 Service Unavailable"] * 3)
     health = {"/health": lambda request: plain({}, next(answers, "200 OK"))}
     with ScriptedServer(others=health) as server, core_of(server.address) as core:

@@ -34,7 +34,7 @@ def test_a_certificate_that_is_trusted(scenario: str, monkeypatch: pytest.Monkey
 
 
 def test_a_certificate_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said at once: waiting does not help."""
+    """It is reported at once, because waiting does not help."""
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     words = "its certificate is not trusted: self.signed certificate.*the environment variable SSL_CERT_FILE"
     with server() as secure, core_of(secure.url) as core, pytest.raises(RunError, match=words) as caught:

@@ -21,13 +21,13 @@ AT_HOME = re.compile(r"engine/|bench/|builder/torch_|cores/torch_core|core_names
 
 
 class Halfway(LLMCore):
-    """Cannot run a test yet."""
+    """Lacks what a test needs."""
 
     def load(self) -> None: ...
 
 
 def test_only_a_cores_class_says_what_it_needs() -> None:
-    """A file that names a core treats it apart from those of plug-ins."""
+    """A file that names a core would treat it differently from those of plug-ins."""
     files = [path for package in ("disagg", "launch", "mpillm") for path in (ROOT / package).rglob("*.py")]
     named = {
         path.relative_to(ROOT).as_posix()

@@ -15,7 +15,7 @@ KINDS = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.
 
 
 def read(data: bytes) -> tuple[service_pb2.ModelInferRequest, dict[str, list[object]]]:
-    """The message, and its inputs by name, of the shapes that it states."""
+    """Return the message, and its inputs by name, in the shapes that it states."""
     message = service_pb2.ModelInferRequest.FromString(data)
     pairs = zip(message.inputs, message.raw_input_contents, strict=True)
     return message, {
@@ -41,7 +41,7 @@ def test_a_greedy_request() -> None:
 
 
 def test_each_has_its_own_prompt_words_and_seed() -> None:
-    """What is kept from an earlier request is only what both have in common."""
+    """Only what two requests have in common is kept from the earlier one."""
     first = Wanted(4, 2, 0.5, 3, 0.9, 11, None, word_list([[8, 9], [10]]), False)
     for n, wanted in enumerate((first, first._replace(seed=12), first._replace(stop_words=word_list([[1]])))):
         prompt = np.arange(1 + n, dtype=np.int32)

@@ -31,7 +31,7 @@ STAND_INS = Path(__file__).parents[2] / "helpers/stand_ins"
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Only in these tests' sight, and made anew for each."""
+    """Let these tests import the stand-in, made anew for each."""
     monkeypatch.syspath_prepend(str(STAND_INS))
     monkeypatch.setenv(SINGLE, "0")
     monkeypatch.delenv(SINGLE)  # which a core may set, until the test ends
@@ -47,7 +47,7 @@ def forget() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return an engine's folder and a Hugging Face folder in one: only their configurations are read."""
+    """Return an engine's folder and a Hugging Face folder in one, of which only configurations are read."""
     build = {
         "max_batch_size": 4,
         "max_input_len": 48,
@@ -70,7 +70,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def make(folder: Path) -> Iterator[Make]:
-    """Loads a core; `options` are those of a command line."""
+    """Return a loaded core; `options` are those of a command line."""
     made: list[LLMCore] = []
 
     def core(name: str, *options: str, check: bool = False, **more: Any) -> Any:
@@ -161,7 +161,7 @@ def test_what_ends_an_answer(make: Make, name: str) -> None:
 
 @pytest.mark.parametrize("name", CORES)
 def test_tokens_as_they_come(make: Make, name: str) -> None:
-    """For a request that wants them, whatever the scenario."""
+    """A request that wants tokens as they come gets them in any scenario."""
     core = make(name, "--scenarios=Offline")
     core.enqueue(batch([1, 2, 3, 4], flags=RequestFlag.STREAM))
     first, *partial, last = rows_of(core, 1)
@@ -214,7 +214,7 @@ def test_a_request_that_is_refused_ends_the_run_with_its_name(make: Make, name: 
 
 @pytest.mark.parametrize("name", CORES)
 def test_cancelling(make: Make, name: str) -> None:
-    """One row for each that has not ended, and nothing for an id that never was."""
+    """Each request that has not ended gives one row, and an unknown id gives none."""
     core = make(name, "--scenarios=Server")
     core.enqueue(batch([*range(10, 50)], [3], max_output=40))
     core.cancel([0, 77])

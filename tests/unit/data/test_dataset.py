@@ -256,8 +256,8 @@ def test_builtin_prompts() -> None:
     ],
 )
 def test_builtin_prompts_that_fit(limits: Limits, longest: int, why: str) -> None:
-    """A model with a short context gets those of the prompts that it can take, in their order, with their
-    texts; how many is said."""
+    """A model with a short context gets the prompts that fit it, in their order, with their texts; a line
+    says how many."""
     whole, dataset = load_dataset(None, BYTES), load_dataset(None, BYTES, limits)
     kept = [prompt for prompt in prompts_of(whole) if len(prompt) <= longest]
     assert prompts_of(dataset) == kept and 20 < len(kept) < len(whole)

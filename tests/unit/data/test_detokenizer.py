@@ -16,8 +16,8 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_si
 
 
 def file_tokenizer(folder: Path, kind: str) -> FileTokenizer:
-    """A byte-level one as of GPT-2, or one as of SentencePiece whose unknown characters are tokens of a byte
-    each."""
+    """Return a byte-level tokenizer like GPT-2's, or one like SentencePiece's whose unknown characters are
+    tokens of a byte each."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -69,7 +69,7 @@ def test_pieces_are_whole_characters_and_make_the_text(
 
 @given(tokens=st.lists(st.integers(0, 255), max_size=40))
 def test_bytes_that_are_no_text(tokenizer: Tokenizer, tokens: list[int]) -> None:
-    """Nothing is held back for ever, and what was given once stays."""
+    """No byte is held back for ever, and text that was given once stays."""
     detokenizer = Detokenizer(tokenizer)
     text = "".join(detokenizer.add([token]) for token in tokens)
     assert len(text) >= len(tokenizer.decode(tokens[:-9])) - 9

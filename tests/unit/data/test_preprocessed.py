@@ -97,7 +97,7 @@ def test_references_are_read_when_asked_for(tmp_path: Path) -> None:
 
 
 def change(name: str, make: Callable[[np.ndarray[Any, Any]], Any]) -> Callable[[Path], Path]:
-    """`arrays`, one of its files changed."""
+    """Return `arrays` with one of its files changed."""
 
     def changed(folder: Path) -> Path:
         arrays(folder, words=True)

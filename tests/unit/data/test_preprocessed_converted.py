@@ -105,7 +105,7 @@ def test_a_small_file_is_not_worth_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keeps_time", [False, True])
 def test_a_changed_file_is_converted_again(frame: Path, reads: list[Path], keeps_time: bool) -> None:
-    """Of the same size, and (as with rsync) of the same time."""
+    """A change is noticed even if size and (as with rsync) time are the same."""
     load(frame)
     before = frame.stat()
     changed = frame.read_bytes().replace(b"M,\x01M-\x01", b"M-\x01M,\x01", 1)
@@ -126,7 +126,7 @@ def test_other_columns_are_another_conversion(frame: Path, reads: list[Path]) ->
 
 
 def blocked(folder: Path) -> None:
-    """Nobody can write in this folder, root included: a file has its name."""
+    """Keep anybody, root included, from writing into this folder: a file has its name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.write_text("")
 
@@ -219,7 +219,7 @@ def test_what_a_killed_run_leaves_is_removed_in_time(frame: Path) -> None:
 
 
 def test_a_file_that_changes_while_it_is_read(frame: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its arrays are of neither state."""
+    """The arrays would be of neither state, so they are not kept."""
 
     def meanwhile(file: Path) -> Frame:
         found = read_frame(file)

@@ -40,8 +40,8 @@ def pick(values: list[Any], order: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_pandas_wrote(name: str) -> None:
-    """Every version, protocol 2 to 5, columns of objects, of pandas' strings and of Arrow's, with an index of
-    each kind."""
+    """Files of protocols 2 to 5 are read, with columns of objects, of pandas' strings and of Arrow's, and
+    each kind of index."""
     assert len(NAMES) == 20
     frame = read_frame(FRAMES / name)
     order: Any = [0, 2, 1] if "picked" in name else [2, 1, 0] if "reversed" in name else [0, 1, 2]
@@ -94,7 +94,7 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 
 def test_a_list_over_frames_of_the_pickle(tmp_path: Path) -> None:
-    """Protocol 4 begins a frame every 64 KB, in the middle of a list of integers or not."""
+    """A list of integers may go over the frames of protocol 4, which begin every 64 KB."""
     raw = pickle.dumps(np.random.default_rng(0).integers(300, 128000, 90000).tolist(), 4)
     frames = [at for op, _, at in pickletools.genops(raw) if op.name == "FRAME"]
     assert any(raw[at - 3 : at - 2] == b"M" or raw[at - 5 : at - 4] == b"J" for at in frames[1:] if at)
@@ -104,7 +104,7 @@ def test_a_list_over_frames_of_the_pickle(tmp_path: Path) -> None:
 
 
 def test_lists_of_integers_become_arrays(tmp_path: Path) -> None:
-    """An int object of each token would take 40 bytes, 13 times what the file has."""
+    """Lists become arrays, because int objects would take 40 bytes a token, 13 times what the file has."""
     file = written(tmp_path, t=[list(range(300, 3300)), [400, 500]])
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         for cell in unpickler.load(mapped, mapped)["t"]:
@@ -112,7 +112,7 @@ def test_lists_of_integers_become_arrays(tmp_path: Path) -> None:
 
 
 class Does:
-    """Pickles as a call, and a state for what it makes."""
+    """Pickles as a call and a state for what it makes."""
 
     def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
         self.call = (function, args, state) if state is not None else (function, args)
@@ -323,8 +323,8 @@ def test_no_frame(raw: bytes, message: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pandas1.5.pkl", "pandas2.2-reversed.pkl", "pandas3.1-string.pkl"])
 def test_truncated_anywhere_or_changed(name: str, tmp_path: Path) -> None:
-    """Whatever is cut off or turned over: a frame with these rows, or a ConfigError that names the file, and
-    nothing else."""
+    """Whatever is cut off or turned over gives a frame with these rows, or a ConfigError that names the
+    file."""
     whole = (FRAMES / name).read_bytes()
     random = np.random.default_rng(0)
     file = tmp_path / "cut.pkl"

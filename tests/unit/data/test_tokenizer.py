@@ -87,7 +87,7 @@ def test_another_format_is_not_taken_for_bytes(tmp_path: Path) -> None:
 
 
 def test_without_chat_template(folder: Path) -> None:
-    """The special tokens of the post-processor are added; truncation and padding of the file are not ours."""
+    """The post-processor's special tokens are added; the file's truncation and padding are ignored."""
     tokenizer = load_tokenizer(folder)
     assert text(tokenizer, "abcdefgh") == "<s>abcdefgh"
     assert tokenizer.encode_batch(["ab", "a"]) == [tokenizer.encode("ab"), tokenizer.encode("a")]
@@ -114,8 +114,8 @@ def test_chat_template(folder: Path) -> None:
 
 
 def test_chat_template_features(folder: Path) -> None:
-    """What `transformers` offers to templates: tojson, loop controls, the generation tag, strftime_now, tools
-    that are none."""
+    """Templates have what `transformers` offers them: tojson, loop controls, the generation tag,
+    strftime_now, and no tools."""
     (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "old"}))
     (folder / "chat_template.jinja").write_text(
         "{{ bos_token }}{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"

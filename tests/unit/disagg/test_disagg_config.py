@@ -87,7 +87,7 @@ def test_a_trtllm_file_is_read_with_everything_in_its_place() -> None:
     ],
 )
 def test_any_other_key_at_the_top_level_is_handed_down(key: str) -> None:
-    """As extract_disagg_cfg of TensorRT-LLM does it: no list of ours says which arguments there are."""
+    """Unknown arguments are handed down, as extract_disagg_cfg of TensorRT-LLM does it."""
     for value in (1, {"num_hidden_layers": 2}):
         config = parse(f"{key}: {json.dumps(value)}\ncontext_servers: {{}}\ngeneration_servers: {{}}")
         assert [server.extra for _, server in config.sections] == [{key: value}] * 2

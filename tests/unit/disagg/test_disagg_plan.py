@@ -114,7 +114,7 @@ def test_nodes_must_name_every_rank() -> None:
 
 
 class Mapping:
-    """The rank arithmetic of tensorrt_llm/mapping.py, restated."""
+    """Restates the rank arithmetic of tensorrt_llm/mapping.py."""
 
     def __init__(self, rank: int, tp: int, cp: int, ep: int) -> None:
         self.tp_rank = rank % tp
@@ -162,8 +162,8 @@ def test_contiguous_if_no_group_is_split_needlessly() -> None:
 
 
 def test_the_control_rank_does_not_shift_every_group_over_a_border() -> None:
-    """7 workers on the first node and 1 on the last: contiguous groups of 8 would all be split, and only one
-    has to be."""
+    """With 7 workers on the first node and 1 on the last, only one group of 8 is split; contiguous groups
+    would all be."""
     world = plan(config(executors=section(4, 8)), 33, parse_nodes("a:8,b:8,c:8,d:8,e:1"))
     assert world.tp_splits == 1
     assert [i.ranks for i in world.instances] == [
@@ -184,7 +184,7 @@ def test_cyclic_placement() -> None:
 
 
 def test_pipeline_stages_stay_on_one_node_where_ranks_are_chosen() -> None:
-    """Slots 3, 5, 4 for four groups of 2 in two instances, and four of 1: the stages of an instance fit on
+    """Slots 3, 5, 4 hold four groups of 2 in two instances and four of 1: the stages of an instance fit on
     one node."""
     nodes = parse_nodes("a:5,b:5,c:4")
     world = plan(config(context_servers=section(2, 2, 2), generation_servers=section(4)), 14, nodes)
@@ -206,7 +206,7 @@ def test_context_leaves_room_for_whole_generation_instances() -> None:
 
 
 def fewest_splits(slots: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """By trying everything: each group in turn takes its ranks from the nodes in every possible way."""
+    """Try every way to take each group's ranks from the nodes, and return the fewest splits."""
 
     @cache
     def best(left: tuple[int, ...], groups: tuple[int, ...]) -> int:

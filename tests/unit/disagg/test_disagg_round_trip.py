@@ -92,8 +92,8 @@ def test_round_trip(config: DisaggConfig) -> None:
 
 @given(_configs())
 def test_a_dumped_file_obeys_trtllms_rules(config: DisaggConfig) -> None:
-    """extract_disagg_cfg and extract_ctx_gen_cfgs of TensorRT-LLM, restated: what its reader would refuse is
-    never written."""
+    """What TensorRT-LLM's extract_disagg_cfg and extract_ctx_gen_cfgs, restated here, would refuse is never
+    written."""
     data = yaml.safe_load(dump(config))
     for name in {"context_servers", "generation_servers"} & set(data):
         section = data[name]

@@ -102,9 +102,9 @@ def test_health_check_and_warm_up(folder: Path) -> None:
 def test_those_who_stream_get_every_token_when_it_is_there(
     folder: Path, prompts: Tokens, expected: Tokens
 ) -> None:
-    """All but the last, which comes with the whole answer.
+    """A request that streams gets all tokens but the last, which comes with the whole answer.
 
-    Those who don't stream get no row more than before.
+    The others get no extra row.
     """
     core = make_core(folder, kv_cache_tokens=160, max_seq_len=None)
     streams = [i % 2 for i in range(len(prompts))]
@@ -123,7 +123,7 @@ def test_end_tokens_can_be_ignored(folder: Path, prompts: Tokens, expected: Toke
 
 
 def test_cancelled_requests(folder: Path, prompts: Tokens, expected: Tokens) -> None:
-    """One queued, one in its context, one in generation, one refused, one unknown.
+    """Requests that wait, compute a context or generate are cancelled; refused and unknown ones are not.
 
     The others are answered.
     """

@@ -51,7 +51,8 @@ def check(special: Special, oracle: Oracle, prompt: list[int]) -> None:
     ids=["plain", "chunked-reuse", "no-evict", "static", "evicting"],
 )
 def test_beside_others(options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
-    """Widths of 2 to 4, greedy requests between them that are evicted for want of blocks, twice."""
+    """Beams of widths 2 to 4 are those of transformers beside greedy requests, also when these are
+    evicted."""
     core = make_core(folder, **options)
     greedy = run(make_core(folder), PROMPTS, {})
     free = core.engine.blocks.n_free
@@ -72,7 +73,7 @@ def test_beside_others(options: dict[str, Any], folder: Path, oracle: Oracle) ->
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -0.5, 2.0])
 def test_end_tokens(early: bool, penalty: float, folder: Path, oracle: Oracle) -> None:
-    """Every fourth token ends a beam: answers of many lengths."""
+    """Beams end at the same tokens as those of transformers, with many lengths of answers."""
     ends = tuple(range(0, 512, 4))
     lengths = set()
     for prompt in PROMPTS:
@@ -85,7 +86,7 @@ def test_end_tokens(early: bool, penalty: float, folder: Path, oracle: Oracle) -
 
 
 def test_forks_share_full_blocks(folder: Path) -> None:
-    """Only the last block of a beam is copied, and those of the prompt are there once."""
+    """Only the last block of a beam is copied; the blocks of the prompt exist once."""
     core = make_core(folder)
     special = Special(beam_width=4, ends=())
     core.enqueue_special(make_batch([PROMPTS[1]], max_output=N_OUTPUT), {0: special})

@@ -109,7 +109,7 @@ def test_answers_are_those_of_the_checkpoint(
 
 
 def test_weights_are_used_where_they_lie_in_the_file(llama: Path, tmp_path: Path) -> None:
-    """Mapped, and so shared by ranks and read when they are wanted: not copied when they are asked for."""
+    """Weights are mapped, not copied: ranks share them, and they are read when they are used."""
     build(llama, tmp_path / "engine")
     core = make_core(llama, engine_dir=str(tmp_path / "engine"))
     assert core.worker is not None
@@ -233,7 +233,7 @@ def test_an_engine_for_another_run(llama: Path, engine: Path, tmp_path: Path) ->
 
 
 def test_a_damaged_engine(llama: Path, engine: Path, tmp_path: Path) -> None:
-    """Of any rank: the one that looks first says it."""
+    """Whichever rank's file is damaged, the rank that looks first reports it."""
     copy = tmp_path / "engine"
     shutil.copytree(engine, copy)
     file = copy / "rank1.safetensors"

@@ -14,7 +14,7 @@ from mpillm.engine import compilations
 
 
 class Triton:
-    """The part of Triton that calls back, as it was before 3.4 or as it is since."""
+    """Stands for the part of Triton that calls back, as it was before 3.4 or as it is since."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_old: bool, hook: Any = None) -> None:
         module: Any = ModuleType("triton")
@@ -34,7 +34,7 @@ class Triton:
         monkeypatch.setitem(sys.modules, "triton", module)
 
     def compile(self, name: str) -> None:
-        """What happens behind the first launch of a kernel."""
+        """Do what the first launch of a kernel does."""
         hook = getattr(self._place, self._name)
         function, _, key = name.partition(" ")
         info = SimpleNamespace(module="kernels", name=function, jit_function=None)

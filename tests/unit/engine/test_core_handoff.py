@@ -54,7 +54,7 @@ def test_a_request_of_one_token_is_not_handed_over(folder: Path, prompts: Tokens
 def test_an_answer_that_ends_with_its_first_token_is_given_up_at_both_ends(
     folder: Path, prompts: Tokens, expected: Tokens
 ) -> None:
-    """It was offered, and its KV cache has moved, before its first token was known."""
+    """Such a request was offered, and its KV cache has moved, before its first token was known."""
     end = {"end_ids": (expected[2][0],)}
     answers = hand_over(*make_pair(folder, end, end), make_batch(prompts, generation=1))
     assert answers[2] == expected[2][:1]
@@ -76,7 +76,8 @@ def test_no_room_is_false_and_never_room_is_an_error(folder: Path) -> None:
 
 
 def test_what_is_on_its_way_is_limited(folder: Path) -> None:
-    """On a GPU buffers take memory of their own; one KV cache is let through whatever its size."""
+    """KV caches on their way are limited, because their buffers take memory; one is let through whatever its
+    size."""
     _, core = make_pair(folder, {}, {"kv_cache_tokens": 640})
     core.engine.handoffs._max_moving_tokens = 30
     answers = []

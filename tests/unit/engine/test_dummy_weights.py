@@ -28,7 +28,7 @@ def test_dummy_weights_depend_only_on_the_name() -> None:
 
 
 def test_dummy_weights_are_made_where_they_are_asked_for() -> None:
-    """The whole matrix would be 3.5 GB.
+    """A part is made without the whole matrix, which would take 3.5 GB.
 
     The values never change: these are from other versions and machines.
     """

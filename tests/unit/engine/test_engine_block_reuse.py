@@ -37,8 +37,8 @@ def test_what_is_reused() -> None:
 
 @pytest.mark.parametrize(("policy", "n_stages"), [("max_util", 1), ("static", 1), ("static", 3)])
 def test_those_that_start_together_share(policy: str, n_stages: int) -> None:
-    """A sequence looks again when its context goes on: what another has computed since it started takes the
-    place of its own blocks."""
+    """A sequence looks for known blocks again when its context goes on, and takes what another one has
+    computed since then in place of its own."""
     engine = make_engine(n_blocks=60, policy=policy, reuse=True, n_stages=n_stages, max_num_tokens=12)
     sequences = [sequence(i, [*range(17), 60 + i, 5, 5], 6) for i in range(4)]
     for s in sequences:

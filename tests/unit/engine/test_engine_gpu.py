@@ -37,7 +37,7 @@ from tests.helpers.torch_cores import N_OUTPUT, make_batch, make_core
 
 
 class Late(Sampled):
-    """There when somebody has looked three times: the engine goes on as far as it can before it reads."""
+    """Is ready at the fourth look, so that the engine goes on as far as it can before it reads."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         super().__init__(tokens)
@@ -49,7 +49,7 @@ class Late(Sampled):
 
 
 class Repacked(Worker):
-    """What the other ranks of an instance get: the step out of a message."""
+    """Takes each step out of a message, as the other ranks of an instance do."""
 
     message: Buffer
 
@@ -137,7 +137,7 @@ def expected(folder: Path, prompts: Tokens) -> Tokens:
 def test_a_sequence_that_has_ended_when_its_next_step_runs(
     folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
 ) -> None:
-    """Its row is dropped; its slot and blocks may have been given to another one meanwhile."""
+    """Its row is dropped, because another sequence may have its slot and blocks meanwhile."""
     ends = (expected[3][5], expected[6][2], expected[8][1])
     for min_output in (0, 9):
         wanted = answer(make_engine(folder, on_gpu=False, end_ids=ends), prompts, min_output=min_output)
@@ -155,7 +155,8 @@ def test_sampled_tokens_are_those_of_the_cpu(folder: Path, prompts: Tokens) -> N
 
 
 def test_a_follower_needs_the_message_alone(folder: Path, prompts: Tokens, expected: Tokens) -> None:
-    """Tokens that nobody on the host knows, and blocks told once, through preemptions."""
+    """A follower computes steps whose tokens the host does not know and whose blocks were told once, through
+    preemptions."""
     engine = make_engine(folder, Repacked, kv_cache_tokens=160, max_seq_len=None)
     worker: Any = engine.worker
 
@@ -170,8 +171,8 @@ def test_a_follower_needs_the_message_alone(folder: Path, prompts: Tokens, expec
 
 
 class ThreadGroups(MpiGroups):
-    """The ranks of an instance as threads: a collective goes on when all of a TP group have come to the same
-    one."""
+    """Runs the ranks of an instance as threads: a collective goes on when all of a TP group have come to the
+    same one."""
 
     def __init__(
         self,
@@ -215,7 +216,7 @@ class ThreadGroups(MpiGroups):
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[int, int]) -> None:
-    """Each does the same collectives in the same order, and takes what the stage before it has sent."""
+    """Each rank does the same collectives in the same order, and takes what the stage before it has sent."""
     torch.set_num_threads(1)
     meeting, brought, hidden = threading.Barrier(2), [None, None], queue.Queue[torch.Tensor]()
 
@@ -244,7 +245,7 @@ def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[in
 def test_first_tokens_when_two_steps_end_between_two_looks(
     folder: Path, prompts: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A FIRST row has one token, also when the second one has come with it: steps may be shorter than a turn
+    """A FIRST row has one token even if the second one has come with it, as steps may be shorter than a turn
     of the rank's loop."""
     ready = False
 
@@ -281,7 +282,7 @@ def test_first_tokens_when_two_steps_end_between_two_looks(
 def test_decode_is_padded_to_the_ladder(
     folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for graphs: rows of nobody's touch no sequence."""
+    """Padding rows touch no sequence; a stand-in takes the place of graphs."""
     engine = make_engine(folder, max_num_tokens=100)
     steps: Any = engine.worker.steps
     sizes = []
@@ -314,10 +315,8 @@ def test_decode_is_padded_to_the_ladder(
 def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
     model: str, options: dict[str, Any], n_prompts: int, monkeypatch: pytest.MonkeyPatch, prompts: Tokens
 ) -> None:
-    """The warm-up had a number of rows for each power of two that a compilation may depend on.
-
-    It leaves nothing behind.
-    """
+    """The warm-up computes with a number of rows for each power of two that a compilation may depend on, and
+    leaves nothing behind."""
     rows: dict[str, set[int]] = {}
 
     def noting(name: str, place: int, kernel: Any) -> Any:

@@ -28,7 +28,7 @@ def model(n_layers: int) -> ModelConfig:
 
 
 def layouts(size: tuple[int, int]) -> list[Layout]:
-    """Of each rank of an instance, in its order."""
+    """Return the layout of each rank of an instance, in rank order."""
     tp, pp = size
     return [
         Layout(tp, pp, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank in range(pp) for tp_rank in range(tp)
@@ -36,7 +36,7 @@ def layouts(size: tuple[int, int]) -> list[Layout]:
 
 
 def held(layout: Layout, config: ModelConfig) -> set[tuple[int, int]]:
-    """(layer, KV head) of a rank."""
+    """Return each (layer, KV head) that a rank holds."""
     return set(itertools.product(layout.layers(config), range(config.n_kv_heads)[layout.kv_heads(config)]))
 
 
@@ -70,7 +70,7 @@ def test_each_receiver_gets_all_that_it_holds_once(
 
 
 def test_cuts_of_equal_layouts() -> None:
-    """Rank to rank; and with each KV head on two ranks, each of them sends to one."""
+    """Each rank sends to one, also if each KV head is on two ranks."""
     config = model(6)
     for size in ((2, 1), (2, 2), (8, 1)):
         assert {(cut.source, cut.dest) for cut in cuts(config, size, size)} == {
@@ -79,9 +79,9 @@ def test_cuts_of_equal_layouts() -> None:
 
 
 class Instance:
-    """The caches and transfers of an instance's ranks.
+    """Holds the caches and transfers of an instance's ranks.
 
-    The values in the caches of a context instance are told by `value`.
+    `value` says what a context instance's caches contain.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Instance:
             )
 
     def store(self, i: int, layer: int, blocks: list[int], n_tokens: int) -> None:
-        """Rank i computes a layer of its own."""
+        """Let rank i compute a layer of its own."""
         cache, layout = self.caches[i], self.layouts[i]
         for pool, is_value in ((cache.keys, 0), (cache.values, 1)):
             for token in range(n_tokens):
@@ -121,7 +121,7 @@ class Instance:
                     )
 
     def check(self, blocks: list[int], n_tokens: int) -> None:
-        """Every rank holds what it should, and nothing else was written."""
+        """Check that every rank holds what it should, and that nothing else was written."""
         for i, cache in enumerate(self.caches):
             expected = KVCache(
                 cache.keys.shape[0],
@@ -147,9 +147,9 @@ def value(is_value: int, layer: int, head: int, token: int) -> float:
 def test_a_cache_arrives_in_another_layout(
     sender: tuple[int, int], receiver: tuple[int, int], kind: Kind
 ) -> None:
-    """Five layers, so that stages differ.
+    """Caches arrive whole whether receives are posted before or after the sends, in blocks of other sizes.
 
-    Blocks of other sizes, and the receives posted before or after the sends.
+    There are five layers, so stages differ.
     """
     config, wire, n_tokens = model(5), Wire(), 11
     first = sender[0] * sender[1]

@@ -23,7 +23,8 @@ N_OUTPUT = 9
 
 
 def answers(core: TorchCore, **fields: object) -> tuple[dict[int, list[int]], dict[int, list[list[int]]]]:
-    """The tokens, and the numbers of their log probabilities, by id; rows come before the tokens' own."""
+    """Return tokens, and the numbers of their log probabilities, by id; check that log probabilities come
+    before their tokens."""
     core.enqueue(make_batch(PROMPTS, max_output=N_OUTPUT, logprobs=WANTS, **fields))
     whole: dict[int, list[int]] = {}
     numbers: dict[int, list[list[int]]] = {i: [] for i in range(len(PROMPTS))}
@@ -80,7 +81,8 @@ def test_greedy_answers_side_by_side_with_one_that_wants_none(
 
 
 def test_sampled_answers_and_forbidden_end_tokens_have_the_models_own(folder: Path, oracle: Oracle) -> None:
-    """Temperature, top-k and what may not be chosen change the choice, not what is told of it."""
+    """Temperature, top-k and forbidden tokens change the choice, not the log probabilities that are
+    reported."""
     core = make_core(folder, end_ids=tuple(range(0, 512, 2)))
     tokens, numbers = answers(core, temperature=2.0, top_k=50, seed=[1, 2, 3, 4], min_output=N_OUTPUT)
     assert all(token % 2 for answer in tokens.values() for token in answer[:-1])
@@ -97,7 +99,8 @@ def test_answers_that_were_evicted_in_the_middle(folder: Path, oracle: Oracle) -
 def test_steps_that_run_ahead_of_the_host(
     folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, with plain kernels: a step's numbers are read when the next one has started."""
+    """A step's log probabilities are read after the next step has started, as on a GPU; plain kernels
+    compute."""
     monkeypatch.setattr(worker_module, "Sampled", Late)
     engine = make_engine(folder, max_batch_size=3)
     sequences = [

@@ -21,7 +21,7 @@ GIB = 2**30
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets what the node has."""
+    """Set what the node has."""
 
     def have(gib: float) -> None:
         monkeypatch.setattr(mpillm.engine.model.model_info, "available_bytes", lambda: int(gib * GIB))
@@ -57,8 +57,8 @@ def test_presets(preset: str, billions: float, layers: int, heads: int, kv_heads
 
 
 def test_a_model_that_does_not_fit(node: Any) -> None:
-    """12.55 GiB of weights, up to 0.49 more while they are packed, and 2 GiB of KV cache for the longest
-    sequence."""
+    """A model is refused that needs 12.55 GiB of weights, up to 0.49 more while they are packed, and 2 GiB of
+    KV cache for the longest sequence."""
     node(15.1)
     assert check_model(config("llama2-7b")).kv_cache_tokens == 4096
     node(14.9)
@@ -98,7 +98,8 @@ def test_the_stage_that_holds_the_most_counts(node: Any) -> None:
 
 
 def test_a_tied_embedding_is_there_twice(node: Any) -> None:
-    """As rows to look up, and packed for the logits: as much as a head of its own."""
+    """A tied embedding is kept as rows to look up, and packed for the logits: as much as a head of its
+    own."""
     info = model_info(config("tiny-llama"))
     tied = dataclasses.replace(info.config, tie_word_embeddings=True)
     assert load_bytes(tied, info.layout, "float32", "none") == load_bytes(
@@ -108,7 +109,8 @@ def test_a_tied_embedding_is_there_twice(node: Any) -> None:
 
 
 def available(folder: Path, lines: str, files: dict[str, str]) -> int:
-    """`available_bytes` of a process whose control groups are `lines`, with these files under their root."""
+    """Return `available_bytes` of a process whose control groups are `lines`, with these files under their
+    root."""
     (folder / "own").write_text(lines)
     for name, text in files.items():
         path = folder / "cgroup" / name

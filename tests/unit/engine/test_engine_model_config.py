@@ -68,7 +68,8 @@ def test_lengths(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_must_be_computed_in_one_step() -> None:
-    """Without chunked context, and not on a generation instance, which computes none."""
+    """Without chunked context a prompt must fit one step, except on a generation instance, which computes
+    none."""
     for change, expected in (
         ({}, 100),
         ({"role": "context"}, 100),
@@ -80,7 +81,7 @@ def test_a_prompt_that_must_be_computed_in_one_step() -> None:
 
 
 def test_stop_words_are_tokens() -> None:
-    """A preset has no tokenizer: a token is a byte."""
+    """A preset has no tokenizer, so a token of a stop word is a byte."""
     assert check_model(config("tiny-llama", stop_words=("ab\n", (300, 5)))).stop_words == (
         (97, 98, 10),
         (300, 5),
@@ -88,7 +89,7 @@ def test_stop_words_are_tokens() -> None:
 
 
 def test_bytes_and_lengths_of_a_rank() -> None:
-    """A rank that holds a part is told the part's bytes.
+    """A rank that holds a part of the model is told the part's bytes.
 
     All ranks of an instance have a cache of the same number of tokens.
     """

@@ -30,7 +30,7 @@ class Event:
 
 @dataclass
 class Wire:
-    """Both ends of a link."""
+    """Connects both ends of a link."""
 
     notices_under_way: deque[list[Notice]] = field(default_factory=deque)
     sent: deque[tuple[list[torch.Tensor], Event]] = field(default_factory=deque)
@@ -148,9 +148,9 @@ def test_another_size_is_an_error() -> None:
 
 
 def test_transfers_in_pieces_within_their_memory() -> None:
-    """Many caches, accepted in another order than they are sent in.
+    """Many caches arrive, accepted in another order than they are sent in.
 
-    Buffers of the sender never exceed what it may use.
+    The sender's buffers never exceed what it may use.
     """
     config, rng = load_model_config("tiny-llama"), np.random.default_rng(7)
     wire = Wire()

@@ -43,9 +43,9 @@ def test_shares_are_even_and_complete(n: int, size: int) -> None:
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mixtral", "uneven"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_ranks_hold_everything_once(name: str, shape: tuple[int, int, int]) -> None:
-    """Each value of a matrix is on one rank, but for KV heads that more ranks than there are heads share.
+    """Each value of a matrix is on one rank, except KV heads that more ranks share than there are heads.
 
-    The small rest is on each.
+    Each rank holds the small rest.
     """
     config = load_model_config("tiny-mixtral" if name == "tiny-mixtral" else "tiny-llama")
     if name == "uneven":
@@ -92,7 +92,7 @@ def test_slices_of_a_file_are_those_of_the_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 1, 4)], ids=str)
 def test_what_the_ranks_experts_contribute_adds_up(shape: tuple[int, int, int]) -> None:
-    """Also when a rank's experts are chosen by nobody, or there is no row."""
+    """The sum is right even if no row chooses a rank's experts, or there is no row."""
     config = load_model_config("tiny-mixtral")
     source = DummyWeights(config)
 
@@ -123,10 +123,7 @@ def make_sequence(
 @pytest.mark.parametrize("n_in_flight", [1, 3])
 @pytest.mark.parametrize("n_blocks", [40, 200])
 def test_a_step_arrives_as_it_was_sent(n_in_flight: int, n_blocks: int) -> None:
-    """Through a life of growing, evicted and ended sequences, some sampled.
-
-    The messages name each block once.
-    """
+    """Steps arrive whole while sequences grow, end and are evicted. The messages name each block once."""
     random = np.random.default_rng(1)
     scheduler = Scheduler(BlockAllocator(n_blocks), 4, 8, 16, True, n_in_flight)
     for i in range(30):

@@ -34,7 +34,7 @@ from tests.helpers.hashing_engine import (
 def test_every_answer_is_right_and_every_block_comes_back(
     policy: str, chunking: str, reuse: bool, n_stages: int, n_ahead: int
 ) -> None:
-    """Requests come at random and some are cancelled at random, wherever they are then."""
+    """Answers are right although requests come at random, and some are cancelled at random in any state."""
     random = np.random.default_rng(zlib.crc32(f"{policy} {chunking} {reuse} {n_stages}".encode()))
     engine = make_engine(
         policy=policy, chunking=chunking, reuse=reuse, n_stages=n_stages, n_ahead=n_ahead, seed=1
@@ -92,8 +92,8 @@ def test_who_evicts(policy: str) -> None:
 
 
 def test_no_evict_starts_what_can_end() -> None:
-    """Blocks for a context of 10 and 30 answers are 10: of 25 blocks two sequences can be sure, a third must
-    wait until one has ended."""
+    """A context of 10 tokens and 30 answer tokens need 10 blocks: with 25 blocks two sequences start, and a
+    third waits until one has ended."""
     engine = make_engine(n_blocks=25, policy="no_evict")
     for i in range(3):
         engine.add(sequence(i, [i] * 10, 31))
@@ -129,7 +129,7 @@ def test_a_static_batch_runs_to_its_end(chunking: str, n_stages: int) -> None:
 
 
 def chunks(chunking: str, lengths: list[int], max_num_tokens: int, n_in_flight: int = 1) -> list[int]:
-    """Return tokens of each sequence in the first step."""
+    """Return the number of tokens of each sequence in the first step."""
     scheduler = Scheduler(
         BlockAllocator(1000), SIZE, 16, max_num_tokens, True, n_in_flight, "max_util", chunking
     )
@@ -150,8 +150,8 @@ def test_chunks() -> None:
 
 
 def test_equal_progress_is_equal() -> None:
-    """In each step those that want more get the same, but for one token, and a step is full as long as
-    somebody wants more."""
+    """In each step all sequences that want more get the same, give or take a token, and a step is full as
+    long as any wants more."""
     scheduler = Scheduler(BlockAllocator(1000), SIZE, 16, 50, True, 1, "max_util", "equal_progress")
     sequences = [sequence(i, [1] * n) for i, n in enumerate([300, 90, 200, 40])]
     for s in sequences:

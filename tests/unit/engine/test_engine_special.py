@@ -33,7 +33,8 @@ def answers(core: TorchCore, specials: dict[int, Special], **fields: Any) -> lis
     ids=["plain", "chunked", "reuse", "evicted"],
 )
 def test_logits(core_options: dict[str, Any], folder: Path, oracle: Oracle) -> None:
-    """Of prompts and answers, beside one that wants none; twice: then blocks may be known."""
+    """Logits of prompts and answers are those of transformers, also when blocks are known from an earlier
+    request."""
     core = make_core(folder, **core_options)
     for _ in range(2):
         specials = {i: Special(keeps_context_logits=i != 2, keeps_generation_logits=True) for i in (0, 1, 2)}

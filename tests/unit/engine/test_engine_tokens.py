@@ -49,7 +49,7 @@ def test_a_preempted_request_gives_the_same_tokens(
 
 @pytest.mark.parametrize(("max_num_tokens", "kv_cache_tokens"), [(2048, None), (16, None), (16, 160)])
 def test_metrics(folder: Path, prompts: Tokens, max_num_tokens: int, kv_cache_tokens: int | None) -> None:
-    """Computed in chunks, then token by token.
+    """Tokens count in the step that computes them.
 
     What a preemption throws away is computed again, and counts again.
     """
@@ -85,7 +85,7 @@ def test_metrics(folder: Path, prompts: Tokens, max_num_tokens: int, kv_cache_to
 
 @pytest.fixture(scope="module")
 def alike(folder: Path) -> tuple[Tokens, Tokens]:
-    """Prompts that begin alike, and what transformers answers."""
+    """Return prompts that begin alike, and what transformers answers."""
     rng = np.random.default_rng(8)
     beginnings = [rng.integers(0, 512, n).tolist() for n in (24, 37)]
     prompts = [beginnings[i % 2] + rng.integers(0, 512, rng.integers(1, 25)).tolist() for i in range(14)]
@@ -98,7 +98,7 @@ def alike(folder: Path) -> tuple[Tokens, Tokens]:
 def test_policies_chunking_and_reuse(
     folder: Path, alike: tuple[Tokens, Tokens], policy: str, chunking: str, reuse: bool
 ) -> None:
-    """With a cache of 20 blocks, of which a sequence needs up to 11."""
+    """Tokens stay the same with a cache of 20 blocks, of which a sequence needs up to 11."""
     prompts, wanted = alike
     options: dict[str, Any] = {"max_num_tokens": 64, "enable_chunked_context": False}
     if chunking != "off":
@@ -141,7 +141,7 @@ def test_bfloat16_runs_and_starts_like_float32(folder: Path, prompts: Tokens, ex
 
 @pytest.mark.parametrize("blocks", ["together", "scattered", "shared"])
 def test_decode_attention_equals_the_plain_formula(blocks: str) -> None:
-    """Blocks that lie close together are read in place, scattered ones and those of several sequences are
+    """Blocks that lie close together are read in place; scattered ones and those of several sequences are
     gathered first."""
     torch.manual_seed(1)
     cache = KVCache(1, 100, 2, 4, 8, torch.float32)

@@ -17,7 +17,7 @@ SENT, RECEIVED = [3, 1, 7], [2, 5]  # blocks of 4 and of 8 tokens
 @pytest.mark.parametrize("sender", [(1, 1), (2, 1), (8, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("receiver", [(1, 1), (4, 1), (1, 2)], ids=str)
 def test_a_cache_goes_in_and_out(sender: tuple[int, int], receiver: tuple[int, int]) -> None:
-    """What comes out does not depend on who put it in."""
+    """A cache comes out as it went in, whoever put it in."""
     config = model(6)
     kv_bytes = config.kv_bytes_per_token("float32")
     into, out = Wire(), Wire()  # of two runs

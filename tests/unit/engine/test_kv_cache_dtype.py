@@ -51,7 +51,7 @@ def prompts() -> Tokens:
 
 
 def oracle(folder: Path, prompts: Tokens, round_cached: Any) -> Tokens:
-    """What transformers answers when its attention sees keys and values through `round_cached(layer,
+    """Return what transformers answers if its attention sees keys and values through `round_cached(layer,
     is_value, x)`."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama import modeling_llama
@@ -138,8 +138,8 @@ def test_rounding_has_a_scale_for_each_head() -> None:
 def test_answers_are_those_of_attention_over_rounded_keys_and_values(
     folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
 ) -> None:
-    """Where a key lies in the middle between two fp8 numbers, the last bit of another sum rounds it to the
-    other one."""
+    """One answer may differ: where a key lies in the middle between two fp8 numbers, the last bit of a sum
+    decides how it is rounded."""
     core = make_core(folder, **options)
     assert core.info.kv_dtype == "fp8" and core.engine.worker.part.cache.keys.dtype == FP8
     found = answer(core, make_batch(prompts))
@@ -176,7 +176,7 @@ def test_fp8_without_scales_has_scale_1(prompts: Tokens, tmp_path: Path) -> None
 def test_the_steps_of_a_gpu(
     folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With plain kernels in the place of Triton's: what goes to them, and where."""
+    """The GPU's steps give their kernels the right inputs; plain kernels take the place of Triton's."""
 
     def on_cpu(self: TorchCore) -> Worker:
         c = self.config
@@ -207,7 +207,7 @@ def test_a_cache_is_handed_over_as_it_is(folder: Path, prompts: Tokens, expected
 
 
 def test_pieces_keep_every_bit() -> None:
-    """Between blocks of different sizes; numbers that are no numbers, too."""
+    """Pieces move between blocks of different sizes unchanged, NaN included."""
     n_tokens, there, here = 11, [3, 1, 7], [2, 5]
     caches = [KVCache(3, 8, 4, size, 16, FP8) for size in (4, 8)]
     assert caches[0].piece_bytes(n_tokens, slice(0, 3), slice(0, 4)) == 2 * 3 * 4 * 16 * n_tokens

@@ -29,7 +29,8 @@ from tests.helpers.torch_cores import answer, make_batch, make_core
 
 
 def test_scales_of_a_checkpoint_by_any_name_and_shape(tmp_path: Path) -> None:
-    """One for a layer, of no dimension or of one; or one for each head. ModelOpt's names, too."""
+    """A layer may have one scale, of no dimension or of one, or one for each head, also under ModelOpt's
+    names."""
     scales: dict[str, torch.Tensor] = {}
     for layer in range(N_LAYERS):
         prefix = f"model.layers.{layer}.self_attn."
@@ -58,7 +59,7 @@ def test_scales_of_a_checkpoint_by_any_name_and_shape(tmp_path: Path) -> None:
 def test_generate_engines_calibrates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: Tokens, qformat: str
 ) -> None:
-    """TRTLLM_CHECKPOINT_FLAGS=kv_cache_dtype:fp8 makes a checkpoint with scales, an engine of it, and runs of
+    """TRTLLM_CHECKPOINT_FLAGS=kv_cache_dtype:fp8 makes a checkpoint with scales and an engine of it; runs of
     both have an fp8 cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRTLLM_CHECKPOINT_FLAGS", f"qformat:{qformat},kv_cache_dtype:fp8,calib_size:3")

@@ -13,7 +13,7 @@ from mpillm.engine.weights.quantize import quantize_rows
 def matrix(
     algorithm: str, n_out: int = 96, n_in: int = 64
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """8-bit numbers, scales, and the float32 matrix that they stand for."""
+    """Return 8-bit numbers, scales, and the float32 matrix that they stand for."""
     torch.manual_seed(n_out)
     numbers, scales = quantize_rows(torch.randn(n_out, n_in) * torch.rand(n_out, 1), algorithm)
     return numbers, scales, numbers.float() * scales
@@ -26,7 +26,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("piece", [1, 64 * 20, 1 << 20])
 def test_int8(monkeypatch: pytest.MonkeyPatch, piece: int, dtype: torch.dtype) -> None:
-    """For few rows and many, and with matrices of one piece and of several."""
+    """Products are right for few rows and many, and with matrices of one piece and of several."""
     monkeypatch.setattr(linear, "_PIECE", piece)
     numbers, scales, floats = matrix("int8")
     product = make_linear(numbers, scales, dtype)

@@ -22,7 +22,7 @@ N_OUTPUT = 9
 
 
 class Models:
-    """A folder, adapters for it, and what each answers."""
+    """Holds a folder, adapters for it, and what each answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "model"
@@ -49,7 +49,8 @@ def run(core: TorchCore, prompts: list[list[int]], specials: dict[int, Special])
 
 @pytest.mark.parametrize("options", [{}, {"enable_kv_cache_reuse": True, "max_num_tokens": 24}])
 def test_mixed_in_a_batch(options: dict[str, Any], models: Models) -> None:
-    """Each prompt with each adapter and with none; with reuse, blocks of one are no other's."""
+    """Each prompt is answered by each adapter and by none; with reuse, no adapter gets the blocks of
+    another."""
     core = make_core(models.folder, **options)
     adapters = {}
     for i, folder in models.adapters.items():

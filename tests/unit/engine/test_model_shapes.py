@@ -66,7 +66,8 @@ def test_other_shapes_of_llama(tmp_path: Path, prompts: Tokens, change: dict[str
 
 @pytest.mark.parametrize("preset", ["llama3.1-8b", "llama3.1-405b", "llama2-70b", "mixtral-8x7b"])
 def test_rotary_embeddings_equal_those_of_transformers(preset: str) -> None:
-    """At positions before and behind the length that Llama 3.1 was first trained for, to the last one."""
+    """Positions up to the last one are equal, before and after the length that Llama 3.1 was first trained
+    for."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -86,7 +87,7 @@ def test_rotary_embeddings_equal_those_of_transformers(preset: str) -> None:
 
 
 def test_a_prompt_beyond_the_length_of_the_first_training(tmp_path: Path) -> None:
-    """Llama 3.1's own rope scaling, from a context of more than 8192 tokens on."""
+    """Llama 3.1's rope scaling holds for a context of more than 8192 tokens."""
     save_preset("tiny-llama", tmp_path)
     rope = {
         name: preset_json("llama3.1-8b")[name]
@@ -109,7 +110,7 @@ def test_mixtral_equals_transformers(prompts: Tokens, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["llama2-7b", "llama2-13b", "llama2-70b", "llama3.1-8b", "mixtral-8x7b"])
 def test_a_layer_of_a_preset_runs(tmp_path: Path, preset: str) -> None:
-    """At its true width, in bfloat16."""
+    """One layer of each preset computes at its true width, in bfloat16."""
     (tmp_path / "config.json").write_text(json.dumps(preset_json(preset) | {"num_hidden_layers": 1}))
     prompts = [np.random.default_rng(i).integers(0, 32000, 9 + i).tolist() for i in range(4)]
     answers = answer(

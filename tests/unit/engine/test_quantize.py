@@ -59,7 +59,7 @@ def config(model: Path | str, **options: Any) -> CoreConfig:
 
 
 def logits(core: TorchCore, prompt: list[int]) -> torch.Tensor:
-    """Of every position of `prompt`."""
+    """Return the logits of every position of `prompt`."""
     worker, n = core.worker, len(prompt)
     assert worker is not None
     with torch.inference_mode():
@@ -72,7 +72,8 @@ def logits(core: TorchCore, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("algorithm", "largest"), [("int8", 127), ("fp8", 448)])
 def test_rounding(algorithm: str, largest: float) -> None:
-    """The largest of a row is exact, none is further off than half a step, and a row of zeros is one."""
+    """The largest value of a row is exact, none is off by more than half a step, and a row of zeros stays
+    zeros."""
     torch.manual_seed(0)
     matrix = torch.randn(64, 96) * torch.logspace(-6, 6, 64)[:, None]
     matrix[5] = 0
@@ -131,7 +132,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mixtral"])
 def test_bfloat16_is_close(folders: Folders, prompts: Tokens, preset: str) -> None:
-    """By both ways in which int8 weights are multiplied in bfloat16: few rows, many rows."""
+    """Both ways to multiply int8 weights in bfloat16, for few rows and for many, come close to float32."""
     exact, rounded = (make_core(folders[preset, "int8"], dtype=dtype) for dtype in ("float32", "bfloat16"))
     for prompt in (prompts[2], prompts[6]):
         wanted, found = logits(exact, prompt), logits(rounded, prompt)
@@ -146,7 +147,7 @@ def test_bfloat16_is_close(folders: Folders, prompts: Tokens, preset: str) -> No
 def test_quantised_at_load_or_before_is_the_same(
     folders: Folders, preset: str, algorithm: str, shape: tuple[int, int, int]
 ) -> None:
-    """On every rank: a row's columns may be spread over ranks, its scale is one."""
+    """Every rank has the same weights: a row has one scale, even if its columns are spread over ranks."""
     if preset == "tiny-llama" and shape[2] > 1:
         pytest.skip("no experts")
     before, at_load = (load_model_config(str(folders[preset, name])) for name in (algorithm, "none"))
@@ -197,7 +198,7 @@ def test_the_memory_of_weights_is_known(folders: Folders, algorithm: str, dtype:
 
 @pytest.fixture
 def two_files(tmp_path: Path) -> Path:
-    """A checkpoint in bfloat16 of two files with an index, a tied embedding, a tensor that is none of ours, a
+    """Write a checkpoint in bfloat16 in two files with an index, a tied embedding, an unknown tensor, and a
     tokenizer."""
     folder = tmp_path / "source"
     save_preset("tiny-llama", folder)
@@ -325,7 +326,8 @@ def test_what_cannot_be_quantised(folders: Folders, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known before anything is written; or, if another takes the room meanwhile, when it happens."""
+    """A lack of room is reported before anything is written or, if another process takes the room meanwhile,
+    when it happens."""
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1000))

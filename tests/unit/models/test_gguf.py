@@ -53,7 +53,7 @@ def test_convert_restores_the_weights(tmp_path: Path, tied: bool) -> None:
 
 
 def test_convert_quantized(tmp_path: Path) -> None:
-    """Q4_1: 32 weights share a float16 scale and a float16 minimum; written out here by hand."""
+    """In Q4_1 32 weights share a float16 scale and a float16 minimum, written out here by hand."""
     blocks = np.random.default_rng(1).integers(0, 256, (HIDDEN * FFN // 32, 20), np.uint8)
     blocks[:, 0:4] = np.array([0.5, -1.25], np.float16).view(np.uint8)
     nibbles = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1).astype(np.float32)

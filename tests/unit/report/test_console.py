@@ -18,8 +18,8 @@ from mpillm.report.timeline import Computed
 
 @pytest.mark.parametrize("steady", [False, True])
 def test_steady_state_progress(monkeypatch: pytest.MonkeyPatch, steady: bool) -> None:
-    """10 samples of 20 tokens a second, after 60 seconds in which nothing came: the last 30 seconds know
-    nothing of them."""
+    """The last 30 seconds count: 60 seconds in which nothing came do not lower the rate of 10 samples a
+    second."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     out = io.StringIO()
@@ -60,8 +60,7 @@ def test_progress_fits_80_columns(n: int) -> None:
 
 
 def test_a_bar_longer_than_the_terminal_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn in place, a bar takes one line of any terminal: it is cut, and lines that are no bar go on in the
-    next line again."""
+    """A bar is cut to one line of the terminal, and other lines go on in the next line."""
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv(TTY, "1")
     now = [0.0]
@@ -119,7 +118,7 @@ def test_a_console_that_takes_no_more(tmp_path: Path) -> None:
     "rank, expected", [(None, "mpillm: interrupted (Ctrl-C) in phase 'test'\n  see runs/x\n"), (2, None)]
 )
 def test_an_interrupt_is_no_failure(rank: int | None, expected: str | None) -> None:
-    """Of the run, that is: a signal to one rank fails it."""
+    """An interrupt of the run is none; a signal to one rank is."""
     err = io.StringIO()
     failure = Failure("interrupted (Ctrl-C)", rank, code=130, interrupted=True)
     Console(io.StringIO(), err).failure("in phase 'test'", [failure], "runs/x", lambda rank: f"rank {rank}")

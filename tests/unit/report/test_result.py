@@ -45,7 +45,8 @@ WHY = [
     ],
 )
 def test_rows(options: list[str], why: list[tuple[str, str]], judge: str | None) -> None:
-    """Why a test is INVALID, in LoadGen's words, and which command judges a run that LoadGen does not."""
+    """The summary says why a test is INVALID, in LoadGen's words, and which command judges a run that LoadGen
+    does not."""
     config = parse_run(
         ["--benchmarks", "llama2-70b", "--model_scale", "tiny", "--scenarios", "Server", *options]
     )
@@ -83,7 +84,7 @@ def test_evictions_are_told_with_what_avoids_them() -> None:
 
 
 def test_a_client_that_is_the_limit_says_so() -> None:
-    """And tokens that were not the server's, and requests that were sent twice."""
+    """So do tokens that were not the server's, and requests that were sent twice."""
     instance: dict[str, Any] = SLOW["per_instance"][0]
     client = {"client_busy_fraction": 0.91, "retokenized": 7, "retries": 2}
     result = SLOW | {

@@ -19,7 +19,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_what_comes_after_the_test_is_not_of_it(tmp_path: Path) -> None:
-    """Instances tell what they have computed until they are stopped, which is after the file was closed."""
+    """Instances report until they are stopped, which is after the file was closed."""
     timeline = Timeline([0], tmp_path / "timeline.jsonl")
     timeline.add(0, 1.0, Metrics(1, 1, 1, 0, 0.0))
     timeline.close()
@@ -30,10 +30,8 @@ def test_what_comes_after_the_test_is_not_of_it(tmp_path: Path) -> None:
 
 
 def test_rates_of_the_whole_test_and_of_its_last_seconds(tmp_path: Path) -> None:
-    """Two instances: one computes 100 prompt tokens a second for 20 s, then 10 tokens of answers.
-
-    The other starts idle.
-    """
+    """One instance computes 100 prompt tokens a second for 20 s, then 10 tokens of answers; the other starts
+    idle."""
     timeline = Timeline([0, 1], tmp_path / "timeline.jsonl")
     assert timeline.computed() is None
     for half in range(1, 81):

@@ -39,7 +39,7 @@ def answered(made: InstancePool, *positions: int, need: int = 1) -> None:
 
 
 def prompt(name: int, n: int, rest: int = 0) -> list[int]:
-    """`n` tokens that prompts of this name share, and `rest` that are in no other prompt."""
+    """Return `n` tokens that prompts of this name share, and `rest` that are in no other prompt."""
     return [*range(1000 * name, 1000 * name + n), *(random.getrandbits(30) for _ in range(rest))]
 
 
@@ -131,7 +131,7 @@ def test_as_many_holders_as_instances_are_not_all_compared() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_choice_is_that_of_the_formula(seed: int) -> None:
-    """Against a comparison of all instances, with prompts of a few families."""
+    """A comparison of all instances chooses the same, for prompts of a few families."""
     chance = random.Random(seed)
     made, n = pool(4, weight=8), 4
     known: list[set[tuple[int, ...]]] = [set() for _ in range(n)]

@@ -41,8 +41,8 @@ from mpillm.roles.instance import InstanceRole
 
 
 def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
-    """Not even of those that are answered before this rank knows that the warm-up has begun: a context
-    instance may know it earlier."""
+    """Nor is it told of those answered before this rank knows of the warm-up: a context instance may know of
+    it earlier."""
     sent: list[Tag] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(tag))
     core = DummyCore(CoreConfig("dummy"))
@@ -62,7 +62,8 @@ def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
 def test_an_instance_measures_itself_in_the_test(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Twice a second, whatever it does meanwhile, and only where it leads; its log has it now and then."""
+    """It measures twice a second, whatever it does meanwhile, and only on its leader; its log has a line now
+    and then."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     asked: list[float] = []
@@ -96,7 +97,7 @@ def test_an_instance_measures_itself_in_the_test(
 
 
 def test_a_core_that_has_stopped_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no engine any more, and phase stop may last until the next measurement is due."""
+    """Its engine is gone, and phase stop may last until the next measurement is due."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
@@ -121,7 +122,7 @@ def test_a_core_that_has_stopped_is_not_measured(monkeypatch: pytest.MonkeyPatch
 
 
 class HandoffCore(DummyCore):
-    """Computes nothing: has the responses that the test gives it, and moves KV caches at once."""
+    """Gives the responses that the test gives it, and moves KV caches at once."""
 
     def __init__(self) -> None:
         super().__init__(CoreConfig("dummy"))
@@ -159,20 +160,20 @@ class HandoffCore(DummyCore):
 
 
 def answered(*rows: tuple[int, int, int]) -> Batch:
-    """Responses of (id, tokens, flags)."""
+    """Return responses of (id, tokens, flags)."""
     made = np.array(list(rows), RESPONSE)
     return Batch(made, np.zeros(made["n_tokens"].sum(), np.int32))
 
 
 def asked(*ids: int) -> Batch:
-    """Return requests of a token each, for generation instance 1."""
+    """Return requests of one token each, for generation instance 1."""
     rows = np.zeros(len(ids), REQUEST)
     rows["id"], rows["n_tokens"], rows["max_output"], rows["generation"] = ids, 1, 9, 1
     return Batch(rows, np.zeros(len(ids), np.int32))
 
 
 def counted(role: InstanceRole) -> tuple[int, int, int]:
-    """Return requests that are owed and that were answered, and tokens."""
+    """Return the requests that are open and that were answered, and the tokens."""
     report = role.report()
     return role._owed, report["samples"], report["tokens"]
 
@@ -181,8 +182,8 @@ FIRST_AND_FINAL = ResponseFlag.FIRST | ResponseFlag.FINAL
 
 
 def test_a_context_instance_counts_what_it_hands_over_once() -> None:
-    """Of the test only; an answer of one token is answered with it, although its KV cache may still be under
-    way."""
+    """Only the test's requests count; an answer of one token is complete although its KV cache may still be
+    moving."""
     core, sent = HandoffCore(), []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append((tag, buffer)))
     role = Context(core, route, leader=0, instance=0, receivers={1: 5}, warm_up_receivers=[])
@@ -213,7 +214,7 @@ def test_a_context_instance_counts_what_it_hands_over_once() -> None:
 
 
 def test_a_generation_instance_counts_all_but_first_tokens() -> None:
-    """Nothing of the warm-up, and no less than nothing of an answer that failed."""
+    """The warm-up does not count, and a failed answer counts no tokens."""
     core = HandoffCore()
     route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
     role = Generation(core, route, leader=0, instance=1, senders={5: 0}, warm_up_senders=1)

@@ -14,7 +14,7 @@ POLICIES = traffic_distribution_policy.choices
 
 
 def pool(policy: str, requests: list[int], tokens: list[int] | None = None) -> InstancePool:
-    """Instances 10, 11, …, with these credits."""
+    """Return a pool of instances 10, 11, … with these credits."""
     made = InstancePool([10 + i for i in range(len(requests))], policy)
     for i, n in enumerate(requests):
         made.grant(i, n, tokens[i] if tokens else 1 << 40)
@@ -22,7 +22,7 @@ def pool(policy: str, requests: list[int], tokens: list[int] | None = None) -> I
 
 
 def send(made: InstancePool, needs: list[int]) -> list[tuple[int, int]]:
-    """Everything that there is room for, as (position, how many) of each message."""
+    """Send as much as there is room for; return (position, number of requests) of each message."""
     waiting = np.array(needs, np.int64)
     sent = []
     while len(waiting):

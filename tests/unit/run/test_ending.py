@@ -25,11 +25,11 @@ BROKEN = (Failure("broken", 2, "trace"),)
 
 
 class Ended(BaseException):
-    """The process has."""
+    """Stands for the end of the process."""
 
 
 class World:
-    """One rank's surroundings; `events` has what happened, in order."""
+    """Stands for one rank's surroundings; `events` has what happened, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         self.events: list[str] = []
@@ -213,7 +213,7 @@ def test_rank_0_ends_while_stuck_if_a_process_is_gone(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_watch_yields_to_the_main_thread(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Messages, too: a STOP is for the main thread to read."""
+    """Messages are the main thread's as well: it reads a STOP."""
     world = World(monkeypatch, rank)
     world.dead, world.rank0_lost, world.ending.state = [1], "silent", State.TELLING
     world.messages.append(Received(0, Tag.STOP, STOP.write(Stop(4, True))))
@@ -223,7 +223,7 @@ def test_the_watch_yields_to_the_main_thread(monkeypatch: pytest.MonkeyPatch, ra
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_main_thread_yields_to_the_watch(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Nobody is told twice; the main thread gives the watch time to end the process."""
+    """Nothing is reported twice; the main thread gives the watch time to end the process."""
     for call in ("fail", "finish", "stop"):
         world = World(monkeypatch, rank)
         world.dead = [1]

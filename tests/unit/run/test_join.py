@@ -31,7 +31,7 @@ DUMMY = ("--core_type", "dummy")
 
 
 def joined(config: RunConfig | None, n: int = 3, **of_rank_1: Any) -> dict[int, JoinReport]:
-    """Return what `n` ranks say that were started alike, but for `of_rank_1`."""
+    """Return the reports of `n` ranks that were started alike, except for `of_rank_1`."""
     alike = JoinReport(
         "node", 100, 5.0, {"mpillm": "1.0", "MPI": "Some MPI 1"}, "", config.digest() if config else ""
     )
@@ -105,7 +105,7 @@ def test_a_bad_data_set_is_found_before_a_directory_is_made(tmp_path: Path) -> N
 
 
 class Loopback:
-    """A transport of rank 0 that only notes what is sent."""
+    """Is a transport of rank 0 that only notes what is sent."""
 
     rank = 0
 
@@ -118,7 +118,7 @@ class Loopback:
 
 
 class Run:
-    """Rank 0 of a run in `directory`, of ranks that arrive when the test says so."""
+    """Is rank 0 of a run in `directory`, with ranks that arrive when the test says so."""
 
     def __init__(self, directory: Path, *words: str) -> None:
         self.directory = directory

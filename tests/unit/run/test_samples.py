@@ -68,10 +68,7 @@ def test_synthetic_and_builtin(tmp_path: Path) -> None:
 
 
 def test_the_narrowest_model_counts(tmp_path: Path) -> None:
-    """A context and a generation instance may allow different things.
-
-    A core without a model allows everything.
-    """
+    """A context and a generation instance may have different limits. A core without a model has none."""
     path = ("--dataset_path", arrays(tmp_path), "--max_output_len", 4)
     wide = Model(10**6, 10**6)
     assert len(load(tmp_path, *DUMMY, *path, models=(wide, Model(8, 8, 4), None))) == 3
@@ -87,8 +84,8 @@ def test_the_narrowest_model_counts(tmp_path: Path) -> None:
 
 
 def test_stop_words_of_a_data_set(tmp_path: Path) -> None:
-    """They must be the run's, unless the run wants none: `use_stop_tokens` of a generation config, or no stop
-    words by a person."""
+    """They must be the run's, unless the run wants none: by `use_stop_tokens` of a generation config, or by
+    empty stop words."""
     arrays(tmp_path)
     np.save(tmp_path / "stop_ids_padded.npy", np.array([[13, 13], [2, 2], [13, 13]], np.int32))
     data = (*DUMMY, "--dataset_path", tmp_path, "--end_ids", 2)
@@ -128,7 +125,7 @@ def test_what_does_not_fit_names_the_file_that_set_it(
 def test_only_the_options_that_an_error_is_about_are_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its text mentions."""
+    """Other options that its text mentions are not."""
     monkeypatch.chdir(tmp_path)
     Path("d.yaml").write_text("executors: {max_batch_size: 3}")
     yaml = tmp_path / "mine.yaml"

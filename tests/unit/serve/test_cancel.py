@@ -20,7 +20,7 @@ from tests.helpers.served import MAX_BATCH, World, whole
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 40))
 def test_nothing_is_left_of_cancelled_requests(disaggregated: bool, timed: bool, seed: int, n: int) -> None:
-    """Each ends once; what is not given up has the tokens that it would have had.
+    """Each request ends once; one that is not cancelled has all its tokens.
 
     Ids that are used again are not taken for others.
     """

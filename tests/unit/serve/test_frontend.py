@@ -31,7 +31,7 @@ DEADLINE_S = 120.0
 
 
 class Rank0:
-    """What rank 0 has, and a leader that the test plays."""
+    """Holds what rank 0 has, and plays the leader."""
 
     def __init__(self, drain_s: float = DEADLINE_S) -> None:
         self.network = Network(2, random.Random(0))
@@ -71,7 +71,7 @@ class Rank0:
         return connection
 
     def answer(self, *rows: tuple[int, int, int]) -> None:
-        """(id, tokens, flags) of each."""
+        """Send rank 0 rows of (id, tokens, flags), as the leader does."""
         made = np.array(list(rows), RESPONSE)
         batch = Batch(made, np.full(int(made["n_tokens"].sum()), ord("a"), np.int32))
         self.network.routes[0].handlers[Tag.ANSWER](Received(1, Tag.ANSWER, ANSWER.write(batch)))

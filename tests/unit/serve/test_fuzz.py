@@ -42,7 +42,7 @@ BODY = st.one_of(GOOD, BODIES, JSON).map(lambda body: json.dumps(body).encode())
 
 
 def request(method: str, path: str, headers: dict[str, str], body: bytes, more: int) -> bytes:
-    """Of HTTP; with `more` than there is of a body, it waits for the rest."""
+    """Return an HTTP request; with `more` than there is of a body, it waits for the rest."""
     lines = [
         f"{method} {path} HTTP/1.1",
         "Host: a",
@@ -63,7 +63,7 @@ CLIENTS = st.lists(WHOLE | LEAVING, min_size=1, max_size=8)
 
 
 async def talk(a: Api, sent: bytes, patience_s: float) -> bytes:
-    """Return what comes back."""
+    """Send `data` and return what comes back."""
     host, _, port = a.base.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

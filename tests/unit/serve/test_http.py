@@ -95,7 +95,7 @@ def test_several_prompts_of_one_body(disaggregated: bool) -> None:
 
 @BOTH
 def test_several_answers_to_each_prompt(disaggregated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of their own, with seeds of their own; a prompt's tokens count once."""
+    """Each answer is a request with a seed of its own; a prompt's tokens count once."""
 
     async def test() -> None:
         async with api(disaggregated) as a:
@@ -168,7 +168,7 @@ def test_stop_strings_end_the_request_where_it_is_generated(disaggregated: bool,
 @ROUTES
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_disconnect_cancel_their_requests(disaggregated: bool, path: str, stream: bool) -> None:
-    """More than the instances hold, so that some wait at the leader; none would end by itself."""
+    """Some of them wait at the leader, because the instances have no room; none would end by itself."""
 
     async def test() -> None:
         async with api(disaggregated, core={"ttft_ms": 0.5, "tpot_ms": HOUR_MS}) as a:
@@ -194,7 +194,7 @@ def test_clients_that_disconnect_cancel_their_requests(disaggregated: bool, path
 def test_clients_that_disconnect_in_the_middle_of_a_stream(
     disaggregated: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is no error of the server."""
+    """A disconnect is no error of the server."""
 
     async def test() -> None:
         async with api(disaggregated, core={"tpot_ms": 1.0}, max_queue_size=2000) as a:

@@ -66,7 +66,7 @@ WRONG_MESSAGES: list[Any] = [
 
 @ROUTES
 def test_what_is_wrong_is_said(path: str) -> None:
-    """With status 400, the parameter's name, and nothing left behind."""
+    """The answer has status 400 and the parameter's name, and nothing is left behind."""
 
     async def test() -> None:
         async with api() as a:
@@ -192,7 +192,7 @@ def test_limits_of_bodies_and_of_the_queue() -> None:
 
 
 def test_the_core_that_refuses_and_the_server_that_ends() -> None:
-    """Before and in the middle of a stream."""
+    """The client is told before a stream and in the middle of one."""
 
     async def test() -> None:
         async with api(core={"ttft_ms": 0.5, "tpot_ms": HOUR_MS}) as a:
@@ -252,7 +252,7 @@ def test_metrics() -> None:
 
 @BOTH
 def test_times_of_requests_are_told_once_and_of_the_last_ones_only(disaggregated: bool) -> None:
-    """The dummy core says nothing of its own: tests/e2e/test_serve.py has one that does."""
+    """The dummy core reports no times of its own: tests/e2e/test_serve.py has a core that does."""
 
     async def test() -> None:
         async with api(disaggregated, perf_metrics_max_requests=3) as a:

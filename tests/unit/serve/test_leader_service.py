@@ -38,7 +38,7 @@ BODY = {"prompt": "a text", "max_tokens": 3}
 
 
 def context(request: Request, reason: str = "not_finished") -> Reply:
-    """As a context server: it says in the opaque state what it was asked."""
+    """Answer as a context server whose opaque state says what it was asked."""
     asked = request.json
     params = {"request_type": "context_only", "first_gen_tokens": [7], "encoded_opaque_state": "state"}
     params["disagg_request_id"] = asked["disaggregated_params"]["disagg_request_id"]
@@ -58,7 +58,7 @@ def says(reply: Reply) -> Completions:
 
 
 class Led:
-    """A leader, its servers, and a client."""
+    """Holds a leader, its servers, and a client."""
 
     def __init__(self, base: str, session: ClientSession, servers: list[ScriptedServer], names: list[str]):
         self.base, self.session, self.servers, self.names = base, session, servers, names

@@ -29,13 +29,13 @@ def bits(*numbers: float) -> list[int]:
 
 
 def made_of(place: int, token: int, k: int) -> list[int]:
-    """Numbers for a place of an answer: the likeliest tokens are those after the chosen one."""
+    """Return the numbers for a place of an answer: the likeliest tokens are those after the chosen one."""
     others = range(token + 1, token + 1 + k)
     return [*bits(-0.5 - place), *others, *bits(*(-0.25 * (1 + i) - place for i in range(k)))]
 
 
 def give_logprobs(world: World) -> None:
-    """Let rows of answers have log probabilities before them, as the torch core's do."""
+    """Put log probabilities before rows of answers, as the torch core does."""
     frontend = world.roles[0]
     assert isinstance(frontend, Frontend)
     mailbox = frontend._mailbox
@@ -114,7 +114,7 @@ def test_of_a_chat(disaggregated: bool, stream: bool) -> None:
 
 
 async def choices(a: Api, path: str, body: dict[str, Any], stream: bool) -> list[dict[str, Any]]:
-    """Return those of a stream, except the one with the role, or the only one."""
+    """Return the choices of a stream, except the one with the role, or the only one."""
     if not stream:
         return list((await a.answer(path, **body))["choices"])
     events = await a.events(path, **body)
@@ -122,7 +122,7 @@ async def choices(a: Api, path: str, body: dict[str, Any], stream: bool) -> list
 
 
 def test_infinities_and_tokens_with_the_same_text() -> None:
-    """Bytes that are no text by themselves are all U+FFFD: the likeliest of them is told."""
+    """Of tokens whose bytes are no text by themselves, all U+FFFD, only the likeliest is told."""
     entry = logprobs.read(200, [*bits(-math.inf), 201, 202, 65, *bits(-0.5, -1.0, -2.0)])
     assert entry == (200, -9999.0, [(201, -0.5), (202, -1.0), (65, -2.0)])
     made = logprobs.completion([entry._replace(token=66)], ByteTokenizer(), 7)

@@ -62,7 +62,7 @@ BODIES = st.fixed_dictionaries(
 @settings(max_examples=300)
 @given(body=BODIES | JSON, chat=st.booleans())
 def test_any_body(body: Any, chat: bool) -> None:
-    """What is understood fits a row of REQUEST; what is refused says why in a body that is JSON."""
+    """A body that is understood fits a row of REQUEST; one that is refused gets a reason in JSON."""
     try:
         asked = read(json.dumps(body).encode(), chat, SERVED)
         prompts = encode(asked, SERVED)

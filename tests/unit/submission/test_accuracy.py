@@ -58,7 +58,7 @@ def test_gsm8k(text: str, expected: str, right: bool) -> None:
     ],
 )
 def test_needle(text: str, expected: str, score: float) -> None:
-    """In (B, A) only the four hyphens of the 36 characters occur: a quirk of the reference that the values
+    """Only the four hyphens of the 36 characters occur in (B, A), a quirk of the reference that the values
     depend on."""
     assert matching.needle(text, expected) == score
 
@@ -78,7 +78,7 @@ def test_question(text: str, expected: str, score: float) -> None:
 
 
 def test_llama2() -> None:
-    """ROUGE-1 of the second: precision 2/2, recall 2/4; ROUGE-2: 1/1 and 1/3.
+    """The second has ROUGE-1 precision 2/2 and recall 2/4, ROUGE-2 1/1 and 1/3.
 
     Stemming makes runs and running one.
     """
@@ -216,7 +216,7 @@ def tokens(text: str) -> Sequence[int]:
 
 
 def tiny(path: Path, **more: Any) -> Path:
-    """An accuracy run of two samples, whose tokens are bytes, in another order than that of the data set."""
+    """Return an accuracy run of two samples, whose tokens are bytes, in another order than the data set's."""
     log = [log_entry(1, tokens("a b")), log_entry(0, tokens("the dog"))]
     return make_run(path, "accuracy", answers=log, **{"model_scale": "tiny", **more})
 

@@ -111,10 +111,8 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
 
 
 def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
-    """LoadGen calls a run VALID that was shortened, has limits of its own, or answers less.
-
-    The checker and the rules don't.
-    """
+    """LoadGen calls a run VALID that was shortened, has limits of its own, or answers less; the checker and
+    the rules reject it."""
     shortened = {"effective_min_duration_ms": 10_000, "effective_samples_per_query": 64}
     shortened |= {"effective_performance_sample_count": 48, "effective_accuracy_sample_count": 48}
     options: dict[str, Any] = {"max_output_len": 16, "end_ids": [2, 13], "stop_words": None}
@@ -187,7 +185,7 @@ def test_rounds_and_scenarios(maker: Maker) -> None:
 
 
 def test_open_division(maker: Maker) -> None:
-    """No compliance runs are asked for, no other scenario, and any model may be run."""
+    """It asks for no compliance runs and no other scenario, and takes any model."""
     runs = maker.runs(model_scale="tiny")
     maker.submit(*runs[:2], "--division", "open", *measured(maker))
     assert "tiny" in maker.submit(*runs[:2], "--division", "closed", *measured(maker), code=4)
@@ -209,7 +207,7 @@ def test_place(workload: str, target: float, scenario: str, expected: tuple[str,
 
 
 def test_the_command_gives_the_run_again(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags, whose sources are told one by one, and what stands in the environment, are part of it."""
+    """The command has the flags, whose sources are recorded one by one, and what the environment set."""
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "kvcache_free_gpu_mem_frac:0.7")
     words = (
         "--core_type dummy --core_options a:1,b:true --end_ids 1,2 --save_outputs --triton_grpc_ports"

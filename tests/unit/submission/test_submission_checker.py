@@ -50,7 +50,7 @@ MIXTRAL_SCORES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A submission, full-sized and good but for what is said here, and the checks that fail in each division
+    """Describes a submission, good except for what it says, and the checks that fail in each division
     ("Scenario check")."""
 
     closed: tuple[str, ...]

@@ -18,7 +18,7 @@ TIMEOUT_S = 60.0
 
 
 def reply(body: bytes, length: int | None = None) -> bytes:
-    """An HTTP answer that announces `length` bytes, by default as many as it has."""
+    """Return an HTTP answer that announces `length` bytes, by default as many as it has."""
     n = len(body) if length is None else length
     return b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (n, body)
 
@@ -33,7 +33,7 @@ BAD = {"cut short": CUT, "no JSON": NO_JSON, "no tokens": EMPTY, "no field": rep
 
 @contextmanager
 def server(*replies: bytes) -> Iterator[str]:
-    """The address of a server with a reply for each connection, after which it closes."""
+    """Return the address of a server that gives a reply to each connection and closes it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

@@ -18,7 +18,7 @@ WAIT_S = 30.0
 
 
 class Counting(LLMCore):
-    """Answers 1, 2, 3, … a token a step, to as many as are open; prompts with a 13 are an error."""
+    """Answers 1, 2, 3, … with a token a step, to all open requests; a prompt with a 13 is an error."""
 
     def __init__(self) -> None:
         super().__init__(CoreConfig("counting"))

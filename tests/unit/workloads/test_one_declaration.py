@@ -122,7 +122,7 @@ def test_every_room_takes_a_workload_that_is_declared_in_one_place(tmp_path: Pat
 
 
 def test_no_other_room_names_a_workload() -> None:
-    """But bench, which measures with one of them."""
+    """Only bench does, which measures with one of them."""
     names = {
         name + target
         for w in WORKLOADS.values()

@@ -38,7 +38,8 @@ def options(name: str, *more: str, scenario: str = "Server") -> RunConfig:
 
 
 def loadgen(config: RunConfig, n_samples: int) -> dict[str, Any]:
-    """LoadGen's settings, in a process of their own: it reads its own values once in a process."""
+    """Return LoadGen's settings from a process of their own, because it reads its own values once in a
+    process."""
     script = (
         "import json, sys\nfrom disagg.errors import ConfigError\nfrom mpillm.config.options import"
         " parse_run\n"
@@ -141,8 +142,8 @@ def test_a_person_goes_before_the_workload() -> None:
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_presets_fit_the_workloads(name: str) -> None:
-    """The lengths, end tokens and stop words are the model's: of the preset with the full model's shape, and
-    of the tiny one."""
+    """Lengths, end tokens and stop words are those of the preset with the full model's shape, and of the tiny
+    one."""
     preset = name.removesuffix("-interactive")
     for scale in ("full", "tiny"):
         workload = workloads.get(name, scale)
@@ -292,7 +293,10 @@ def test_bad_user_conf(line: str, message: str, tmp_path: Path) -> None:
 
 
 def refused(user_conf: str) -> str:
-    """Return what is said of a user.conf, before LoadGen reads anything: so it may be in this process."""
+    """Return the message about a user.conf.
+
+    It comes before LoadGen reads anything, so it may be in this process.
+    """
     with pytest.raises(ConfigError) as error:
         load_settings(LoadGenConfig.from_run(options("llama2-70b", "--user_conf", user_conf)), 24576)
     return str(error.value)

@@ -17,7 +17,7 @@ _session: MPI.Intracomm | None = None
 
 
 def _bindings() -> ModuleType:
-    """tensorrt_llm.bindings.executor: a class for each that is recorded, and nothing else."""
+    """Make tensorrt_llm.bindings.executor: a class for each that is recorded, and nothing else."""
     module = ModuleType("tensorrt_llm.bindings.executor")
     for name, spec in RECORD["bindings"].items():
         if "members" in spec:
@@ -147,7 +147,7 @@ class _Response(Bound):
 
 
 class MpiComm:
-    """C++'s session."""
+    """Stands for C++'s session."""
 
     @staticmethod
     def set_raw_mpi_session_by_fortran_handle(*args: Any) -> None:

@@ -28,13 +28,13 @@ def set_mpi_comm(*args: Any, **kwargs: Any) -> None:
 
 
 def part_of_model(n_ranks: int) -> int:
-    """On each rank of a session: a worker needs the communicator that `set_mpi_comm` was given there."""
+    """Check, on each rank of a session, that its worker got a communicator by `set_mpi_comm`."""
     assert _comm is not None and _comm.size == n_ranks
     return _comm.rank
 
 
 class MpiCommSession:
-    """As TensorRT-LLM's: rank 0's work in a thread, the others' through mpi4py."""
+    """Does as TensorRT-LLM's: rank 0's work in a thread, the others' through mpi4py."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = called("MpiCommSession", "__init__", args, kwargs)
@@ -68,7 +68,7 @@ class SamplingParams(Fields):
 
 
 class LLM:
-    """The PyTorch backend's."""
+    """Stands for the PyTorch backend's class."""
 
     _arguments = "TorchLlmArgs"
 
@@ -123,7 +123,7 @@ class _Output:
 
 
 class _Result:
-    """`GenerationResult`, awaited in the loop where it was asked for."""
+    """Stands for `GenerationResult`, awaited in the loop where it was asked for."""
 
     def __init__(self, llm: LLM, inputs: list[int], sampling_params: Any, streaming: bool = False) -> None:
         import asyncio

@@ -15,7 +15,7 @@ REFUSED = 666
 def bound(
     name: str, overloads: list[list[str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments by name, of the first overload that takes them; TypeError if none does."""
+    """Return the arguments by name, of the first overload that takes them. Raises TypeError if none does."""
     for parameters in overloads:
         names = [one.rstrip("=") for one in parameters if one not in ("*", "**")]
         first_keyword = parameters.index("*") if "*" in parameters else len(names)
@@ -35,7 +35,7 @@ def bound(
 
 
 class Bound:
-    """A class of the bindings: attributes and calls as recorded."""
+    """Has the attributes and calls that are recorded of a class of the bindings."""
 
     _name = ""
 
@@ -72,7 +72,7 @@ def _checked(name: str, overloads: list[list[str]], method: Any) -> Any:
 
 
 class Fields:
-    """A configuration of the LLM API (pydantic's): fields of the record, others are refused."""
+    """Has the recorded fields of a configuration of the LLM API (pydantic's), and refuses others."""
 
     def __init__(self, **values: Any) -> None:
         if unknown := values.keys() - {field.rstrip("=") for field in fields(type(self).__name__)}:
@@ -83,7 +83,7 @@ class Fields:
 
 
 def fields(name: str) -> list[str]:
-    """Return those of its bases included."""
+    """Return the fields of a class, those of its bases included."""
     spec = RECORD["python"].get(name)
     return (
         []
