@@ -1,7 +1,7 @@
-"""``bench core-model``: load on the engine's model, without text, as benchmark_core_model.py puts it.
+"""``bench core-model``: load on the engine's model, without text, as benchmark_core_model.py makes it.
 
-Over gRPC or HTTP to a tritonserver; ``-i mpi`` runs the same lengths and rate through MPI, with the embedded
-engine in the ranks and LoadGen as the source.
+The load goes over gRPC or HTTP to a tritonserver; ``-i mpi`` runs the same lengths and rate through MPI, with
+the embedded engine in the ranks and LoadGen as the source.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORKLOADS = ("dataset", "token_norm_dist")
 
 
 class Options(Values):
-    """Of ``bench core-model``."""
+    """Declares the options of ``bench core-model``."""
 
     workload = Field(
         "workload", "where prompts come from; the word alone does, too", choices=WORKLOADS, group="benchmark"
@@ -126,7 +126,7 @@ EPILOG = (
 
 
 def words_of(words: Sequence[str]) -> list[str]:
-    """The command line with its workload, which stands between the options as a word of its own, as one."""
+    """Return the command line with its workload, a word of its own between the options, as `--workload`."""
     names = {word: word.replace("-", "_") for word in words if word.replace("-", "_") in WORKLOADS}
     return [
         part
@@ -140,7 +140,7 @@ def words_of(words: Sequence[str]) -> list[str]:
 
 
 def main(config: Options) -> int:
-    """Print the table. NOT_READY if the server is not; TEST_FAILED if a request failed."""
+    """Print the table; return NOT_READY if the server is not ready, TEST_FAILED if a request fails."""
     if config.workload is None:
         raise ConfigError(f"bench core-model needs one of {', '.join(WORKLOADS)}", about=["workload"])
     if config.protocol == "mpi":
@@ -206,7 +206,7 @@ def _requests(config: Options, random: np.random.Generator) -> list[Request]:
 
 
 def _through_mpi(config: Options) -> int:
-    """The same lengths and rate, without a server. LoadGen's arrivals are exponential."""
+    """Run the same lengths and rate without a server. LoadGen's arrivals are exponential."""
     if config.workload != "token_norm_dist":
         raise ConfigError("-i mpi: its prompts are those of token_norm_dist", about=["workload"])
     if config.time_delay_dist == "constant" and config.request_rate > 0:

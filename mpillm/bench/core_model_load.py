@@ -1,4 +1,4 @@
-"""Load on the engine's model of a tritonserver, over gRPC or HTTP: what became of each request."""
+"""Load on the engine's model of a tritonserver, over gRPC or HTTP, and the record of each request."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LOOK_S = 1.0
 
 
 class Request(NamedTuple):
-    """One request: its prompt, and the length of its answer, which no token ends."""
+    """Holds a request's prompt, and the length of its answer, which no token ends."""
 
     prompt: NDArray[np.int32]
     output_len: int
 
 
 class Target(NamedTuple):
-    """Where requests go, and for how long nothing may come from there while answers are owed."""
+    """Says where requests go, and for how long nothing may come from there while answers are owed."""
 
     url: str
     model: str
@@ -42,7 +42,10 @@ class Target(NamedTuple):
 def over_grpc(
     target: Target, requests: Sequence[Request], due: NDArray[np.float64], most_at_once: int
 ) -> list[Record]:
-    """All requests on one stream; the record of each. TritonError: the server is not there, or is silent."""
+    """Send all requests over one stream; return the record of each.
+
+    Raises TritonError if the server is not there, or is silent.
+    """
     channel = open_channel(target.url)
     try:
         until_ready(target.url, channel, target.timeout_s)
@@ -70,7 +73,10 @@ class _GrpcLoad:
         self._ended = threading.Event()
 
     def run(self, stream: Stream, due: NDArray[np.float64]) -> None:
-        """Send each when it is due and there is room; wait for all answers. TritonError."""
+        """Send each request when it is due and there is room, and wait for all answers.
+
+        Raises TritonError.
+        """
         began = time.perf_counter()
         for number, (request, at) in enumerate(zip(self._requests, due.tolist(), strict=True)):
             if (wait := began + at - time.perf_counter()) > 0:
@@ -94,7 +100,7 @@ class _GrpcLoad:
             )
 
     def heard(self, stream: Stream, response: Any, error: str) -> None:
-        """On the stream's thread."""
+        """Note a response; called on the stream's thread."""
         now = time.perf_counter()
         number = int(response.id or 0)
         if not number:
@@ -114,7 +120,7 @@ class _GrpcLoad:
 
 
 def _note(record: Record, now: float, n_tokens: int) -> None:
-    """A response with so many tokens has come."""
+    """Note a response with so many tokens."""
     if not n_tokens:
         return
     elapsed = now - record.start
@@ -127,7 +133,7 @@ def _note(record: Record, now: float, n_tokens: int) -> None:
 
 
 def _end(record: Record) -> None:
-    """The last response has come."""
+    """Note that the last response has come."""
     if not record.output_len and not record.error:
         record.error = "an answer without a token"
 
@@ -135,7 +141,8 @@ def _end(record: Record) -> None:
 def over_http(
     target: Target, requests: Sequence[Request], due: NDArray[np.float64], most_at_once: int
 ) -> list[Record]:
-    """A connection for each request under way, by `generate` or `generate_stream`; the record of each."""
+    """Send as many requests at once as there are connections, to `generate` or `generate_stream`; return the
+    record of each."""
     records = [Record(len(request.prompt)) for request in requests]
     idle: SimpleQueue[HttpConnection] = SimpleQueue()
     n = min(most_at_once, len(requests))
@@ -178,7 +185,7 @@ def _values(target: Target, request: Request) -> dict[str, Any]:
 
 
 def arrival_times(n: int, rate: float, is_constant: bool, random: np.random.Generator) -> NDArray[np.float64]:
-    """When each of `n` requests is due, seconds; all at once if `rate` is not above 0."""
+    """Return when each of `n` requests is due, in seconds: all at once if `rate` is not above 0."""
     if rate <= 0:
         return np.zeros(n)
     delays = np.full(n, 1 / rate) if is_constant else random.exponential(1 / rate, n)
@@ -186,5 +193,5 @@ def arrival_times(n: int, rate: float, is_constant: bool, random: np.random.Gene
 
 
 def lengths(mean: float, stdev: float, n: int, random: np.random.Generator) -> list[int]:
-    """Normal, rounded up, at least 1."""
+    """Draw `n` lengths from a normal distribution, rounded up, at least 1."""
     return [max(1, int(value)) for value in np.ceil(random.normal(mean, stdev, n)).tolist()]

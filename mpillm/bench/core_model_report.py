@@ -1,4 +1,4 @@
-"""The table of ``bench core-model``, as benchmark_core_model.py prints it, and latencies behind it."""
+"""The table of ``bench core-model``, as benchmark_core_model.py prints it, and the latencies behind it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def statistics_of(records: Sequence[Record]) -> dict[str, Any]:
-    """Numbers by name, times in ms: `latency`, `ttft` and `itl` each with a mean and percentiles.
+    """Return numbers by name, times in ms: `latency`, `ttft` and `itl` each with a mean and percentiles.
 
     A request that failed is counted in `errors`, and nowhere else.
     """
@@ -47,7 +47,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def table(found: Mapping[str, Any]) -> Iterator[str]:
-    """The lines that a person sees."""
+    """Return the lines that a person sees."""
     rows = {"Requests/Sec": found["requests_per_second"], "OP tokens/sec": found["tokens_per_second"]}
     if latency := found.get("latency"):
         rows |= {

@@ -20,9 +20,9 @@ _FORM = "name:value,name:value (a backslash before a comma or colon that is part
 
 
 def split(text: str, delimiter: str) -> list[str]:
-    r"""The parts of a text between delimiters. A backslash makes the next character a plain one.
+    """Return the parts of a text between delimiters.
 
-    One level of backslashes goes with each call.
+    A backslash makes the next character a plain one; each call takes one level of backslashes.
     """
     parts, is_plain = [""], False
     for character in text:
@@ -37,13 +37,13 @@ def split(text: str, delimiter: str) -> list[str]:
 
 
 def placeholders(text: str) -> list[str]:
-    """The names of a template's placeholders, ``${name}`` or ``$name``, each once."""
+    """Return the names of a template's placeholders, ``${name}`` or ``$name``, each once."""
     found = (match["named"] or match["braced"] for match in Template.pattern.finditer(text))
     return [*dict.fromkeys(name for name in found if name)]
 
 
 def substitutions(text: str) -> dict[str, str]:
-    """Values by the names of placeholders. ConfigError: they are not of the form."""
+    """Return values by the names of placeholders. Raises ConfigError if `text` has another form."""
     values = {}
     for part in split(text, ","):
         pair = split(part, ":")
@@ -54,12 +54,12 @@ def substitutions(text: str) -> dict[str, str]:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """The text with values in the place of placeholders; those without a value stay."""
+    """Return the text with values in the place of placeholders; those without a value stay."""
     return Template(text).safe_substitute(_DEFAULTS | dict(values))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the filled file, or write it in its place. ConfigError: a name is not in the file."""
+    """Print the filled file, or write it in its place. Raises ConfigError if a name is not in the file."""
     parser = argparse.ArgumentParser(
         prog="python -m mpillm fill-template",
         description="Fill the placeholders of a config.pbtxt, as fill_template.py of TensorRT-LLM's backend.",

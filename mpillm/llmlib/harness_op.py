@@ -60,7 +60,8 @@ class LLMHarnessOp:
         self.options = options
 
     def get_backend_kwargs(self, dependency_outputs: Mapping[type, Any]) -> dict[str, Any]:
-        """Return what `get_num_cores_for_workload` and `get_config_for_core` besides --core_options."""
+        """Return arguments for `get_num_cores_for_workload` and `get_config_for_core`, besides
+        --core_options."""
         return {}
 
     def run(

@@ -1,4 +1,4 @@
-"""What both clients of Triton's LLM models can ask for, with the options and tensors of NVIDIA's scripts.
+"""The options that both clients of Triton's LLM models have, with the names and tensors of NVIDIA's scripts.
 
 Source: TensorRT-LLM's backend 0.19, inflight_batcher_llm/client.
 """
@@ -21,7 +21,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class Given(NamedTuple):
-    """An option that is a tensor of the same name, shape [1, 1]."""
+    """Describes an option that is a tensor of the same name, shape [1, 1]."""
 
     name: str
     kind: type[Any]
@@ -62,7 +62,7 @@ PERF_METRICS = (
 
 
 def client_parser(name: str, description: str, epilog: str) -> Parser:
-    """A parser with the options that both clients have."""
+    """Return a parser with the options that both clients have."""
     parser = Parser(
         prog=f"mpillm triton-client {name}",
         description=description,
@@ -94,7 +94,10 @@ def client_parser(name: str, description: str, epilog: str) -> Parser:
 
 
 def given_tensors(words: argparse.Namespace) -> dict[str, NDArray[Any]]:
-    """The tensors of those options, shape [1, 1], and an adapter's weights. ConfigError: no such file."""
+    """Return the tensors of those options, shape [1, 1], and an adapter's weights.
+
+    Raises ConfigError if there is no such file.
+    """
     values = {option.name: getattr(words, option.name) for option in GIVEN}
     tensors = {
         option.name: np.array([[values[option.name]]], option.kind)
@@ -112,7 +115,7 @@ def given_tensors(words: argparse.Namespace) -> dict[str, NDArray[Any]]:
 
 
 def load_array(path: str | os.PathLike[str]) -> NDArray[Any]:
-    """An array of a .npy file. ConfigError."""
+    """Return the array of a .npy file. Raises ConfigError if it can't be read."""
     try:
         array: NDArray[Any] = np.load(path)
     except (OSError, ValueError) as error:
@@ -121,14 +124,17 @@ def load_array(path: str | os.PathLike[str]) -> NDArray[Any]:
 
 
 def n_sequences(words: argparse.Namespace) -> int:
-    """Of each prompt. ConfigError: beams and several sequences are two ways to ask for them."""
+    """Return the number of answers to each prompt.
+
+    Raises ConfigError for beams together with several sequences: they are two ways to ask for them.
+    """
     if words.num_return_sequences is not None and words.beam_width > 1:
-        raise ConfigError("--num_return_sequences and --beam_width above 1: one of them")
+        raise ConfigError("--num_return_sequences and --beam_width above 1 exclude each other")
     return int(words.num_return_sequences or words.beam_width)
 
 
 def wanted_outputs(words: argparse.Namespace) -> list[str]:
-    """The outputs besides the answer itself that the options ask for."""
+    """Return the names of the outputs, besides the answer itself, that the options ask for."""
     asked: Sequence[tuple[bool | None, Sequence[str]]] = (
         (words.return_log_probs, LOG_PROBS),
         (words.return_context_logits, LOGITS[:1]),

@@ -1,7 +1,7 @@
 """A gRPC stream of a tritonserver, which answers requests one after another.
 
-Streams reach every model: a decoupled one answers nothing else, and one that is not decoupled answers over
-them, too.
+A stream reaches every model: a decoupled one answers nothing else, and one that is not decoupled answers over
+streams, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CANCELLED = "StatusCode.CANCELLED"
 
 
 class AnswerError(Exception):
-    """A request that the server has refused, or that has no answer. `status`: gRPC's, if it has one."""
+    """A request was refused, or has no answer. `status`: gRPC's, if there is one."""
 
     def __init__(self, message: str, status: str | None = None) -> None:
         super().__init__(message)
@@ -33,14 +33,15 @@ class AnswerError(Exception):
 
 
 class Stop(NamedTuple):
-    """How a request ends early: after these seconds, by Triton's `stop` input or by gRPC's cancellation."""
+    """Says how a request ends early: after these seconds, by Triton's `stop` input or by gRPC's
+    cancellation."""
 
     after_s: float
     by_cancel: bool = False
 
 
 class Secure(NamedTuple):
-    """Files of an encrypted connection; None: the system's own, or none."""
+    """Names the files of an encrypted connection. None: the system's own, or none."""
 
     root_certificates: str | None = None
     private_key: str | None = None
@@ -48,12 +49,15 @@ class Secure(NamedTuple):
 
 
 class Connection:
-    """A context: the stream is closed when it is left."""
+    """Holds a stream, as a context that closes it."""
 
     def __init__(
         self, url: str, timeout_s: float, secure: Secure | None = None, compression: str | None = None
     ) -> None:
-        """`timeout_s`: the longest time until the whole answer to a request. AnswerError: a wrong address."""
+        """Open the stream; an answer may take `timeout_s` as a whole.
+
+        Raises AnswerError for a wrong address.
+        """
         self.url = url
         self._timeout_s = timeout_s
         self._compression = compression
@@ -89,9 +93,10 @@ class Connection:
         request_id: str = "",
         stop: Stop | None = None,
     ) -> Iterator[Response]:
-        """The responses to a request; one without tensors is the answer to a stop. AnswerError: it failed.
+        """Yield the responses to a request; one without tensors answers a stop.
 
-        `tensors`: with the dimension of the batch; `outputs`: those that are wanted, by default all.
+        `tensors` have the dimension of the batch; `outputs` are those that are wanted, by default all. Raises
+        AnswerError if the request fails.
         """
         began = time.monotonic()
         end, stop_at = began + self._timeout_s, began + stop.after_s if stop else math.inf
@@ -140,7 +145,10 @@ class Connection:
         self._send(model, {**tensors, "stop": np.array([[True]])}, (), request_id)
 
     def _next(self, until: float) -> Any:
-        """The next response; None if there is none until this time of the monotonic clock. AnswerError."""
+        """Return the next response, or None if there is none until this time of the monotonic clock.
+
+        Raises AnswerError if the request has failed.
+        """
         try:
             result, error = self._responses.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:

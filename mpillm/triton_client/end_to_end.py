@@ -1,7 +1,7 @@
-"""The end to end test of TensorRT-LLM's backend: the ensemble answers as its steps do, and how long it takes.
+"""The end-to-end test of TensorRT-LLM's backend: the ensemble answers as its steps do, and how long it takes.
 
-As its end_to_end_test.py: first each prompt through preprocessing, tensorrt_llm and postprocessing one after
-another, and through the ensemble, whose text must be the same; then all prompts at once, timed.
+As in its end_to_end_test.py, each prompt first goes through preprocessing, tensorrt_llm and postprocessing
+one after another, and through the ensemble, whose text must be the same; then all prompts go at once, timed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _TO_ENGINE = {
 
 
 class Server(NamedTuple):
-    """Where requests go. `protocol`: ``grpc`` or ``http``."""
+    """Says where requests go. `protocol`: ``grpc`` or ``http``."""
 
     protocol: str
     url: str
     timeout_s: float
 
     def connect(self) -> AnyConnection:
-        """A context. AnswerError."""
+        """Return a connection, as a context. Raises AnswerError for a wrong address."""
         if self.protocol == "grpc":
             return Connection(self.url, self.timeout_s)
         return HttpConnection(self.url, self.timeout_s)
@@ -53,7 +53,10 @@ class Differs(Exception):
 
 
 def check(server: Server, prompts: Sequence[Prompt], models: Sequence[str]) -> None:
-    """Compare what `models` answer with what the steps answer. Differs, AnswerError."""
+    """Compare what `models` answer with what the steps answer.
+
+    Raises Differs, or AnswerError if a request fails.
+    """
     with server.connect() as connection:
         for prompt in prompts:
             expected = _by_steps(connection, prompt)
@@ -103,9 +106,9 @@ def _decoded(text: NDArray[Any]) -> str:
 
 
 def measure(server: Server, prompts: Sequence[Prompt], model: str, concurrency: int) -> Iterator[str]:
-    """The lines of the performance test: warm-up, then all prompts, as many at once as `concurrency`.
+    """Warm up, send all prompts, `concurrency` at once, and return the lines of the performance test.
 
-    AnswerError: a request failed.
+    Raises AnswerError if a request fails.
     """
     idle: queue.SimpleQueue[AnyConnection] = queue.SimpleQueue()
     n = min(concurrency, len(prompts))

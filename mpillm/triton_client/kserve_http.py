@@ -25,10 +25,10 @@ _TYPES: Mapping[str, Any] = {
 
 
 class HttpConnection:
-    """A context: a connection that is kept open, for one request at a time."""
+    """Keeps a connection open, as a context, for one request at a time."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """`timeout_s`: the longest silence of the server."""
+        """Connect when a request is made; the server may be silent for `timeout_s`."""
         self.url = url
         self._connection = http.client.HTTPConnection(url, timeout=timeout_s)
 
@@ -43,7 +43,7 @@ class HttpConnection:
     def ask(
         self, model: str, tensors: Tensors, outputs: Sequence[str] = (), request_id: str = ""
     ) -> Iterator[Response]:
-        """The response to a request. AnswerError: it failed, or the model is decoupled."""
+        """Return the response to a request. Raises AnswerError if it fails, or the model is decoupled."""
         body: dict[str, Any] = {
             "id": request_id,
             "inputs": [
@@ -66,7 +66,10 @@ class HttpConnection:
             }
 
     def generate(self, model: str, values: Mapping[str, Any], stream: bool) -> Iterator[dict[str, Any]]:
-        """The answer of `generate`, or those of `generate_stream` as they come. AnswerError."""
+        """Yield the answer of `generate`, or those of `generate_stream` as they come.
+
+        Raises AnswerError if the request fails.
+        """
         with self._answer(f"{model}/generate{'_stream' if stream else ''}", values) as response:
             if not stream:
                 yield json.loads(response.read())
@@ -80,7 +83,7 @@ class HttpConnection:
 
     @contextlib.contextmanager
     def _answer(self, path: str, body: Mapping[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        """Post; what goes wrong until the answer is read raises AnswerError, and ends the connection.
+        """Post; what goes wrong until the answer is read raises AnswerError, and closes the connection.
 
         The next request opens another.
         """

@@ -13,14 +13,17 @@ TOKENS_PER_WORD = 1.3
 
 
 class Prompt(NamedTuple):
-    """A prompt, and how many tokens its answer may have."""
+    """Holds a prompt, and how many tokens its answer may have."""
 
     text: str
     output_len: int
 
 
 def read_prompts(path: Path, tokens_per_word: float = TOKENS_PER_WORD) -> list[Prompt]:
-    """The prompts of a file; an answer is as long as the one in the file. ConfigError."""
+    """Return the prompts of a file; an answer may be as long as the one in the file.
+
+    Raises ConfigError if the file is wrong.
+    """
     entries = read_json(path)
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: expected a JSON list of objects with input, instruction and output")

@@ -27,7 +27,7 @@ MODELS = ("ensemble", "tensorrt_llm_bls")
 
 
 def parser() -> Parser:
-    """The script's options."""
+    """Return a parser with the script's options."""
     made = client_parser(
         "text",
         "Send prompts to the model ensemble or tensorrt_llm_bls, and print the answers.",
@@ -53,7 +53,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Send the requests. TEST_FAILED: one failed, or an answer is not the expected one."""
+    """Send the requests; return TEST_FAILED if one fails, or an answer is not the expected one."""
     words = parser().parse_args(argv)
     n = n_sequences(words)
     prompts, expected = _list_of(words.prompt), _expected(words)
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _list_of(text: str) -> list[str]:
-    """The strings of a JSON list, or the text itself."""
+    """Return the strings of a JSON list, or the text itself."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -103,9 +103,14 @@ def _expected(words: argparse.Namespace) -> list[str] | None:
 
 
 def _tensors(words: argparse.Namespace) -> dict[str, NDArray[Any]]:
-    """What every prompt is sent with, of this client alone. ConfigError."""
+    """Return what every prompt is sent with and only this client has.
+
+    Raises ConfigError for a wrong option.
+    """
     if len(words.embedding_bias_words) != len(words.embedding_bias_weights):
-        raise ConfigError("--embedding_bias_words and --embedding_bias_weights: as many of both")
+        raise ConfigError(
+            "--embedding_bias_words and --embedding_bias_weights need the same number of values"
+        )
     given: dict[str, tuple[Any, Any]] = {
         "max_tokens": (words.output_len, np.int32),
         "stream": (words.streaming, np.bool_),
@@ -131,7 +136,7 @@ def _add(
     words: argparse.Namespace,
     outputs: Sequence[str],
 ) -> None:
-    """A response of the server."""
+    """Add the text of a response to the answers."""
 
     def index(name: str) -> int:
         return int(response[name].reshape(-1)[0]) if name in response else 0

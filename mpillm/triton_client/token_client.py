@@ -31,7 +31,7 @@ _DTYPES = {"float16": np.float16, "float32": np.float32}
 
 
 def parser() -> Parser:
-    """The script's options."""
+    """Return a parser with the script's options."""
     made = client_parser(
         "tokens",
         "Send a request to the tensorrt_llm model, and print the answer.",
@@ -40,7 +40,7 @@ def parser() -> Parser:
     add = made.add_argument
     add("--text", default="Born in north-east France, Soyer trained as a", help="the prompt")
     add("--tokenizer_dir", type=Path, help="folder of the tokenizer")
-    add("--tokenizer_type", default="auto", help="taken and not needed: the folder says it")
+    add("--tokenizer_type", default="auto", help="accepted and ignored: the folder says it")
     add("--input_tokens_csv", type=Path, help="the prompt's tokens, instead of a text")
     add("--draft_tokens_csv", type=Path, help="tokens of a draft")
     add("--output_tokens_csv", type=Path, help="the tokens that --check_output expects")
@@ -70,7 +70,7 @@ def parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Send the request. TEST_FAILED: it failed, or its answer is not the expected one."""
+    """Send the request; return TEST_FAILED if it fails, or its answer is not the expected one."""
     words = parser().parse_args(argv)
     n = n_sequences(words)
     if words.requested_outputs and "output_ids" not in words.requested_outputs:
@@ -109,7 +109,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class _Answer:
-    """The sequences of an answer, as far as they are known."""
+    """Holds the sequences of an answer, as far as they are known."""
 
     def __init__(self, n: int, begin: list[int]) -> None:
         self.begin = begin
@@ -117,7 +117,7 @@ class _Answer:
         self._extra: dict[str, list[NDArray[Any]]] = {}
 
     def add(self, response: Mapping[str, NDArray[Any]], streaming: bool) -> None:
-        """A response of the server; an empty one answers a stop."""
+        """Add a response of the server; an empty one answers a stop."""
         if not streaming:
             print("Got completed request", flush=True)
         if "output_ids" not in response:
@@ -149,7 +149,10 @@ def _print_sequence(what: str, tokens: list[int]) -> None:
 
 
 def _prompt(words: argparse.Namespace, tokenizer: Tokenizer | None) -> list[int]:
-    """The tokens; sets `end_id` and `pad_id` to the tokenizer's. ConfigError."""
+    """Return the prompt's tokens, and set `end_id` and `pad_id` to the tokenizer's.
+
+    Raises ConfigError for a wrong option.
+    """
     if words.input_tokens_csv:
         tokens = _tokens_of(words.input_tokens_csv)
     elif tokenizer is None:
@@ -167,7 +170,7 @@ def _prompt(words: argparse.Namespace, tokenizer: Tokenizer | None) -> list[int]
 
 
 def _tokens_of(path: Path) -> list[int]:
-    """The first line of a CSV file. ConfigError."""
+    """Return the tokens in the first line of a CSV file. Raises ConfigError if the file is wrong."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return [int(word) for word in next(csv.reader(file), [])]
@@ -180,7 +183,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _tensors(words: argparse.Namespace, prompt: list[int]) -> dict[str, NDArray[Any]]:
-    """Those of this client alone. ConfigError."""
+    """Return the tensors that only this client has. Raises ConfigError for a wrong option."""
 
     def one(value: Any, kind: type[Any] = np.int32) -> NDArray[Any]:
         return np.array([[value]], kind)
@@ -217,7 +220,7 @@ def _tensors(words: argparse.Namespace, prompt: list[int]) -> dict[str, NDArray[
 
 
 def _check(words: argparse.Namespace, tokens: list[int], expected: list[int]) -> int:
-    """Compare; with a threshold below 1 by the part of equal tokens."""
+    """Compare an answer with the expected one; with a threshold below 1, by the part of equal tokens."""
     if words.correctness_threshold == 1:
         passed = tokens == expected
     else:
