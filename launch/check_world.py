@@ -32,7 +32,10 @@ def library_title(library: str) -> str:
 
 
 def understands(library: str, launcher: Launcher) -> bool:
-    """False if an MPI library certainly can't find the other ranks of this launcher. Needs no running MPI."""
+    """Return False if an MPI library certainly can't find the other ranks of this launcher.
+
+    Needs no running MPI.
+    """
     if match := re.match(r"Open MPI v(\d+)", library):
         return launcher.protocol == "PMIx" or int(match[1]) < 5
     if (

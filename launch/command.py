@@ -14,7 +14,10 @@ from launch.environment import clean_environment
 
 
 class NotHere(ConfigError):
-    """Something that a command needs and this machine lacks. A dry run reports it and prints the commands."""
+    """Something is missing on this machine that a command needs.
+
+    A dry run reports it and prints the commands.
+    """
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)  # added to the environment
 
     def __str__(self) -> str:
-        """In shell syntax, to copy and paste."""
+        """Return it in shell syntax, to copy and paste."""
         overlay = "".join(f"{name}={shlex.quote(value)} " for name, value in self.env.items())
         return overlay + shlex.join(self.argv)
 
@@ -35,7 +38,10 @@ class Command:
 
 
 def find_program(name: str, hint: str) -> str:
-    """Find a program beside this Python or in PATH. NotHere if there is none; `hint`: how to install it."""
+    """Return the path of a program beside this Python or in PATH.
+
+    Raises NotHere if there is none; `hint`: how to install it.
+    """
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))  # noqa: PTH120
     if (found := shutil.which(name, path=path)) is None:
         raise NotHere(f"there is no {name} beside {sys.executable} or in PATH; {hint}")

@@ -113,7 +113,7 @@ def tell_started(env: Mapping[str, str] = os.environ) -> None:
 
 
 def told_started(exit_file: Path) -> bool:
-    """Return whether rank 0 has."""
+    """Return whether rank 0 has told the launcher that it runs."""
     return exit_file.with_name(_STARTED).exists()
 
 
@@ -159,7 +159,8 @@ def tell_signal(number: int, exit_file: Path) -> None:
 
 
 def told_signal(env: Mapping[str, str] = os.environ) -> int | None:
-    """Return the launcher's signal; None: no signal, no launcher, or its folder is not seen here."""
+    """Return the launcher's signal; None if there is no signal, no launcher, or its folder is not seen
+    here."""
     try:
         return int(Path(env[EXIT_FILE]).with_name(_SIGNAL).read_text(encoding="ascii"))
     except (KeyError, OSError, ValueError):

@@ -40,7 +40,7 @@ class Mpi:
 
 
 def parse_mpirun_version(text: str) -> tuple[Kind, tuple[int, ...]] | None:
-    """Family and version from what ``mpirun --version`` prints; None for a launcher that we don't know."""
+    """Return family and version from what ``mpirun --version`` prints; None for an unknown launcher."""
     if match := re.search(r"\(Open ?MPI\)\s+v?(\d+(?:\.\d+)*)", text):
         return "openmpi", _version(match[1])
     if match := re.search(r"HYDRA build details:.*?Version:\s*(\d+(?:\.\d+)*)", text, re.DOTALL):
@@ -49,7 +49,7 @@ def parse_mpirun_version(text: str) -> tuple[Kind, tuple[int, ...]] | None:
 
 
 def parse_library_version(text: str) -> Kind | None:
-    """Family from `MPI_Get_library_version`; None for a library that we don't know."""
+    """Return the family from `MPI_Get_library_version`; None for an unknown library."""
     if text.startswith("Open MPI"):
         return "openmpi"
     return "mpich" if text.startswith("MPICH") else None

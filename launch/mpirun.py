@@ -214,7 +214,8 @@ def command_line(
 
 
 def usable_cores() -> int:
-    """Cores as Open MPI counts slots (physical ones), and no more than this process may use."""
+    """Return the number of cores as Open MPI counts slots (physical ones), and no more than this process may
+    use."""
     physical = psutil.cpu_count(logical=False) or 1
     if sys.platform == "linux":
         return min(physical, len(os.sched_getaffinity(0)))

@@ -247,7 +247,7 @@ def _ask(*command: str) -> str:
 
 
 def _follow(number: str) -> int:
-    """Print the job's changes of state and its output until it has ended; its exit code."""
+    """Print the job's changes of state and its output until it has ended; return its exit code."""
     before, shown = "", 0
     try:
         while True:
@@ -271,7 +271,7 @@ def _follow(number: str) -> int:
 
 
 def _show(output: Path, shown: int) -> int:
-    """Print what `output` has got since; how much of it is printed. A requeued job writes it anew."""
+    """Print what `output` has got since; return how much of it is printed. A requeued job writes it anew."""
     with contextlib.suppress(OSError), output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(shown if size >= shown else 0)

@@ -66,7 +66,7 @@ class ServerFailed(Exception):
 
 
 class Servers:
-    """A context: servers started in it have ended when it is left. Logs go to `folder`, which must exist."""
+    """Starts servers, and ends them when this context is left. Logs go to `folder`, which must exist."""
 
     def __init__(self, folder: Path, handlers: bool = True) -> None:
         """`handlers`: as of `Children`."""
@@ -89,7 +89,7 @@ class Servers:
         self._children.__exit__(kind, error, trace)
 
     def start(self, server: Server) -> Path:
-        """Start a server; its log. Raises ConfigError if its program can't be started."""
+        """Start a server; return its log. Raises ConfigError if its program can't be started."""
         log = self._folder / (server.log or f"{server.name.replace(' ', '_')}.log")
         log.write_text(f"$ {server.command}\n", encoding="utf-8")
         self._children.start(
@@ -100,9 +100,9 @@ class Servers:
         return log
 
     def wait_ready(self, deadline_s: float) -> float:
-        """Wait until every health URL has answered; the seconds that took.
+        """Wait until every health URL has answered; return the seconds that took.
 
-        ServerFailed after `deadline_s`, however many are silent, or as soon as a server has ended.
+        Raises ServerFailed after `deadline_s`, however many are silent, or as soon as a server has ended.
         """
         began = time.monotonic()
         deadline = began + deadline_s
@@ -126,13 +126,16 @@ class Servers:
         return now - began
 
     def watch(self, stall_s: float) -> str:
-        """Wait until a server ends with exit code 0; its name. ServerFailed: it failed or is silent."""
+        """Wait until a server ends with exit code 0; return its name.
+
+        Raises ServerFailed if one fails or is silent.
+        """
         while (ended := self.look(stall_s)) is None:
             time.sleep(_POLL_S)
         return ended
 
     def look(self, stall_s: float) -> str | None:
-        """Look once, and ask for health checks when they are due: as `watch`, but None if all is well.
+        """Look once, and ask for health checks when they are due: as `watch`, but return None if all is well.
 
         It does not wait for their answers: the next look finds them.
         """
@@ -186,7 +189,7 @@ class _Check:
         self._thread.join(max(0.0, until - time.monotonic()))
 
     def is_late(self, now: float) -> bool:
-        """Return whether it had no answer, or has none after the time that an answer may take."""
+        """Return whether a health check got no answer, or has none after the time that an answer may take."""
         return self.answered is False or (self.answered is None and now - self._began > _ANSWER_S)
 
 

@@ -85,12 +85,10 @@ class Supervisor:
         finished: Callable[[], bool],
         tell: Callable[[int], None] = lambda number: None,
     ) -> tuple[int, int | None]:
-        """Start `line` and wait; its status (negative: by a signal), and the signal that interrupted it.
-
-        `started` and `finished` say whether rank 0 has told that it runs, and that the run is over.
+        """Start `line` and wait; return its status (negative: by a signal), and the signal that interrupted
+        it. `started` and `finished` say whether rank 0 has told that it runs, and that the run is over.
         `never_started`: it did not in time. `tell` tells the ranks which signal it was, before another one
-        reaches them.
-        """
+        reaches them."""
         adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
         previous = {number: signal.signal(number, self._note) for number in stop_signals()}
@@ -118,7 +116,8 @@ class Supervisor:
         self._signals.append(number)
 
     def _note_segments(self, process: subprocess.Popen[bytes]) -> None:
-        """The shared memory of MPICH's ranks on this node, which stays behind when one of them is killed."""
+        """Note the shared memory of MPICH's ranks on this node, which stays behind when one of them is
+        killed."""
         if self._openmpi or self._segments:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -207,12 +206,12 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """In a child before exec: get this signal when the parent dies."""
+    """Get this signal when the parent dies: called in a child before exec."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux's prctl; elsewhere nothing, and a killed launcher leaves ending the ranks to `mpirun`."""
+    """Call Linux's prctl; elsewhere do nothing, and a killed launcher leaves ending the ranks to `mpirun`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

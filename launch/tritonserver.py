@@ -83,7 +83,7 @@ def _ranks_of(file: Path) -> int:
 
 
 def default_grpc_ports(n: int) -> list[int]:
-    """8001, 8004, …: with its HTTP port below and its metrics port above, each server has three."""
+    """Return 8001, 8004, …: with its HTTP port below and its metrics port above, each server has three."""
     return [8001 + 3 * index for index in range(n)]
 
 
@@ -97,7 +97,7 @@ def ports_beside(grpc: Sequence[int]) -> list[Ports]:
 
 
 def triton_server(index: int, program: str, repo: Repository, ports: Ports, mpirun: str) -> Server:
-    """Server `index`: under `mpirun` if its model has several ranks."""
+    """Return server `index`, under `mpirun` if its model has several ranks."""
 
     def rank_line(rank: int) -> list[str]:
         line = [
@@ -134,9 +134,9 @@ def triton_server(index: int, program: str, repo: Repository, ports: Ports, mpir
 
 
 def model_table(url: str) -> list[str]:
-    """The lines of a table of the models that a server's repository index has, as tritonserver logs it.
+    """Return the lines of a table of the models in a server's repository index, as tritonserver logs it.
 
-    Without an answer, a line that says so.
+    Without an answer, one line says so.
     """
     request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"})
     try:

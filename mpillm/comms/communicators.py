@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class InstanceComms(NamedTuple):
-    """The communicators that a rank's core may use: its instance, and its tp and pp groups in it."""
+    """The communicators that a rank's core may use: its instance's, and those of its tp and pp groups."""
 
     instance: MPI.Intracomm
     tp: MPI.Intracomm
@@ -42,17 +42,17 @@ class Communicators:
 
 
 def route_ranks(plan: WorldPlan) -> list[int]:
-    """World ranks of the route communicator, in its order."""
+    """Return the world ranks of the route communicator, in its order."""
     return sorted({plan.harness_rank, plan.leader_rank, *(instance.leader for instance in plan.instances)})
 
 
 def handoff_ranks(plan: WorldPlan) -> list[int]:
-    """World ranks of the handoff communicator, in its order."""
+    """Return the world ranks of the handoff communicator, in its order."""
     return [rank for instance in plan.instances if instance.role in ("ctx", "gen") for rank in instance.ranks]
 
 
 def senders_to(rank: int, plan: WorldPlan) -> set[int]:
-    """World ranks from which messages for `rank` may come, besides its own."""
+    """Return the world ranks, other than its own, from which messages for `rank` may come."""
     if rank == 0:  # everybody's reports
         return set(range(1, len(plan.ranks)))
     groups = [route_ranks(plan), handoff_ranks(plan), *(instance.ranks for instance in plan.instances)]

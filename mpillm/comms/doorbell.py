@@ -78,9 +78,9 @@ class Doorbell:
                 self._socket.sendto(b"!", self._name(self._rank))
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until the bell rings, at most `seconds`; return whether it has rung.
+        """Sleep until the bell rings, at most `seconds`; return whether it rang.
 
-        Then look for what has come: what is sent from now on rings again.
+        Then look for messages: one that is sent from now on rings again.
         """
         assert self._socket is not None
         if not select.select([self._socket], [], [], min(seconds, _LONGEST_SLEEP_S))[0]:

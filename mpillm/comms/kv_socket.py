@@ -63,18 +63,18 @@ class KvStore:
         threading.Thread(target=self._accept, name="mpillm-kv", daemon=True).start()
 
     def open(self, id_: int) -> None:
-        """From now on the request's cache can be asked for; those who ask wait until it is there."""
+        """Let the request's cache be asked for from now on; whoever asks waits until it is there."""
         kept = _Kept(secrets.token_bytes(_KEY_BYTES), time.monotonic() + self._timeout_s)
         with self._lock:
             self._kept[id_], self._ids[kept.key] = kept, id_
 
     def key(self, id_: int) -> bytes | None:
-        """Of an open request."""
+        """Return the key of an open request; None if it is not open."""
         with self._lock:
             return kept.key if (kept := self._kept.get(id_)) else None
 
     def put(self, id_: int, cache: Cache) -> None:
-        """The whole cache of an open request."""
+        """Store the whole cache of an open request."""
         with self._lock:
             kept = self._kept[id_]
             kept.cache = cache
@@ -141,7 +141,7 @@ class KvStore:
 
 
 def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> Cache:
-    """Fetch a cache of `n_bytes`, waiting for it. CacheLost: it does not come within `timeout_s`."""
+    """Fetch a cache of `n_bytes`, waiting for it. Raises CacheLost if it does not come within `timeout_s`."""
     end = time.monotonic() + timeout_s
     try:
         with socket.create_connection((host, port), timeout_s) as connection:

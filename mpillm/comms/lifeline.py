@@ -36,7 +36,8 @@ class Address(NamedTuple):
 
 
 def visible_pids() -> str:
-    """Name the processes that this one can see: its host's, or its container's; "" if unknown."""
+    """Return what names the processes that this one can see: its host's, or its container's; "" if
+    unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

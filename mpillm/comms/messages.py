@@ -160,7 +160,7 @@ def concat(batches: list[Batch]) -> Batch:
 def ragged_take(
     tokens: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """``concatenate([tokens[s : s + n] for s, n in zip(starts, lengths)])`` without a Python loop."""
+    """Return ``concatenate([tokens[s : s + n] for s, n in zip(starts, lengths)])``, without a Python loop."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     positions = np.arange(total, dtype=np.int64)
@@ -169,7 +169,7 @@ def ragged_take(
 
 
 def by_value(values: NDArray[np.int64], batch: Batch) -> list[tuple[int, Batch]]:
-    """`batch` cut by a value of each row (shape [n]), equal ones together, in their order."""
+    """Return `batch` cut by a value of each row (shape [n]): equal values together, in their order."""
     if len(values) == 1 or (values == values[0]).all():
         return [(int(values[0]), batch)]
     order = np.argsort(values, kind="stable")
@@ -328,7 +328,7 @@ def _batch(tag: Tag, dtype: np.dtype[np.void]) -> Message[Batch]:
 
 
 def _ids(tag: Tag) -> Message[list[int]]:
-    """Of requests."""
+    """Return a message of the ids of requests."""
     return Message(tag, _numbers, lambda buffer: buffer.view(np.int64).tolist())
 
 

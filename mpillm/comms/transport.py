@@ -65,7 +65,7 @@ class Transport:
             self._sending.popleft()
 
     def ring_with(self, doorbell: Doorbell) -> None:
-        """From now on wake the ranks for which there is a message."""
+        """Wake the ranks for which there is a message, from now on."""
         self._ring = doorbell.ringer(self.comm)
 
     def quiet_s(self) -> float:
@@ -100,7 +100,7 @@ class Transport:
     def take(self, source: int, tag: Tag, tries: int = 32) -> Received | None:
         """Return a small waiting message of this source and tag, out of turn; None if there is none.
 
-        MPICH advances by one waiting message per try. One is enough for who asks again soon.
+        MPICH advances by one waiting message per try, which is enough for a caller that asks again soon.
         """
         for _ in range(tries):
             message = self.comm.Improbe(source, tag, self._status)

@@ -56,10 +56,10 @@ class Watch:
         stop_requested: Callable[[], int | None],
         last_resort: Callable[[str], None],
     ) -> None:
-        """From now on send beats. The watch's thread calls all three.
+        """Send beats from now on.
 
-        `stop_requested` looks for a stop that the stuck main thread can't see. `last_resort` receives the
-        message when the limit has passed.
+        The watch's thread calls all three. `stop_requested` looks for a stop that the stuck main thread can't
+        see. `last_resort` receives the message when the limit has passed.
         """
         self._stop_requested = stop_requested
         self._last_resort = last_resort

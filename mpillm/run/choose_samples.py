@@ -22,8 +22,9 @@ def load_samples(
 ) -> tuple[Dataset, Tokenizer]:
     """Return the data set and the tokenizer of a run.
 
-    `models`: what each instance allows; ConfigError if a sample does not fit one of them. For a scaled-down
-    workload without --dataset_path a data set is written to `run_directory()`; `config` then says where.
+    `models`: what each instance allows. Raises ConfigError if a sample does not fit one of them. For a
+    scaled-down workload without --dataset_path a data set is written to `run_directory()`; `config` then says
+    where.
     """
     folder = Path(config.model_path) if config.model_path and Path(config.model_path).is_dir() else None
     tokenizer = load_tokenizer(folder, config.apply_chat_template)

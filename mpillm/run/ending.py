@@ -166,9 +166,9 @@ class Ending(ABC):
     # --- the watch's thread ---
 
     def end_stuck(self) -> int | None:
-        """While the main thread is stuck: the exit code to end this rank with now, or None.
+        """Return the exit code to end this rank with now, while the main thread is stuck, or None.
 
-        It ends if rank 0 has sent STOP, or if a rank is lost.
+        The rank ends if rank 0 has sent STOP, or if a rank is lost.
         """
         with self._lock:
             if self.state is not State.RUNNING:
@@ -180,7 +180,8 @@ class Ending(ABC):
 
     @abstractmethod
     def _look(self) -> int | None:
-        """As `end_stuck`; before a code is returned, everything that must precede the exit is done."""
+        """Do what `end_stuck` does; before a code is returned, everything that must precede the exit is
+        done."""
 
     def abort(self, message: str) -> NoReturn:
         """Abort MPI: a limit of the main thread has passed, and rank 0 has not ended the run."""

@@ -1,4 +1,4 @@
-"""What rank 0 has in a run that is one half of disaggregated serving: the routes' part, and the role's."""
+"""One half of disaggregated serving on rank 0: what the routes need, and the role."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HalfServer:
         self.routes = Half(role, name, kv, host, self._store, self._arrivals, timeout_s)
 
     def role(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole:
-        """Of the instance's first rank."""
+        """Return the role of the instance's first rank."""
         if self._store is not None:
             return ContextServer(core, route, leader, instance, self._store)
         return GenerationServer(core, route, leader, instance, self._arrivals)

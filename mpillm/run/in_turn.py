@@ -69,11 +69,9 @@ def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
 
 
 def ranks_of(config: RunConfig) -> int:
-    """--world_size, or the ranks of the instances that the options or the YAML name, with control ranks.
-
-    An aggregated test has as many instances as this node's GPUs hold; one where the GPUs are unknown. Clients
-    of servers are as many as the servers.
-    """
+    """Return --world_size, or the ranks of the instances that the options or the YAML name, with control
+    ranks. An aggregated test has as many instances as this node's GPUs hold, or one if the GPUs are unknown.
+    Clients of servers are as many as the servers."""
     if config.world_size:
         return int(config.world_size)
     if BackendRegistry.get(config.core_type).is_client:
@@ -99,7 +97,7 @@ def _without_ours(argv: Sequence[str]) -> list[str]:
 
 
 def _written(test: Test) -> int | None:
-    """When the test's result.json was written; None if there is none."""
+    """Return when the test's result.json was written; None if there is none."""
     try:
         return (test.log_dir / "result.json").stat().st_mtime_ns
     except OSError:

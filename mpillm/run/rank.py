@@ -125,9 +125,10 @@ class Rank:
         return self._ending.finish(code, comms)
 
     def drain(self) -> bool:
-        """Called by signal handlers. Return whether this run ends in an orderly way because of the signal.
+        """Return whether this run ends in an orderly way because of the signal.
 
-        A server does so at the first signal, which rank 0 acts on; a second one ends it at once.
+        Called by signal handlers. A server does so at the first signal, which rank 0 acts on; a second one
+        ends it at once.
         """
         if not self._serves or self._watch.phase != "test" or self._drain_asked:
             return False
@@ -161,7 +162,7 @@ class Rank:
 
     @cached_property
     def _gpus(self) -> tuple[Gpu, ...]:
-        """This node's GPUs, if the core uses any."""
+        """Return this node's GPUs, if the core uses any."""
         config = self._config
         return BackendRegistry.get(config.core_type).gpus() if config and config.device != "cpu" else ()
 

@@ -37,22 +37,22 @@ class RunSession(Protocol):
         """Return the role of the instance's first rank, if this run is one half of disaggregated serving."""
 
     def poll(self) -> bool:
-        """During the test; called often."""
+        """Do what is due during the test; called often."""
 
     def drain(self) -> bool:
-        """Called by signal handlers: begin to end the test in an orderly way, if it can; return whether."""
+        """Begin to end the test in an orderly way, if it can; return whether. Called by signal handlers."""
 
     def ready(self) -> str:
-        """All ranks are ready: return a note for the person."""
+        """Note that all ranks are ready; return a note for the person."""
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
-        """The test is over: return a note for the person."""
+        """Note that the test is over; return a note for the person."""
 
     def finished(self) -> int:
-        """Everything has ended well: the last lines, and the exit code."""
+        """Print the last lines, as everything has ended well; return the exit code."""
 
     def failed(self) -> None:
-        """Note in the result what there is."""
+        """Note in the result what is known."""
 
 
 class Purpose(NamedTuple):
@@ -86,7 +86,7 @@ class Rank0:
         self.control = Rank0Control(control, size, started, self._phase_done)
 
     def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
-        """All ranks have done `phase`: return the value to release to all of them."""
+        """Return the value to release to all ranks, all of which have done `phase`."""
         note, value = "", None
         if self.session is None:
             value, note = self._joined(reports), "all ranks agree"
@@ -112,7 +112,8 @@ class Rank0:
         return Setup(planned.plan, str(record().path), where, planned.gpus, secrets.token_hex(8))
 
     def _where(self, reports: dict[int, JoinReport]) -> Rank0At:
-        """Say where rank 0 is; ranks that can't see its process get a lifeline, if a port can be opened."""
+        """Return where rank 0 is; ranks that can't see its process get a lifeline, if a port can be
+        opened."""
         mine = reports[0]
         if any(report.pids != mine.pids for report in reports.values()):
             with contextlib.suppress(OSError):

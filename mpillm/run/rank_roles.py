@@ -119,7 +119,7 @@ def check_honoured(config: RunConfig) -> list[str]:
 
 
 def _finds_nothing(config: RunConfig) -> bool:
-    """Return whether requests start at instances without reuse, but are to go where caches can be reused."""
+    """Return whether requests are to go where caches can be reused, but start at instances without reuse."""
     of = _entry_section(config)
     return of.traffic_distribution_policy == "kv_cache_aware" and not of.enable_kv_cache_reuse
 
@@ -130,7 +130,7 @@ def _entry_section(config: RunConfig) -> RunConfig:
 
 
 def prefix_routing(config: RunConfig) -> PrefixRouting:
-    """As the YAML has it; otherwise with the blocks of the instances where requests start."""
+    """Return what the YAML says of it; otherwise the blocks of the instances where requests start."""
     from mpillm.roles.prefix_pool import PrefixRouting
 
     tokens_per_block = _entry_section(config).tokens_per_block
@@ -140,7 +140,7 @@ def prefix_routing(config: RunConfig) -> PrefixRouting:
 
 
 def _check_precision(config: RunConfig, server: ServerConfig, where: str) -> None:
-    """ConfigError if the YAML asks for another precision: ignoring it would change what is measured."""
+    """Raise ConfigError if the YAML asks for another precision: ignoring it would change what is measured."""
     kinds = fields.kv_cache_dtype.choices
     if (dtype := KV_CACHE_DTYPE.of(server)) not in (None, *kinds):
         raise ConfigError(
@@ -155,7 +155,7 @@ def _check_precision(config: RunConfig, server: ServerConfig, where: str) -> Non
 
 
 def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None:
-    """ConfigError if context and generation instances would hold KV caches of different types.
+    """Raise ConfigError if context and generation instances would hold KV caches of different types.
 
     `models`: what the check of each of `cores` returned.
     """
@@ -176,7 +176,7 @@ def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None
 def what_runs(
     config: RunConfig, yaml: DisaggConfig, plan: WorldPlan, cores: Iterable[CoreConfig]
 ) -> DisaggConfig:
-    """`yaml` with the values in force, and, if it was generated, the hosts of `plan`.
+    """Return `yaml` with the values in force, and, if it was generated, the hosts of `plan`.
 
     `cores`: at least one of each section.
     """
@@ -197,7 +197,7 @@ def what_runs(
 
 
 def _thread_share(node_ranks: int) -> int:
-    """This rank's share of its node's CPU cores; if its launcher has bound it, all those."""
+    """Return this rank's share of its node's CPU cores: all that its launcher has bound it to, if it has."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if allowed < (os.cpu_count() or 1):
         return allowed
@@ -212,9 +212,9 @@ def make_roles(
     make_harness: Callable[[Transport, int], Role] | None,
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
 ) -> list[Role]:
-    """This rank's roles, in the order in which their phases run.
+    """Return this rank's roles, in the order in which their phases run.
 
-    `make_harness`, `make_half`: see `rank0.RunSession`; on its rank.
+    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank.
     """
     plan = setup.plan
     rank = comms.control.rank

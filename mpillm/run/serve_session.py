@@ -112,7 +112,7 @@ class ServeSession:
         return self._frontend is not None and self._frontend.end_early()
 
     def _kv_cache_usage(self) -> float | None:
-        """Called in the HTTP thread."""
+        """Return the usage of the fullest instance. Called in the HTTP thread."""
         measured = [self._control.ranks[instance.leader].measured for instance in self._plan.instances]
         usages = [
             one[1].kv_cache_usage for one in measured if one is not None and one[1].kv_cache_usage is not None

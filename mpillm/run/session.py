@@ -80,7 +80,7 @@ class Session:
         )
 
     def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
-        """A test has both halves."""
+        """Return None: a test has both halves."""
 
     def poll(self) -> bool:
         """During the test: record what the instances have computed, and draw the progress."""

@@ -370,14 +370,14 @@ class Service:
 async def _on_expect(request: web.Request) -> web.Response | None:
     """Ask for the body that a client holds back (RFC 9110, 10.1.1). It comes before the guard."""
     if request.headers["Expect"].lower() != "100-continue":
-        return _error_response(ApiError(417, "Expect: only 100-continue can be met"))
+        return _error_response(ApiError(417, "Expect: only 100-continue is supported"))
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # of the response, which has not begun
     return None
 
 
 def _without_what_is_no_http(record: logging.LogRecord) -> bool:
-    """Answer a client that sends no HTTP with 400. It is no error of the server: no traceback in its log."""
+    """Answer a client that sends no HTTP with 400. It is no error of the server: its log has no traceback."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.levelno, record.levelname = logging.INFO, "INFO"

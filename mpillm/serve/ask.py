@@ -110,7 +110,7 @@ class Ask:
         except ValueError:
             made = None
         if not isinstance(made, dict):
-            raise ApiError(502, f"{self.worker.name}: its answer is no JSON object", code="bad_answer")
+            raise ApiError(502, f"{self.worker.name}: its answer is not a JSON object", code="bad_answer")
         return made
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
@@ -135,7 +135,8 @@ class Ask:
 
 
 def _load_of(body: Json) -> tuple[NDArray[np.int32], int]:
-    """Return a body's prompt, as tokens or as bytes of text, and the tokens that its answer may have."""
+    """Return a body's prompt, as tokens or as bytes of text, and the number of tokens that its answer may
+    have."""
     prompt = body.get("prompt_token_ids") or body.get("prompt") or body.get("messages") or []
     n_output = body.get("max_completion_tokens") or body.get("max_tokens")
     n_output = n_output if type(n_output) is int and 0 < n_output < _MOST else 0

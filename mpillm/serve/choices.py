@@ -69,7 +69,8 @@ class Choice:
         return Piece(text + self._detokenizer.end(), new, self._reason())
 
     def _take_one_by_one(self, new: list[int]) -> Piece:
-        """As `take`; the first token that completes a stop string, or is a stop token, ends the answer."""
+        """Take the next piece token by token: the first one that completes a stop string, or is a stop token,
+        ends the answer."""
         text = ""
         for i, token in enumerate(new):
             self.n_tokens += 1

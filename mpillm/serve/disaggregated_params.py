@@ -65,7 +65,7 @@ class _State:
                 return state
         except (ValueError, TypeError):
             pass
-        raise _wrong("encoded_opaque_state", "expected what a context server of mpillm has answered")
+        raise _wrong("encoded_opaque_state", "expected the value that a context server of mpillm answered")
 
 
 class Half:

@@ -57,7 +57,7 @@ class Mailbox:
         self.deliver: Callable[[Batch], None] = lambda batch: None
 
     def put(self, item: Batch | int) -> None:
-        """Called in the HTTP thread."""
+        """Add a message. Called in the HTTP thread."""
         self.out.append(item)
         self.wake()
 

@@ -31,10 +31,8 @@ _STOP_S = 2.0
 
 
 def lead(config: RunConfig) -> int:
-    """Run until a signal; return the exit code.
-
-    NOT_READY: a server was not ready in time; INSTANCE_LOST: all of a kind are gone for --stall_timeout.
-    """
+    """Run until a signal; return the exit code: NOT_READY if a server was not ready in time, INSTANCE_LOST if
+    all of a kind are gone for --stall_timeout."""
     path, yaml = config.disagg_config, config.yaml
     if not path or yaml is None or yaml.mode != "disaggregated":
         raise ConfigError(

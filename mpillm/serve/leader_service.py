@@ -98,7 +98,7 @@ class LeaderService:
             return web.Response(status=499)  # the client has gone
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
             _log.exception("%s %s", request.method, request.path)
-            return _error(ApiError(500, "an error of the leader; its log has more"))
+            return _error(ApiError(500, "internal error of the leader; its log has the traceback"))
 
     async def _health(self, request: web.Request) -> web.Response:
         self._check_open()
@@ -204,7 +204,7 @@ def _read(data: bytes) -> Json:
     if not isinstance(body, dict):
         raise ApiError(400, "the body is not an object")
     if body.get("disaggregated_params"):
-        raise ApiError(400, "disaggregated_params: they are the leader's to set", "disaggregated_params")
+        raise ApiError(400, "disaggregated_params: only the leader sets them", "disaggregated_params")
     return body
 
 
@@ -212,7 +212,7 @@ def _choice(body: Json, worker: Worker) -> Json:
     choices = body.get("choices")
     if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
         return choices[0]
-    raise ApiError(502, f"{worker.name}: its answer has not one choice", code="bad_answer")
+    raise ApiError(502, f"{worker.name}: its answer must have one choice", code="bad_answer")
 
 
 async def _whole(request: web.Request, answer: Json, body: Json) -> web.StreamResponse:

@@ -33,7 +33,7 @@ def read(token: int, numbers: Sequence[int]) -> TokenLogprobs:
 
 
 def completion(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int) -> Json:
-    """Make `logprobs` of a text completion. `offset`: characters of the tokens before."""
+    """Return the `logprobs` of a text completion. `offset`: characters of the tokens before."""
     made: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for entry in entries:
         text = text_of(entry.token, tokenizer)
@@ -48,7 +48,7 @@ def completion(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: i
 
 
 def chat(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> Json:
-    """Make `logprobs` of a chat's message."""
+    """Return the `logprobs` of a chat's message."""
 
     def one(token: int, logprob: float) -> Json:
         text = text_of(token, tokenizer)

@@ -64,7 +64,7 @@ class Answer:
 
     @staticmethod
     def of(n_prompt: int, tokens: list[int]) -> Answer:
-        """Make an answer that is complete without any rank."""
+        """Return an answer that is complete without any rank."""
         answer = Answer(-1, n_prompt)
         answer.add(tokens, _ALONE)
         answer.released = True

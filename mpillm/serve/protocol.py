@@ -1,8 +1,9 @@
 """OpenAI's API as it is spoken here: what a body asks for, and what is wrong with it.
 
 The names are those of OpenAI's completions and chat completions, and of vLLM's additions to them:
-`min_tokens`, `ignore_eos`, `top_k`, `stop_token_ids`, `return_token_ids`, prompts as token ids. What would
-change the answer and can't be done is refused; names that no answer depends on are passed over, as by vLLM.
+`min_tokens`, `ignore_eos`, `top_k`, `stop_token_ids`, `return_token_ids`, prompts as token ids. A request is
+refused if it asks for something that would change the answer and can't be done; names that no answer depends
+on are ignored, as by vLLM.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 _WHY = {
-    "tools": "answers are text, never calls of functions; leave it out",
+    "tools": "answers are text, never function calls; leave it out",
     "disaggregated_params": "this server is not one half of disaggregated serving (--server_role)",
 }
 

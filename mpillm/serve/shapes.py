@@ -67,7 +67,7 @@ class Shapes:
         return self._event(self._chunk_head + ", " + json.dumps(made | self._usage_so_far(choice))[1:])
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
-        """Make the chunk of a piece of a streamed answer."""
+        """Return the chunk of a piece of a streamed answer."""
         text = json.dumps(piece.text)
         content = f'"delta": {{"content": {text}}}' if self._asked.chat else f'"text": {text}'
         logprobs = choice.logprobs(choice.n_tokens - len(piece.tokens), piece.tokens)

@@ -113,7 +113,7 @@ class Pool:
         return "; ".join(f"{worker.name} does not answer: {worker.gone}" for worker in self.workers)
 
     def gone_for(self) -> float:
-        """Return the seconds since the last server of this kind has answered; 0 if one does."""
+        """Return the seconds since the last server of this kind answered; 0 if one does."""
         if not self.all_gone():
             return 0.0
         return time.monotonic() - max(worker.gone_at for worker in self.workers)

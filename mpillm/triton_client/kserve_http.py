@@ -43,7 +43,7 @@ class HttpConnection:
     def ask(
         self, model: str, tensors: Tensors, outputs: Sequence[str] = (), request_id: str = ""
     ) -> Iterator[Response]:
-        """Return the response to a request. Raises AnswerError if it fails, or the model is decoupled."""
+        """Yield the response to a request. Raises AnswerError if it fails, or the model is decoupled."""
         body: dict[str, Any] = {
             "id": request_id,
             "inputs": [

@@ -269,8 +269,8 @@ def test_a_server_that_fails(kind: str, reply: Reply, status: int, message: str)
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (Reply([head(Content_Length=4) + b"no, "]), "its answer is no JSON object"),
-        (plain({"choices": []}), "its answer has not one choice"),
+        (Reply([head(Content_Length=4) + b"no, "]), "its answer is not a JSON object"),
+        (plain({"choices": []}), "its answer must have one choice"),
     ],
 )
 def test_an_answer_of_a_context_server_that_makes_no_sense(reply: Reply, message: str) -> None:
@@ -298,7 +298,7 @@ def test_a_generation_server_that_is_lost_in_a_stream() -> None:
     ("body", "message"),
     [
         ([], "the body is not an object"),
-        ({"disaggregated_params": {"request_type": "context_only"}}, "they are the leader's to set"),
+        ({"disaggregated_params": {"request_type": "context_only"}}, "only the leader sets them"),
     ],
 )
 def test_bodies_that_are_refused(body: Any, message: str) -> None:
