@@ -9,7 +9,7 @@ from typing import Literal
 
 from disagg.errors import ConfigError
 
-RANK_COMMANDS = ("run", "serve", "bench", "generate-disagg-config", "run-llm-server")
+RANK_COMMANDS = ("run", "serve", "doctor", "bench", "generate-disagg-config", "run-llm-server")
 """The mpillm commands that may run as several ranks of one launcher."""
 
 OPEN_MPI = "Open MPI's mpirun"

@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": "put an OpenAI-compatible HTTP endpoint before the ranks of this mpirun",
     "mpirun": "print and start the right mpirun line for a command: mpirun -n 5 run …",
     "sbatch": "write a Slurm job script for a command, submit it, follow it: sbatch --nodes 2 -- run …",
+    "doctor": "examine machine and launcher before a run, on all ranks",
     "plan": "show what would run where, without MPI",
     "generate-engines": "quantise a model and build its engine",
     "generate-triton-config": "write Triton model repositories for an engine",

@@ -44,6 +44,7 @@ class Failure:
     traceback: str = ""
     code: int | None = None  # None: determined by the phase
     interrupted: bool = False  # by a signal
+    doctor: str = ""  # the line of `mpillm doctor` that explains it; "" if none does
 
 
 def exit_code(failures: Iterable[Failure], phase: Phase) -> int:

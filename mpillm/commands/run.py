@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from launch.environment import mpirun_ends_ranks
+from launch.launcher import find_launcher
 from launch.signals import title
 from mpillm.comms.start import start_mpi
 from mpillm.config.options import RunConfig, parse_run
@@ -70,6 +72,7 @@ def start_rank(
         usage_error = str(error)  # told when all ranks have joined, once
     except OSError as error:
         usage_error = f"{error.filename}: {error.strerror}"
+    _warn()
     control = start_mpi([command, *argv], config.join_deadline if config else DEADLINES["join"])
     # imports mpi4py.MPI, which starts MPI: not before start_mpi has prepared it
     from mpi4py import MPI
@@ -86,6 +89,16 @@ def start_rank(
         return rank.live(), rank.log_dir
     except Interrupted as interrupted:
         os._exit(interrupted.exit_code)  # while it was ending anyway
+
+
+def _warn() -> None:
+    """On rank 0, say what will make MPI end all ranks before anybody can report anything."""
+    launcher = find_launcher()
+    if launcher is not None and launcher.first:
+        from mpillm.doctor.scarce import keeps_mpi_from_starting
+
+        if problem := keeps_mpi_from_starting():
+            print(f"mpillm: doctor: {problem}", file=sys.stderr, flush=True)
 
 
 def _interrupt(rank: Rank, number: int, frame: object) -> None:

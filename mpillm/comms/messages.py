@@ -318,7 +318,7 @@ def _read_pairs(buffer: Buffer) -> Pairs:
     return pairs
 
 
-def _object(tag: Tag) -> Message[Any]:
+def object_message(tag: Tag) -> Message[Any]:
     """Return a message of a small Python object: for cold paths."""
     return Message(tag, _write_object, _read_object)
 
@@ -337,12 +337,12 @@ def _number(tag: Tag) -> Message[int]:
 
 
 # Control.
-BEAT: Message[Beat] = _object(Tag.BEAT)
-ARRIVED: Message[Arrived] = _object(Tag.ARRIVED)
-RELEASE: Message[Release] = _object(Tag.RELEASE)
-FAILED: Message[Failure] = _object(Tag.FAILED)
-STOP: Message[Stop] = _object(Tag.STOP)
-BYE: Message[None] = _object(Tag.BYE)
+BEAT: Message[Beat] = object_message(Tag.BEAT)
+ARRIVED: Message[Arrived] = object_message(Tag.ARRIVED)
+RELEASE: Message[Release] = object_message(Tag.RELEASE)
+FAILED: Message[Failure] = object_message(Tag.FAILED)
+STOP: Message[Stop] = object_message(Tag.STOP)
+BYE: Message[None] = object_message(Tag.BYE)
 # Route.
 QUERY = _batch(Tag.QUERY, REQUEST)
 WORK = _batch(Tag.WORK, REQUEST)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from launch.check_world import check_world, library_title, understands
 from launch.environment import EXIT_FILE, clean_environment, tell_exit_code, told_exit_code
 from launch.launcher import EveryRankError, find_launcher, one_of_several
+from launch.siblings import stopped_ranks
 from mpillm.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -171,10 +172,9 @@ def _never_started(seconds: float, rank: int) -> None:
     exit_file = os.environ.get(EXIT_FILE)
     if rank == 1 and exit_file and told_exit_code(Path(exit_file)) is not None:
         return  # rank 0 has reported it
+    who = stopped_ranks() or "a rank has not started, or can't be reached"
     print(
-        "mpillm: failed in phase 'join'\n"
-        f"  MPI_Init did not end within the deadline of {seconds:g} s:"
-        " a rank has not started, or can't be reached",
+        f"mpillm: failed in phase 'join'\n  MPI_Init did not end within the deadline of {seconds:g} s: {who}",
         file=sys.stderr,
         flush=True,
     )

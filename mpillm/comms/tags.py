@@ -18,6 +18,10 @@ class Tag(enum.IntEnum):
     FAILED = 4  # this rank can't go on; to rank 0
     STOP = 5  # end now; from rank 0
     BYE = 6  # this rank has released everything and will exit; to rank 0
+    # control, of the doctor (see doctor/doctor_messages.py)
+    FACTS = 7  # what a rank says of itself; to rank 0
+    ORDER = 8  # what to measure; from rank 0
+    FOUND = 9  # what an order has found; to rank 0
     # route
     QUERY = 10  # requests; harness to leader
     WORK = 11  # requests; leader to instance

@@ -131,6 +131,7 @@ class Console:
                 message.append(
                     textwrap.indent("\n".join(trace.rstrip().splitlines()[-_TRACE_LINES:]), "    ")
                 )
+        message += dict.fromkeys(f"  doctor: {failure.doctor}" for failure in failures if failure.doctor)
         if see:
             message.append(f"  see {see}")
         print("\n".join(message), file=self._err, flush=True)

@@ -129,4 +129,8 @@ def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
 
 def failures_json(failures: tuple[Failure, ...]) -> list[dict[str, Any]]:
     """Failures as `result.json` lists them."""
-    return [{"rank": f.rank, "cause": f.cause, "traceback": f.traceback} for f in failures]
+    return [
+        {"rank": f.rank, "cause": f.cause, "traceback": f.traceback}
+        | ({"doctor": f.doctor} if f.doctor else {})
+        for f in failures
+    ]

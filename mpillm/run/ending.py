@@ -20,6 +20,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from mpi4py import MPI
@@ -77,6 +78,13 @@ def failures_of(
     return (Failure(f"{type(error).__name__}: {error}", rank, text),)
 
 
+def _explained(failure: Failure) -> Failure:
+    """Return a failure of this host with what `mpillm doctor` finds here of what it speaks of."""
+    from mpillm.doctor.alone import explain  # few runs need it
+
+    return failure if failure.interrupted else replace(failure, doctor=explain(failure.cause))
+
+
 class Ending(ABC):
     """Ends one rank: the main thread by `finish`, `stop` or `fail`, the watch by `end_stuck` or `abort`."""
 
@@ -114,6 +122,8 @@ class Ending(ABC):
         self._watch.enter(self._watch.phase, 3 * self._limits.grace)
         for failure in failures:
             _log.error("%s", failure.cause)
+        if self._watch.phase in ("join", "load"):
+            failures = tuple(_explained(failure) for failure in failures)
         stopped = self._tell(failures)
         self.state = State.STOPPING
         self._let_go()

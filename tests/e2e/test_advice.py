@@ -100,6 +100,8 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* sbatch .*": Elsewhere(
         "tests/unit/launch/test_sbatch.py, and with a real Slurm tests/e2e/test_slurm.py"
     ),
+    r"srun .* doctor": Elsewhere("there is no Slurm here: tests/e2e/test_doctor.py, under mpirun"),
+    r".*mpirun -n \d doctor( --json)?": Typed(says="launcher"),
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
     r"srun .*": Parsed("there is no Slurm here"),
     r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere(
@@ -293,6 +295,7 @@ OTHERS = {
         "mca",
         "hostfile",
         "host",
+        "shm_size",
     ),
     *(
         "map_by",

@@ -5,11 +5,14 @@ With ``make test-hosts``, as root.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -58,6 +61,28 @@ def test_no_host_but_the_first_needs_the_data_set_or_the_run_directory(
     assert {line["index"]: line["output_tokens"] for line in ended.outputs()} == {
         i: samples.answer(i, 8) for i in range(len(samples.prompts))
     }
+
+
+def test_the_doctor_measures_every_pair_of_hosts_and_names_who_is_stopped(on_hosts: OnHosts) -> None:
+    """The rank is stopped once it has joined MPI, or before; both ways it is named."""
+    command = on_hosts.start("h1:2,h2:2,h3:1", "doctor", "--json", log_dir=on_hosts.starter.folder)
+    lines = json.loads(command.end(WITHIN_S).must(DONE).out)["lines"]
+    (pairs,) = (line["figures"]["pairs"] for line in lines if line["check"] == "MPI between nodes")
+    assert {tuple(pair["nodes"]) for pair in pairs} == {("h1", "h2"), ("h1", "h3"), ("h2", "h3")}
+    (offsets,) = (line["figures"]["offsets_s"] for line in lines if line["check"] == "clocks")
+    assert set(offsets) == {"h2", "h3"}
+    command = on_hosts.start("h1:2,h2:2", "doctor", "--deadline", 20, log_dir=on_hosts.starter.folder)
+
+    def rank_1() -> list[int]:
+        pids = python_on(on_hosts.hosts, "h1", "doctor")
+        return [
+            pid for pid in pids if b"OMPI_COMM_WORLD_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        ]
+
+    os.kill(wait_until(rank_1, "rank 1", WITHIN_S)[0], signal.SIGSTOP)
+    ended = command.end(WITHIN_S, tidy=False)
+    assert ended.code != DONE
+    assert re.search(r"rank 1\b.* is stopped: kill -CONT", ended.out + ended.err), ended
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["mpillm mpirun", "mpirun"])

@@ -35,7 +35,7 @@ mpillm.cores
 mpillm.roles
 mpillm.report
 mpillm.serve
-mpillm.triton_models mpillm.triton_client
+mpillm.triton_models mpillm.triton_client mpillm.doctor
 mpillm.bench
 mpillm.submission
 mpillm.run

@@ -97,9 +97,16 @@ SENT: dict[Tag, list[Any]] = {
 MESSAGES = {made.tag: made for made in vars(messages).values() if isinstance(made, Message)}
 
 
+OF_THE_DOCTOR = (Tag.FACTS, Tag.ORDER, Tag.FOUND)  # mpillm/doctor/doctor_messages.py
+
+
 def test_each_tag_of_control_and_route_is_described_once() -> None:
     described = [made.tag for made in vars(messages).values() if isinstance(made, Message)]
-    assert sorted(described) == sorted(SENT) == [tag for tag in Tag if tag < Tag.PLAN]
+    assert (
+        sorted(described)
+        == sorted(SENT)
+        == [tag for tag in Tag if tag < Tag.PLAN and tag not in OF_THE_DOCTOR]
+    )
 
 
 @pytest.mark.parametrize("tag", SENT, ids=lambda tag: tag.name)

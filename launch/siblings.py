@@ -1,0 +1,88 @@
+"""The ranks of this process's job on this host, as the system shows them: also those that can't speak."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.launcher import find_launcher
+
+_JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID")  # Hydra's ranks have none: their parent tells
+_STATES = {
+    "T": "is stopped: kill -CONT {}",
+    "t": "is held by a debugger",
+    "D": "waits for a disk",
+    "Z": "has ended",
+}
+
+
+_STOPPED = "Tt"
+
+
+class Sibling(NamedTuple):
+    """A rank's process."""
+
+    pid: int
+    state: str  # its letter in /proc
+
+
+def ranks_here() -> int | None:
+    """Return how many ranks of this job are on this host; None if the launcher does not tell.
+
+    Unlike `siblings` it counts those that have not started yet.
+    """
+    told = (os.environ.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    return next((int(text) for text in told if text.isdecimal()), None)
+
+
+def siblings() -> dict[int, Sibling]:
+    """Return the processes on this host that the same launcher started, by rank."""
+    own = find_launcher()
+    if own is None:
+        return {}
+    found: dict[int, list[Sibling]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError, ValueError):
+                env = _environment(folder)
+                other = find_launcher(env)
+                if (
+                    other is None
+                    or other.rank is None
+                    or other.name != own.name
+                    or _job(env) != _job(os.environ)
+                ):
+                    continue
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if any(name in env for name in _JOBS) or int(parent) == os.getppid():
+                    # of a rank and the processes that it started, the eldest
+                    found.setdefault(other.rank, []).append(Sibling(int(folder.name), state))
+    return {rank: min(processes) for rank, processes in found.items()}
+
+
+def describe_rank(rank: int) -> str:
+    """Return what the system says of a rank that does not answer: `` (pid 12 is stopped: …)``, or ""."""
+    sibling = siblings().get(rank)
+    return "" if sibling is None else _told(sibling)
+
+
+def stopped_ranks() -> str:
+    """Name the ranks of this host that somebody has stopped; "" if none is."""
+    found = {rank: sibling for rank, sibling in sorted(siblings().items()) if sibling.state in _STOPPED}
+    return ", ".join(f"rank {rank}{_told(sibling)}" for rank, sibling in found.items())
+
+
+def _told(sibling: Sibling) -> str:
+    return f" (pid {sibling.pid} {_STATES.get(sibling.state, 'runs').format(sibling.pid)})"
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _job(env: Mapping[str, str]) -> tuple[str | None, ...]:
+    return tuple(env.get(name) for name in _JOBS)

@@ -1,0 +1,129 @@
+"""``python -m mpillm doctor``: examine machine, launcher and network before a run, on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from launch.environment import tell_exit_code
+from launch.launcher import EveryRankError, find_launcher
+from mpillm import __version__
+from mpillm.comms.start import start_mpi
+from mpillm.config.values import Values, collect
+from mpillm.configurator.command_line import Parser
+from mpillm.configurator.parsers import boolean
+from mpillm.doctor.findings import Line, Status, shown, worst
+from mpillm.errors import STOP_SIGNALS, ExitCode
+from mpillm.fields import Field, seconds
+
+_START_SHARE = 0.5  # of the deadline, for MPI_Init
+_LATE_S = 10.0  # after the deadline; then even rank 0 is stuck
+
+
+class Options(Values):
+    """Options of ``doctor``."""
+
+    json = Field("json", "print JSON", boolean, default=False, group="output")
+    log_dir = Field(
+        "log_dir", "the run directory whose disk to examine", default="build/runs", group="output"
+    )
+    deadline = Field(
+        "deadline", "longest time for the examination, seconds", seconds, default=30.0, group="deadlines"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Examine; rank 0 prints. Return 1 if a check failed, 0 otherwise."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # a handler could not run while MPI waits
+    parser = Parser(
+        prog="mpillm doctor",
+        description="Examine machine, launcher and network before a run, on all ranks.",
+        epilog="example:\n  python -m mpillm mpirun -n 4 doctor",
+    )
+    try:
+        config = collect(argv, Options, parser)
+    except ConfigError as error:
+        raise EveryRankError(str(error)) from None
+    from mpillm.doctor.scarce import keeps_mpi_from_starting
+
+    try:
+        if keeps_mpi_from_starting():
+            raise EveryRankError("MPI was not started: it would end all ranks, because /dev/shm is too small")
+        comm = start_mpi(["doctor", *argv], _START_SHARE * config.deadline)
+    except EveryRankError as error:
+        launcher = find_launcher()
+        if launcher is not None and not launcher.first:
+            return ExitCode.DONE  # the first one reports what all of them find
+        return _alone(config, error)
+    # these import mpi4py.MPI, which start_mpi has prepared
+    from mpi4py import MPI
+
+    from mpillm.doctor.exam import Rank0Exam, RankExam
+
+    left_s = _START_SHARE * config.deadline
+    watchdog = threading.Timer(config.deadline + _LATE_S, _give_up, (comm.rank, config.deadline))
+    watchdog.daemon = True
+    watchdog.start()
+    code = int(ExitCode.DONE)
+    try:
+        if comm.rank == 0:
+            exam = Rank0Exam(comm, MPI.COMM_WORLD, left_s)
+            world, lines = exam.examine(Path(config.log_dir))
+            code = _report(config, lines, comm.size, sorted(set(world.nodes.values())))
+            finalize = exam.end()
+            tell_exit_code(code)
+        else:
+            finalize = RankExam(comm, MPI.COMM_WORLD, config.deadline + _LATE_S / 2).live()
+    except Exception:  # noqa: BLE001 - the others may be waiting for this rank
+        traceback.print_exc()
+        comm.Abort(ExitCode.STAGE_FAILED)
+    if not finalize:
+        sys.stdout.flush()
+        if comm.rank == 0:
+            comm.Abort(code)  # the launcher would wait for who does not answer
+        os._exit(code)
+    watchdog.cancel()
+    return code
+
+
+def _alone(config: Options, error: EveryRankError) -> int:
+    """Report what this process sees without MPI, and why there is none."""
+    from mpillm.doctor.alone import lines_alone
+
+    launcher = find_launcher()
+    code = _report(
+        config, lines_alone(error, Path(config.log_dir)), launcher.size or 1 if launcher else 1, []
+    )
+    tell_exit_code(code)
+    return code
+
+
+def _report(config: Options, lines: Sequence[Line], n_ranks: int, nodes: Sequence[str]) -> int:
+    """Print the lines; return the exit code."""
+    bad = worst(lines) is Status.FAILURE
+    if config.json:
+        told = {"mpillm": __version__, "ranks": n_ranks, "nodes": list(nodes), "worst": worst(lines).value}
+        print(json.dumps(told | {"lines": [line.to_json() for line in lines]}, indent=2), flush=True)
+    else:
+        where = f", nodes: {len(nodes)}" if nodes else ""
+        print(f"mpillm {__version__} doctor: ranks: {n_ranks}{where}\n", *shown(lines), sep="\n", flush=True)
+    return int(ExitCode.STAGE_FAILED if bad else ExitCode.DONE)
+
+
+def _give_up(rank: int, deadline: float) -> None:
+    print(
+        f"mpillm: rank {rank}: doctor did not end within --deadline {deadline:g} s",
+        file=sys.stderr,
+        flush=True,
+    )
+    if rank == 0:
+        tell_exit_code(ExitCode.STAGE_FAILED)
+    os.kill(os.getpid(), signal.SIGKILL)

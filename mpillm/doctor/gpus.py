@@ -1,0 +1,229 @@
+"""GPUs of a node, from NVML and nvidia-smi: driver, memory in use, errors, peer access, NVLink."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from mpillm.devices import Gpu, visible_gpus
+from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, size
+
+_ASK_S = 6.0
+_QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current")
+_QUERY_ERRORS = "ecc.errors.uncorrected.volatile.total"
+_FREE = 0.1  # a GPU with more of its memory in use is not free
+
+Gpus = Mapping[int, "GpuFacts"]
+
+
+class Device(NamedTuple):
+    """A GPU as nvidia-smi describes it."""
+
+    number: int
+    name: str
+    driver: str
+    total: int  # bytes
+    used: int
+    mig: bool
+    errors: int | None  # uncorrected, of its memory; None: it does not count them
+
+
+class GpuFacts(NamedTuple):
+    """The GPUs of the node of one rank."""
+
+    visible: tuple[Gpu, ...]  # to this rank
+    problem: str  # why none are; "" if some are
+    pytorch: str  # its version; "" if it is not installed
+    peer_memory: bool | None  # RDMA devices may read GPU memory; None: there are no RDMA devices
+    devices: tuple[Device, ...] = ()  # of the node; only from its first rank
+    links: tuple[tuple[int, int, str], ...] = ()  # pairs, and how they are connected: NV18, PIX, SYS, …
+    no_peer: tuple[tuple[int, int], ...] = ()  # pairs that can't read each other's memory
+    unanswered: str = ""  # what nvidia-smi did not tell, and why
+
+
+def gpu_facts() -> GpuFacts:
+    """Ask NVML, the system and the installed packages: milliseconds."""
+    gpus = visible_gpus() or ()
+    return GpuFacts(gpus, "" if gpus else _why_none(), _pytorch(), _peer_memory())
+
+
+def node_gpus(facts: GpuFacts) -> GpuFacts:
+    """Return `facts` with what nvidia-smi tells of the node; may take seconds."""
+    if not facts.visible:
+        return facts
+    try:
+        devices = parse_devices(
+            _ask(f"--query-gpu={','.join((*_QUERY, _QUERY_ERRORS))}", "--format=csv,noheader,nounits")
+        )
+        links = parse_matrix(_ask("topo", "-m"))
+        peers = parse_matrix(_ask("topo", "-p2p", "r"))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return facts._replace(unanswered=f"nvidia-smi: {error}")
+    no_peer = tuple((a, b) for a, b, word in peers if word != "OK")
+    return facts._replace(devices=devices, links=links, no_peer=no_peer)
+
+
+# --- checks ---
+
+
+def driver(gpus: Gpus, world: World) -> list[Line]:
+    """Whether there are GPUs, and PyTorch can use them."""
+
+    def verdict(facts: GpuFacts) -> Verdict:
+        if not facts.visible:
+            return Verdict(Status.SKIPPED, f"no GPU, so nothing of peers and NVLink: {facts.problem}")
+        names = {gpu.name for gpu in facts.visible}
+        told = f"{len(facts.visible)} visible, {', '.join(sorted(names))}"
+        drivers = sorted({device.driver for device in facts.devices})
+        told += f", driver {', '.join(drivers)}" if drivers else ""
+        if "+cpu" in facts.pytorch:
+            return Verdict(
+                Status.WARNING,
+                f"{told}; PyTorch {facts.pytorch} can't use them",
+                "install PyTorch's CUDA build",
+            )
+        return Verdict(Status.OK, told)
+
+    return by_verdict("GPUs", {rank: verdict(gpus[rank]) for rank in world.firsts_of(gpus)})
+
+
+def idle(gpus: Gpus, world: World) -> list[Line]:
+    """Memory that others hold, and errors of memory."""
+
+    def verdict(facts: GpuFacts) -> Verdict:
+        if facts.unanswered:
+            return Verdict(Status.SKIPPED, facts.unanswered)
+        if broken := [device for device in facts.devices if device.errors]:
+            told = ", ".join(f"GPU {device.number}: {device.errors}" for device in broken)
+            return Verdict(
+                Status.FAILURE,
+                f"uncorrected memory errors since the last reset: {told}",
+                "reset or replace it",
+            )
+        busy = [device for device in facts.devices if device.used > _FREE * device.total and not device.mig]
+        if busy:
+            told = ", ".join(f"GPU {device.number}: {size(device.used)}" for device in busy)
+            return Verdict(
+                Status.WARNING, f"memory in use: {told}", "nvidia-smi names the processes: end them"
+            )
+        return Verdict(Status.OK, "no memory in use, no memory errors")
+
+    return by_verdict("GPU memory", {rank: verdict(gpus[rank]) for rank in _with_gpus(gpus, world)})
+
+
+def peers(gpus: Gpus, world: World) -> list[Line]:
+    """Peer access and NVLink between the GPUs of a node."""
+
+    def verdict(facts: GpuFacts) -> Verdict:
+        if facts.unanswered:
+            return Verdict(Status.SKIPPED, facts.unanswered)
+        if len(facts.devices) < 2:
+            return Verdict(Status.SKIPPED, "one GPU per node")
+        if facts.no_peer:
+            pairs = ", ".join(f"{a}-{b}" for a, b in facts.no_peer[:8])
+            return Verdict(
+                Status.WARNING,
+                f"no peer access: {pairs}: NCCL goes through /dev/shm there",
+                "check IOMMU and ACS settings (NCCL's documentation), and the container's IPC namespace",
+            )
+        nvlinks = sum(word.startswith("NV") for _, _, word in facts.links)
+        return Verdict(
+            Status.OK, f"peer access between all; NVLink between {nvlinks} of {len(facts.links)} pairs"
+        )
+
+    return by_verdict("GPU peers", {rank: verdict(gpus[rank]) for rank in _with_gpus(gpus, world)})
+
+
+def peer_memory(gpus: Gpus, world: World) -> list[Line]:
+    """RDMA between GPU memory and network cards."""
+
+    def verdict(facts: GpuFacts) -> Verdict:
+        if facts.peer_memory is None:
+            return Verdict(Status.SKIPPED, "no RDMA device")
+        if facts.peer_memory:
+            return Verdict(Status.OK, "network cards read GPU memory (nvidia_peermem)")
+        return Verdict(
+            Status.WARNING,
+            "nvidia_peermem is not loaded: unless NCCL can use DMA-BUF, GPU data goes through host memory",
+            "modprobe nvidia_peermem; NCCL_DEBUG=INFO says which is used",
+        )
+
+    return by_verdict("peer memory", {rank: verdict(gpus[rank]) for rank in _with_gpus(gpus, world)})
+
+
+CHECKS = (driver, idle, peers, peer_memory)
+
+
+def _with_gpus(gpus: Gpus, world: World) -> list[int]:
+    return [rank for rank in world.firsts_of(gpus) if gpus[rank].visible]
+
+
+# --- what nvidia-smi and the system say ---
+
+
+def parse_devices(text: str) -> tuple[Device, ...]:
+    """Read the answer to `--query-gpu`: a line per GPU. Raises ValueError if it is none."""
+    return tuple(_device(row) for row in csv.reader(text.splitlines(), skipinitialspace=True) if row)
+
+
+def _device(row: list[str]) -> Device:
+    if len(row) != len(_QUERY) + 1 or not row[0].isdecimal():
+        raise ValueError(f"unexpected line: {', '.join(row)[:80]}")
+    index, name, driver_version, total, used, mig, errors = row
+    bytes_total, bytes_used = (int(word) << 20 if word.isdecimal() else 0 for word in (total, used))
+    counted = int(errors) if errors.isdecimal() else None
+    return Device(int(index), name, driver_version, bytes_total, bytes_used, mig == "Enabled", counted)
+
+
+def parse_matrix(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Read a matrix of `nvidia-smi topo`: for each pair of GPUs its word (NV18, SYS, OK, …)."""
+    rows: dict[int, list[str]] = {}
+    for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
+        words = line.split()
+        if words and (match := re.fullmatch(r"GPU(\d+)", words[0])) and "X" in words:
+            rows[int(match[1])] = words[1:]
+    order = sorted(rows)
+    return tuple((a, b, rows[a][j]) for i, a in enumerate(order) for j, b in enumerate(order) if i < j)
+
+
+def _ask(*words: str) -> str:
+    done = subprocess.run(
+        ["nvidia-smi", *words],
+        capture_output=True,
+        text=True,
+        timeout=_ASK_S,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    return done.stdout
+
+
+def _why_none() -> str:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "CUDA_VISIBLE_DEVICES is empty"
+    if not Path("/proc/driver/nvidia/version").exists():
+        return "NVIDIA's driver is not loaded"
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return "the driver is loaded, but there is no /dev/nvidia0: start the container with its GPUs"
+    if visible_gpus() is None:
+        return "libnvidia-ml.so.1 of the driver is missing: the container lacks the driver's libraries"
+    return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')} names none"
+
+
+def _pytorch() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _peer_memory() -> bool | None:
+    if not any(Path("/sys/class/infiniband").glob("*")):
+        return None
+    return any(Path("/sys/module", name).exists() for name in ("nvidia_peermem", "nv_peer_mem"))

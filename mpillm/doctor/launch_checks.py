@@ -1,0 +1,126 @@
+"""MPI and what started it: library, launcher, PMI, thread level, survival of lost ranks, versions."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from launch.check_world import WrongLauncher, library_title
+from launch.environment import EXIT_FILE
+from launch.launcher import EveryRankError, find_launcher
+from mpillm import __version__
+from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
+
+Launches = Mapping[int, "LaunchFacts"]
+
+
+class LaunchFacts(NamedTuple):
+    """How one rank was started, and what it runs."""
+
+    versions: dict[str, str]  # mpillm, Python, MPI (with its name)
+    launcher: str  # "": none
+    protocol: str  # PMIx or PMI; "": none
+    survives: bool | None  # the loss of another rank; None: this MPI can't
+    supervised: bool  # `mpillm mpirun` started it
+    threads: bool  # MPI_THREAD_MULTIPLE is granted
+
+
+def launch_facts() -> LaunchFacts:
+    """Ask MPI, which has been started."""
+    from mpi4py import MPI
+
+    launcher = find_launcher()
+    survives: bool | None = None
+    if MPI.COMM_WORLD.size > 1:
+        try:
+            MPI.COMM_WORLD.Get_failed().Free()
+            survives = True
+        except (MPI.Exception, NotImplementedError):
+            survives = False
+    return LaunchFacts(
+        versions={
+            "mpillm": __version__,
+            "Python": sys.version.split()[0],
+            "MPI": library_title(MPI.Get_library_version()),
+        },
+        launcher=launcher.name if launcher else "",
+        protocol=launcher.protocol if launcher else "",
+        survives=survives,
+        supervised=EXIT_FILE in os.environ,
+        threads=MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
+    )
+
+
+def not_one_world(error: EveryRankError) -> Line:
+    """Return the line for ranks that can't start MPI, or of which each would be a world of its own."""
+    if isinstance(error, WrongLauncher):
+        advice = str(error)[len(error.problem) :].strip()
+        return Line("launcher", Status.FAILURE, error.problem, advice)
+    return Line("MPI library", Status.FAILURE, str(error))
+
+
+# --- checks ---
+
+
+def library(launches: Launches, world: World) -> list[Line]:
+    """Join refuses ranks whose versions differ."""
+    n_kinds = len({tuple(facts.versions.items()) for facts in launches.values()})
+
+    def verdict(facts: LaunchFacts) -> Verdict:
+        told = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if name != "MPI")
+        told = f"{facts.versions['MPI']}, {told}"
+        if n_kinds == 1:
+            return Verdict(Status.OK, told)
+        return Verdict(Status.FAILURE, told, "install the same on all nodes: ranks that differ don't join")
+
+    return by_verdict("versions", {rank: verdict(facts) for rank, facts in launches.items()})
+
+
+def launcher(launches: Launches, world: World) -> list[Line]:
+    """That the ranks are one world was found out when MPI was started."""
+
+    def verdict(facts: LaunchFacts) -> Verdict:
+        if not facts.launcher:
+            return Verdict(Status.OK, "none: one rank, started alone")
+        by = f"{facts.launcher} over {facts.protocol}" if facts.protocol else facts.launcher
+        return Verdict(Status.OK, f"{by}: one world of {len(world.nodes)}")
+
+    return by_verdict("launcher", {rank: verdict(facts) for rank, facts in launches.items()})
+
+
+def threads(launches: Launches, world: World) -> list[Line]:
+    """Beats come from a thread of their own."""
+
+    def verdict(facts: LaunchFacts) -> Verdict:
+        if facts.threads:
+            return Verdict(Status.OK, "MPI_THREAD_MULTIPLE")
+        return Verdict(Status.FAILURE, "no MPI_THREAD_MULTIPLE", "use an MPI library that was built with it")
+
+    return by_verdict("threads", {rank: verdict(facts) for rank, facts in launches.items()})
+
+
+def lost_ranks(launches: Launches, world: World) -> list[Line]:
+    """Whether a run can say which rank was lost (ULFM), and who ends it."""
+
+    def verdict(facts: LaunchFacts) -> Verdict:
+        if facts.survives is None:
+            return Verdict(Status.SKIPPED, "one rank alone")
+        if not facts.survives:
+            return Verdict(
+                Status.WARNING,
+                "this MPI has no fault tolerance (ULFM)",
+                "a lost rank may be named late or not at all: Open MPI 5 and MPICH 5 have it",
+            )
+        if facts.supervised:
+            return Verdict(Status.OK, "ULFM; rank 0 names a lost rank")
+        return Verdict(
+            Status.OK,
+            "ULFM; this launcher ends all ranks soon after a loss, `mpillm mpirun` lets rank 0 report",
+        )
+
+    return by_verdict("lost ranks", {rank: verdict(facts) for rank, facts in launches.items()})
+
+
+CHECKS = (library, launcher, threads, lost_ranks)

@@ -1,0 +1,94 @@
+"""Two ranks measure the link between them: MPI's messages to and fro, then many large ones."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpillm.doctor.network import LinkFound
+
+_TAG = 1  # in a communicator that carries nothing else now
+_TRIPS = 60
+_WARM = 5
+_LARGE = 4 << 20  # bytes
+_WINDOW = 8  # large messages under way
+_TURNS = 3
+
+
+_abandoned: list[MPI.Request] = []  # MPI may still write to their buffers
+
+
+class NoAnswer(Exception):
+    """The partner did not answer in time."""
+
+
+class Link:
+    """One rank's end. Both ends must call the matching method; neither waits longer than its deadline."""
+
+    def __init__(self, comm: MPI.Intracomm, partner: int, seconds: float) -> None:
+        """`comm`: carries no other message of these two meanwhile."""
+        self._comm, self._partner = comm, partner
+        self._end = time.monotonic() + seconds
+
+    def lead(self) -> LinkFound:
+        """Measure. What went wrong is in the result."""
+        try:
+            return self._lead()
+        except NoAnswer:
+            return LinkFound(0, 0, 0, f"rank {self._partner} did not answer in time")
+
+    def follow(self) -> None:
+        """Answer. Raises NoAnswer."""
+        token = np.zeros(1)
+        for _ in range(_WARM + _TRIPS):
+            self._receive(token)
+            token[0] = time.time()
+            self._send(token)
+        large = [np.empty(_LARGE, np.uint8) for _ in range(_WINDOW)]
+        for _ in range(_TURNS):
+            self._wait([self._comm.Irecv(part, self._partner, _TAG) for part in large])
+            self._send(token)
+
+    def _lead(self) -> LinkFound:
+        token, trips = np.zeros(1), []
+        for _ in range(_WARM + _TRIPS):
+            started, wall = time.perf_counter(), time.time()
+            self._send(token)
+            self._receive(token)
+            trip = time.perf_counter() - started
+            trips.append((trip, float(token[0]) - (wall + trip / 2)))
+        trips = trips[_WARM:]
+        large = np.zeros(_LARGE, np.uint8)
+        turns = []
+        for _ in range(_TURNS):
+            started = time.perf_counter()
+            self._wait([self._comm.Isend(large, self._partner, _TAG) for _ in range(_WINDOW)])
+            self._receive(token)
+            turns.append(time.perf_counter() - started)
+        # The fastest trip bounds the error of the offset (Cristian's algorithm) by half of it.
+        latency = statistics.median(trip for trip, _ in trips) / 2
+        return LinkFound(latency, _WINDOW * _LARGE / min(turns), min(trips)[1])
+
+    def _send(self, token: NDArray[np.float64]) -> None:
+        self._wait([self._comm.Isend(token, self._partner, _TAG)])
+
+    def _receive(self, token: NDArray[np.float64]) -> None:
+        self._wait([self._comm.Irecv(token, self._partner, _TAG)])
+
+    def _wait(self, requests: list[MPI.Request]) -> None:
+        looks = 0
+        while requests:
+            try:
+                requests = [request for request in requests if not request.Test()]
+            except MPI.Exception as error:  # the partner's process has ended
+                raise NoAnswer from error
+            looks += 1
+            if looks % 256 == 0:  # the partner may wait for this core
+                time.sleep(0)
+            if requests and time.monotonic() > self._end:
+                _abandoned.extend(requests)
+                raise NoAnswer
