@@ -18,7 +18,8 @@ from disagg.errors import ConfigError, nearest
 from disagg.yaml_text import CONSTRUCTOR_ERRORS, strict_loader
 from mpillm import fields, user_config
 from mpillm.config import nvidia_config
-from mpillm.configurator import Configuration, Field, Level, Origin
+from mpillm.configurator import Configuration, Field
+from mpillm.configurator.found import Level, Origin
 from mpillm.fields.general import INTERACTIVE
 from mpillm.fields.passed_over import PASSED_OVER
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from disagg import DisaggConfig, ServerConfig
 from disagg.schema import SECTIONS, SERVER
 from mpillm import fields
-from mpillm.configurator import Field, Found, Level, Origin
+from mpillm.configurator import Field
+from mpillm.configurator.found import Found, Level, Origin
 from mpillm.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 
 _CTX, _GEN, _EXECUTORS = SECTIONS

@@ -11,7 +11,7 @@ from disagg.errors import ConfigError
 from disagg.schema import SECTIONS
 from mpillm.config.disagg_values import CORE, EXPERTS, ROUTER, SIZES, with_sections, written
 from mpillm.config.options import RunConfig
-from mpillm.configurator import Level
+from mpillm.configurator.found import Level
 
 HALVES = {"context": SECTIONS[0], "generation": SECTIONS[1]}
 """The section of a server that is one half of disaggregated serving, by its role."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm import fields
-from mpillm.configurator import AutoConfStrategy, Field, Found, Level, Origin, environment, from_environment
+from mpillm.configurator import AutoConfStrategy, Field, environment, from_environment
+from mpillm.configurator.found import Found, Level, Origin
 from mpillm.fields.runtime_flags import OTHER_NAMES, RUNTIME_FLAGS, RUNTIME_OPTIONS, TENSORRT_ONLY
 
 OVERLAYS: dict[Field, str] = {

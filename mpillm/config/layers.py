@@ -14,7 +14,8 @@ from mpillm import fields, workloads
 from mpillm.config import config_file, disagg_values
 from mpillm.config.values import complete
 from mpillm.config.workload_options import defaults_of, named_test
-from mpillm.configurator import COMMAND_LINE, DEFAULT, Configuration, Field, Found, Level, Origin
+from mpillm.configurator import Configuration, Field
+from mpillm.configurator.found import COMMAND_LINE, DEFAULT, Found, Level, Origin
 from mpillm.fields.passed_over import PASSED_OVER
 
 

@@ -17,8 +17,9 @@ from mpillm.config import disagg_values, layers
 from mpillm.config.part import Part
 from mpillm.config.resolution import resolve
 from mpillm.config.values import Values
-from mpillm.configurator import COMMAND_LINE, Configuration, Field, Found, Level
+from mpillm.configurator import Configuration, Field
 from mpillm.configurator.command_line import Parser, add_fields
+from mpillm.configurator.found import COMMAND_LINE, Found, Level
 from mpillm.configurator.parsers import Secret
 from mpillm.fields import BY_NAME, FIELDS, AllFields
 from mpillm.fields.passed_over import PASSED_OVER

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.config.flags import LIMITS, check_honoured, lay_over, limits_of_engine, renamed
-from mpillm.configurator import DEFAULT, Field, Found, Level, Origin
+from mpillm.configurator import Field
+from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.core_names import TRTLLM
 from mpillm.fields import BY_NAME
 from mpillm.fields.checkpoint import CheckpointFields

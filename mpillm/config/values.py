@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mpillm.configurator import DEFAULT, Configuration, Field, Found, Level, Options, Origin
+from mpillm.configurator import Configuration, Field, Options
 from mpillm.configurator.command_line import Parser, add_fields
+from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.fields import BY_NAME
 
 T = TypeVar("T")

@@ -6,7 +6,8 @@ from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from mpillm import fields
-from mpillm.configurator import Field, Found, Level, Origin
+from mpillm.configurator import Field
+from mpillm.configurator.found import Found, Level, Origin
 from mpillm.fields.general import INTERACTIVE
 from mpillm.workloads import WORKLOADS, Workload, accuracy_of, interactive_form, plain_form
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -20,6 +19,7 @@ from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag, concat
 from mpillm.comms.tags import Tag
 from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits
+from mpillm.cores.dummy_faults import Faults
 from mpillm.cores.dummy_options import DummyOptions
 from mpillm.cores.dummy_stream import Streams
 
@@ -58,8 +58,8 @@ class DummyCore(LLMCore):
         self._streams = Streams(VOCAB_SIZE, self.options.tpot_ms / 1e3)
         self._given_up: list[int] = []  # cancelled, not reported yet
         self._order = 0
-        self._seen = 0
         self._warm = False
+        self._faults = Faults(self.options, config.rank)
         # The handoff, by request id: caches held, those that are computed, where the others go, what is
         # moving, first tokens.
         self._kv: dict[int, NDArray[np.uint8]] = {}
@@ -70,7 +70,7 @@ class DummyCore(LLMCore):
         self._cancelled_before: set[int] = set()  # while their KV cache was arriving
         self._started: list[int] = []
         self._kv_bytes = 0
-        self._inject("join")
+        self._faults.in_phase("join")
 
     @classmethod
     def check(cls, config: CoreConfig) -> StatedLimits:
@@ -87,18 +87,19 @@ class DummyCore(LLMCore):
 
     def load(self) -> None:
         time.sleep(self.options.load_s)
-        self._inject("load")
+        self._faults.in_phase("load")
 
     def run_health_check(self) -> None:
-        self._inject("health")
+        self._faults.in_phase("health")
 
     def warm_up_requests(self) -> Batch:
-        self._inject("warmup")
+        self._faults.in_phase("warmup")
         return super().warm_up_requests()
 
     def start_test(self) -> None:
         self._warm = True
-        self._seen = self._kv_bytes = self._prompt_tokens = self._generated_tokens = 0
+        self._faults.start_test()
+        self._kv_bytes = self._prompt_tokens = self._generated_tokens = 0
 
     def statistics(self) -> dict[str, float]:
         return {"kv_bytes": self._kv_bytes} if self.config.role == "context" else {}
@@ -122,9 +123,7 @@ class DummyCore(LLMCore):
         return Credits(n, self.config.kv_cache_tokens or 1 << 40)
 
     def enqueue(self, requests: Batch) -> None:
-        self._seen += len(requests)
-        if self.options.fault != "none" and self.options.fault_phase == "test" and self._is_faulty():
-            requests = self._fault_in_test(requests)
+        requests = self._faults.at_requests(requests)
         if self._timed:
             self._waiting += requests.split()
             return
@@ -375,37 +374,3 @@ class DummyCore(LLMCore):
             self._complete_kv(int(row["id"]))
             self._generated_tokens += 1
         return Batch(np.array([(row["id"], len(answer), flags)], RESPONSE), answer)
-
-    # --- faults ---
-
-    def _is_faulty(self) -> bool:
-        return self.options.fault_rank in (-1, self.config.rank)
-
-    def _inject(self, phase: str) -> None:
-        if self.options.fault != "none" and self.options.fault_phase == phase and self._is_faulty():
-            self._fault(phase)
-
-    def _fault(self, where: str) -> None:
-        match self.options.fault:
-            case "raise":
-                raise RuntimeError(f"injected fault in {where}")
-            case "exit":
-                os.kill(os.getpid(), 9)
-            case "hang" | "slow":
-                time.sleep(self.options.fault_s)
-
-    def _fault_in_test(self, requests: Batch) -> Batch:
-        if not self._warm:  # the warm-up's requests do not count
-            return requests
-        before = self._seen - len(requests)
-        nth = self.options.fault_at - 1 - before
-        if self.options.fault == "slow" and nth < len(requests):
-            time.sleep(self.options.fault_s)
-        elif 0 <= nth < len(requests):
-            if self.options.fault == "silent":
-                offsets = requests.offsets()
-                keep = np.arange(len(requests)) != nth
-                tokens = np.delete(requests.tokens, slice(offsets[nth], offsets[nth + 1]))
-                return Batch(requests.rows[keep], tokens)
-            self._fault(f"the test, at request {self.options.fault_at}")
-        return requests

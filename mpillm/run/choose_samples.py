@@ -8,7 +8,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from mpillm.config.options import RunConfig
-from mpillm.configurator import Found
+from mpillm.configurator.found import Found
 from mpillm.cores.base import ModelLimits
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset

@@ -13,7 +13,7 @@ from disagg.instances import served_instances
 from launch.launcher import EveryRankError
 from mpillm.config.options import RunConfig
 from mpillm.config.part import Part
-from mpillm.configurator import Found, Level, Origin
+from mpillm.configurator.found import Found, Level, Origin
 
 
 class Share(NamedTuple):

@@ -14,23 +14,23 @@ from contextvars import ContextVar
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from mpillm import __version__
 from mpillm.comms.messages import RequestFlag
 from mpillm.roles.half import Arrival
+from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.disaggregated_params import Half
+from mpillm.serve.http_errors import error_response, on_expect, without_what_is_no_http
 from mpillm.serve.open_requests import Answer, OpenRequests
 from mpillm.serve.perf_metrics import PerfMetrics
 from mpillm.serve.prometheus import TEXT, ServeMetrics
-from mpillm.serve.protocol import ApiError, Asked, Json, Served, encode, read
+from mpillm.serve.protocol import Asked, Served, encode, read
 from mpillm.serve.shapes import DONE, Shapes, error_event
 
 _log = logging.getLogger(__name__)
 # Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.
 _LONG_TEXT = 20_000
-_RETRY_AFTER_S = "1"
 _GONE = 499  # the client has closed the connection, as nginx counts it
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -73,12 +73,12 @@ class Service:
         self._started = int(time.time())
 
     def app(self) -> web.Application:
-        logging.getLogger("aiohttp.server").addFilter(_without_what_is_no_http)
+        logging.getLogger("aiohttp.server").addFilter(without_what_is_no_http)
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guard])
         app.add_routes(
             [
-                web.post("/v1/completions", self._completions, expect_handler=_on_expect),
-                web.post("/v1/chat/completions", self._chat, expect_handler=_on_expect),
+                web.post("/v1/completions", self._completions, expect_handler=on_expect),
+                web.post("/v1/chat/completions", self._chat, expect_handler=on_expect),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
                 web.get("/health", self._health),
@@ -105,13 +105,13 @@ class Service:
             self._check_key(request)
             response = await handler(request)
         except ApiError as error:
-            response = _error_response(error)
+            response = error_response(error)
         except web.HTTPRequestEntityTooLarge:
-            response = _error_response(
+            response = error_response(
                 ApiError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
             )
         except web.HTTPException as error:
-            response = _error_response(
+            response = error_response(
                 ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
             )
             if "Allow" in error.headers:
@@ -120,7 +120,7 @@ class Service:
             response = web.Response(status=_GONE)  # nobody reads it
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
             _log.exception("request %s", request_id)
-            response = _error_response(
+            response = error_response(
                 ApiError(500, f"internal error; the server's log has the traceback of request {request_id}")
             )
         finally:
@@ -367,25 +367,6 @@ class Service:
         return response
 
 
-async def _on_expect(request: web.Request) -> web.Response | None:
-    """Ask for the body that a client holds back (RFC 9110, 10.1.1). It comes before the guard."""
-    if request.headers["Expect"].lower() != "100-continue":
-        return _error_response(ApiError(417, "Expect: only 100-continue is supported"))
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # of the response, which has not begun
-    return None
-
-
-def _without_what_is_no_http(record: logging.LogRecord) -> bool:
-    """Answer a client that sends no HTTP with 400. It is no error of the server: its log has no traceback."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.levelno, record.levelname = logging.INFO, "INFO"
-        record.msg, record.args = f"{record.getMessage()}: {error!r}", ()
-        record.exc_info = None
-    return True
-
-
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run all at once. If one fails or this is cancelled, cancel the others and wait for them."""
     tasks = [asyncio.ensure_future(work) for work in works]
@@ -395,10 +376,3 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _error_response(error: ApiError) -> web.Response:
-    headers = {"Retry-After": _RETRY_AFTER_S} if error.status in (429, 503) else {}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(error.body(), status=error.status, headers=headers)

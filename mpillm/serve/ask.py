@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.serve.protocol import ApiError, Json
+from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.workers import Place, Pool, Worker, reason
 
 _log = logging.getLogger(__name__)

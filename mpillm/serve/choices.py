@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from mpillm.data.detokenizer import Detokenizer, StopStrings
 from mpillm.serve import logprobs
+from mpillm.serve.api_error import Json
 from mpillm.serve.open_requests import Answer
-from mpillm.serve.protocol import Asked, Json, Served
+from mpillm.serve.protocol import Asked, Served
 
 
 class Piece(NamedTuple):

@@ -22,9 +22,11 @@ from aiohttp import web
 from mpillm.comms.kv_socket import CacheLost, KvStore, fetch
 from mpillm.comms.messages import RequestFlag
 from mpillm.roles.half import Arrival
+from mpillm.serve.api_error import ApiError, Json
+from mpillm.serve.body_values import token_ids
 from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.open_requests import Answer
-from mpillm.serve.protocol import ApiError, Asked, Json, Served, token_ids
+from mpillm.serve.protocol import Asked, Served
 from mpillm.serve.shapes import Shapes
 
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"

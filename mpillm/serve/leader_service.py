@@ -18,11 +18,13 @@ import aiohttp
 from aiohttp import web
 
 from mpillm import __version__
+from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.ask import Ask
+from mpillm.serve.body_values import parse
 from mpillm.serve.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
+from mpillm.serve.http_errors import error_response
 from mpillm.serve.leader_metrics import LeaderMetrics
 from mpillm.serve.prometheus import TEXT
-from mpillm.serve.protocol import ApiError, Json
 from mpillm.serve.shapes import DONE, error_event
 from mpillm.serve.workers import Pool, Worker
 
@@ -89,16 +91,16 @@ class LeaderService:
             return await handler(request)
         except ApiError as error:
             self.failed += error.status >= 500
-            return _error(error)
+            return error_response(error)
         except web.HTTPRequestEntityTooLarge:
-            return _error(ApiError(413, f"the body is larger than {self._max_body_bytes} bytes"))
+            return error_response(ApiError(413, f"the body is larger than {self._max_body_bytes} bytes"))
         except web.HTTPException as error:
-            return _error(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
+            return error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
         except ConnectionError:
             return web.Response(status=499)  # the client has gone
         except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
             _log.exception("%s %s", request.method, request.path)
-            return _error(ApiError(500, "internal error of the leader; its log has the traceback"))
+            return error_response(ApiError(500, "internal error of the leader; its log has the traceback"))
 
     async def _health(self, request: web.Request) -> web.Response:
         self._check_open()
@@ -197,12 +199,7 @@ class LeaderService:
 
 def _read(data: bytes) -> Json:
     """Read what the leader must know of a body; the servers check the rest."""
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body is not an object")
+    body = parse(data)
     if body.get("disaggregated_params"):
         raise ApiError(400, "disaggregated_params: only the leader sets them", "disaggregated_params")
     return body
@@ -239,8 +236,3 @@ async def _whole(request: web.Request, answer: Json, body: Json) -> web.StreamRe
 def _given_back(answer: Ask) -> dict[str, str]:
     names = ("Content-Type", "Cache-Control", *_GIVEN_BACK)
     return {name: answer.headers[name] for name in names if name in answer.headers}
-
-
-def _error(error: ApiError) -> web.Response:
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
-    return web.json_response(error.body(), status=error.status, headers=headers)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpillm.data.tokenizer import Tokenizer
-from mpillm.serve.protocol import Json
+from mpillm.serve.api_error import Json
 
 _LEAST = -9999.0  # the least that is returned, also for the logarithm of 0: JSON has no infinity
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from mpillm.serve.api_error import Json
 from mpillm.serve.open_requests import Answer
-from mpillm.serve.protocol import Json, read_clock_offset
+from mpillm.serve.protocol import read_clock_offset
 
 
 class _Request(NamedTuple):

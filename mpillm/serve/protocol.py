@@ -8,8 +8,6 @@ on are ignored, as by vLLM.
 
 from __future__ import annotations
 
-import json
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,18 +17,9 @@ from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RequestFlag
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import Messages, Tokenizer
+from mpillm.serve.api_error import ApiError, Json
+from mpillm.serve.body_values import flag, mapping, number, parse, shown, text, token_ids
 
-Json = dict[str, Any]
-
-_TYPES = {
-    401: "invalid_request_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    502: "server_error",
-    503: "server_error",
-    504: "server_error",
-}
 _LEAST_TEMPERATURE = 0.01  # smaller temperatures overflow the division; vLLM uses this in their place, too
 _MOST_PROMPTS = 2048  # of one body
 _MOST_ANSWERS = 128  # to each of them; as OpenAI's API
@@ -75,20 +64,6 @@ _WHY = {
     "tools": "answers are text, never function calls; leave it out",
     "disaggregated_params": "this server is not one half of disaggregated serving (--server_role)",
 }
-
-
-class ApiError(Exception):
-    """An error, as an answer in OpenAI's form."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> Json:
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -154,12 +129,12 @@ class Asked:
 
 def read(data: bytes, chat: bool, served: Served) -> Asked:
     """Return what a body asks for. Raises ApiError if it makes no sense, or can't be done here."""
-    body = _object(data)
+    body = parse(data)
     model = body.get("model")
     if model is not None and model not in served.names:
         raise ApiError(
             404,
-            f"the model {_shown(model)} does not exist; this server has {served.names[0]}",
+            f"the model {shown(model)} does not exist; this server has {served.names[0]}",
             "model",
             "model_not_found",
         )
@@ -169,22 +144,22 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
         ):
             _refuse(name, value)
-    options = _mapping(body, "stream_options")
-    disaggregated = _mapping(body, "disaggregated_params")
+    options = mapping(body, "stream_options")
+    disaggregated = mapping(body, "disaggregated_params")
     if disaggregated and not served.is_half:
         _refuse("disaggregated_params", disaggregated)
-    ignore_eos = _flag(body, "ignore_eos")
+    ignore_eos = flag(body, "ignore_eos")
     stop, stop_token_ids = (
         _stops(body),
         token_ids(body.get("stop_token_ids") or [], "stop_token_ids", served.vocab_size),
     )
-    stream = _flag(body, "stream")
-    max_tokens = _number(body, "max_tokens", 1, served.max_model_len, whole=True)
+    stream = flag(body, "stream")
+    max_tokens = number(body, "max_tokens", 1, served.max_model_len, whole=True)
     if chat:
-        max_tokens = _number(body, "max_completion_tokens", 1, served.max_model_len, whole=True) or max_tokens
+        max_tokens = number(body, "max_completion_tokens", 1, served.max_model_len, whole=True) or max_tokens
     elif max_tokens is None:
         max_tokens = min(_OPENAI_COMPLETION_TOKENS, served.max_model_len)
-    min_tokens = _number(body, "min_tokens", 0, served.max_model_len, whole=True)
+    min_tokens = number(body, "min_tokens", 0, served.max_model_len, whole=True)
     if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens {min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
     flags = RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP if ignore_eos else RequestFlag(0)
@@ -192,7 +167,7 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
         flags |= RequestFlag.STREAM
     prompts = () if chat else _prompts(body, served.vocab_size)
     logprobs = _logprobs(body, chat, served)
-    n = int(_number(body, "n", 1, _MOST_ANSWERS, whole=True) or 1)
+    n = int(number(body, "n", 1, _MOST_ANSWERS, whole=True) or 1)
     if n * len(prompts) > _MOST_PROMPTS:
         raise ApiError(400, f"n {n}: {n * len(prompts)} answers; a request may have {_MOST_PROMPTS}", "n")
     return Asked(
@@ -213,9 +188,9 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
         stop_token_ids=frozenset(stop_token_ids),
         ignore_eos=ignore_eos,
         stream=stream,
-        include_usage=_flag(options, "include_usage"),
-        continuous_usage=_flag(options, "continuous_usage_stats"),
-        return_token_ids=_flag(body, "return_token_ids"),
+        include_usage=flag(options, "include_usage"),
+        continuous_usage=flag(options, "continuous_usage_stats"),
+        return_token_ids=flag(body, "return_token_ids"),
         disaggregated=disaggregated,
         prompt_token_ids=body.get("prompt_token_ids"),
     )
@@ -223,17 +198,7 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
 
 def read_clock_offset(data: bytes) -> float:
     """Return the seconds that a leader wants added to times. Raises ApiError if the body makes no sense."""
-    return _number(_object(data), "offset", -_MOST_SECONDS, _MOST_SECONDS) or 0.0
-
-
-def _object(data: bytes) -> Json:
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body must be an object; it is {_kind(body)}")
-    return body
+    return number(parse(data), "offset", -_MOST_SECONDS, _MOST_SECONDS) or 0.0
 
 
 def encode(asked: Asked, served: Served) -> list[tuple[list[int], int]]:
@@ -283,14 +248,14 @@ def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
     if prompt is None:
         raise ApiError(400, "prompt is missing", "prompt")
     if isinstance(prompt, str):
-        return [_text(prompt, "prompt")]
+        return [text(prompt, "prompt")]
     if not isinstance(prompt, list) or not prompt:
         raise ApiError(400, "prompt: expected a string, token ids, or an array of either", "prompt")
     if isinstance(prompt[0], int):
         return [token_ids(prompt, "prompt", vocab_size)]
     if len(prompt) > _MOST_PROMPTS:
         raise ApiError(400, f"prompt: {len(prompt)} prompts; a request may have {_MOST_PROMPTS}", "prompt")
-    return [token_ids(p, "prompt", vocab_size) if isinstance(p, list) else _text(p, "prompt") for p in prompt]
+    return [token_ids(p, "prompt", vocab_size) if isinstance(p, list) else text(p, "prompt") for p in prompt]
 
 
 def _messages(body: Json) -> Messages:
@@ -314,18 +279,18 @@ def _message(message: Any) -> Json:
         content = "".join(map(str, parts))
     if message.get("tool_calls"):
         raise ApiError(400, "messages: tool_calls are not supported; leave them out", "messages")
-    return {"role": _text(message["role"], "messages"), "content": _text(content, "messages")}
+    return {"role": text(message["role"], "messages"), "content": text(content, "messages")}
 
 
 def _sampling(body: Json, served: Served) -> dict[str, float]:
-    temperature = _number(body, "temperature", 0, 100)
+    temperature = number(body, "temperature", 0, 100)
     if temperature is None:
         temperature = 1.0 if served.temperature is None else served.temperature
-    top_p = _number(body, "top_p", 0, 1)
+    top_p = number(body, "top_p", 0, 1)
     if top_p == 0:
         raise ApiError(400, "top_p 0: expected more than 0, at most 1", "top_p")
-    top_k = _number(body, "top_k", -1, 2**31 - 1, whole=True)
-    seed = _number(body, "seed", -(2**63), 2**64 - 1, whole=True)
+    top_k = number(body, "top_k", -1, 2**31 - 1, whole=True)
+    seed = number(body, "seed", -(2**63), 2**64 - 1, whole=True)
     if seed is None:
         seed = random.getrandbits(32) if served.seed is None else served.seed
     return {
@@ -342,8 +307,8 @@ def _logprobs(body: Json, chat: bool, served: Served) -> int | None:
     A text completion has the number; a chat has true or false, and the number in `top_logprobs`.
     """
     if chat:
-        wanted = _number(body, "top_logprobs", 0, _MOST_LOGPROBS, whole=True)
-        if not _flag(body, "logprobs"):
+        wanted = number(body, "top_logprobs", 0, _MOST_LOGPROBS, whole=True)
+        if not flag(body, "logprobs"):
             if wanted:
                 raise ApiError(400, "top_logprobs: needs logprobs true", "top_logprobs")
             return None
@@ -351,7 +316,7 @@ def _logprobs(body: Json, chat: bool, served: Served) -> int | None:
     elif isinstance(body.get("logprobs"), bool):
         wanted = 0 if body["logprobs"] else None
     else:
-        wanted = _number(body, "logprobs", 0, _MOST_LOGPROBS, whole=True)
+        wanted = number(body, "logprobs", 0, _MOST_LOGPROBS, whole=True)
     if wanted is None:
         return None
     if not served.gives_logprobs:
@@ -370,76 +335,9 @@ def _stops(body: Json) -> tuple[str, ...]:
         or len(strings) > _MOST_STOPS
     ):
         raise ApiError(400, f"stop: expected a string, or an array of at most {_MOST_STOPS} strings", "stop")
-    return tuple(_text(one, "stop") for one in strings if one)
-
-
-def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
-    """Return `value` if it is a list of token ids. Raises ApiError otherwise."""
-    if not isinstance(value, list) or not all(type(id_) is int and 0 <= id_ < vocab_size for id_ in value):
-        raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
-    return value
-
-
-def _text(value: Any, param: str) -> str:
-    if not isinstance(value, str):
-        raise ApiError(400, f"{param}: expected a string, got {_kind(value)}", param)
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a pair of \\u escapes
-        raise ApiError(
-            400, f"{param}: has half of a surrogate pair, which is not a character", param
-        ) from None
-    return value
-
-
-def _number(body: Json, name: str, least: float, most: float, *, whole: bool = False) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    kinds = (int,) if whole else (int, float)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, kinds)
-        or not least <= value <= most
-        or not math.isfinite(value)
-    ):
-        what = "a whole number" if whole else "a number"
-        raise ApiError(400, f"{name} {_shown(value)}: expected {what} from {least} to {most}", name)
-    return value
-
-
-def _flag(body: Json, name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ApiError(400, f"{name} {_shown(value)}: expected true or false", name)
-    return bool(value)
-
-
-def _mapping(body: Json, name: str) -> Json:
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ApiError(400, f"{name} {_shown(value)}: expected an object", name)
-    return value or {}
+    return tuple(text(one, "stop") for one in strings if one)
 
 
 def _refuse(name: str, value: Any) -> None:
     why = f": {_WHY[name]}" if name in _WHY else ""
-    raise ApiError(400, f"{name} {_shown(value)} is not supported{why}", name, "unsupported_parameter")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _kind(value: Any) -> str:
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "an array",
-        dict: "an object",
-    }
-    return names[type(value)]
+    raise ApiError(400, f"{name} {shown(value)} is not supported{why}", name, "unsupported_parameter")

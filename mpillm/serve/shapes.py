@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mpillm.serve.api_error import Json
 from mpillm.serve.choices import Choice, Piece
-from mpillm.serve.protocol import Asked, Json
+from mpillm.serve.protocol import Asked
 
 DONE = b"data: [DONE]\n\n"
 

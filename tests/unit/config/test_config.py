@@ -11,9 +11,9 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.config.options import RunConfig, parse_each, parse_run, parse_serve
-from mpillm.configurator import DEFAULT as DEFAULT_ORIGIN
-from mpillm.configurator import Found
 from mpillm.configurator.command_line import Parser
+from mpillm.configurator.found import DEFAULT as DEFAULT_ORIGIN
+from mpillm.configurator.found import Found
 from mpillm.configurator.parsers import (
     Secret,
     accuracy,

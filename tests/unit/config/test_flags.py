@@ -16,7 +16,7 @@ from mpillm.config.backends import TrtllmHarnessConfig
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import RunConfig, parse_run
 from mpillm.config.resolution import resolve
-from mpillm.configurator import DEFAULT, Found, Level, Origin
+from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.fields import FIELDS
 from mpillm.run.rank_roles import core_configs
 from tests.helpers.configured import DUMMY

@@ -9,13 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpillm.configurator import (
-    AutoConfStrategy,
-    Configuration,
-    Field,
-    autoconfigure,
-    bind,
-)
+from mpillm.configurator import AutoConfStrategy, Configuration, Field, autoconfigure, bind
 from mpillm.configurator.parsers import flag_dict
 
 SOURCES = ("constructor", "command line", "environment", "context", "workload", "field default")

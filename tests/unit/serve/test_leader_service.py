@@ -297,7 +297,7 @@ def test_a_generation_server_that_is_lost_in_a_stream() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ([], "the body is not an object"),
+        ([], "the body must be an object; it is an array"),
         ({"disaggregated_params": {"request_type": "context_only"}}, "only the leader sets them"),
     ],
 )

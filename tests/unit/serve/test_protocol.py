@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from mpillm.comms.messages import REQUEST, RequestFlag
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.serve.protocol import ApiError, Served, encode, read
+from mpillm.serve.api_error import ApiError
+from mpillm.serve.protocol import Served, encode, read
 
 SERVED = Served(("m",), ByteTokenizer(), Limits(256, 64), max_output_len=9)
 NUMBERS = st.integers(-3, 70) | st.integers() | st.floats()

@@ -1,0 +1,92 @@
+"""The values in a JSON body, each checked. An error names the parameter, its value, and what is expected."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from mpillm.serve.api_error import ApiError, Json
+
+
+def parse(data: bytes) -> Json:
+    """Return the object that a body is. Raises ApiError if it is none."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be an object; it is {_kind(body)}")
+    return body
+
+
+def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
+    """Return `value` if it is a list of token ids. Raises ApiError otherwise."""
+    if not isinstance(value, list) or not all(type(id_) is int and 0 <= id_ < vocab_size for id_ in value):
+        raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
+    return value
+
+
+def text(value: Any, param: str) -> str:
+    """Return `value` if it is a string that can be encoded. Raises ApiError otherwise."""
+    if not isinstance(value, str):
+        raise ApiError(400, f"{param}: expected a string, got {_kind(value)}", param)
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a pair of \\u escapes
+        raise ApiError(
+            400, f"{param}: has half of a surrogate pair, which is not a character", param
+        ) from None
+    return value
+
+
+def number(body: Json, name: str, least: float, most: float, *, whole: bool = False) -> float | None:
+    """Return a number of the body from `least` to `most`, or None. Raises ApiError for anything else."""
+    value = body.get(name)
+    if value is None:
+        return None
+    kinds = (int,) if whole else (int, float)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, kinds)
+        or not least <= value <= most
+        or not math.isfinite(value)
+    ):
+        what = "a whole number" if whole else "a number"
+        raise ApiError(400, f"{name} {shown(value)}: expected {what} from {least} to {most}", name)
+    return value
+
+
+def flag(body: Json, name: str) -> bool:
+    """Return a boolean of the body, False by default. Raises ApiError for anything else."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ApiError(400, f"{name} {shown(value)}: expected true or false", name)
+    return bool(value)
+
+
+def mapping(body: Json, name: str) -> Json:
+    """Return an object of the body, empty by default. Raises ApiError for anything else."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ApiError(400, f"{name} {shown(value)}: expected an object", name)
+    return value or {}
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it."""
+    made = json.dumps(value)
+    return made if len(made) <= 60 else made[:57] + "..."
+
+
+def _kind(value: Any) -> str:
+    names = {
+        type(None): "null",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+    }
+    return names[type(value)]
