@@ -49,7 +49,7 @@ def visible_gpus() -> tuple[Gpu, ...] | None:
 
 
 def _visible(nvml: ctypes.CDLL, visible: str | None) -> list[ctypes.c_void_p]:
-    """Handles of the visible GPUs: as in CUDA, up to the first word that names no GPU."""
+    """Return handles of the visible GPUs: as in CUDA, up to the first word that names no GPU."""
     count = ctypes.c_uint()
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     words = map(str, range(count.value)) if visible is None else map(str.strip, visible.split(","))

@@ -78,7 +78,8 @@ class Interrupted(BaseException):
 
     @classmethod
     def by_launcher(cls) -> Interrupted | None:
-        """For the signal that the launcher received and passed on as another one; None if it got none."""
+        """Return an interrupt by the signal that the launcher got and passed on as another one; None if it
+        got none."""
         told = told_signal()
         return None if told is None else cls(title(told), told)
 

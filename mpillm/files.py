@@ -29,7 +29,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """As `read_json`, for a file that must hold an object."""
+    """Do as `read_json`, for a file that must hold an object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: not a JSON object")

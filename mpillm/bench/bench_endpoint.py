@@ -244,7 +244,7 @@ def _percentiles(text: str) -> list[float]:
 
 @contextlib.contextmanager
 def null_server() -> Iterator[str]:
-    """The URL of a `mpillm.bench.null_server` in a process of its own, which ends with this one."""
+    """Yield the URL of a `mpillm.bench.null_server` in a process of its own, which ends with this one."""
     command = [sys.executable, "-m", "mpillm.bench.null_server"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=clean_environment(os.environ), **pipes) as process:

@@ -115,7 +115,8 @@ def _runs(config: Options) -> dict[_Row, float]:
 
 
 def _first_tokens(config: Options) -> dict[_Row, float]:
-    """Of answers that take their time, from the same core through `run` and through `serve`."""
+    """Measure first tokens of answers that take their time, from the same core through `run` and through
+    `serve`."""
     core = _words(core_type="dummy", core_options="ttft_ms:50,tpot_ms:20", max_batch_size=1024)
     n = config.server_s * _STREAMS
     rate = _words(scenarios="Server", server_target_qps=_STREAMS, min_duration=0, min_query_count=n)
@@ -144,7 +145,8 @@ def _streams(config: Options) -> dict[_Row, float]:
 
 
 def _clients(config: Options) -> dict[_Row, float]:
-    """Streamed requests per second of one client rank, and of other clients, against a zero-cost server."""
+    """Measure streamed requests per second of one client rank, and of other clients, against a zero-cost
+    server."""
     at_once, n = config.max_concurrency, 2 * config.requests
     made = {}
     with null_server() as url:
@@ -169,7 +171,7 @@ def _data(config: Options, output_len: int) -> list[str]:
 
 
 def _words(**options: object) -> list[str]:
-    """Of a command line."""
+    """Return the words of a command line."""
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 

@@ -200,7 +200,7 @@ def _measure(core: Any, texts: Tokens, n_output: int) -> _Outcome:
 
 
 def _groups(texts: Tokens) -> Iterator[Tokens]:
-    """Groups of texts with at most `_MOST_ROWS` tokens, or of one text."""
+    """Yield groups of texts with at most `_MOST_ROWS` tokens, or of one text."""
     group: Tokens = []
     for text in texts:
         if group and sum(map(len, group)) + len(text) > _MOST_ROWS:
@@ -211,7 +211,7 @@ def _groups(texts: Tokens) -> Iterator[Tokens]:
 
 
 def _logits(core: Any, texts: Tokens) -> Any:
-    """Logits of every token, from one step of an idle engine."""
+    """Return the logits of every token, from one step of an idle engine."""
     from mpillm.engine.step import Span, Step
 
     step, block = Step(), 1

@@ -90,7 +90,7 @@ def main(config: Options) -> int:
 
 @contextlib.contextmanager
 def _served(config: Options) -> Iterator[tuple[str, str, psutil.Process]]:
-    """The gRPC address of a tritonserver with the model, the model's name, and the server's process."""
+    """Yield the gRPC address of a tritonserver with the model, the model's name, and the server's process."""
     program = find_tritonserver(config.tritonserver)
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as name:
         folder = Path(name)
@@ -135,7 +135,7 @@ def _free_ports(n: int) -> list[int]:
 
 
 def _cpu_s(server: psutil.Process) -> float:
-    """The processor time of the server and its models' processes so far."""
+    """Return the processor time of the server and its models' processes so far."""
     times = [one.cpu_times() for one in (server, *server.children(recursive=True))]
     return float(sum(time.user + time.system for time in times))
 
@@ -162,7 +162,7 @@ def _infer(config: Options, url: str, model: str) -> tuple[int, float]:
 
 
 def _async_stream_infer(config: Options, url: str, model: str) -> tuple[int, float]:
-    """All at once."""
+    """Send all requests at once."""
     return _plain(config, url, model, config.requests, config.requests)
 
 

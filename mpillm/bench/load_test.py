@@ -39,11 +39,9 @@ class Record:
 def arrivals(
     n: int, rate: float | None, burstiness: float, random: np.random.Generator
 ) -> NDArray[np.float64]:
-    """When each of `n` requests arrives, seconds after the first could; `rate` None: all at once.
-
-    Intervals are gamma distributed with shape `burstiness` (1: a Poisson process; less is more bursty), and
-    scaled so that all of them last n / rate, as `vllm bench serve` does.
-    """
+    """Return when each of `n` requests arrives, in seconds after the first could; all at once if `rate` is
+    None. Intervals are gamma distributed with shape `burstiness` (1: a Poisson process; less is more bursty),
+    and scaled so that all of them last n / rate, as `vllm bench serve` does."""
     if rate is None:
         return np.zeros(n)
     due: NDArray[np.float64] = np.cumsum(random.gamma(burstiness, 1 / (rate * burstiness), n))

@@ -49,7 +49,10 @@ _RENAMED = {
 def text_models(
     batch: int, decoupled: bool, tokenizer_dir: str, parameters: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """`config.pbtxt` of each by its name. `parameters`: the counts of instances, by TensorRT-LLM's names."""
+    """Return the `config.pbtxt` of each model by its name.
+
+    `parameters`: the counts of instances, by TensorRT-LLM's names.
+    """
 
     def model(name: str, inputs: str, outputs: str, **more: Any) -> dict[str, Any]:
         return {

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_this_world(config: RunConfig, argv: Sequence[str]) -> DisaggConfig | None:
-    """On rank 0 the configuration for this mpirun's ranks, all workers; None on the others."""
+    """Return, on rank 0, the configuration for this mpirun's ranks, all workers; None on the others."""
     world = start_mpi(["generate-disagg-config", *argv], DEADLINES["join"])
     hosts = world.gather(socket.gethostname())
     if hosts is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # they need MPI
 
 
 def main(argv: Sequence[str]) -> int:
-    """``python -m mpillm run`` on one rank."""
+    """Run ``python -m mpillm run`` on one rank."""
     code, _ = start(argv)
     return code
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they need MPI
 
 
 def main(argv: Sequence[str]) -> int:
-    """On one rank."""
+    """Run ``python -m mpillm serve`` on one rank."""
     if any("leader" in word for word in argv):  # otherwise errors are told once for all ranks
         config = parse_serve(argv)
         if config.server_role == "leader":

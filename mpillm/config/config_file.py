@@ -75,7 +75,7 @@ def _same(a: str | None, b: str | None) -> bool:
 
 
 def _tests(values: Mapping[Field, Any]) -> Iterator[tuple[str | None, str | None]]:
-    """Pairs of a workload and a scenario, None for any."""
+    """Yield pairs of a workload and a scenario, None for any."""
     for name in values.get(fields.benchmarks) or (None,):
         for scenario in values.get(fields.scenarios) or (None,):
             yield _apart(name, scenario) if name else (None, scenario)

@@ -169,7 +169,7 @@ def router_arguments(server: ServerConfig, tokens_per_block: int) -> dict[str, i
 
 
 def written(server: ServerConfig, values: Mapping[Place, Any]) -> ServerConfig:
-    """`server` with values in their places, in the YAML's words, without None and auto."""
+    """Return `server` with values in their places, in the YAML's words, without None and auto."""
     known: dict[str, Any] = {}
     extra = dict(server.extra)
     for place, value in values.items():
@@ -186,7 +186,7 @@ def written(server: ServerConfig, values: Mapping[Place, Any]) -> ServerConfig:
 
 
 def with_sections(yaml: DisaggConfig, change: Callable[[str, ServerConfig], ServerConfig]) -> DisaggConfig:
-    """`yaml` with what `change` makes of each section, given its name and content."""
+    """Return `yaml` with what `change` makes of each section, given its name and content."""
     changed: dict[str, Any] = {name: change(name, server) for name, server in yaml.sections}
     return dataclasses.replace(yaml, **changed)
 

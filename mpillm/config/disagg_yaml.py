@@ -78,7 +78,8 @@ def generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
 
 
 def stating(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
-    """`made` with the options' values on how its instances run, for readers that have only the file."""
+    """Return `made` with the options' values on how its instances run, for readers that have only the
+    file."""
     values = {
         place: config[place.field] for place in CORE if config.origin(place.field.name).level > Level.DEFAULT
     }

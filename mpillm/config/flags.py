@@ -37,7 +37,7 @@ def overlaid(field: Field, flags: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def renamed(flags: Found, flags_name: str) -> Found:
-    """Flags by their first names.
+    """Return flags by their first names.
 
     Raises ConfigError for a wrong text, or two names that differ in like sources.
     """
@@ -77,7 +77,7 @@ def limits_of_engine(run: Mapping[str, Any], built: Mapping[str, Any]) -> dict[s
 
 
 def check_limits(run: Mapping[str, Any], built: Mapping[str, Any], of: str) -> None:
-    """ConfigError if a limit of `run` is more than the engine's, which is that `of` an option."""
+    """Raise ConfigError if a limit of `run` is more than the engine's, which is that `of` an option."""
     for name in LIMITS:
         limit, wanted = built.get(name), run.get(name)
         if limit is not None and wanted is not None and wanted > limit:

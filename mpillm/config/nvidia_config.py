@@ -49,7 +49,7 @@ class _Fields(types.ModuleType):
 
 
 def _modules() -> dict[str, types.ModuleType]:
-    """NVIDIA's modules by name, with the packages that they are in."""
+    """Return NVIDIA's modules by name, with the packages that they are in."""
     names = ("code.llmlib.fields", *(f"code.fields.{name}" for name in _FIELD_MODULES))
     modules: dict[str, types.ModuleType] = {name: _Fields(name) for name in names}
     modules["code.common.constants"] = user_config

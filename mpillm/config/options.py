@@ -117,14 +117,16 @@ class RunConfig(Values, AllFields):
         return f"{self.config_file}: without effect here: {', '.join(said)}" if said else ""
 
     def named(self, name: str) -> str:
-        """For messages: the option with its value and, unless that is from the command line, its source."""
+        """Return, for messages, the option with its value and, unless that is from the command line, its
+        source."""
         field = BY_NAME[name]
         value = field.text(getattr(self, name))
         origin = self.origin(name)
         return f"--{name} {value}" if origin == COMMAND_LINE else f"{name} {value} ({origin.where})"
 
     def set_by(self, *names: str) -> str:
-        """For messages: a line for each of these options not set on the command line, with its source."""
+        """Return, for messages, a line for each of these options not set on the command line, with its
+        source."""
         places = {
             (name, found.origin.where): None
             for name in names
@@ -184,7 +186,7 @@ class RunConfig(Values, AllFields):
         return ""
 
     def to_json(self) -> dict[str, Any]:
-        """``{name: {"value", "source"}}``.
+        """Return ``{name: {"value", "source"}}``.
 
         For a merged dictionary, "source" is by key; if a YAML's sections differ, both are by section.
         """
@@ -207,7 +209,7 @@ def _source(found: Found) -> Any:
 
 
 def options_page() -> str:
-    """docs/options.md: every option, from the fields."""
+    """Return docs/options.md: every option, from the fields."""
     lines = [
         "# Options",
         "",
@@ -376,7 +378,7 @@ def _check_compliance(config: RunConfig) -> None:
 
 
 def run_name(config: RunConfig) -> str:
-    """``<workload or model>-<scenario>``, for the run directory's name."""
+    """Return ``<workload or model>-<scenario>``, for the run directory's name."""
     return plain_name(f"{model_name(config)}-{config.scenario}")
 
 
@@ -386,5 +388,5 @@ def model_name(config: RunConfig) -> str:
 
 
 def plain_name(text: str) -> str:
-    """`text` as a part of a file's name."""
+    """Return `text` as a part of a file's name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text)

@@ -106,7 +106,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         return layers
 
     def configure(self, cls: type, given: Iterable[str] = ()) -> dict[str, Any]:
-        """Arguments for `cls` by parameter, without those `given`.
+        """Return arguments for `cls` by parameter, without those `given`.
 
         Raises ConfigError if a field that disallows its default has no value.
         """
@@ -160,10 +160,9 @@ def parse_fields(
     options: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Values by field name, from the command line `args` (default: this process's) and the environment.
-
-    `options`: the texts of a parsed command line. ConfigError: an option or a variable has a wrong value.
-    """
+    """Return values by field name, from the command line `args` (default: this process's) and the
+    environment. `options`: the texts of a parsed command line. Raises ConfigError if an option or a variable
+    has a wrong value."""
     fields = list(fields)
     if options is None:
         options = option_texts(fields, sys.argv[1:] if args is None else args)
@@ -191,7 +190,7 @@ def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]
 
 
 def bind(field: Field, arg_name: str | None = None) -> Callable[[T], T]:
-    """Class decorator: the parameter `arg_name` (default: the field's name) receives the field's value."""
+    """Decorate a class: its parameter `arg_name` (default: the field's name) receives the field's value."""
 
     def decorate(cls: T) -> T:
         own = dict(vars(cls).get("_bound_fields", {}))
@@ -230,7 +229,8 @@ def bound_fields(cls: type) -> dict[Field, str]:
 
 
 def autoconfigure(cls: T) -> T:
-    """Class decorator, around `@bind` and `@dataclass`: within `autoapply()`, fills in missing arguments."""
+    """Decorate a class, around `@bind` and `@dataclass`: within `autoapply()` missing arguments are filled
+    in."""
     plain = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(plain)
     names, takes_any = _parameters(cls)
@@ -311,7 +311,7 @@ class HelpInfo:
 
     @classmethod
     def add_configurator_dependencies(cls, user: type, used: Iterable[type]) -> None:
-        """As `add_configurator_dependency`, for several."""
+        """Do as `add_configurator_dependency`, for several."""
         cls._dependencies[user] = (*cls._dependencies.get(user, ()), *used)
 
     @classmethod

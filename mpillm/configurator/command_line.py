@@ -41,11 +41,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
     def parse_known(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """argparse's `parse_known_args`, where hyphens equal underscores."""
+        """Do as argparse's `parse_known_args`, where hyphens equal underscores."""
         return self.parse_known_args([_underscored(arg) for arg in args or ()], namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's, but ConfigError for unknown words."""
+        """Do as argparse's, but raise ConfigError for unknown words."""
         values, unknown = self.parse_known(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]

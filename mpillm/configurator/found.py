@@ -41,7 +41,7 @@ class Found(NamedTuple):
     keys: Mapping[str, Origin] = {}
 
     def over(self, below: Found | None, strategy: AutoConfStrategy) -> Found:
-        """This value over the one of a lower source."""
+        """Return this value over the one of a lower source."""
         if (
             below is None
             or strategy is AutoConfStrategy.Replace

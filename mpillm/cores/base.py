@@ -89,7 +89,7 @@ class LLMCore(ABC):
     packages: ClassVar[tuple[str, ...]] = ()  # those that it names with versions; the framework's first
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """Cheap: without weights or sockets, which `load` gets. `comms`: the instance's; None: one rank."""
+        """Be cheap: weights and sockets are for `load`. `comms`: the instance's; None: one rank."""
         self.config = config
         self.comms = comms
 

@@ -73,7 +73,7 @@ class StopStrings:
         self.found: str | None = None
 
     def add(self, piece: str) -> str:
-        """As much of the text as can't belong to one of the strings; empty from when one is found."""
+        """Return as much of the text as can't belong to one of the strings; empty from when one is found."""
         if self.found is not None:
             return ""
         text = self._held + piece

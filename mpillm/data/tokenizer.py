@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
         """Return the model's input: a chat with this one message, if the model has a chat template."""
 
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many prompts, on all cores."""
+        """Do as `encode` for many prompts, on all cores."""
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Return the model's input for a chat.
@@ -163,7 +163,10 @@ class FileTokenizer:
 
 
 def special_tokens(model_path: Path) -> dict[str, str]:
-    """The texts of the special tokens that a folder names, as ``eos_token``. ConfigError."""
+    """Return the texts of the special tokens that a folder names, as ``eos_token``.
+
+    Raises ConfigError if it can't be read.
+    """
     settings = _read_settings(model_path)
     return {name: str(settings[name]) for name in _SPECIAL_TOKENS if settings.get(name) is not None}
 

@@ -36,7 +36,7 @@ class Forecast:
     obstacles: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """For result.json."""
+        """Return it for result.json."""
         return {"expected_queries": self.queries, "early_stopping_queries": self.needed}
 
     def lines(self) -> list[str]:

@@ -127,12 +127,10 @@ class LoadGenSettings:
 
 
 def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
-    """LoadGen's settings: from the mlperf.conf in it, the user's file and the command line; the last wins.
-
-    Call this once per process: LoadGen reads its own values only at the first call. Raises ConfigError if a
-    line of the user's file is wrong, a Server test has no rate, or the data set has too few samples for the
-    test.
-    """
+    """Return LoadGen's settings: from the mlperf.conf in it, the user's file and the command line; the last
+    wins. Call this once per process: LoadGen reads its own values only at the first call. Raises ConfigError
+    if a line of the user's file is wrong, a Server test has no rate, or the data set has too few samples for
+    the test."""
     text = "# What this run asked of LoadGen, over the mlperf.conf inside it.\n"
     if config.scaled:
         text += "# scaled down\n" + _lines("*.*", config.scaled)
@@ -240,7 +238,7 @@ def _user_lines(file: Path) -> str:
 
 
 def log_settings(directory: Path) -> Any:
-    """`LogSettings` for LoadGen's files in `directory`."""
+    """Return `LogSettings` for LoadGen's files in `directory`."""
     output = lg.LogOutputSettings()
     output.outdir = str(directory)
     output.copy_summary_to_stdout = False

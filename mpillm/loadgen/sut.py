@@ -81,7 +81,7 @@ class LoadGenTest:
 def sample_responses(
     ids: NDArray[np.uint64], tokens: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> list[Any]:
-    """LoadGen's responses for samples whose answers are ``tokens[start : start + length]``.
+    """Return LoadGen's responses for samples whose answers are ``tokens[start : start + length]``.
 
     `tokens` must outlive the responses.
     """

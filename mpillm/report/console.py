@@ -177,7 +177,7 @@ def progress_lines(done: int, total: int, elapsed_s: float, computed: Computed |
 
 
 def _short(number: float) -> str:
-    """At most five characters, below a trillion: 0.5, 21.4, 345, 1.23k, 45.6k, 7.89M."""
+    """Return at most five characters, below a trillion: 0.5, 21.4, 345, 1.23k, 45.6k, 7.89M."""
     for unit in ("", "k", "M", "G"):
         if number < 999.5 or unit == "G":
             break
@@ -189,5 +189,5 @@ def _short(number: float) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 1-4, 7``"""
+    """Return ``rank 3``, ``ranks 1-4, 7``."""
     return f"rank{'s' if len(set(ranks)) > 1 else ''} {disagg.ranges(ranks, ', ')}"

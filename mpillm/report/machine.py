@@ -36,7 +36,8 @@ def describe_machine(gpus: Sequence[Gpu], packages: Sequence[str]) -> dict[str, 
 
 
 def _cpu() -> dict[str, Any]:
-    """Model, sockets, cores of all sockets, highest frequency and one core's caches (level and size)."""
+    """Return model, sockets, cores of all sockets, highest frequency and one core's caches (level and
+    size)."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -65,7 +66,7 @@ def _caches() -> list[str]:
 
 
 def _disks() -> list[dict[str, Any]]:
-    """Block devices that are backed by hardware."""
+    """Return block devices that are backed by hardware."""
     disks = []
     for folder in sorted(Path("/sys/block").glob("*")):
         sectors = _first_line(folder / "size")  # of 512 bytes, whatever the disk's sector size
@@ -82,7 +83,7 @@ def _disk_type(folder: Path) -> str:
 
 
 def _network_cards() -> list[dict[str, Any]]:
-    """Network interfaces that are backed by hardware.
+    """Return network interfaces that are backed by hardware.
 
     Their speed is in Mbit/s; None without a link, or if the driver does not say.
     """
@@ -105,7 +106,7 @@ def _operating_system() -> str:
 
 
 def _software(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of installed packages that may affect a result, without importing them."""
+    """Return versions of installed packages that may affect a result, without importing them."""
     from importlib import metadata  # 20 ms, for the first rank of a node only
 
     versions = {}

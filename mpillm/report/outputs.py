@@ -45,7 +45,7 @@ class Outputs:
                 self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def shown(self) -> list[tuple[int, str, str]]:
-        """(index, prompt, answer) of the few for the console, by index."""
+        """Return (index, prompt, answer) of the few for the console, by index."""
         return [
             (index, self._prompt(index), self._tokenizer.decode(tokens))
             for index, tokens in sorted(self._shown.items())

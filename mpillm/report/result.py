@@ -19,7 +19,7 @@ _MOST_COMPILED = 20  # kernels or graphs to name
 
 
 def test_result(totals: Totals, reports: dict[int, DrainReport], timeline: Timeline) -> dict[str, Any]:
-    """The figures of the test: from the harness, from the ranks' drain reports, and from `timeline`.
+    """Return the figures of the test: from the harness, from the ranks' drain reports, and from `timeline`.
 
     Adds the reports' final metrics to `timeline`.
     """
@@ -82,7 +82,7 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
 
 
 def served_rows(result: Mapping[str, Any], directory: str) -> list[tuple[str, Any]]:
-    """As `summary_rows`, of a run that served."""
+    """Do as `summary_rows`, for a run that served."""
     return [
         *_measured_rows(result, "requests"),
         ("given up by clients", result["aborted"]),
@@ -128,7 +128,7 @@ def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def failures_json(failures: tuple[Failure, ...]) -> list[dict[str, Any]]:
-    """Failures as `result.json` lists them."""
+    """Return failures as `result.json` lists them."""
     return [
         {"rank": f.rank, "cause": f.cause, "traceback": f.traceback}
         | ({"doctor": f.doctor} if f.doctor else {})

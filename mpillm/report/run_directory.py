@@ -99,7 +99,7 @@ def unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:
 
 
 def path_shown(path: Path) -> str:
-    """`path` for the console: relative if it lies in the current directory."""
+    """Return `path` for the console: relative if it lies in the current directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 

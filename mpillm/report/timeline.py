@@ -79,12 +79,12 @@ class _Track:
             self._peaks = [max(pair) for pair in zip(self._peaks, self.rates_now(), strict=True)]
 
     def rates(self) -> list[float]:
-        """Prompt tokens and generated tokens per second, over the test so far."""
+        """Return prompt tokens and generated tokens per second, over the test so far."""
         _, *counts = self.recent[-1]
         return [count / self.seconds if self.seconds > 0 else 0.0 for count in counts]
 
     def rates_now(self) -> list[float]:
-        """As `rates`, over the last seconds."""
+        """Return what `rates` does, over the last seconds."""
         (since, *before), (now, *counts) = self.recent[0], self.recent[-1]
         return [
             max(0, count - old) / (now - since) if now > since else 0.0
@@ -142,7 +142,7 @@ class Timeline:
             self._write(self._path, {"seconds": round(seconds, 3), "instance": instance} | _rounded(metrics))
 
     def computed(self) -> Computed | None:
-        """Figures of all instances together; None before the first metrics."""
+        """Return figures of all instances together; None before the first metrics."""
         if not self._tracks:
             return None
         tracks = list(self._tracks.values())

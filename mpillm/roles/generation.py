@@ -49,7 +49,8 @@ class Generation(InstanceRole):
         return super().poll() or moved
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
-        """From a context instance for what it has offered, from the leader for what it has handed over."""
+        """Drop what a context instance has offered or handed over; the message comes from it or from the
+        leader."""
         self._receiver.cancel(ids)
         self._tell_of(ids, ResponseFlag.CANCEL_DONE)
 

@@ -25,9 +25,9 @@ class Share(NamedTuple):
 
 
 def share(config: RunConfig, control: MPI.Intracomm) -> Share:
-    """This rank's instance of the YAML, and the configuration of its server. Collective over `control`.
+    """Return this rank's instance of the YAML, and the configuration of its server.
 
-    Raises EveryRankError if the YAML can't be served by these ranks.
+    Collective over `control`. Raises EveryRankError if the YAML can't be served by these ranks.
     """
     path, yaml = config.disagg_config, config.yaml
     if not path or yaml is None:

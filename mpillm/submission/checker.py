@@ -68,7 +68,7 @@ def _result(result: Result, closed: bool) -> Iterator[Problem]:
 
 
 def _performance(run: Run, closed: bool) -> Iterator[Problem]:
-    """PerformanceCheck, which reads only this run's logs."""
+    """Do PerformanceCheck, which reads only this run's logs."""
     detail, samples, offline = run.detail, run.workload.n_samples, run.directory.scenario == "Offline"
     if run.round is None:
         version = detail.get("loadgen_version")
@@ -139,7 +139,7 @@ def _missed(run: Run, text: str) -> list[str]:
 
 
 def _compliance(run: Run, _closed: bool) -> Iterator[Problem]:
-    """ComplianceCheck of the file that TEST06's verification writes."""
+    """Do ComplianceCheck of the file that TEST06's verification writes."""
     file = run.path / "TEST06" / "verify_accuracy.txt"
     if not file.is_file():
         what = f"TEST06 is not verified: `python -m mpillm compliance {run.path}` does it"
@@ -151,7 +151,7 @@ def _compliance(run: Run, _closed: bool) -> Iterator[Problem]:
 
 
 def _system(system: Mapping[str, Any]) -> Iterator[Problem]:
-    """SystemCheck: fields that must not be empty and that a run could not find out."""
+    """Do SystemCheck: find fields that must not be empty and that a run could not find out."""
     for key in SYSTEM_MEANINGFUL:
         if not system[key]:
             what = f"the system description: {key} is empty: give it with --system_description"

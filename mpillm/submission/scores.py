@@ -35,13 +35,13 @@ class Scores:
 
 
 def openorca(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """ROUGE against OpenOrca's answers."""
+    """Score answers by ROUGE against OpenOrca's."""
     values, length, notes = _openorca([answer.text for answer in answers], [row["output"] for row in rows])
     return Scores(values | _lengths(answers, length), notes)
 
 
 def openorca_gsm8k_mbxp(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """ROUGE on OpenOrca's samples, exact match on GSM8K's.
+    """Score OpenOrca's samples by ROUGE, GSM8K's by exact match.
 
     MBXP's samples are scored by executing what the model wrote, in six languages. The reference's container
     does that (`Scores.completions` is the input of its `evaluate_mbxp`); see `pass_at_1`.

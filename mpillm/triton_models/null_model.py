@@ -28,7 +28,7 @@ class TritonPythonModel:
 
 
 def answer(tokens: Any) -> Any:
-    """A response with these tokens."""
+    """Return a response with these tokens."""
     length = np.array([[len(tokens)]], np.int32)
     return pb_utils.InferenceResponse(
         [pb_utils.Tensor("output_ids", tokens[None, None]), pb_utils.Tensor("sequence_length", length)]

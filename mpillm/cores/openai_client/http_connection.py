@@ -29,10 +29,10 @@ class Receiver(Protocol):
     """Is told about a response, on the event loop; what it raises fails the response."""
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
-        """The status, and the headers by their names in lower case."""
+        """Take the status, and the headers by their names in lower case."""
 
     def on_body(self, data: bytes, at: float) -> None:
-        """A piece of the body; `at`: time.perf_counter() when it was read from the socket."""
+        """Take a piece of the body; `at`: time.perf_counter() when it was read from the socket."""
 
     def on_end(self, connection: HttpConnection) -> None:
         """The response is complete."""

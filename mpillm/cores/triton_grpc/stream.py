@@ -32,7 +32,7 @@ _LIMITS = [("grpc.max_send_message_length", MOST_BYTES), ("grpc.max_receive_mess
 
 
 def open_channel(url: str) -> grpc.Channel:
-    """A connection for single questions, which wait for their answers."""
+    """Return a connection for single questions, which wait for their answers."""
     return grpc.insecure_channel(url, _LIMITS)
 
 
@@ -112,7 +112,7 @@ class Stream:
     # --- on the streams' thread ---
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Its tasks, which end soon."""
+        """Cancel its tasks, which end soon."""
         self._call.cancel()
         for task in self._tasks:
             task.cancel()

@@ -149,7 +149,7 @@ class _Unpickler(pickle._Unpickler):
                 self._stream.seek(found.end())
 
     def _bytearray(self) -> None:
-        """Bounded by the data: Python's own allocates whatever length the file claims."""
+        """Make a bytearray bounded by the data: Python's own allocates whatever length the file claims."""
         self.stack.append(self.read(int.from_bytes(self.read(8), "little")))
 
     def _set_item(self) -> None:
