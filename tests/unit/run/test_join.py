@@ -26,8 +26,7 @@ from mpillm.report.console import Console
 from mpillm.run.join import plan_run, prepare
 from mpillm.run.rank0 import Rank0
 from mpillm.run.session import TEST
-
-DUMMY = ("--core_type", "dummy")
+from tests.helpers.configured import DUMMY
 
 
 def joined(config: RunConfig | None, n: int = 3, **of_rank_1: Any) -> dict[int, JoinReport]:

@@ -13,6 +13,7 @@ from mpillm import workloads
 from mpillm.config.options import parse_run
 from mpillm.data.dataset import Dataset
 from mpillm.run.choose_samples import load_samples
+from tests.helpers.configured import DUMMY
 from tests.helpers.data_frames import write_frame
 
 
@@ -34,7 +35,6 @@ def arrays(folder: Path, token: int = 7, n: int = 3) -> Path:
 
 
 TINY = ("--benchmarks", "mixtral-8x7b", "--model_scale", "tiny")
-DUMMY = ("--core_type", "dummy")
 
 
 def test_a_tiny_workload_gets_its_data_set_once(tmp_path: Path) -> None:
