@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.comms.messages import Batch
+from mpillm.roles.room_tree import RoomTree
 
 
 class InstancePool:
@@ -25,14 +24,11 @@ class InstancePool:
         self.free_tokens = np.zeros(n, np.int64)
         self.owed_requests = np.zeros(n, np.int64)
         self.owed_tokens = np.zeros(n, np.int64)
-        self._choose: Callable[[NDArray[np.int64]], int] = {
-            "round_robin": self._next_in_turn,
-            "load_balancing": self._fewest_owed_tokens,
-            # Of instances without cached prompts. Of those with them: `prefix_pool.PrefixPool`.
-            "kv_cache_aware": self._fewest_owed_tokens,
-        }[policy]
+        # Of instances without cached prompts, `kv_cache_aware` chooses the idlest, too (see `PrefixPool`).
+        self._in_turn = policy == "round_robin"
         self._turn = 0
         self._position = {instance: i for i, instance in enumerate(instances)}
+        self._tree = RoomTree(n)
 
     def position(self, instance: int) -> int:
         """Return the index of `instance` in this pool's arrays."""
@@ -42,6 +38,7 @@ class InstancePool:
         """Add credit: the instance can hold this much more."""
         self.free_requests[position] += requests
         self.free_tokens[position] += tokens
+        self._changed(position)
 
     def assign(self, needs: NDArray[np.int64], requests: Batch) -> NDArray[np.int64]:
         """Take credit for the first requests; return the position of each one's instance, shape [sent].
@@ -60,13 +57,19 @@ class InstancePool:
         its fair share, so that one message per instance spreads a large batch, and a single request goes
         where the policy says.
         """
-        candidates = np.flatnonzero((self.free_requests > 0) & (self.free_tokens >= needs[0]))
-        if not len(candidates):
+        need = int(needs[0])
+        choose = self._tree.next_from if self._in_turn else self._tree.idlest
+        # Among equals the least recently served: otherwise a quiet run would give everything to the first.
+        chosen = choose(self._turn, need)
+        if chosen < 0:
             return -1, 0
-        chosen = self._choose(candidates)
+        self._turn = chosen + 1
+        if len(needs) == 1:
+            return chosen, 1
         needed = np.cumsum(needs)
         fits = int(np.searchsorted(needed, self.free_tokens[chosen], "right"))
-        level = (int(needed[-1]) + int(self.owed_tokens[candidates].sum())) / len(candidates)
+        n_candidates, owed = self._tree.those_with(need)
+        level = (int(needed[-1]) + owed) / n_candidates
         share = int(np.searchsorted(needed, max(0.0, level - int(self.owed_tokens[chosen])), "right"))
         return chosen, max(1, min(fits, share, int(self.free_requests[chosen])))
 
@@ -77,25 +80,34 @@ class InstancePool:
         self.free_tokens[position] -= tokens
         self.owed_requests[position] += n
         self.owed_tokens[position] += tokens
+        self._changed(position)
 
     def give_back(self, positions: NDArray[np.int64], needs: NDArray[np.int64]) -> None:
         """Give back the credit of requests that ended: one entry of `positions` and `needs` each."""
-        n = len(self.instances)
-        requests = np.bincount(positions, minlength=n)
-        tokens = np.bincount(positions, weights=needs, minlength=n).astype(np.int64)
-        self.free_requests += requests
-        self.free_tokens += tokens
-        self.owed_requests -= requests
-        self.owed_tokens -= tokens
+        if not len(positions):
+            return
+        if len(positions) == 1 or (positions == positions[0]).all():  # as a rule: one instance has answered
+            self._return_to(int(positions[0]), len(positions), int(needs.sum()))
+            return
+        where, at = np.unique(positions, return_inverse=True)
+        tokens = np.bincount(at, weights=needs).astype(np.int64)
+        for position, n, n_tokens in zip(
+            where.tolist(), np.bincount(at).tolist(), tokens.tolist(), strict=True
+        ):
+            self._return_to(position, n, n_tokens)
 
-    def _next_in_turn(self, candidates: NDArray[np.int64]) -> int:
-        chosen = int(candidates[np.searchsorted(candidates, self._turn) % len(candidates)])
-        self._turn = chosen + 1
-        return chosen
+    def _return_to(self, position: int, n: int, tokens: int) -> None:
+        self.free_requests[position] += n
+        self.free_tokens[position] += tokens
+        self.owed_requests[position] -= n
+        self.owed_tokens[position] -= tokens
+        self._changed(position)
 
-    def _fewest_owed_tokens(self, candidates: NDArray[np.int64]) -> int:
-        # Among equals the least recently served: otherwise a quiet run would give everything to the first.
-        order = (candidates - self._turn) % len(self.instances)
-        chosen = int(candidates[np.lexsort((order, self.owed_tokens[candidates]))[0]])
-        self._turn = chosen + 1
-        return chosen
+    def _changed(self, position: int) -> None:
+        """Bring the tree up to date: after every change of an instance's numbers."""
+        takes = self.free_requests[position] > 0
+        self._tree.update(position, bool(takes), int(self.free_tokens[position]), self._load(position))
+
+    def _load(self, position: int) -> int:
+        """Return what an instance has to do; who has the least gets the next request."""
+        return int(self.owed_tokens[position])

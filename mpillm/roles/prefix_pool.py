@@ -23,7 +23,6 @@ from mpillm.roles.pool import InstancePool
 _MOST_BLOCKS = 1 << 20  # remembered, of all instances together: about 250 MB
 _MOST_HOLDERS = 8  # of the same blocks that are compared, besides the idlest instance
 _CACHES_GRANTED = 2  # a core grants more than its cache holds, so that the next requests wait there
-_NO_ROOM = np.iinfo(np.int64).max
 
 
 class PrefixRouting(NamedTuple):
@@ -36,8 +35,8 @@ class PrefixRouting(NamedTuple):
 class PrefixPool(InstancePool):
     """A pool that knows which blocks of prompts each instance has.
 
-    A request costs a look at each block of its prompt and at no more than nine instances. What grows with
-    the number of instances are single operations on one array, or on integers with a bit for each instance.
+    A request costs a look at each block of its prompt and at no more than nine instances; the tree finds the
+    idlest one. What grows with the number of instances are single operations on integers with a bit for each.
     """
 
     def __init__(self, instances: list[int], routing: PrefixRouting) -> None:
@@ -58,40 +57,32 @@ class PrefixPool(InstancePool):
         self._most_blocks[position] = min(blocks, _MOST_BLOCKS // len(self.instances))
 
     def assign(self, needs: NDArray[np.int64], requests: Batch) -> NDArray[np.int64]:
-        # The fewest open requests first, then the longest without a new one.
-        order = (self.owed_requests << 40) + self._served_at
-        order[self.free_requests <= 0] = _NO_ROOM
         ends = np.cumsum(requests.rows["n_tokens"], dtype=np.int64).tolist()
         chosen: list[int] = []
         for need, start, end in zip(needs.tolist(), [0, *ends], ends, strict=False):
-            idlest = self._idlest(order, need)
+            idlest = self._tree.idlest(0, need)
             if idlest < 0:
                 break
             blocks = self._hashes(requests.tokens[start:end])
-            position = self._best(idlest, blocks, order, need)
+            position = self._best(idlest, blocks, need)
             self._remember(position, blocks)
             self._n_served += 1
             self._served_at[position] = self._n_served
-            self._take_one(position, need, order)
+            self._take_one(position, need)
             chosen.append(position)
         return np.array(chosen, np.int64)
 
-    def _take_one(self, position: int, need: int, order: NDArray[np.int64]) -> None:
-        """As `take`, and bring `order` up to date."""
+    def _take_one(self, position: int, need: int) -> None:
+        """As `take`, of one request."""
+        self.free_requests[position] -= 1
         self.free_tokens[position] -= need
+        self.owed_requests[position] += 1
         self.owed_tokens[position] += need
-        self.free_requests[position] = free = int(self.free_requests[position]) - 1
-        self.owed_requests[position] = owed = int(self.owed_requests[position]) + 1
-        order[position] = (owed << 40) + self._n_served if free > 0 else _NO_ROOM
+        self._changed(position)
 
-    def _idlest(self, order: NDArray[np.int64], need: int) -> int:
-        """Return the position with room for `need` tokens that comes first in `order`; -1: there is none."""
-        position = int(order.argmin())
-        if self.free_tokens[position] < need:
-            with_room = np.where(self.free_tokens >= need, order, _NO_ROOM)
-            position = int(with_room.argmin())
-            return position if with_room[position] != _NO_ROOM else -1
-        return position if order[position] != _NO_ROOM else -1
+    def _load(self, position: int) -> int:
+        """The fewest open requests first, then the longest without a new one."""
+        return (int(self.owed_requests[position]) << 40) + int(self._served_at[position])
 
     def _hashes(self, prompt: NDArray[np.int32]) -> list[int]:
         """Return a hash of each full block and those before it; the last token is computed in any case."""
@@ -103,7 +94,7 @@ class PrefixPool(InstancePool):
             hashes.append(before)
         return hashes
 
-    def _best(self, idlest: int, blocks: list[int], order: NDArray[np.int64], need: int) -> int:
+    def _best(self, idlest: int, blocks: list[int], need: int) -> int:
         """Return the position with the highest score."""
         best, best_score, seen, left = idlest, self._score(idlest, 0.0), 0, _MOST_HOLDERS
         for n_cached, holders in reversed(self._levels(blocks)):
@@ -111,10 +102,10 @@ class PrefixPool(InstancePool):
                 # No other instance with these blocks, or fewer of them, has less to do.
                 candidates = [idlest]
             else:
-                candidates = list(islice(_bits(holders & ~seen, self._n_served % len(order)), left))
+                candidates = list(islice(_bits(holders & ~seen, self._n_served % len(self.instances)), left))
             for position in candidates:
                 score = self._score(position, n_cached / len(blocks))
-                has_room = order[position] != _NO_ROOM and self.free_tokens[position] >= need
+                has_room = self.free_requests[position] > 0 and self.free_tokens[position] >= need
                 if score > best_score and has_room:
                     best, best_score = position, score
             left -= len(candidates)
