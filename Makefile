@@ -31,7 +31,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
 # Its targets that prepare containers and build TensorRT-LLM and Triton.
 PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
-.PHONY: slurm test-slurm test-hosts triton test-triton docs help run test test-slow test-cross test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
+.PHONY: slurm test-slurm test-hosts triton test-triton docs help run test test-slow test-cross test-kills test-peers test-unit test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
 .NOTPARALLEL:
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make test       lint, type checks and tests, with Open MPI and MPICH"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
+	@echo "make test-kills  ranks killed and stopped at random, with --on_instance_loss fail and continue: MPILLM_KILLS rounds (20), about 10 s each"
 	@echo "make triton     install a real tritonserver into $(TRITON); make test-triton runs the tests with it"
 	@echo "make test-peers  real vLLM, transformers serve, openai, AIPerf and GuideLLM, installed into .venv-peers (4 GB): half an hour on 2 cores"
 	@echo "make slurm      install a real Slurm (Debian, root) and open a shell on two nodes of it; make test-slurm runs the tests with it"
@@ -78,6 +79,9 @@ test-slow: $(STAMP)
 
 test-cross: $(STAMP)
 	$(PY) -m pytest -m cross $(PYTEST_ARGS) tests/e2e/test_cross_product.py
+
+test-kills: $(STAMP)
+	$(PY) -m pytest -m slow $(PYTEST_ARGS) tests/e2e/test_kills.py
 
 test-hosts: $(STAMP)
 	$(PY) -m pytest -m hosts -rs $(PYTEST_ARGS) tests/e2e/test_hosts.py

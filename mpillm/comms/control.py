@@ -8,6 +8,7 @@ where each was last seen, and its stack.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from mpi4py import MPI
 
 from disagg import WorldPlan
 from launch.launcher import find_launcher
+from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifeline, Lifelines, visible_pids
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import (
@@ -26,10 +28,12 @@ from mpillm.comms.messages import (
     BEAT,
     BYE,
     FAILED,
+    LOST,
     RELEASE,
     STOP,
     Arrived,
     Beat,
+    Lost,
     Rank0At,
     Release,
     Stop,
@@ -75,8 +79,11 @@ class RankControl:
         self._lifeline: Lifeline | None = None
         self._rank0_heard = self._rank0_checked = time.monotonic()
         self._next_look = 0.0
+        self.gone_on_without: list[Lost] = []
+        self.on_lost: Callable[[Lost], None] = lambda lost: None
         RELEASE.handle(transport, self._on_release)
         STOP.handle(transport, self._on_stop)
+        LOST.handle(transport, self._on_lost)
         if transport.rank != 0:
             BEAT.handle(transport, lambda source, beat: self.rank0_beat())
 
@@ -177,6 +184,15 @@ class RankControl:
     def _on_release(self, source: int, release: Release) -> None:
         self._released[release.phase] = release.value
 
+    def report(self, failure: Failure) -> None:
+        """Tell rank 0 of a failure that may be another rank's, and that this rank survives."""
+        FAILED.send(self.transport, 0, failure)
+
+    def _on_lost(self, source: int, lost: Lost) -> None:
+        self.transport.forget(lost.ranks)
+        self.gone_on_without.append(lost)
+        self.on_lost(lost)
+
     def _on_stop(self, source: int, stop: Stop) -> None:
         raise Stopped(*stop)
 
@@ -234,6 +250,10 @@ class Rank0Control:
         self._settled_at = 0.0
         self._checked = time.monotonic()
         self._byes: set[int] = {0}
+        self.expendable: Expendable | None = None  # None: the run does not outlive a rank
+        self._lost: dict[
+            int, float
+        ] = {}  # ranks of lost instances, and when (time.monotonic) they are killed
         self._seen_cut = 0
         self.lifelines: Lifelines | None = None  # of ranks whose processes rank 0 can't see
         ARRIVED.handle(self._transport, self._on_arrived)
@@ -253,9 +273,12 @@ class Rank0Control:
             state.heard += away if away > 1 else 0.0
         self.heard_now(0)
         if gone := self.losses(self.gone()):
-            raise RunError(*gone)
+            self._go_on_without(gone)
         if self._failures and now > self._settled_at:
-            raise RunError(*self._failures.values())
+            failures = tuple(self._failures.values())
+            self._failures.clear()
+            self._go_on_without(failures)
+        self.kill_lost(now)
         deadline = self._limits.phases[self.phase]
         if now - self.phase_started > deadline and not self._failures:
             raise RunError(*self._late(deadline))
@@ -276,12 +299,25 @@ class Rank0Control:
         return [
             r
             for r, s in enumerate(self.ranks)
-            if s.pid and r not in self._byes and (r in ended or (self._sees(s) and not runs(s.pid)))
+            if s.pid and self._is_expected(r) and (r in ended or (self._sees(s) and not runs(s.pid)))
         ]
 
     def cut(self) -> frozenset[int]:
         """Return the ranks elsewhere whose process has ended, whether or not they have said BYE."""
         return self.lifelines.ended if self.lifelines else frozenset()
+
+    def _is_expected(self, rank: int) -> bool:
+        """Return whether the rank should be there."""
+        return rank not in self._byes and rank not in self._lost
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a loss need not end the run: the test has begun."""
+        return self.expendable is not None and self.phase in PHASES[PHASES.index("test") :]
+
+    def lost(self) -> frozenset[int]:
+        """Return the ranks of the instances that the run goes on without."""
+        return frozenset(self._lost)
 
     def _sees(self, state: RankState) -> bool:
         return state.pids == self.ranks[0].pids
@@ -289,7 +325,7 @@ class Rank0Control:
     def silent(self) -> list[int]:
         """Ranks whose heartbeat is missing."""
         since = time.monotonic() - self._limits.heartbeat
-        return [r for r, s in enumerate(self.ranks) if s.pid and s.heard < since and r not in self._byes]
+        return [r for r, s in enumerate(self.ranks) if s.pid and s.heard < since and self._is_expected(r)]
 
     def gone(self) -> list[int]:
         """Ranks that will not answer again: dead or silent."""
@@ -301,7 +337,8 @@ class Rank0Control:
         while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
             self._transport.dispatch_whoever_is_lost()
         if gone := self.losses(self.gone()):
-            return gone
+            said = {failure.rank: failure for failure in failures}
+            return tuple(said.get(failure.rank, failure) for failure in gone)
         every = {(f.rank, f.cause): f for f in (*failures, *self._failures.values())}
         if primary := [f for f in every.values() if not f.interrupted]:
             return tuple(primary)
@@ -335,28 +372,68 @@ class Rank0Control:
 
         None: a rank that is not lost did not end within the grace time.
         """
-        lost = set(self.gone())
+        lost = set(self.gone()) | self._lost.keys()
         stuck = {rank for rank, state in enumerate(self.ranks) if state.beat and state.beat.stack}
         stopped = Stopped(code, finalize=not (lost or stuck - {0}))
         others = set(range(1, len(self.ranks)))
         for rank in self.silent():  # it reads no message, and its launcher would wait for it
-            if rank and self._sees(self.ranks[rank]):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.ranks[rank].pid, signal.SIGKILL)
+            self._kill(rank)
+        self.kill_lost()
         end = time.monotonic() + self._limits.grace
         for rank in others - lost:
             with contextlib.suppress(MPI.Exception):  # it may be lost by now
                 STOP.send(self._transport, rank, Stop(stopped.code, stopped.finalize))
         while time.monotonic() < end:
-            if others <= self._byes | set(self.gone()):
+            if others <= self._byes | set(self.gone()) | self._lost.keys():
                 return stopped
             self._transport.dispatch_whoever_is_lost()
         return None
 
+    # --- a run that goes on without an instance ---
+
+    def _go_on_without(self, failures: tuple[Failure, ...]) -> None:
+        """Give up the instances whose ranks have failed. Raises RunError if the run can't go on then."""
+        if self.expendable is None or not self.may_go_on:
+            raise RunError(*failures)
+        lost = self.expendable.give_up(failures)
+        now = time.monotonic()
+        gone = set(self.gone())
+        for instance in lost:
+            for rank in instance.ranks:
+                self._lost[rank] = now + (0.0 if rank in gone else self._limits.grace)
+                if rank not in gone:
+                    STOP.send(self._transport, rank, Stop(ExitCode.INSTANCE_LOST, False))
+        for instance in lost:
+            for rank in range(len(self.ranks)):
+                if rank not in self._lost:
+                    LOST.send(self._transport, rank, instance)
+        for phase in list(self._arrived):
+            self._complete(phase)
+
+    def kill_lost(self, now: float = math.inf) -> None:
+        """Kill the ranks of lost instances that have not ended within the grace time, or by now."""
+        for rank, at in self._lost.items():
+            if at <= now and at < math.inf:
+                self._lost[rank] = math.inf  # once: its process id may become another's
+                if runs(self.ranks[rank].pid):
+                    self._kill(rank)
+
+    def _kill(self, rank: int) -> None:
+        if rank and self._sees(self.ranks[rank]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.ranks[rank].pid, signal.SIGKILL)
+
     def _late(self, deadline: float) -> list[Failure]:
-        missing = [rank for rank in range(len(self.ranks)) if rank not in self._arrived.get(self.phase, {})]
+        arrived = self._arrived.get(self.phase, {})
+        missing = [
+            rank for rank in range(len(self.ranks)) if rank not in (arrived.keys() | self._lost.keys())
+        ]
         # A stuck rank keeps others waiting: in the test the harness has not arrived, whichever rank is stuck.
-        stuck = [rank for rank, state in enumerate(self.ranks) if state.beat and state.beat.stack]
+        stuck = [
+            rank
+            for rank, state in enumerate(self.ranks)
+            if state.beat and state.beat.stack and rank not in self._lost
+        ]
         head = f"phase '{self.phase}' missed its deadline of {deadline:g} s (--{self.phase}_deadline)"
         return [Failure(f"{head}; {self.ranks[rank].last_seen()}", rank) for rank in stuck or missing]
 
@@ -367,16 +444,21 @@ class Rank0Control:
         state.seen = phase
         if phase == PHASES[0]:
             state.host, state.pid, state.pids = report.host, report.pid, report.pids
-        arrived = self._arrived.setdefault(phase, {})
-        arrived[source] = report
-        if len(arrived) < len(self.ranks):
+        self._arrived.setdefault(phase, {})[source] = report
+        self._complete(phase)
+
+    def _complete(self, phase: Phase) -> None:
+        """Release the phase if all ranks that are left have done their part."""
+        arrived = self._arrived[phase]
+        left = [rank for rank in range(len(self.ranks)) if rank not in self._lost]
+        if not arrived.keys() >= set(left):
             return
         value = self._on_complete(phase, time.monotonic() - self.phase_started, arrived)
         del self._arrived[phase]
         self.phase_started = time.monotonic()
         if phase != PHASES[-1]:
             self.phase = PHASES[PHASES.index(phase) + 1]
-        for rank in range(len(self.ranks)):
+        for rank in left:
             RELEASE.send(self._transport, rank, Release(phase, value))
 
     def _on_beat(self, source: int, beat: Beat) -> None:
@@ -387,9 +469,11 @@ class Rank0Control:
         state.measured = beat.measured
 
     def _on_failed(self, source: int, failure: Failure) -> None:
+        if source in self._lost or failure.rank in self._lost:
+            return
         if not self._failures:
             self._settled_at = time.monotonic() + _SETTLE_S
-        self._failures[source] = failure
+        self._failures[source if failure.rank is None else failure.rank] = failure
 
 
 def runs(pid: int) -> bool:

@@ -91,6 +91,10 @@ class ResponseFlag(enum.IntFlag):
     # place in the answer of the first token that it is about, then 1 + 2k numbers for each token: its log
     # probability, the k likeliest tokens in order, and their log probabilities, as the bits of float32.
     LOGPROBS = 256
+    # To the harness: nothing more of the request will come, because an instance that had it is lost; send it
+    # again, unless CANCEL_DONE is set, too. 1 number: that instance. To the leader: the sender has nothing of
+    # the request, because the other instance is lost (see roles/retries.py).
+    LOST = 512
 
 
 NO_TOKENS = ResponseFlag.TIMES | ResponseFlag.LOGPROBS
@@ -251,6 +255,7 @@ class Setup(NamedTuple):
     rank0: Rank0At
     gpus: dict[int, OwnGpu]  # see `devices.assign`
     token: str  # this run's alone
+    outlives_losses: bool  # --on_instance_loss continue
 
 
 class Stop(NamedTuple):
@@ -258,6 +263,13 @@ class Stop(NamedTuple):
 
     code: int  # exit code
     finalize: bool  # no rank is lost, so call MPI_Finalize
+
+
+class Lost(NamedTuple):
+    """An instance has ended: no rank sends it anything any more, or takes anything from it."""
+
+    instance: int
+    ranks: tuple[int, ...]  # of the world
 
 
 class Grant(NamedTuple):
@@ -343,6 +355,7 @@ RELEASE: Message[Release] = object_message(Tag.RELEASE)
 FAILED: Message[Failure] = object_message(Tag.FAILED)
 STOP: Message[Stop] = object_message(Tag.STOP)
 BYE: Message[None] = object_message(Tag.BYE)
+LOST: Message[Lost] = object_message(Tag.LOST)
 # Route.
 QUERY = _batch(Tag.QUERY, REQUEST)
 WORK = _batch(Tag.WORK, REQUEST)
@@ -352,6 +365,8 @@ GRANT: Message[Grant] = Message(Tag.GRANT, _numbers, lambda buffer: Grant(*buffe
 WINDOW = _number(Tag.WINDOW)  # requests
 CANCEL = _ids(Tag.CANCEL)
 DROP = _ids(Tag.DROP)
+# (id, context instance): requests of an instance that is lost; see roles/retries.py.
+SETTLE: Message[Pairs] = Message(Tag.SETTLE, _numbers, _read_pairs)
 # Handoff, over the route: see roles/handoff.py.
 OFFER = _batch(Tag.OFFER, REQUEST)
 # (id, slot): there is room for the request; send its KV cache under this slot. NO_SLOT: the generation

@@ -5,10 +5,13 @@ On GPUs `engine.handoff.nccl_mover` replaces `MpiMover`; who sends what to whom,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from mpi4py import MPI
+
+from mpillm.comms.transport import is_loss
 
 
 class Peer(NamedTuple):
@@ -53,22 +56,52 @@ class MpiMover:
 
     whole_below = 0
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """`comm`: the handoff communicator; nothing else may receive in it from any source or any tag."""
+    def __init__(self, comm: MPI.Intracomm, *, outlives_others: bool = False) -> None:
+        """`comm`: the handoff communicator; nothing else may receive in it from any source or any tag.
+
+        `outlives_others`: what moves from or to a rank that is lost is never done, and no error.
+        """
         self.comm = comm
+        self._outlives_others = outlives_others
 
     def send(self, rank: int, tag: int, buffer: Any) -> Moving:
-        return _Moving(self.comm.Isend((np.asarray(buffer), MPI.BYTE), rank, tag))
+        return self._moving(lambda: self.comm.Isend((np.asarray(buffer), MPI.BYTE), rank, tag))
 
     def receive(self, rank: int, tag: int, buffer: Any) -> Moving:
-        return _Moving(self.comm.Irecv((np.asarray(buffer), MPI.BYTE), rank, tag))
+        return self._moving(lambda: self.comm.Irecv((np.asarray(buffer), MPI.BYTE), rank, tag))
+
+    def _moving(self, start: Callable[[], MPI.Request]) -> Moving:
+        moving = _Moving(self._outlives_others)
+        moving.attempt(start)
+        return moving
 
     def poll(self) -> None:
         """Nothing to do: MPI makes progress whenever a request is tested."""
 
 
-class _Moving(NamedTuple):
-    request: MPI.Request  # keeps the buffer alive
+class _Moving:
+    __slots__ = ("_outlives_others", "_request")
+
+    def __init__(self, outlives_others: bool) -> None:
+        self._outlives_others = outlives_others
+        self._request: MPI.Request | None = None  # keeps the buffer alive; None: its rank is lost
+
+    def attempt(self, start: Callable[[], MPI.Request]) -> None:
+        try:
+            self._request = start()
+        except MPI.Exception as error:
+            self._pass_over(error)
 
     def done(self) -> bool:
-        return self.request.Test()
+        if self._request is None:
+            return False
+        try:
+            return self._request.Test()
+        except MPI.Exception as error:
+            self._pass_over(error)
+            self._request = None
+            return False
+
+    def _pass_over(self, error: MPI.Exception) -> None:
+        if not (self._outlives_others and is_loss(error)):
+            raise error

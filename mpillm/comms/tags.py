@@ -12,6 +12,7 @@ class Tag(enum.IntEnum):
     """
 
     # control
+    LOST = 0  # an instance is lost, and the run goes on without it; from rank 0
     BEAT = 1  # a rank is alive; to rank 0, and from rank 0 to all
     ARRIVED = 2  # this rank has done its part of the phase; to rank 0
     RELEASE = 3  # all ranks have; from rank 0
@@ -31,6 +32,7 @@ class Tag(enum.IntEnum):
     WINDOW = 15  # how many more requests it can take; leader to harness
     CANCEL = 16  # requests to give up; harness to leader, or back from a context instance without them
     DROP = 17  # the same; leader to instance, and context instance to generation instance
+    SETTLE = 18  # requests whose context instance is lost: which will be answered? Leader to generation
     # route again, between the leaders of context and generation instances (see roles/handoff.py)
     OFFER = 20  # requests whose KV caches will follow
     ACCEPT = 21  # the slots to send them under

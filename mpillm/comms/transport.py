@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,14 @@ class Received(NamedTuple):
     buffer: Buffer
 
 
+_LOSSES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
+
+
+def is_loss(error: MPI.Exception) -> bool:
+    """Return whether MPI (ULFM) says that a process has ended."""
+    return error.Get_error_class() in _LOSSES
+
+
 class Transport:
     """Neither sends nor receives wait: progress happens only in `poll`.
 
@@ -36,11 +44,15 @@ class Transport:
         self.comm = comm
         self.rank = comm.rank
         self._local: deque[Received] = deque()
-        self._sending: deque[tuple[MPI.Request, Buffer]] = deque()
+        self._sending: deque[tuple[MPI.Request, Buffer, int]] = deque()  # the last: to whom
         self._arriving: deque[tuple[MPI.Request, Received]] = deque()
         self._status = MPI.Status()
         self.handlers: dict[Tag, Callable[[Received], None]] = {}
         self._ring = doorbell.ringer(comm) if doorbell else None
+        self.outlives_others = False
+        """Whether an error of MPI about a lost rank is passed over: rank 0 decides what follows."""
+        self._lost: frozenset[int] = frozenset()
+        self._never_done: list[object] = []  # messages from and to lost ranks, which MPI may still hold
         self.sent_messages = 0
         self.sent_bytes = 0
 
@@ -51,18 +63,48 @@ class Transport:
         if dest == self.rank:
             self._local.append(Received(dest, tag, buffer))
             return
+        if dest in self._lost:
+            return
         if len(self._sending) >= _MANY:  # of who never polls; else `poll` does it
             self.reap()
-        request = self.comm.Isend((buffer, MPI.BYTE), dest, tag)
+        try:
+            request = self.comm.Isend((buffer, MPI.BYTE), dest, tag)
+        except MPI.Exception as error:
+            self._pass_over(error)
+            return
         if self._ring:
             self._ring(dest)
-        if not request.Test():
-            self._sending.append((request, buffer))
+        if not self._is_done(request):
+            self._sending.append((request, buffer, dest))
 
     def reap(self) -> None:
         """Release the messages that have left."""
-        while self._sending and self._sending[0][0].Test():
+        while self._sending and self._is_done(self._sending[0][0]):
             self._sending.popleft()
+
+    def forget(self, world_ranks: Iterable[int]) -> None:
+        """Send nothing to these ranks, and take nothing from them, from now on, alive or not."""
+        group, world = self.comm.Get_group(), MPI.COMM_WORLD.Get_group()
+        found = world.Translate_ranks(list(world_ranks), group)
+        group.Free()
+        world.Free()
+        self._lost |= {rank for rank in found if rank != MPI.UNDEFINED}
+        self._never_done += [sent for sent in self._sending if sent[2] in self._lost]
+        self._never_done += [came for came in self._arriving if came[1].source in self._lost]
+        self._sending = deque(sent for sent in self._sending if sent[2] not in self._lost)
+        self._arriving = deque(came for came in self._arriving if came[1].source not in self._lost)
+
+    def _is_done(self, request: MPI.Request) -> bool:
+        """Return whether the request is done, or never will be because its rank is lost."""
+        try:
+            return request.Test()
+        except MPI.Exception as error:
+            self._pass_over(error)
+            return True
+
+    def _pass_over(self, error: MPI.Exception) -> None:
+        if not (self.outlives_others and is_loss(error)):
+            raise error
 
     def ring_with(self, doorbell: Doorbell) -> None:
         """Wake the ranks for which there is a message, from now on."""
@@ -85,17 +127,35 @@ class Transport:
             return self._local.popleft()
         # Bounded, so that a flood of large messages cannot exhaust memory before anybody reads them.
         if len(self._arriving) < 64:
-            message = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, self._status)
+            message = self._probe()
             if message is not None:
                 status = self._status
                 buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 # Not Mrecv: a large message needs its sender's help, and the sender may be in the middle of
                 # an engine step.
                 request = message.Irecv((buffer, MPI.BYTE))
-                self._arriving.append((request, Received(status.source, Tag(status.tag), buffer)))
-        if self._arriving and self._arriving[0][0].Test():
-            return self._arriving.popleft()[1]
+                came = request, Received(status.source, Tag(status.tag), buffer)
+                (self._never_done if status.source in self._lost else self._arriving).append(came)
+        while self._arriving:
+            request, received = self._arriving[0]
+            try:
+                if not request.Test():
+                    return None
+            except MPI.Exception as error:  # its sender has ended in the middle of it
+                self._pass_over(error)
+                self._arriving.popleft()
+                continue
+            self._arriving.popleft()
+            return received
         return None
+
+    def _probe(self) -> MPI.Message | None:
+        try:
+            return self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, self._status)
+        except MPI.Exception as error:
+            self._pass_over(error)
+            self.acknowledge_losses()
+            return None
 
     def take(self, source: int, tag: Tag, tries: int = 32) -> Received | None:
         """Return a small waiting message of this source and tag, out of turn; None if there is none.

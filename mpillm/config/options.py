@@ -299,7 +299,7 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
         "  mpirun -n 5 python -m mpillm serve --mode disaggregated --model_path DIR\n"
         "  mpirun -n 3 python -m mpillm serve --core_type dummy --port 8080",
     )
-    config = parse(argv, parser, SERVE_FIELDS).with_yaml()
+    config = parse(argv, parser, SERVE_FIELDS, {fields.on_instance_loss: "continue"}).with_yaml()
     _check_together(config)
     if config.server_role in ("context", "generation"):
         config.half = config.server_role

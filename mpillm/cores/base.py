@@ -218,6 +218,12 @@ class LLMCore(ABC):
         """
         raise RuntimeError(f"core {self.config.core_type} hands its KV caches over to its own run only")
 
+    def lose_peer(self, instance: int) -> None:  # noqa: B027 - optional: not every core hands anything over
+        """Go on without a partner of handoffs: what moves, or would, to or from it is done at once.
+
+        `poll_kv` reports it, whether it has left or arrived or not. Called on every rank.
+        """
+
     def poll_kv(self) -> list[int]:
         """Return the ids of requests whose whole KV cache has left this instance, or arrived.
 

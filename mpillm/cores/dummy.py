@@ -65,7 +65,9 @@ class DummyCore(LLMCore):
         self._kv: dict[int, NDArray[np.uint8]] = {}
         self._computed: set[int] = set()
         self._accepted: dict[int, tuple[int, int]] = {}
-        self._moving: dict[int, Moving] = {}
+        self._moving: dict[int, tuple[int, Moving | None]] = {}  # with the other instance; None: it was lost
+        self._lost_peers: set[int] = set()
+        self._never_done: list[Moving | None] = []  # keeps the buffers that MPI may still touch
         self._first_tokens: dict[int, int] = {}
         self._cancelled_before: set[int] = set()  # while their KV cache was arriving
         self._started: list[int] = []
@@ -194,10 +196,18 @@ class DummyCore(LLMCore):
     def poll_kv(self) -> list[int]:
         if not self._moving:
             return []
-        done = [id_ for id_, moving in self._moving.items() if moving.done()]
+        lost = self._lost_peers
+        done = [
+            id_ for id_, (peer, moving) in self._moving.items() if peer in lost or (moving and moving.done())
+        ]
         for id_ in done:
-            del self._moving[id_]
+            peer, moving = self._moving.pop(id_)
+            if peer in lost:
+                self._never_done.append(moving)
         return done
+
+    def lose_peer(self, instance: int) -> None:
+        self._lost_peers.add(instance)
 
     def release_kv(self, request_id: int) -> None:
         del self._kv[request_id]
@@ -216,7 +226,10 @@ class DummyCore(LLMCore):
             return
         buffer = self._kv[request_id]
         self._kv_bytes += buffer.nbytes
-        self._moving[request_id] = self._mover.send(self._peers[receiver].rank, Tag.KV + slot, buffer)
+        moving = None
+        if receiver not in self._lost_peers:
+            moving = self._mover.send(self._peers[receiver].rank, Tag.KV + slot, buffer)
+        self._moving[request_id] = receiver, moving
 
     def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
         if self._timed and self._running + len(self._waiting) + len(self._kv) >= self.config.max_batch_size:
@@ -224,7 +237,8 @@ class DummyCore(LLMCore):
         buffer = self._kv_buffer(int(request.rows["n_tokens"][0]))
         id_ = int(request.rows["id"][0])
         self._kv[id_] = buffer
-        self._moving[id_] = self._mover.receive(self._peers[sender].rank, Tag.KV + slot, buffer)
+        moving = self._mover.receive(self._peers[sender].rank, Tag.KV + slot, buffer)
+        self._moving[id_] = sender, moving
         return True
 
     def admit(self, request: Batch, first_token: int) -> None:

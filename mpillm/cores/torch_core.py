@@ -345,6 +345,10 @@ class TorchCore(LLMCore):
         instance = Peer(0, c.tp_size, c.pp_size)
         return HostEnd(self.info.config, kv_bytes, self._handoff[0], instance, takes=c.role == "context")
 
+    def lose_peer(self, instance: int) -> None:
+        if self.worker is not None and self.worker.transfers is not None:
+            self.worker.transfers.lose(instance)
+
     def poll_kv(self) -> list[int]:
         return [] if self._runs is None else self._runs.poll_kv()
 

@@ -53,6 +53,14 @@ class DeadlineFields(Options):
         default=5.0,
         group="deadlines",
     )
+    on_instance_loss = Field(
+        "on_instance_loss",
+        "what a lost instance means in the test: the end of the run, or less of it: what the instance owed is"
+        " computed again elsewhere [default of serve: continue, where that is possible]",
+        default="fail",
+        choices=("fail", "continue"),
+        group="deadlines",
+    )
     build_deadline = Field(
         "build_deadline",
         "longest time for one stage of generate-engines (a quantisation or a build), seconds",

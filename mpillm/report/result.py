@@ -18,7 +18,9 @@ _BUSY = 0.8  # of a core: a client near all of it measures itself
 _MOST_COMPILED = 20  # kernels or graphs to name
 
 
-def test_result(totals: Totals, reports: dict[int, DrainReport], timeline: Timeline) -> dict[str, Any]:
+def test_result(
+    totals: Totals, reports: dict[int, DrainReport], timeline: Timeline, n_ranks: int
+) -> dict[str, Any]:
     """Return the figures of the test: from the harness, from the ranks' drain reports, and from `timeline`.
 
     Adds the reports' final metrics to `timeline`.
@@ -53,8 +55,41 @@ def test_result(totals: Totals, reports: dict[int, DrainReport], timeline: Timel
             "messages": sum(report.messages for report in reports.values()),
             "message_bytes": sum(report.message_bytes for report in reports.values()),
         },
-        "cpu_cores": [round(reports[rank].cpu_cores, 4) for rank in sorted(reports)],
+        # By rank; null: it was lost.
+        "cpu_cores": [
+            round(reports[rank].cpu_cores, 4) if rank in reports else None for rank in range(n_ranks)
+        ],
     }
+
+
+def add_costs(result: dict[str, Any], totals: Totals, timeline: Timeline) -> None:
+    """Add to `result`, which lists the lost instances, what each loss cost."""
+    result["retried"] = sum(loss.retried for loss in totals.losses.values())
+    for lost in result["lost"]:
+        costs = totals.losses.get(lost["instance"])
+        recovered = costs.recovered - totals.started - lost["at_s"] if costs and costs.recovered else 0.0
+        lost |= {
+            "retried": costs.retried if costs else 0,
+            "waited_in_vain_s": round(costs.waited_s, 3) if costs else 0.0,
+            "recovered_after_s": round(max(0.0, recovered), 3),
+            "metrics": timeline.summary(lost["instance"]),
+        }
+
+
+def _lost_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for lost in result["lost"]:
+        when = f"at {lost['at_s']:.1f} s" if lost["phase"] == "test" else f"in phase {lost['phase']}"
+        cause = lost["cause"].splitlines()[0]
+        rows += [
+            ("LOST", f"instance {lost['instance']} ({lost['role']}) {when}: rank {lost['rank']}: {cause}"),
+            (
+                "",
+                f"{lost['retried']} {what} were computed again, the last was answered"
+                f" {lost['recovered_after_s']:.1f} s later",
+            ),
+        ]
+    return rows
 
 
 def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -> list[tuple[str, Any]]:
@@ -62,6 +97,9 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
     rows: list[tuple[str, Any]] = [
         ("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})")
     ]
+    if result["lost"]:
+        rows.append(("", "not to be submitted: the run went on without a part of its system"))
+        rows += _lost_rows(result, "samples")
     if config.compliance_test:
         rows.append(("", f"which means nothing for a {config.compliance_test} run"))
     else:
@@ -84,6 +122,7 @@ def summary_rows(result: Mapping[str, Any], config: RunConfig, directory: str) -
 def served_rows(result: Mapping[str, Any], directory: str) -> list[tuple[str, Any]]:
     """Do as `summary_rows`, for a run that served."""
     return [
+        *_lost_rows(result, "requests"),
         *_measured_rows(result, "requests"),
         ("given up by clients", result["aborted"]),
         ("result", f"{directory}/result.json"),

@@ -122,6 +122,7 @@ class RunRecord:
             "samples": 0,
             "errors": 0,
             "retried": 0,
+            "lost": [],
         }
 
     def write_plan(self, yaml: DisaggConfig, plan: WorldPlan, reports: dict[int, JoinReport]) -> None:

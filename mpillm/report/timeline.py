@@ -78,6 +78,10 @@ class _Track:
         if seconds - self.recent[0][0] >= _LEAST_WINDOW_S:
             self._peaks = [max(pair) for pair in zip(self._peaks, self.rates_now(), strict=True)]
 
+    def end(self) -> None:
+        self.metrics = self.metrics._replace(running=0, waiting=0, kv_cache_usage=None)
+        self.recent = deque([self.recent[-1]])
+
     def rates(self) -> list[float]:
         """Return prompt tokens and generated tokens per second, over the test so far."""
         _, *counts = self.recent[-1]
@@ -140,6 +144,11 @@ class Timeline:
         if self._path is not None and seconds - track.written >= self._interval_s - _EARLY_S:
             track.written = seconds
             self._write(self._path, {"seconds": round(seconds, 3), "instance": instance} | _rounded(metrics))
+
+    def lose(self, instance: int) -> None:
+        """Note that the instance has ended: it holds nothing now."""
+        if (track := self._tracks.get(instance)) is not None:
+            track.end()
 
     def computed(self) -> Computed | None:
         """Return figures of all instances together; None before the first metrics."""

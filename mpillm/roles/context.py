@@ -36,6 +36,8 @@ class Context(InstanceRole):
         self._n_receivers = len(receivers)
         self._warm_up_receivers = warm_up_receivers
         self._requests: dict[int, Batch] = {}  # not yet offered; the sender knows the others
+        self._lost: set[int] = set()  # generation instances
+        self._dropped: set[int] = set()  # requests for those, which the core has yet to cancel
 
     def warmup(self) -> None:
         batches = []
@@ -61,7 +63,23 @@ class Context(InstanceRole):
             self._on_handed_over(handed_over)
         return worked or bool(handed_over)
 
+    def lost(self, instance: int) -> None:
+        super().lost(instance)
+        self._lost.add(instance)
+        self._offer()
+        for id_, request in self._requests.items():
+            if request.rows["generation"][0] == instance:
+                self._dropped.add(id_)
+        self._core.cancel(self._dropped)
+        self._sender.lost(instance)
+
     def _enqueue(self, requests: Batch) -> None:
+        if self._lost and (gone := np.isin(requests.rows["generation"], [*self._lost])).any():
+            self._owed -= int(gone.sum())
+            self._tell_of(requests.rows["id"][gone].tolist(), ResponseFlag.LOST)
+            requests = requests.select(~gone)
+            if not len(requests):
+                return
         for request in requests.split():
             if request.rows["generation"][0] != NO_INSTANCE:
                 self._requests[int(request.rows["id"][0])] = request
@@ -88,6 +106,13 @@ class Context(InstanceRole):
             if row["flags"] & NO_TOKENS:
                 continue
             id_, final = int(row["id"]), bool(row["flags"] & ResponseFlag.FINAL)
+            if id_ in self._dropped and final:
+                self._dropped.remove(id_)
+                if row["flags"] & ResponseFlag.CANCELLED:
+                    row["flags"] = ResponseFlag.LOST
+                    self._owed -= 1
+                    del self._requests[id_]
+                    continue
             if id_ in self._sender:
                 first_tokens[id_] = None if final else int(responses.tokens[start])
                 if final:

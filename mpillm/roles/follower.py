@@ -32,6 +32,9 @@ class Follower(Role):
     def stop(self) -> None:
         self._core.notify_stop()
 
+    def lost(self, instance: int) -> None:
+        self._core.lose_peer(instance)
+
     def poll(self) -> bool:
         self._core.poll_kv()
         if not self._core.has_work():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import Batch, ResponseFlag
+from mpillm.comms.messages import DONE, RESPONSE, SETTLE, Batch, Pairs, ResponseFlag
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
@@ -33,6 +33,9 @@ class Generation(InstanceRole):
         self._receiver = HandoffReceiver(route, core, senders)
         self._warm_up_senders = warm_up_senders
         self._warmed = 0
+        self._lost: set[int] = set()  # context instances
+        self._asked: dict[int, int] = {}  # requests the leader waits to hear of, and their lost instance
+        SETTLE.handle(route, self._on_settle)
 
     def warmup(self) -> None:
         """Do nothing: the handoff brings the requests, perhaps even before this call."""
@@ -46,7 +49,10 @@ class Generation(InstanceRole):
     def poll(self) -> bool:
         moved = self._receiver.poll()
         self._owed = self._receiver.admitted - self._warmed - self._samples if self._in_test else 0
-        return super().poll() or moved
+        worked = super().poll() or moved
+        if self._asked:
+            self._tell_settled()
+        return worked
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
         """Drop what a context instance has offered or handed over; the message comes from it or from the
@@ -54,7 +60,32 @@ class Generation(InstanceRole):
         self._receiver.cancel(ids)
         self._tell_of(ids, ResponseFlag.CANCEL_DONE)
 
+    def lost(self, instance: int) -> None:
+        super().lost(instance)
+        self._lost.add(instance)
+        self._receiver.lost(instance)
+
+    def _on_settle(self, source: int, asked: Pairs) -> None:
+        self._asked |= {pair[0]: pair[1] for pair in asked}
+
+    def _tell_settled(self) -> None:
+        """Say which of the requests will be answered, and of which nothing is here any more."""
+        # Until this rank knows of the loss, an offer may still come.
+        settled = [i for i, lost in self._asked.items() if lost in self._lost and i not in self._receiver]
+        if not settled:
+            return
+        rows = np.zeros(len(settled), RESPONSE)
+        rows["id"], rows["n_tokens"] = settled, 1
+        running = self._receiver.running
+        rows["flags"] = [
+            ResponseFlag.CONTEXT_DONE if id_ in running else ResponseFlag.LOST for id_ in settled
+        ]
+        lost = np.array([self._asked.pop(id_) for id_ in settled], np.int32)
+        DONE.send(self._route, self._leader, Batch(rows, lost))
+
     def _on_responses(self, responses: Batch) -> None:
+        final = (responses.rows["flags"] & ResponseFlag.FINAL) != 0
+        self._receiver.running.difference_update(responses.rows["id"][final].tolist())
         self._warmed += 0 if self._in_test else len(responses)
         super()._on_responses(responses)
 

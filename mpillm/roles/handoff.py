@@ -57,9 +57,12 @@ class _Given:
     timed: bool = False  # the time of the KV cache's move is wanted
     moves_since: float = 0.0  # time.perf_counter()
     moved_us: int | None = None  # how long that took, if `timed`
+    lost: bool = False  # the receiver is: nothing more comes from it
 
     @property
     def done(self) -> bool:
+        if self.lost:
+            return self.told and (self.left or not self.accepted)
         return (
             self.told
             and (self.left or (self.ended and not self.accepted))
@@ -85,6 +88,7 @@ class _Taken:
     arrived: bool = False
     first_token: int | None = None
     cancelled: bool = False  # before the core knew of it
+    lost: bool = False  # its sender is, while the KV cache was arriving
 
 
 class HandoffSender:
@@ -132,6 +136,13 @@ class HandoffSender:
             by_receiver.setdefault(self._receivers[self._given[id_].instance], []).append(id_)
         for receiver, cancelled in by_receiver.items():
             DROP.send(self._transport, receiver, cancelled)
+
+    def lost(self, instance: int) -> None:
+        """Release what was offered to an instance that is lost, once its context is computed."""
+        for id_, given in self._given.items():
+            if given.instance == instance:
+                given.lost = True
+                self._maybe_done.append(id_)
 
     def tell_first(self, tokens: dict[int, int | None]) -> None:
         """Send the first tokens of offered requests, by id; None: the answer ended with its first token."""
@@ -184,14 +195,30 @@ class HandoffReceiver:
         self._waiting: deque[_Taken] = deque()  # in order of arrival
         self._slots = list(range(_SLOTS))
         self.admitted = 0  # since the start
+        self.running: set[int] = set()  # admitted; whoever sees their answers removes them
         self.announced: dict[int, int] = {}  # warm-up requests by sender
         OFFER.handle(transport, self._on_offer)
         FIRST.handle(transport, self._on_first)
         WARM_UP.handle(transport, self._on_warm_up)
 
+    def __contains__(self, id_: int) -> bool:
+        """Return whether the request was offered and is not admitted or dropped yet."""
+        return id_ in self._taken
+
     @property
     def idle(self) -> bool:
         return not self._taken
+
+    def lost(self, instance: int) -> None:
+        """Drop what a lost instance has offered; what is still arriving, once the core lets it go."""
+        for id_, taken in list(self._taken.items()):
+            if self._senders[taken.source] == instance:
+                taken.lost = True
+                if taken.slot == NO_SLOT:
+                    self._waiting.remove(taken)
+                    del self._taken[id_]
+                elif taken.arrived:
+                    self._settle(id_)
 
     def poll(self) -> bool:
         """Accept offers that there is room for, admit what has arrived; return whether there was any."""
@@ -226,7 +253,9 @@ class HandoffReceiver:
     def _settle(self, id_: int) -> None:
         """Admit the request once KV cache and first token are there, or drop it if its answer has ended."""
         taken = self._taken[id_]
-        if taken.first_token == NO_TOKEN:
+        if taken.lost:
+            self._core.release_kv(id_)
+        elif taken.first_token == NO_TOKEN:
             if taken.slot == NO_SLOT:
                 self._waiting.remove(taken)
             elif taken.arrived:
@@ -237,6 +266,7 @@ class HandoffReceiver:
         elif taken.first_token is not None and taken.arrived:
             self._core.admit(taken.request, taken.first_token)
             self.admitted += 1
+            self.running.add(id_)
         else:
             return
         del self._taken[id_]

@@ -48,6 +48,15 @@ class Sampling:
 
 
 @dataclass
+class LossCosts:
+    """What the loss of an instance cost."""
+
+    retried: int = 0  # samples
+    waited_s: float = 0.0  # from issue to the loss, summed over them: computed in vain, or queued
+    recovered: float = 0.0  # time.perf_counter() when the last of them so far was answered
+
+
+@dataclass
 class Totals:
     """Counts of a test, updated as answers arrive; constant size."""
 
@@ -59,6 +68,7 @@ class Totals:
     ended: float = 0.0
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
+    losses: dict[int, LossCosts] = field(default_factory=dict)  # by instance that was lost with open requests
 
     @property
     def in_flight(self) -> int:
@@ -96,6 +106,7 @@ class Harness(Role):
         self._pending: deque[Query] = deque()
         self._totals = totals
         # By slot.
+        self._retried: dict[int, LossCosts] = {}  # those under way that were sent again
         self._free = np.zeros(0, np.uint32)
         self._active = np.zeros(0, np.bool_)  # the sample is not answered yet
         self._held = np.zeros(0, np.int64)  # instances that may still send something of the request
@@ -145,6 +156,13 @@ class Harness(Role):
         self._sample_ids[slots] = ids
         self._indices[slots] = indices
         self._issued_at[slots] = query.issued
+        self._send(slots)
+
+    def _send(self, slots: NDArray[np.uint32]) -> None:
+        """Send the requests of these slots, of new samples or once again."""
+        n, indices = len(slots), self._indices[slots]
+        self._active[slots] = True
+        self._held[slots] = self._holders
         lengths, tokens = self._dataset.gather(indices)
         rows = np.zeros(n, REQUEST)
         rows["id"] = slots
@@ -176,10 +194,17 @@ class Harness(Role):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros(grown, old.dtype)]))
         slots, self._free = self._free[-n:].copy(), self._free[:-n]
-        self._active[slots] = True
-        self._held[slots] = self._holders
         self._first_at[slots] = 0
         return slots
+
+    def _send_again(self, slots: NDArray[np.uint32], instance: int, now: float) -> None:
+        """Ask once more for the answers that `instance`, which is lost, owed. LoadGen does not notice."""
+        loss = self._totals.losses.setdefault(instance, LossCosts())
+        loss.retried += len(slots)
+        loss.waited_s += float((now - self._issued_at[slots]).sum())
+        self._retried.update(dict.fromkeys(slots.tolist(), loss))
+        for start in range(0, len(slots), _MAX_BATCH):
+            self._send(slots[start : start + _MAX_BATCH])
 
     # --- answers ---
 
@@ -189,6 +214,9 @@ class Harness(Role):
     def _on_answers(self, source: int, batch: Batch) -> None:
         now = time.perf_counter()
         ids, flags = batch.rows["id"], batch.rows["flags"]
+        if flags[0] & ResponseFlag.LOST:
+            self._send_again(ids, int(batch.tokens[0]), now)
+            return
         starts, lengths = batch.offsets()[:-1], batch.rows["n_tokens"].astype(np.int64)
         final = (flags & ResponseFlag.FINAL) != 0
         # FINAL from the generation instance may overtake FIRST from the context instance: then it brings the
@@ -227,6 +255,10 @@ class Harness(Role):
         several = (lengths > 1) & (self._first_at[slots] > 0)
         self._totals.tpot.add((now - self._first_at[slots[several]]) / (lengths[several] - 1))
         totals = self._totals
+        if self._retried:
+            for slot in slots.tolist():
+                if (loss := self._retried.pop(slot, None)) is not None:
+                    loss.recovered = now
         totals.samples += len(slots)
         totals.errors += int(errors.sum())
         totals.tokens += int(lengths.sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from mpillm.comms.messages import (
     NO_INSTANCE,
     QUERY,
     RESPONSE,
+    SETTLE,
     WINDOW,
     WORK,
     Batch,
@@ -30,6 +32,7 @@ from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
+from mpillm.roles.retries import Retries
 from mpillm.roles.role import Role
 
 _MIN_WINDOW = 2048  # most requests that wait at the leader, unless twice what the instances hold is more
@@ -49,11 +52,13 @@ class Leader(Role):
         generation_policy: str,
         stall_timeout_s: float,
         prefix_routing: PrefixRouting = PrefixRouting(),  # noqa: B008 - never changed
+        report: Callable[[Failure], None] | None = None,
     ) -> None:
         """`ranks`: for each world rank its rank in the route communicator.
 
         `entry_policy` chooses among the instances where requests start, `generation_policy` among the
-        generation instances that continue them. `prefix_routing`: of the policy kv_cache_aware.
+        generation instances that continue them. `prefix_routing`: of the policy kv_cache_aware. `report`:
+        tells rank 0 of an instance that is silent, in a run that may go on without it.
         """
         self._route = route
         self._plan = plan
@@ -74,10 +79,11 @@ class Leader(Role):
         self._waiting: deque[Batch] = deque()
         self._window = 0
         self._dispatched = 0  # since the last grant to the harness
-        # By request id; ids are small and reused, so these arrays stay small.
+        # KV tokens by request id; ids are small and reused, so this stays small.
         self._needs = np.zeros(0, np.int64)
-        self._entry_of = np.full(0, -1, np.int64)
-        self._generation_of = np.full(0, -1, np.int64)
+        self._retries = Retries(self._entry, self._generation)
+        self._cancelling: dict[int, int] = {}  # requests under way, and the instance that was told
+        self._report = report
         self._heard = np.full(len(plan.instances), np.inf)
         self._stall_checked = 0.0
         QUERY.handle(route, self._on_query)
@@ -123,26 +129,38 @@ class Leader(Role):
         if most > len(self._needs):
             grown = max(most, 2 * len(self._needs)) - len(self._needs)
             self._needs = np.concatenate([self._needs, np.zeros(grown, np.int64)])
-            self._entry_of = np.concatenate([self._entry_of, np.full(grown, -1, np.int64)])
-            self._generation_of = np.concatenate([self._generation_of, np.full(grown, -1, np.int64)])
+            self._entry.grow(grown)
+            if self._generation is not None:
+                self._generation.grow(grown)
         self._needs[ids] = needs
 
     def _on_done(self, received: Received) -> None:
         instance = self._instance_at[received.source]
         self._heard[instance] = time.monotonic()
-        rows = DONE.read(received.buffer).rows
+        buffer, rows = received.buffer, DONE.read(received.buffer).rows
+        if self._retries.any or np.bitwise_or.reduce(rows["flags"]) & ResponseFlag.LOST:
+            batch, again = self._retries.sift(instance, DONE.read(buffer), self._needs)
+            self._send_again(again)
+            if not len(batch):
+                return
+            buffer, rows = batch.pack(), batch.rows
         flags = rows["flags"]
+        if self._cancelling:
+            for id_ in rows["id"][(flags & ResponseFlag.CANCEL_DONE) != 0].tolist():
+                self._cancelling.pop(id_, None)
         final = rows["id"][(flags & ResponseFlag.FINAL) != 0]
         if self._generation is None:
-            self._return_credits(self._entry, self._entry_of, final)
+            self._return_credits(self._entry, final)
         else:
             # The context instance is done with requests that it has handed over, and with those of which it
             # hands nothing over (see context.py).
             left = rows["id"][((flags & ResponseFlag.CONTEXT_DONE) != 0) | ((flags & _ALONE) == _ALONE)]
-            self._return_credits(self._generation, self._generation_of, final)
+            if self._retries.any:  # a lost instance's credits are not returned
+                final = final[self._generation.owner[final] >= 0]
+            self._return_credits(self._generation, final)
             if instance not in self._generation.instances:
-                self._return_credits(self._entry, self._entry_of, left)
-        self._route.send(self._harness, ANSWER.tag, received.buffer)
+                self._return_credits(self._entry, left)
+        self._route.send(self._harness, ANSWER.tag, buffer)
 
     def _on_cancel(self, source: int, ids: list[int]) -> None:
         """Give up requests: those that wait here end here, the others where each is now.
@@ -157,14 +175,17 @@ class Leader(Role):
         for id_ in ids:
             if id_ in dropped:
                 continue
-            if self._entry_of[id_] >= 0:
-                holders.setdefault(int(self._entry.instances[self._entry_of[id_]]), []).append(id_)
-            elif self._generation is not None and self._generation_of[id_] >= 0:
-                holders.setdefault(int(self._generation.instances[self._generation_of[id_]]), []).append(id_)
+            if self._entry.owner[id_] >= 0:
+                holders.setdefault(int(self._entry.instances[self._entry.owner[id_]]), []).append(id_)
+            elif self._generation is not None and self._generation.owner[id_] >= 0:
+                holders.setdefault(int(self._generation.instances[self._generation.owner[id_]]), []).append(
+                    id_
+                )
             else:
                 # Its last row is on the way to the harness.
                 rows.append((id_, 0, int(ResponseFlag.CANCEL_DONE)))
         for instance, theirs in holders.items():
+            self._cancelling.update(dict.fromkeys(theirs, instance))
             DROP.send(self._route, self._rank_of[instance], theirs)
         if rows:
             ANSWER.send(self._route, self._harness, Batch(np.array(rows, RESPONSE), np.zeros(0, np.int32)))
@@ -180,6 +201,32 @@ class Leader(Role):
                 self._waiting.append(batch.select(~mine) if mine.any() else batch)
         self._return_window(len(dropped))
         return dropped
+
+    # --- a run that goes on without an instance ---
+
+    def lost(self, instance: int) -> None:
+        self._heard[instance] = np.inf
+        found = self._retries.lost(instance)
+        for generation, ids in found.to_settle.items():
+            SETTLE.send(self._route, self._rank_of[generation], [(id_, instance) for id_ in ids])
+        ended = [(id_, 0, int(ResponseFlag.CONTEXT_DONE)) for id_ in found.handed_over]
+        self._send_again(found.again)
+        for id_ in [id_ for id_, told in self._cancelling.items() if told == instance]:
+            del self._cancelling[id_]
+            ended.append((id_, 0, int(ResponseFlag.CANCEL_DONE)))
+        if ended:
+            rows = np.array(ended, RESPONSE)
+            ANSWER.send(self._route, self._harness, Batch(rows, np.zeros(0, np.int32)))
+
+    def _send_again(self, by_instance: dict[int, list[int]]) -> None:
+        """Have the harness send requests once more, by the lost instance that owed them."""
+        for instance, ids in by_instance.items():
+            rows = np.array([(id_, 1, self._lost_flags(id_)) for id_ in ids], RESPONSE)
+            ANSWER.send(self._route, self._harness, Batch(rows, np.full(len(ids), instance, np.int32)))
+
+    def _lost_flags(self, id_: int) -> int:
+        given_up = self._cancelling.pop(id_, None) is not None
+        return int(ResponseFlag.LOST | (ResponseFlag.CANCEL_DONE if given_up else 0))
 
     # --- dispatch ---
 
@@ -211,11 +258,11 @@ class Leader(Role):
         if not n:
             return 0
         rows, needs = rows[:n].copy(), needs[:n]
-        self._entry_of[rows["id"]] = entries
+        self._entry.owner[rows["id"]] = self._entry.last_owner[rows["id"]] = entries
         rows["generation"] = NO_INSTANCE
         if self._generation is not None:
             self._generation.take(generation, needs)
-            self._generation_of[rows["id"]] = generation
+            self._generation.owner[rows["id"]] = generation
             rows["generation"] = self._generation.instances[generation]
             self._touch(int(self._generation.instances[generation]))
         n_tokens = int(rows["n_tokens"].sum())
@@ -229,16 +276,14 @@ class Leader(Role):
             self._waiting[0] = Batch(batch.rows[n:], batch.tokens[n_tokens:])
         return n
 
-    def _return_credits(
-        self, pool: InstancePool, position_of: NDArray[np.int64], ids: NDArray[np.uint32]
-    ) -> None:
+    def _return_credits(self, pool: InstancePool, ids: NDArray[np.uint32]) -> None:
         if not len(ids):
             return
-        positions = position_of[ids]
+        positions = pool.owner[ids]
         if (positions < 0).any():
             raise RunError(Failure(f"request {int(ids[positions < 0][0])} was answered twice, or never sent"))
         pool.give_back(positions, self._needs[ids])
-        position_of[ids] = -1
+        pool.owner[ids] = -1
 
     def _grant_harness(self, requests: int) -> None:
         WINDOW.send(self._route, self._harness, requests)
@@ -258,11 +303,13 @@ class Leader(Role):
             if n == 0:
                 self._heard[instance.index] = np.inf
             elif now - self._heard[instance.index] > self._stall_timeout_s:
-                raise RunError(
-                    Failure(
-                        f"instance {instance.index} ({instance.role}) sent nothing for"
-                        f" {self._stall_timeout_s:g} s (--stall_timeout); open requests: {n}",
-                        instance.leader,
-                        code=ExitCode.TEST_FAILED,
-                    )
+                failure = Failure(
+                    f"instance {instance.index} ({instance.role}) sent nothing for"
+                    f" {self._stall_timeout_s:g} s (--stall_timeout); open requests: {n}",
+                    instance.leader,
+                    code=ExitCode.TEST_FAILED,
                 )
+                if self._report is None:
+                    raise RunError(failure)
+                self._heard[instance.index] = now  # rank 0 decides; told once in this time
+                self._report(failure)

@@ -27,6 +27,9 @@ class InstancePool:
         # Of instances without cached prompts, `kv_cache_aware` chooses the idlest, too (see `PrefixPool`).
         self._in_turn = policy == "round_robin"
         self._turn = 0
+        # By request id: the position of the instance that owes it, or -1. Ids are small and reused.
+        self.owner = np.full(0, -1, np.int64)
+        self.last_owner = np.full(0, -1, np.int64)  # of its last or present request, by the same id
         self._position = {instance: i for i, instance in enumerate(instances)}
         self._tree = RoomTree(n)
 
@@ -34,11 +37,27 @@ class InstancePool:
         """Return the index of `instance` in this pool's arrays."""
         return self._position[instance]
 
+    def grow(self, n: int) -> None:
+        """Make room for `n` more request ids."""
+        more = np.full(n, -1, np.int64)
+        self.owner = np.concatenate([self.owner, more])
+        self.last_owner = np.concatenate([self.last_owner, more])
+
+    def owed_by(self, instance: int) -> list[int]:
+        """Return the ids of the requests that the instance owes."""
+        ids: list[int] = np.flatnonzero(self.owner == self._position[instance]).tolist()
+        return ids
+
     def grant(self, position: int, requests: int, tokens: int) -> None:
         """Add credit: the instance can hold this much more."""
         self.free_requests[position] += requests
         self.free_tokens[position] += tokens
         self._changed(position)
+
+    def retire(self, position: int) -> None:
+        """Give nothing to the instance any more; it owes nothing."""
+        self.free_requests[position] = self.free_tokens[position] = 0
+        self.owed_requests[position] = self.owed_tokens[position] = 0
 
     def assign(self, needs: NDArray[np.int64], requests: Batch) -> NDArray[np.int64]:
         """Take credit for the first requests; return the position of each one's instance, shape [sent].

@@ -29,6 +29,9 @@ class Role:
         """Return for how many seconds `poll` finds nothing unless a message comes, or the doorbell rings."""
         return math.inf
 
+    def lost(self, instance: int) -> None:
+        """Go on without this instance: its rank takes no message any more, and sends none."""
+
     def done(self, phase: Phase) -> bool:
         """Return whether this role's part of `phase` is done."""
         return True

@@ -105,6 +105,11 @@ class Ending(ABC):
         self._begin(State.LEAVING)
         if self._control.transport.rank == 0:
             tell_exit_code(code)
+        if (
+            self._control.gone_on_without
+        ):  # freeing communicators and MPI_Finalize would wait for ranks that are gone
+            self._end_lost()
+            self._leave(Stopped(code, finalize=False))
         comms.free()
         self._watch.quiet()
         self._finalize()
@@ -142,6 +147,9 @@ class Ending(ABC):
                 return
             time.sleep(patience)
         os._exit(ExitCode.INSTANCE_LOST)
+
+    def _end_lost(self) -> None:  # noqa: B027 - rank 0 alone does it
+        """End what is left of the instances that the run went on without."""
 
     @abstractmethod
     def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
@@ -266,9 +274,12 @@ class Rank0Ending(Ending):
             MPI.COMM_WORLD.Abort(code)
         return stopped or Stopped(code, False)
 
+    def _end_lost(self) -> None:
+        self._rank0.control.kill_lost()
+
     def _look(self) -> int | None:
         lost = self._rank0.control.dead()
-        if not lost:
+        if not lost or self._rank0.control.may_go_on:  # then the main thread waits for none of them
             return None
         # The main thread may be waiting for them in MPI.
         code = self._tell_person(self._rank0.control.losses(lost))

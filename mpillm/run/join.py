@@ -40,6 +40,7 @@ class Planned:
     cores: list[CoreConfig]  # of the instances' leaders
     models: list[Any]  # for each of `cores` what its check returned: `ModelInfo`, or None
     notes: list[str]  # which parts of the configuration have no effect
+    outlives_losses: bool  # it goes on without an instance that is lost
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Prepared:
         ]
 
 
-def plan_run(config: RunConfig | None, reports: dict[int, JoinReport]) -> Planned:
+def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves: bool = False) -> Planned:
     """Plan the run. Raises ConfigError if the ranks differ, or can't run the configuration.
 
     `config`: rank 0's; None if its command line is wrong.
@@ -102,7 +103,31 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport]) -> Planne
     with config.autoapply():
         models = [core_class.check(core) for core in cores]
     check_handoff(cores, models)
-    return Planned(config, reports, plan, what_runs(config, yaml, plan, cores), gpus, cores, models, notes)
+    yaml = what_runs(config, yaml, plan, cores)
+    outlives_losses = _outlives_losses(
+        config, plan, reports[0].versions["MPI"], on_gpus=bool(gpus), serves=serves
+    )
+    return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses)
+
+
+def _outlives_losses(config: RunConfig, plan: WorldPlan, mpi: str, *, on_gpus: bool, serves: bool) -> bool:
+    """Return whether the run goes on without an instance that is lost.
+
+    Raises ConfigError if the user wants that and it is impossible.
+    """
+    if config.on_instance_loss != "continue":
+        return False
+    disaggregated = plan.instances[0].role != "executor"
+    impossible = ""
+    if not mpi.startswith("Open MPI v5"):
+        impossible = f"{mpi} does not outlive a lost rank; Open MPI 5 does (ULFM)"
+    elif disaggregated and on_gpus:
+        impossible = "a handoff over NCCL does not outlive a lost rank; aggregated instances do"
+    elif disaggregated and serves:
+        impossible = "serve outlives the loss of an aggregated instance only"
+    if impossible and config.given("on_instance_loss"):
+        raise ConfigError(f"{config.named('on_instance_loss')}: {impossible}", about=["on_instance_loss"])
+    return not impossible
 
 
 def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:

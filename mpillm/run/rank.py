@@ -23,7 +23,7 @@ from mpillm.comms.control import Limits, RankControl, Stopped
 from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.lifeline import visible_pids
 from mpillm.comms.loop import EventLoop
-from mpillm.comms.messages import BEAT, Beat, DrainReport, JoinReport, Setup
+from mpillm.comms.messages import BEAT, Beat, DrainReport, JoinReport, Lost, Setup
 from mpillm.comms.start import node_name
 from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Watch
@@ -202,9 +202,13 @@ class Rank:
         node = ranks[self.rank].node
         self._doorbell.hang(setup.token, self.rank, (rank.rank for rank in ranks if rank.node == node))
         self._senders = senders_to(self.rank, setup.plan)
+        self._control.transport.outlives_others = setup.outlives_losses
         self._control.transport.ring_with(self._doorbell)
         comms = create_communicators(self._world, self._comm, setup.plan, self._doorbell)
         route = Transport(comms.route, self._doorbell) if comms.route is not None else None
+        if route is not None:
+            route.outlives_others = setup.outlives_losses
+        self._control.on_lost = partial(self._lost, route)
         session = self._rank0.session if self._rank0 else None
         self._roles += make_roles(
             self._config,
@@ -213,6 +217,7 @@ class Rank:
             route,
             partial(session.make_harness, wake=self._doorbell.ring_own) if session else None,
             session.make_half if session else None,
+            self._control.report if setup.outlives_losses else None,
         )
         if route:
             self._loop.pollers.append(route.dispatch)
@@ -222,6 +227,13 @@ class Rank:
         if session:
             self._loop.pollers.append(session.poll)
         return _Part(comms, route, machine)
+
+    def _lost(self, route: Transport | None, lost: Lost) -> None:
+        _log.warning("instance %d is lost; the run goes on without it", lost.instance)
+        if route is not None:
+            route.forget(lost.ranks)
+        for role in self._roles:
+            role.lost(lost.instance)
 
     def _drain_report(self, part: _Part) -> DrainReport:
         lasted, cpu = time.perf_counter() - self._test_clock[0], time.process_time() - self._test_clock[1]
@@ -241,7 +253,8 @@ class Rank:
         if self._rank0 is not None:
             self._rank0.control.ranks[0].measured = beat.measured
             # MPICH's UCX crashes when it sends to a process that has ended.
-            dests = sorted(set(range(1, self.size)) - set(self._rank0.control.dead()))
+            control = self._rank0.control
+            dests = sorted(set(range(1, self.size)) - set(control.dead()) - control.lost())
         else:
             dests = [0]
         for dest in dests:

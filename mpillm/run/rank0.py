@@ -8,13 +8,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from disagg import InstancePlan
 from mpillm.comms.control import Rank0Control, RankControl
+from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines, own_addresses
 from mpillm.comms.messages import DrainReport, JoinReport, Rank0At, Setup
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig
 from mpillm.cores.base import LLMCore
-from mpillm.errors import ExitCode, Failure, exit_code
+from mpillm.errors import ExitCode, Failure, RunError, exit_code
 from mpillm.phases import Phase
 from mpillm.report.console import Console
 from mpillm.report.result import failures_json
@@ -38,6 +40,9 @@ class RunSession(Protocol):
 
     def poll(self) -> bool:
         """Do what is due during the test; called often."""
+
+    def lose(self, instance: int) -> float:
+        """Note that an instance is lost, and the run goes on; return the seconds since the test started."""
 
     def drain(self) -> bool:
         """Begin to end the test in an orderly way, if it can; return whether. Called by signal handlers."""
@@ -102,14 +107,42 @@ class Rank0:
         return self.session.finished() if self.session and phase == "stop" else value
 
     def _joined(self, reports: dict[int, JoinReport]) -> Setup:
-        planned = plan_run(self._config, reports)
+        planned = plan_run(self._config, reports, serves=self._purpose.serves)
         self.control.label(planned.plan)
         record = partial(self._made_record, planned)  # created at the first call: not if an option is wrong
         self.session, lines = self._purpose.open(planned, record, self._console, self.control)
         for line in lines:
             self._console.line(line)
         where = self._where(reports)
-        return Setup(planned.plan, str(record().path), where, planned.gpus, secrets.token_hex(8))
+        if planned.outlives_losses:
+            self.control.expendable = Expendable(planned.plan, self._lost)
+        return Setup(
+            planned.plan,
+            str(record().path),
+            where,
+            planned.gpus,
+            secrets.token_hex(8),
+            planned.outlives_losses,
+        )
+
+    def _lost(self, instance: InstancePlan, failure: Failure) -> None:
+        """Note that the run goes on without an instance."""
+        if self._record is None or self.session is None:
+            raise RunError(failure)
+        who = self.control.ranks[failure.rank or 0].describe()
+        self._record.result["lost"].append(
+            {
+                "instance": instance.index,
+                "role": instance.role,
+                "ranks": list(instance.ranks),
+                "rank": failure.rank,
+                "cause": failure.cause,
+                "phase": self.control.phase,
+                "at_s": round(self.session.lose(instance.index), 3),
+            }
+        )
+        cause = failure.cause.splitlines()[0]
+        self._console.line(f"  lost    instance {instance.index}: {who}: {cause}")
 
     def _where(self, reports: dict[int, JoinReport]) -> Rank0At:
         """Return where rank 0 is; ranks that can't see its process get a lifeline, if a port can be

@@ -31,6 +31,7 @@ from mpillm.config.options import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import OwnGpu
+from mpillm.errors import Failure
 from mpillm.roles.context import Context
 from mpillm.roles.follower import Follower
 from mpillm.roles.generation import Generation
@@ -211,10 +212,11 @@ def make_roles(
     route: Transport | None,
     make_harness: Callable[[Transport, int], Role] | None,
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
+    report: Callable[[Failure], None] | None,
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
-    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank.
+    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`: see `Leader`.
     """
     plan = setup.plan
     rank = comms.control.rank
@@ -226,7 +228,7 @@ def make_roles(
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.of(_SECTIONS[plan.instances[me.instance].role]).autoapply():
             core = core_class(core_config, comms.instance)
-        roles.append(_instance_role(core, plan, rank, ranks, route, comms, make_half))
+        roles.append(_instance_role(core, plan, rank, ranks, route, comms, make_half, report is not None))
     if route is not None and "leader" in me.roles:
         from mpillm.roles.leader import Leader  # only one rank needs it
 
@@ -234,7 +236,9 @@ def make_roles(
             config.of(_SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1)
         )
         roles.append(
-            Leader(route, ranks, plan, entry, generation, config.stall_timeout, prefix_routing(config))
+            Leader(
+                route, ranks, plan, entry, generation, config.stall_timeout, prefix_routing(config), report
+            )
         )
     if route is not None and make_harness is not None:
         roles.append(make_harness(route, ranks[plan.leader_rank]))
@@ -249,6 +253,7 @@ def _instance_role(
     route: Transport | None,
     comms: Communicators,
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
+    outlives_others: bool,
 ) -> Follower:
     instance = plan.instances[core.config.instance]
     leader = ranks[plan.leader_rank]
@@ -259,7 +264,8 @@ def _instance_role(
         others = generations if instance.role == "ctx" else contexts
         peers = {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others}
         # One half of disaggregated serving: the partner is the leader's own memory.
-        core.connect(MpiMover(comms.handoff), peers or {0: Peer(0, 1, 1)})
+        mover = MpiMover(comms.handoff, outlives_others=outlives_others)
+        core.connect(mover, peers or {0: Peer(0, 1, 1)})
     if route is None or rank != instance.leader:
         return Follower(core)
     if make_half and (half := make_half(core, route, leader, instance.index)):

@@ -18,7 +18,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.report.console import Console
-from mpillm.report.result import served_rows, test_result
+from mpillm.report.result import add_costs, served_rows, test_result
 from mpillm.report.run_directory import RunRecord, path_shown, unwritable
 from mpillm.report.timeline import Timeline
 from mpillm.roles.instance import InstanceRole
@@ -83,9 +83,11 @@ class ServeSession:
             max_body_bytes=config.max_body_bytes,
             perf_metrics_max_requests=config.perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,
+            lost=self._record.result["lost"],
             half=half,
         )
         self._metrics = service.metrics
+        self._metrics.totals.losses = requests.losses
         self._endpoint = HttpThread(service, requests, mailbox, bound)
         self._mailbox = mailbox
         self._frontend: Frontend | None = None
@@ -107,6 +109,11 @@ class ServeSession:
                 if (measured := self._control.ranks[instance.leader].measured) is not None:
                     self._timeline.add(instance.index, *measured)
         return False
+
+    def lose(self, instance: int) -> float:
+        self._timeline.lose(instance)
+        started = self._frontend.started if self._frontend else 0.0
+        return time.perf_counter() - started if started else 0.0
 
     def drain(self) -> bool:
         return self._frontend is not None and self._frontend.end_early()
@@ -131,8 +138,9 @@ class ServeSession:
         totals = self._metrics.totals
         totals.started = self._frontend.started if self._frontend else 0.0
         aborted = self._metrics.aborted
-        self._record.result |= test_result(totals, reports, self._timeline)
+        self._record.result |= test_result(totals, reports, self._timeline, len(self._plan.ranks))
         self._record.result |= {"status": "SERVED", "aborted": aborted}
+        add_costs(self._record.result, totals, self._timeline)
         self._timeline.close()
         return (
             f"{totals.samples} requests answered, {aborted} given up by their clients, {totals.errors} errors"
@@ -147,11 +155,13 @@ class ServeSession:
 
     def failed(self) -> None:
         totals = self._metrics.totals
+        totals.started = self._frontend.started if self._frontend else 0.0
         self._record.result |= {
             "samples": totals.samples,
             "errors": totals.errors,
             "aborted": self._metrics.aborted,
         }
+        add_costs(self._record.result, totals, self._timeline)
 
 
 def _served(planned: Planned) -> Served:

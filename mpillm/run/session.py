@@ -17,7 +17,7 @@ from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.report.console import Console, progress_lines
 from mpillm.report.outputs import Outputs
-from mpillm.report.result import summary_rows, test_result
+from mpillm.report.result import add_costs, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Harness, Sampling, Totals
@@ -106,6 +106,10 @@ class Session:
                 )
         return False
 
+    def lose(self, instance: int) -> float:
+        self._timeline.lose(instance)
+        return time.perf_counter() - self._totals.started if self._totals.started else 0.0
+
     def drain(self) -> bool:
         """Refuse to end early: a signal ends a test's run."""
         return False
@@ -129,7 +133,8 @@ class Session:
             )
         result |= {"status": judged, "loadgen_result": judged, "loadgen_unsatisfied": unsatisfied(directory)}
         result["loadgen_advice"] = advice(directory) if judged == "INVALID" else []
-        result |= test_result(self._totals, reports, self._timeline)
+        result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
+        add_costs(result, self._totals, self._timeline)
         self._timeline.close()
         machines = {
             self._plan.ranks[rank].node: report.machine
@@ -154,6 +159,7 @@ class Session:
     def failed(self) -> None:
         """Add to the result what was counted before the failure."""
         self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
+        add_costs(self._record.result, self._totals, self._timeline)
         if self._timeline.computed() is not None:
             told = [
                 {"instance": i.index, "metrics": self._timeline.summary(i.index)}

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -53,11 +53,13 @@ class Service:
         max_body_bytes: int = 1 << 24,
         perf_metrics_max_requests: int = 0,
         kv_cache_usage: Callable[[], float | None] = lambda: None,
+        lost: Sequence[Mapping[str, Any]] = (),
         half: Half | None = None,
     ) -> None:
         """`max_queue_size`: requests without a first token; beyond it clients get 429.
 
-        `kv_cache_usage`: of the fullest instance; None: unknown.
+        `kv_cache_usage`: of the fullest instance; None: unknown. `lost`: the instances that are, as in
+        `result.json`; it may grow.
         """
         self.metrics = ServeMetrics()
         self.perf_metrics = PerfMetrics(perf_metrics_max_requests)
@@ -69,6 +71,7 @@ class Service:
         self._max_queue_size = max_queue_size
         self._max_body_bytes = max_body_bytes
         self._kv_cache_usage = kv_cache_usage
+        self._lost = lost
         self._half = half
         self._started = int(time.time())
 
@@ -172,6 +175,9 @@ class Service:
 
     async def _health(self, request: web.Request) -> web.Response:
         self._check_open()
+        if self._lost:  # what is left still serves
+            lost = [{key: one[key] for key in ("instance", "role", "cause", "at_s")} for one in self._lost]
+            return web.json_response({"status": "degraded", "lost": lost})
         return web.Response()
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -181,6 +187,8 @@ class Service:
         gauges: dict[str, float] = {
             "num_requests_running": self._requests.running,
             "num_requests_waiting": self._requests.waiting,
+            "instances_lost": len(self._lost),
+            "requests_retried": sum(loss.retried for loss in self._requests.losses.values()),
         }
         if (usage := self._kv_cache_usage()) is not None:
             gauges["kv_cache_usage_perc"] = usage

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from mpillm.comms.messages import REQUEST, Batch, ResponseFlag
+from mpillm.roles.harness import LossCosts
 
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CANCELLED, _PARTIAL = int(ResponseFlag.CANCELLED), int(ResponseFlag.PARTIAL)
 _CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.CANCEL_DONE)
 _TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
+_LOST = int(ResponseFlag.LOST)
 _ALONE = _FIRST | _FINAL
 
 
@@ -22,7 +24,9 @@ class Answer:
 
     __slots__ = (
         "_final",
+        "_first_comes",
         "_held_back",
+        "_to_repeat",
         "_waiter",
         "ended",
         "failed",
@@ -35,6 +39,7 @@ class Answer:
         "n_prompt",
         "opened_at",
         "released",
+        "request",
         "times",
         "tokens",
         "wants_logprobs",
@@ -60,6 +65,10 @@ class Answer:
         self.released = False  # no rank can send more of it
         # A generation instance's tokens that overtook the context instance's first one.
         self._held_back: list[int] = []
+        # Of a request that is computed again: the tokens that the client has, and that must come again.
+        self._to_repeat: list[int] = []
+        self._first_comes = False  # again
+        self.request: Batch | None = None  # as it was sent
         self._waiter: asyncio.Future[None] | None = None
 
     @staticmethod
@@ -75,11 +84,40 @@ class Answer:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
+    def begin_again(self) -> None:
+        """Note that the instance is lost, and that another one computes the answer from its beginning."""
+        self._to_repeat = [*self.tokens]
+        self._first_comes = bool(self.tokens)
+        self._held_back = []
+        self._final = None
+
+    def _again(self, tokens: list[int], flags: int) -> tuple[list[int], int]:
+        """Return what is new of a row of the second time.
+
+        An error if the rest differs from what the client has: sampled otherwise, or rounded.
+        """
+        if flags & _FINAL:
+            same = tokens[: len(self.tokens)] == self.tokens
+            return (tokens, flags) if same else ([], _FINAL | _ERROR)
+        if self._first_comes and not flags & _FIRST:  # it was overtaken
+            self._held_back += tokens
+            return [], _PARTIAL
+        if flags & _FIRST:
+            tokens, self._held_back, self._first_comes = tokens + self._held_back, [], False
+        n = min(len(tokens), len(self._to_repeat))
+        same = tokens[:n] == self._to_repeat[:n]
+        self._to_repeat = self._to_repeat[n:]
+        return (tokens[n:], _PARTIAL) if same else ([], _FINAL | _ERROR)
+
     def add(self, tokens: list[int], flags: int) -> None:
         """Take a row's tokens."""
         if flags & _FINAL and self._lacks_logprobs(tokens):
             self._final = tokens
             return
+        if (self._to_repeat or self._first_comes) and not flags & (_ERROR | _CANCELLED):
+            tokens, flags = self._again(tokens, flags)
+            if not tokens and not flags & _FINAL:
+                return
         if flags & _FINAL:
             self.ended, self.failed = True, bool(flags & _ERROR)
             if not flags & (_ERROR | _CANCELLED):
@@ -121,6 +159,9 @@ class OpenRequests:
         # By id, how many last rows are still to come: one from each holder, and one for a cancellation.
         self._held: dict[int, int] = {}
         self._answers: dict[int, Answer] = {}  # of the same ids
+        self.losses: dict[int, LossCosts] = {}  # by instance that was lost with open requests
+        self._retried: dict[int, LossCosts] = {}  # by id
+        self._cancelling: set[int] = set()  # ids for which CANCEL_DONE is still to come
 
     def __len__(self) -> int:
         """Return the number of ids in use, also by requests that have ended for their client."""
@@ -148,7 +189,8 @@ class OpenRequests:
         rows["id"], rows["n_tokens"] = id_, len(prompt)
         answer = self._answers[id_] = Answer(id_, len(prompt), int(row.get("logprobs", 0)))
         self._held[id_] = self._holders
-        self._put(Batch(rows, np.array(prompt, np.int32)))
+        answer.request = Batch(rows, np.array(prompt, np.int32))
+        self._put(answer.request)
         return answer
 
     def give_up(self, answer: Answer) -> None:
@@ -156,6 +198,7 @@ class OpenRequests:
         if not answer.ended and not answer.given_up:
             answer.given_up = True
             self._held[answer.id] += 1
+            self._cancelling.add(answer.id)
             self._put(answer.id)
 
     def give_up_all(self) -> None:
@@ -169,6 +212,10 @@ class OpenRequests:
             rows["id"].tolist(), rows["n_tokens"].tolist(), rows["flags"].tolist(), strict=True
         ):
             answer = self._answers[id_]
+            if flags & _LOST:
+                self._send_again(answer, tokens[at], flags)
+                at += n
+                continue
             if flags & (_FIRST | _FINAL | _PARTIAL) and not answer.ended:
                 answer.add(tokens[at : at + n], flags)
             elif flags & _LOGPROBS:
@@ -181,6 +228,24 @@ class OpenRequests:
             if flags & (_FINAL | _CONTEXT_DONE | _CANCEL_DONE):
                 self._let_go(id_, flags)
 
+    def _send_again(self, answer: Answer, instance: int, flags: int) -> None:
+        """Ask once more for what an instance owed that is lost, unless nobody waits for it any more."""
+        id_ = answer.id
+        if answer.ended or answer.given_up or answer.request is None:
+            answer.add([], _FINAL | _CANCELLED)
+            if flags & _CANCEL_DONE:
+                self._cancelling.discard(id_)
+            self._held[id_] = int(id_ in self._cancelling)  # it is on its way to the leader, who answers it
+            self._free_if_done(id_)
+            return
+        loss = self.losses.setdefault(instance, LossCosts())
+        loss.retried += 1
+        loss.waited_s += time.perf_counter() - answer.opened_at
+        self._retried[id_] = loss
+        answer.begin_again()
+        self._held[id_] = self._holders
+        self._put(answer.request)
+
     def _let_go(self, id_: int, flags: int) -> None:
         """Free the id after the last row.
 
@@ -190,8 +255,16 @@ class OpenRequests:
         self._held[id_] -= (
             self._holders if flags & _ALONE == _ALONE else bool(flags & (_FINAL | _CONTEXT_DONE))
         )
-        self._held[id_] -= bool(flags & _CANCEL_DONE)
+        if flags & _CANCEL_DONE:
+            self._held[id_] -= 1
+            self._cancelling.discard(id_)
+        if self._retried and flags & _FINAL and (loss := self._retried.pop(id_, None)) is not None:
+            loss.recovered = time.perf_counter()
+        self._free_if_done(id_)
+
+    def _free_if_done(self, id_: int) -> None:
         if not self._held[id_]:
+            self._retried.pop(id_, None)
             del self._held[id_]
             self._answers.pop(id_).released = True
             self._free.append(id_)

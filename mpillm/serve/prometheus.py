@@ -134,6 +134,8 @@ class ServeMetrics:
 _GAUGES = {
     "num_requests_running": "Requests with a first token, and not the last",
     "num_requests_waiting": "Requests without a first token",
+    "instances_lost": "Instances that are lost, without which the server goes on",
+    "requests_retried": "Requests that were computed again because an instance was lost",
     "kv_cache_usage_perc": "Use of the fullest instance's KV cache, 0 to 1",
 }
 

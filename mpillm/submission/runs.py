@@ -103,6 +103,11 @@ class Run:
             conditions = ", ".join(unsatisfied(self.path))
             why = f"not satisfied: {conditions}" if conditions else "not every sample was answered"
             found.append(f"LoadGen calls it {result['status']} ({why})")
+        for lost in result.get("lost", ()):
+            found.append(
+                f"instance {lost['instance']} ({lost['role']}) was lost, and the run went on without it"
+                " (--on_instance_loss continue)"
+            )
         if config.get("enable_kv_cache_reuse"):
             found.append("KV cache reuse was on, which MLPerf forbids")
         file = self.path / "user.conf"

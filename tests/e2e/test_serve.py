@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from http.client import HTTPConnection
@@ -213,3 +214,34 @@ def test_log_probabilities_are_those_of_transformers_whatever_the_layout(one: St
     assert told == pytest.approx(chosen, abs=1e-4)
     command.process.send_signal(signal.SIGTERM)
     command.end(TIMEOUT_S).must(DONE)
+
+
+def test_a_lost_instance_is_not_noticed_by_clients(one: Starter) -> None:
+    """Their streams go on where they were, and nothing comes twice; what is asked later is answered, too."""
+    pace = ("--core_options", "ttft_ms:50,tpot_ms:25", "--grace", 1.5)
+    command, host, port = serve(one, 4, "--core_type", "dummy", *pace)
+    body = {"prompt": [5, 6, 7], "max_tokens": 60, "return_token_ids": True, "ignore_eos": True}
+    open_ = [post(host, port, "/v1/completions", **body, stream=True).getresponse() for _ in range(6)]
+    whole_ones = [post(host, port, "/v1/completions", **body) for _ in range(4)]
+    begun = [response.read(400) for response in open_]
+    ranks = json.loads((command.log_dir / "ranks.json").read_text())
+    os.kill(next(entry["pid"] for entry in ranks if entry["rank"] == 3), signal.SIGKILL)
+    streamed = [tokens_of(start + response.read()) for start, response in zip(begun, open_, strict=True)]
+    answered = [json.loads(connection.getresponse().read()) for connection in whole_ones]
+    expected = answer(host, port, "/v1/completions", **body)["choices"][0]["token_ids"]
+    assert len(expected) == 60
+    assert streamed == [expected] * 6
+    assert [made["choices"][0]["token_ids"] for made in answered] == [expected] * 4
+    assert metric(host, port, "instances_lost") == 1
+    assert metric(host, port, "requests_retried") > 0
+    connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
+    connection.request("GET", "/health")
+    response = connection.getresponse()
+    assert response.status == 200
+    told = json.loads(response.read())
+    assert told["status"] == "degraded" and told["lost"][0]["instance"] == 1
+    connection.close()
+    command.process.send_signal(signal.SIGTERM)
+    ended = command.end().must(DONE)
+    assert "LOST                   instance 1 (executor)" in ended.out
+    assert ended.result["retried"] == sum(lost["retried"] for lost in ended.result["lost"]) > 0

@@ -23,6 +23,8 @@ class Route:
         self.handlers: dict[Tag, Callable[[Received], None]] = {}
 
     def send(self, dest: int, tag: Tag, buffer: Buffer) -> None:
+        if (self.rank, dest) in self._network.forgotten:
+            return
         self._network.under_way.setdefault((self.rank, dest), deque()).append(
             Received(self.rank, tag, buffer)
         )
@@ -35,6 +37,13 @@ class Network:
         self.under_way: dict[tuple[int, int], deque[Received]] = {}
         self.chance = chance
         self.routes: list[Any] = [Route(self, rank) for rank in range(n_ranks)]
+        self.forgotten: set[tuple[int, int]] = set()  # who has, and whom
+
+    def forget(self, rank: int, lost: int) -> None:
+        """From now on `rank` sends nothing to `lost`, and takes nothing from it."""
+        self.forgotten |= {(rank, lost), (lost, rank)}
+        for pair in ((rank, lost), (lost, rank)):
+            self.under_way.pop(pair, None)
 
     def deliver(self) -> bool:
         """Return whether there was a message."""

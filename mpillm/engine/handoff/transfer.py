@@ -112,6 +112,8 @@ class Transfers:
         self._by_layer: list[_Under] = []  # of the current step
         self._to_send: deque[tuple[_Under, _Piece]] = deque()
         self._n_bytes = 0  # of buffers in flight
+        self._lost: set[int] = set()  # peers
+        self._never_done: list[object] = []  # pieces from and to them: MPI may still touch the buffers
 
     def start(self, transfers: list[Transfer]) -> None:
         """Begin the transfers of a step, before its own work."""
@@ -119,6 +121,8 @@ class Transfers:
         for transfer in transfers:
             under = _Under(transfer)
             self._under_way.append(under)
+            if transfer.peer in self._lost:
+                continue
             if transfer.kind == Kind.SEND_LAYERS:
                 self._by_layer.append(under)
                 continue
@@ -164,6 +168,19 @@ class Transfers:
             self._under_way = [under for under in self._under_way if under.pieces or under.n_waiting]
         self._gather()
         return done
+
+    def lose(self, peer: int) -> None:
+        """End what moves to or from this peer; `poll` reports it as done."""
+        self._lost.add(peer)
+        self._by_layer = [under for under in self._by_layer if under.transfer.peer != peer]
+        self._to_send = deque(one for one in self._to_send if one[0].transfer.peer != peer)
+        for under in self._under_way:
+            if under.transfer.peer == peer:
+                if under.transfer.kind != Kind.RECEIVE:
+                    self._n_bytes -= sum(buffer.nbytes for _, _, buffer in under.pieces)
+                self._never_done += under.pieces
+                under.pieces.clear()
+                under.n_waiting = 0
 
     def is_done(self) -> bool:
         """Whether no transfer is under way on this rank."""

@@ -13,6 +13,7 @@ SLOW: dict[str, Any] = {
     "loadgen_result": "INVALID",
     "loadgen_unsatisfied": ["latency limits", "early stopping"],
     "loadgen_advice": ["TPOT constrain not met: Reduce target QPS to improve latency."],
+    "lost": [],
     "samples": 100,
     "errors": 0,
     "test_s": 2.0,
@@ -103,3 +104,12 @@ def test_a_client_that_is_the_limit_says_so() -> None:
         "2 requests were sent again: the server refused them, or closed the connection",
         "100 samples, 1000 tokens, busy 50 %",
     ]
+
+
+def test_a_run_that_lost_an_instance_says_so_plainly() -> None:
+    lost = {"instance": 1, "role": "gen", "at_s": 3.21, "phase": "test", "rank": 4, "retried": 7}
+    lost |= {"cause": "the process has ended\nmore", "recovered_after_s": 0.52}
+    rows = summary_rows({**SLOW, "lost": [lost]}, parse_run([]), "run")
+    assert ("", "not to be submitted: the run went on without a part of its system") in rows
+    at = rows.index(("LOST", "instance 1 (gen) at 3.2 s: rank 4: the process has ended"))
+    assert rows[at + 1] == ("", "7 samples were computed again, the last was answered 0.5 s later")

@@ -47,7 +47,7 @@ class World:
         )
         transport = SimpleNamespace(rank=rank)
         control: Any = SimpleNamespace(
-            transport=transport, watch=watch, limits=Limits(DEADLINES),
+            transport=transport, watch=watch, limits=Limits(DEADLINES), gone_on_without=[],
             sees_rank0=True, rank0=Rank0At("here", 1, "", None),
             rank0_ended=lambda: False,
             rank0_lost=lambda: self.rank0_lost, rank0_beat=self.note("beat"),
@@ -56,6 +56,8 @@ class World:
         of_all = SimpleNamespace(
             ranks=range(3),
             dead=lambda: self.dead,
+            may_go_on=False,
+            kill_lost=self.note("kill lost"),
             losses=lambda ranks: tuple(Failure("lost", rank, code=5) for rank in ranks),
             settle=lambda failures: failures,
             stop_all=lambda code: self.did("stop all", self.stopped),

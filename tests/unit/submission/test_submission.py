@@ -78,7 +78,7 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         maker.folder / "server",
         "performance",
         "Server",
-        result={"status": "INVALID"},
+        result={"status": "INVALID", "lost": [{"instance": 2, "role": "executor"}]},
         detail={**FULL_SIZE, "early_stopping_met": False, "early_stopping_ttft_result": f" * {STOPPED}"},
         enable_kv_cache_reuse=True,
     )
@@ -103,6 +103,8 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         f"rejected by the checker (latency_check): {server}: {invalid}: early stopping was not satisfied"
         f" (TTFT: {STOPPED})",
         f"against the rules: {server}: {invalid}: LoadGen calls it INVALID (not satisfied: minimum duration)",
+        f"against the rules: {server}: {invalid}: instance 2 (executor) was lost, and the run went on"
+        " without it (--on_instance_loss continue)",
         f"against the rules: {server}: {invalid}: KV cache reuse was on, which MLPerf forbids",
     ]
     assert (
