@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import shutil
 import sys
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,16 +24,21 @@ _ASK_S = 10.0
 
 
 class Repository(NamedTuple):
-    """A server's model repository, its models, and the number of ranks (GPUs) of the largest of them."""
+    """A server's model repository."""
 
     folder: Path
-    models: list[str]
-    ranks: int
+    ranks: Mapping[str, int]  # of each model: the GPUs of its engine; 1 without one
+    is_embedded: bool = False  # whether its engines are ours
 
     @property
-    def needs_mpirun(self) -> bool:
-        """Whether mpirun starts the ranks of its model. With several models, TensorRT-LLM's backend does."""
-        return self.ranks > 1 and len(self.models) == 1
+    def models(self) -> list[str]:
+        """Their names."""
+        return [*self.ranks]
+
+    @property
+    def parallel(self) -> list[str]:
+        """Models whose engines have several ranks."""
+        return [name for name, ranks in self.ranks.items() if ranks > 1]
 
 
 class Ports(NamedTuple):
@@ -70,15 +74,15 @@ def read_repositories(prefix: str) -> list[Repository]:
             raise ConfigError(
                 f"--triton_model_repo: {folder} has no model in it (a folder with a config.pbtxt)"
             )
-        repos.append(Repository(folder, [file.parent.name for file in files], max(map(_ranks_of, files))))
+        texts = {file.parent.name: file.read_text(encoding="utf-8") for file in files}
+        is_embedded = any('backend: "python"' in text and "gpu_device_ids" in text for text in texts.values())
+        repos.append(Repository(folder, {name: _ranks_of(text) for name, text in texts.items()}, is_embedded))
     return repos
 
 
-def _ranks_of(file: Path) -> int:
+def _ranks_of(text: str) -> int:
     """Return the GPUs of a model, which are its engine's ranks; 1 if it does not say."""
-    match = re.search(
-        r'"gpu_device_ids"\s*value:?\s*\{\s*string_value:\s*"([^"]*)"', file.read_text(encoding="utf-8")
-    )
+    match = re.search(r'"gpu_device_ids"\s*value:?\s*\{\s*string_value:\s*"([^"]*)"', text)
     return len(match[1].split(",")) if match else 1
 
 
@@ -96,8 +100,13 @@ def ports_beside(grpc: Sequence[int]) -> list[Ports]:
     ]
 
 
-def triton_server(index: int, program: str, repo: Repository, ports: Ports, mpirun: str) -> Server:
-    """Return server `index`, under `mpirun` if its model has several ranks."""
+def triton_server(
+    index: int, program: str, repo: Repository, ports: Ports, mpirun: Sequence[str] | None
+) -> Server:
+    """Return server `index`.
+
+    `mpirun`: starts a server for each rank of its model; None: the model starts them.
+    """
 
     def rank_line(rank: int) -> list[str]:
         line = [
@@ -108,7 +117,7 @@ def triton_server(index: int, program: str, repo: Repository, ports: Ports, mpir
         ]
         line.append(f"--metrics-port={ports.metrics}")
         if rank > 0:  # these ranks only compute
-            line += ["--model-control-mode=explicit", *(f"--load-model={model}" for model in repo.models)]
+            line += ["--model-control-mode=explicit", *(f"--load-model={model}" for model in repo.parallel)]
         return [
             *line,
             "--disable-auto-complete-config",
@@ -116,12 +125,12 @@ def triton_server(index: int, program: str, repo: Repository, ports: Ports, mpir
         ]
 
     words, env = rank_line(0), {}
-    if repo.needs_mpirun:
-        words = [mpirun, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-        for rank in range(repo.ranks):
-            words += [*([":"] if rank else []), "-n", "1", *rank_line(rank)]
-    elif repo.ranks > 1:
+    if repo.parallel and mpirun is None:
         env = {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"}
+    elif mpirun is not None and repo.parallel:
+        words = [*mpirun]
+        for rank in range(max(repo.ranks.values())):
+            words += [*([":"] if rank else []), "-n", "1", *rank_line(rank)]
     return Server(
         f"tritonserver {index}",
         Command(tuple(words), env),

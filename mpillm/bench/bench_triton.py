@@ -105,7 +105,7 @@ def _served(config: Options) -> Iterator[tuple[str, str, psutil.Process]]:
         (file,) = repo.folder.glob("*/1/model.py")
         file.write_text(file.read_text().replace("triton_models.embedded", "triton_models.null_model"))
         ports = Ports(*_free_ports(3))
-        server = triton_server(0, program, repo, ports, "")
+        server = triton_server(0, program, repo, ports, None)
         check_ports([server])
         with Servers(folder) as running:
             log = running.start(server)

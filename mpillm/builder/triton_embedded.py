@@ -38,14 +38,15 @@ from mpillm.triton_models.{module} import TritonPythonModel
 
 
 def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[str, str]]:
-    """Return the engine's or model's folder, its limits, a model's GPUs, and `config.pbtxt`'s parameters."""
+    """Return the engine's or model's folder, its limits, a model's ranks, and `config.pbtxt`'s parameters."""
     if not config.model_path:
         raise ConfigError(f"triton_backend:{PYTHON} needs --model_path", about=["model_path"])
-    for name in ("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism"):
-        if (size := getattr(config, name) or 1) > 1:
-            raise ConfigError(
-                f"--{name} {size}: behind Triton the embedded engine has one rank", about=[name]
-            )
+    if (stages := config.pipeline_parallelism or 1) > 1:
+        raise ConfigError(
+            f"--pipeline_parallelism {stages}: behind Triton the embedded engine has one stage",
+            about=["pipeline_parallelism"],
+        )
+    n_ranks = config.tensor_parallelism or 1
     model = _absolute(config.model_path)
     core = {place.in_core or place.field.name: config[place.field] for place in CORE}
     core |= {
@@ -54,15 +55,19 @@ def embedded_parameters(config: RunConfig) -> tuple[str, BuildConfig, int, dict[
         "engine_dir": config.engine_dir and _absolute(config.engine_dir),
         "end_ids": config.end_ids,
         "n_threads": config.num_threads,
+        "tp_size": n_ranks,
+        "ep_size": config.moe_expert_parallelism,
     }
     # A field without a value has the engine's own default.
     stated = {name: value for name, value in core.items() if value is not None}
     parameters = {
         "tokenizer_dir": model if Path(model).is_dir() else "",
         "core_config": json.dumps(stated, default=list),
+        # of the MPI library that joins the ranks, and for those that it starts
+        "executor_worker_path": sys.executable,
     }
     build = BuildConfig(max_batch_size=config.max_batch_size or _DEFAULT_BATCH, max_beam_width=_MOST_BEAMS)
-    return config.engine_dir or config.model_path, build, 1, parameters
+    return config.engine_dir or config.model_path, build, n_ranks, parameters
 
 
 _DEFAULT_BATCH = 64

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 
 from disagg.errors import ConfigError, about
 from launch.command import NotHere
+from launch.find_mpirun import detect
+from launch.mpirun import command_line, usable_cores
 from launch.servers import Server, ports_here
 from launch.tritonserver import (
     Repository,
@@ -35,10 +38,31 @@ def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     except NotHere as error:
         lacking(config, error)
         program = config.tritonserver or "tritonserver"
-    needs_mpirun = any(repo.needs_mpirun for repo in repos)
-    mpirun = program_or_name(config, "mpirun", "it starts the ranks of an engine") if needs_mpirun else ""
     ports = ports_beside(_grpc_ports(config, len(repos)))
-    return [triton_server(index, program, repo, ports[index], mpirun) for index, repo in enumerate(repos)]
+    return [
+        triton_server(index, program, repo, ports[index], _mpirun(config, repo))
+        for index, repo in enumerate(repos)
+    ]
+
+
+def _mpirun(config: RunConfig, repo: Repository) -> list[str] | None:
+    """Return how the line begins that starts a server for each rank; None: the models start their ranks.
+
+    TensorRT-LLM's backend can do that for several models, and mpirun for one.
+    """
+    if len(repo.parallel) > 1 or config.triton_orchestrator:
+        return None
+    if not repo.parallel:
+        return []
+    root, n_ranks = os.geteuid() == 0, max(repo.ranks.values())
+    if not repo.is_embedded:
+        mpirun = program_or_name(config, "mpirun", "it starts the ranks of an engine")
+        return [mpirun, *(["--allow-run-as-root"] if root else [])]
+    mpi = detect()
+    crowded = mpi.kind == "openmpi" and n_ranks > usable_cores()
+    options = ["--oversubscribe"] if crowded else []
+    line = command_line(mpi, 1, [], options, root=root, survive=False)
+    return [line[0], *line[3:]]  # without -n 1, which each rank has
 
 
 def _repositories(config: RunConfig) -> list[Repository]:
@@ -56,7 +80,14 @@ def _repositories(config: RunConfig) -> list[Repository]:
             f"# assumed: {', '.join(str(stage.output) for stage in stages)}, as generate-triton-config"
             " writes them"
         )
-        return [Repository(stage.output, stage.names, stage.layout.gpus_per_model) for stage in stages]
+        return [
+            Repository(
+                stage.output,
+                dict.fromkeys(stage.names, stage.layout.gpus_per_model),
+                stage.embedded is not None,
+            )
+            for stage in stages
+        ]
     if config.triton_num_servers not in (None, len(repos)):
         raise ConfigError(
             f"--triton_num_servers {config.triton_num_servers}, but there are {len(repos)} model"

@@ -43,11 +43,12 @@ def mpi_library() -> str:
     return MPI.Get_library_version()
 
 
-def start_mpi(command: Sequence[str], deadline_s: float) -> MPI.Intracomm:
+def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False) -> MPI.Intracomm:
     """Start MPI and return a duplicate of the world, on which errors are exceptions.
 
-    `command`: the mpillm command with its options, for the command line that an error shows. If MPI has not
-    started after `deadline_s` seconds, the process ends. Raises EveryRankError if the MPI library is missing
+    `command`: the mpillm command with its options, for the command line that an error shows. `spawns`: this
+    world will talk to another by MPI_Comm_spawn. If MPI has not started after `deadline_s` seconds, the
+    process ends. Raises EveryRankError if the MPI library is missing
     or unfit, WrongLauncher if the launcher belongs to another MPI.
     """
     with _deadline(deadline_s):
@@ -57,7 +58,7 @@ def start_mpi(command: Sequence[str], deadline_s: float) -> MPI.Intracomm:
         if not MPI.Is_initialized():
             check_world(library, None, command)
             _drop_foreign_variables(library)
-            _skip_networks()
+            _skip_networks(spawns)
             _survive_losses(library)
             _find_own_files(library)
             with warnings.catch_warnings():
@@ -115,13 +116,16 @@ def _find_own_files(library: str) -> None:
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
 
-def _skip_networks() -> None:
+def _skip_networks(spawns: bool) -> None:
     """Keep Open MPI from probing for networks on one node: libfabric's probe takes a whole second.
 
     One rank needs no shared memory either: without mpirun, Open MPI leaves its 16 MiB behind in /dev/shm.
+    With `spawns` there are several worlds of one node.
     """
     local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    if one_of_several() is None:
+    if spawns:
+        ways = "self,sm,tcp"
+    elif one_of_several() is None:
         ways = "self"
     elif local is not None and local == os.environ.get("OMPI_COMM_WORLD_SIZE"):
         # Before Open MPI 5, whose mpirun is ORTE's, shared memory was called vader.

@@ -53,6 +53,14 @@ class TritonFields(Options):
         positive,
         group="triton",
     )
+    triton_orchestrator = Field(
+        "triton_orchestrator",
+        "one tritonserver whose model starts the other ranks of its engine (MPI_Comm_spawn), instead of one"
+        " for each rank; so it is for several such models in a repository",
+        boolean,
+        default=False,
+        group="triton",
+    )
     triton_skip_server_spawn = Field(
         "triton_skip_server_spawn",
         "the servers run already: start none",

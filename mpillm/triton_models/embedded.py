@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,10 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.core_names import DEFAULT
-from mpillm.cores.registry import BackendRegistry
 from mpillm.engine.lora import Adapter, Adapters
 from mpillm.engine.special import Special
 from mpillm.triton_models.engine_metrics import EngineMetrics
+from mpillm.triton_models.engine_ranks import join, make_core
 from mpillm.triton_models.engine_thread import Answer, EngineThread
 from mpillm.triton_models.requests import Asked, Refused, Tensors, read
 
@@ -96,18 +97,30 @@ class TritonPythonModel:
         self._lock = threading.Lock()
         try:
             core_options = core_config(config)
-            kind = BackendRegistry.get(DEFAULT)
-            kind.check(core_options)
-            core = kind(core_options)
+            self._ranks = join(
+                core_options, text_parameter(parameters, "executor_worker_path") or sys.executable
+            )
+            core = make_core(core_options, self._ranks)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         began = time.monotonic()
         core.load()
+        if self._ranks is not None and self._ranks.rank > 0:
+            _log.info("follows rank 0")
+            self._ranks.follow(core)
+            raise pb_utils.TritonModelException("rank 0 of the engine has ended")
         core.run_health_check()
         _log.info("the engine is ready after %.1f s: %s", time.monotonic() - began, core_options.model_path)
         self._core = core
         self._metrics = EngineMetrics(cast(Any, core).engine, args["model_name"], args["model_version"])
-        self._engine = EngineThread(core, int(period_ms) / 1000 if period_ms else _CHECK_S, self._look)
+        self._engine = EngineThread(
+            core,
+            int(period_ms) / 1000 if period_ms else _CHECK_S,
+            self._look,
+            None if self._ranks is None else self._ranks.why_failed,
+        )
+        if self._ranks is not None:
+            self._ranks.watch(self._engine.fail)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Hand them to the engine. Each gets its responses from its sender."""
@@ -153,6 +166,8 @@ class TritonPythonModel:
         """End the engine; open requests get an error."""
         self._engine.stop()
         self._metrics.close()
+        if self._ranks is not None:
+            self._ranks.stop()
 
     def _stop(self, request_id: str) -> None:
         if not request_id:
@@ -221,6 +236,9 @@ class _Request:
                 [pb_utils.Tensor(name, value) for name, value in self._outputs(answer, tokens).items()]
             )
         self.sender.send(response, flags=flags)
+        if self._n_open == 0:
+            # Their circle would keep the sender, and Triton waits for every sender before it unloads a model.
+            self.answers.clear()
 
     def _outputs(self, answer: Answer, tokens: Sequence[int]) -> dict[str, Any]:
         asked = answer.asked

@@ -24,6 +24,7 @@ from mpillm.triton_models.requests import NO_END, Asked
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 0.5
+_POLL_S = 0.0005
 _END_S = 10.0
 _REFUSED = (
     "the engine can't answer it: prompt and answer are longer than it can hold, or a token is not in its"
@@ -78,38 +79,68 @@ class Answer:
 
 
 class EngineThread:
-    """Drives a loaded core of one rank. `error`: what ended it; requests are then answered with it."""
+    """Drives a loaded core, the leader of its instance.
+
+    `error`: what ended it; requests are then answered with it.
+    """
 
     def __init__(
-        self, core: LLMCore, every_s: float = _IDLE_S, call: Callable[[], object] | None = None
+        self,
+        core: LLMCore,
+        every_s: float = _IDLE_S,
+        call: Callable[[], object] | None = None,
+        why_failed: Callable[[], str] | None = None,
     ) -> None:
-        """`call` is called there each `every_s` seconds, or later when a step takes longer."""
+        """`call` is called there each `every_s` seconds, or later when a step takes longer.
+
+        `why_failed` is asked, after an exception, for a better reason.
+        """
         self.core = core
         self.error = ""
-        self._every_s, self._call = every_s, call
+        self._every_s, self._call, self._why_failed = every_s, call, why_failed
+        # Held while answers are told or change, not while the core computes: another rank may end then.
+        self._lock = threading.Lock()
         self._mailbox: deque[Answer] = deque()
         self._given_up: deque[Answer] = deque()
         self._open: dict[int, Answer] = {}  # of the engine
         self._free = deque[int]()
         self._wake = threading.Event()
-        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="mpillm-engine", daemon=True)
         self._thread.start()
 
     def submit(self, answers: Iterable[Answer]) -> None:
         """Have them computed; called from any thread."""
-        self._mailbox.extend(answers)
-        self._wake.set()
+        answers = [*answers]
+        with self._lock:
+            if not self.error:
+                self._mailbox.extend(answers)
+                self._wake.set()
+                return
+        for answer in answers:
+            answer.tell(True, self.error)
 
     def cancel(self, answers: Iterable[Answer]) -> None:
         """End them with the tokens that they have; those that have ended are ignored."""
         self._given_up.extend(answers)
         self._wake.set()
 
+    def fail(self, error: str) -> None:
+        """Answer everything with this error from now on; called from any thread, whatever the engine does."""
+        with self._lock:
+            if self.error:
+                return
+            self.error = error
+            waiting = [*self._open.values(), *self._mailbox]
+            self._open.clear()
+            self._mailbox.clear()
+            self._wake.set()
+        for answer in waiting:
+            if not answer.is_done:
+                answer.tell(True, error)
+
     def stop(self) -> None:
         """End the thread; what is open gets an error."""
-        self._stopping = True
-        self._wake.set()
+        self.fail("the model is being unloaded")
         self._thread.join(_END_S)
         if self._thread.is_alive():
             _log.warning("the engine's thread has not ended within %g s", _END_S)
@@ -118,46 +149,35 @@ class EngineThread:
 
     def _run(self) -> None:
         next_call = time.monotonic() + self._every_s
-        while not self._stopping:
+        while not self.error:
             try:
                 self._take()
                 if self.core.has_work():
                     self._step()
                 else:
-                    self._wake.wait(self._every_s)
+                    # What another rank sends, or a GPU has computed, wakes nobody.
+                    self._wake.wait(min(self._every_s, _POLL_S if self.core.quiet_s() <= 0 else _IDLE_S))
                     self._wake.clear()
                 if self._call is not None and time.monotonic() >= next_call:
                     self._call()
                     next_call = time.monotonic() + self._every_s
             except Exception as error:  # noqa: BLE001 - it must reach those who wait, not end in this thread
                 _log.exception("the engine has failed")
-                self.error = f"the engine has failed: {type(error).__name__}: {error}"
-                break
-        self._refuse_all()
-
-    def _refuse_all(self) -> None:
-        while not self._stopping or self._open or self._mailbox:
-            waiting = [*self._open.values(), *self._mailbox]
-            self._open.clear()
-            self._mailbox.clear()
-            for answer in waiting:
-                if not answer.is_done:
-                    answer.tell(True, self.error or "the model is being unloaded")
-            if not self._stopping:
-                self._wake.wait(self._every_s)
-                self._wake.clear()
+                why = self._why_failed() if self._why_failed is not None else ""
+                self.fail(why or f"the engine has failed: {type(error).__name__}: {error}")
 
     def _take(self) -> None:
-        new = [self._mailbox.popleft() for _ in range(len(self._mailbox))]
-        if new:
-            batch = self._batch(new)
-            specials = {answer.id: answer.asked.special for answer in new if answer.asked.special is not None}
-            if specials:
-                self.core.enqueue_special(batch, specials)
-            else:
-                self.core.enqueue(batch)
-        given_up = [self._given_up.popleft() for _ in range(len(self._given_up))]
-        self._end([answer for answer in given_up if not answer.is_done])
+        with self._lock:
+            new = [self._mailbox.popleft() for _ in range(len(self._mailbox))]
+            if new:
+                batch = self._batch(new)
+                specials = {one.id: one.asked.special for one in new if one.asked.special is not None}
+                if specials:
+                    self.core.enqueue_special(batch, specials)
+                else:
+                    self.core.enqueue(batch)
+            given_up = [self._given_up.popleft() for _ in range(len(self._given_up))]
+            self._end([answer for answer in given_up if not answer.is_done])
 
     def _end(self, answers: list[Answer]) -> None:
         """End answers that the engine still computes."""
@@ -187,8 +207,12 @@ class EngineThread:
 
     def _step(self) -> None:
         batch = self.core.poll_responses()
-        if batch is None:
-            return
+        if batch is not None:
+            with self._lock:
+                if not self.error:
+                    self._tell(batch)
+
+    def _tell(self, batch: Batch) -> None:
         cut = []
         for part in batch.split():
             (row,) = part.rows

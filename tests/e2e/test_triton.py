@@ -39,12 +39,12 @@ def generate(starter: Starter, *options: object, scenario: str = "Server", flags
     ).must(DONE)
 
 
-def start(starter: Starter, ports: list[int]) -> Command:
+def start(starter: Starter, ports: list[int], *more: object) -> Command:
     """Start ``run-llm-server`` for each repository, with these gRPC ports."""
     words = [starter.python, "-m", "mpillm", "run-llm-server", "--core_type=triton_grpc"]
     listed = ",".join(map(str, ports))
     options = [f"--triton_grpc_ports=localhost:{listed}", "--triton_model_repo=repo", "--log_dir=servers"]
-    return starter.command([*words, *options, f"--tritonserver={TRITONSERVER}"])
+    return starter.command([*words, *options, f"--tritonserver={TRITONSERVER}", *more])
 
 
 def until_ready(command: Command) -> Command:
@@ -55,10 +55,10 @@ def until_ready(command: Command) -> Command:
 
 
 @contextlib.contextmanager
-def serving(starter: Starter, n: int = 1) -> Iterator[tuple[list[int], list[int]]]:
+def serving(starter: Starter, n: int = 1, *options: object) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the gRPC and the HTTP ports of `n` servers that are ready. They have ended afterwards."""
     ports = free_ports(n)
-    command = until_ready(start(starter, ports))
+    command = until_ready(start(starter, ports, *options))
     logs = sorted((starter.folder / "servers").glob("*.log"))
     http = [int(log.read_text().split("--http-port=")[1].split()[0]) for log in logs]
     yield ports, http

@@ -211,3 +211,21 @@ def check_stop(asker: Asker) -> None:
         if n == 1:
             list(asker.responses(asker.request([[1]], 1, "seven", stop=True)))
     assert 1 < n < 202
+
+
+def test_static_batches_against_inflight_batches(one: Starter) -> None:
+    """Two at a time: V1 takes the third when both have ended, the other when one has."""
+    generate(one, "--triton_num_servers=1", "--triton_num_models_per_server=2")
+    configs = sorted((one.folder / "repo_0").glob("*/config.pbtxt"))
+    for config, kind in zip(configs, ("inflight_fused_batching", "V1"), strict=True):
+        text = config.read_text().replace(r"\"max_batch_size\": 8", r"\"max_batch_size\": 2")
+        config.write_text(text.replace('"inflight_fused_batching"', f'"{kind}"'))
+    with serving(one) as ((port,), _):
+        orders = []
+        for config in configs:
+            asker = Asker(port, config.parent.name)
+            request = asker.request([[5], [6], [7]], 2, end_id=-1)
+            place = [tensor.name for tensor in request.inputs].index("request_output_len")
+            request.raw_input_contents[place] = np.array([2, 60, 2], np.int32).tobytes()
+            orders.append([int(one["batch_index"].item()) for one in asker.responses(request) if one])
+    assert orders == [[0, 2, 1], [0, 1, 2]]

@@ -53,9 +53,10 @@ class Asker:
         return request
 
     def responses(self, request: Any, timeout_s: float = 120.0) -> Iterator[Tensors]:
-        """Yield the tensors of each response as it comes.
+        """Yield the tensors of each response, as they come. Refusal.
 
-        Raises Refusal if the server refuses the request.
+        The server ends the stream after the last. If the client ended it in that moment, this tritonserver
+        would keep the request, and wait for it for 30 s when it is to end.
         """
         for response in self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s):
             if response.error_message:
@@ -65,8 +66,6 @@ class Asker:
                 output.name: np.frombuffer(raw, _TYPES[output.datatype]).reshape(output.shape)
                 for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
             }
-            if answer.parameters["triton_final_response"].bool_param:
-                return
 
     def ask(self, prompts: list[list[int]], n_output: int, **tensors: Any) -> list[Tensors]:
         """Return the responses that have tensors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -409,3 +410,30 @@ def test_values_that_have_no_text() -> None:
     for value in (float("nan"), None, object()):
         with pytest.raises(TypeError, match="has no text in protobuf's format"):
             dump({"name": value})
+
+
+def test_an_embedded_engine_of_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server for each rank, of which one serves; or one that starts the other rank."""
+    monkeypatch.chdir(tmp_path)
+    gpus(monkeypatch, None)
+    flags = "--trtllm_runtime_flags=triton_backend:python"
+    words = ["--model_path=tiny-llama", "--triton_model_repo=repo", flags]
+    generated = ["generate-triton-config", "--scenarios=Server", *words, "--triton_text_models"]
+    assert main([*generated, "--pipeline_parallelism=2"]) == 2
+    assert "behind Triton the embedded engine has one stage" in capsys.readouterr().err
+    assert main([*generated, "--tensor_parallelism=2"]) == 0
+    written = parameters(read((tmp_path / "repo_0/tensorrt_llm/config.pbtxt").read_text()))
+    assert json.loads(written["core_config"])["tp_size"] == 2 and written["gpu_device_ids"] == "0,1"
+    assert written["executor_worker_path"] == sys.executable
+    served = ["run-llm-server", "--core_type=triton_grpc", "--triton_model_repo=repo", "--dry_run"]
+    served.append(f"--tritonserver={sys.executable}")  # any program
+    capsys.readouterr()
+    assert main(served) == 0
+    first, second = capsys.readouterr().out.split(" : -n 1 ")
+    assert "mpirun" in first and first.count(" -n 1 ") == 1 and "--load-model" not in first
+    assert second.count("--load-model") == 1 and "--load-model=tensorrt_llm " in second
+    assert main([*served, "--triton_orchestrator"]) == 0
+    line = capsys.readouterr().out
+    assert line.startswith("TRTLLM_ORCHESTRATOR=1 ") and "mpirun" not in line and " : " not in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -166,3 +167,29 @@ def test_one_error_and_a_broken_engine(core: Counting) -> None:
     ((error,),) = ask(thread)[0].parts()
     assert "out of memory" in str(error), "those that come later are told, too"
     thread.stop()
+
+
+def test_an_engine_that_waits_for_a_rank_for_ever(core: Counting) -> None:
+    """Another thread says why, and everybody is told at once: what is open, and what comes."""
+    began, lasts = threading.Event(), threading.Event()
+
+    def wait() -> Batch:
+        began.set()
+        assert lasts.wait(WAIT_S)
+        return Counting.poll_responses(core)
+
+    core.poll_responses = wait  # type: ignore[method-assign]
+    thread = EngineThread(core)
+    client, _ = ask(thread)
+    assert began.wait(WAIT_S)
+    thread.fail("rank 1 has ended")
+    assert client.parts() == ask(thread)[0].parts() == [["rank 1 has ended"]]
+    lasts.set()
+    thread.stop()
+    assert client.told.empty(), "nobody is told twice"
+
+
+def test_why_an_engine_failed(core: Counting) -> None:
+    core.broken = True
+    thread = EngineThread(core, why_failed=lambda: "rank 1 has ended")
+    assert ask(thread)[0].parts() == [["rank 1 has ended"]]

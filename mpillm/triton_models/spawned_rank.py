@@ -1,0 +1,25 @@
+"""A rank of an engine that follows one behind Triton, in orchestrator mode: a process of its own.
+
+MPI_Comm_spawn starts it (`engine_ranks.join`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from mpillm.triton_models.engine_ranks import make_core, spawned
+
+
+def main() -> None:
+    """Load this rank's part, and follow the leader to its end."""
+    ranks, config = spawned()
+    logging.basicConfig(
+        level=logging.INFO, format=f"rank {ranks.rank} of the engine: %(levelname)s %(message)s"
+    )
+    core = make_core(config, ranks)
+    core.load()
+    ranks.follow(core)
+
+
+if __name__ == "__main__":
+    main()
