@@ -114,7 +114,7 @@ class Leader(Role):
 
     def _on_grant(self, source: int, grant: Grant) -> None:
         instance = self._instance_at[source]
-        in_generation = self._generation is not None and instance in self._generation.instances
+        in_generation = self._generation is not None and instance in self._generation
         pool = self._generation if in_generation and self._generation is not None else self._entry
         pool.grant(pool.position(instance), *grant)
         self._granted.add(instance)
@@ -158,7 +158,7 @@ class Leader(Role):
             if self._retries.any:  # a lost instance's credits are not returned
                 final = final[self._generation.owner[final] >= 0]
             self._return_credits(self._generation, final)
-            if instance not in self._generation.instances:
+            if instance not in self._generation:
                 self._return_credits(self._entry, left)
         self._route.send(self._harness, ANSWER.tag, buffer)
 

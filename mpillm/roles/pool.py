@@ -33,6 +33,9 @@ class InstancePool:
         self._position = {instance: i for i, instance in enumerate(instances)}
         self._tree = RoomTree(n)
 
+    def __contains__(self, instance: object) -> bool:
+        return instance in self._position
+
     def position(self, instance: int) -> int:
         """Return the index of `instance` in this pool's arrays."""
         return self._position[instance]
@@ -58,6 +61,7 @@ class InstancePool:
         """Give nothing to the instance any more; it owes nothing."""
         self.free_requests[position] = self.free_tokens[position] = 0
         self.owed_requests[position] = self.owed_tokens[position] = 0
+        self._changed(position)
 
     def assign(self, needs: NDArray[np.int64], requests: Batch) -> NDArray[np.int64]:
         """Take credit for the first requests; return the position of each one's instance, shape [sent].

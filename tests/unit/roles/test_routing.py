@@ -68,6 +68,13 @@ def test_instances_without_room_are_passed_over(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_an_instance_that_is_lost_gets_nothing_more(policy: str) -> None:
+    made = pool(policy, [9, 9, 9])
+    made.retire(1)
+    assert {position for position, _ in send(made, [1] * 30)} == {0, 2}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_request_waits_for_tokens(policy: str) -> None:
     made = pool(policy, [9, 9], [100, 50])
     assert made.pick(np.array([101])) == (-1, 0)
