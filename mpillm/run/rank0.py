@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from disagg import InstancePlan
-from mpillm.comms.control import Rank0Control, RankControl
+from mpillm.comms.control import RankControl
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines, own_addresses
 from mpillm.comms.messages import DrainReport, JoinReport, Rank0At, Setup
+from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig
 from mpillm.cores.base import LLMCore

@@ -9,8 +9,8 @@ from pathlib import Path
 import disagg
 from disagg.errors import ConfigError
 from mpillm import __version__
-from mpillm.comms.control import Rank0Control
 from mpillm.comms.messages import DrainReport
+from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig, model_name, plain_name
 from mpillm.cores.base import LLMCore

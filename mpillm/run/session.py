@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from mpillm.comms.control import Rank0Control
 from mpillm.comms.messages import DrainReport
+from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig, run_name
 from mpillm.cores.base import LLMCore

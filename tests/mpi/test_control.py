@@ -13,10 +13,11 @@ import pytest
 from mpi4py import MPI
 
 from launch.environment import EXIT_FILE, tell_signal
-from mpillm.comms.control import Limits, Rank0Control, RankControl, Stopped
+from mpillm.comms.control import Limits, RankControl, Stopped
 from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import JoinReport, Rank0At
+from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import PHASES, Phase

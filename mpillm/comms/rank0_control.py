@@ -1,0 +1,316 @@
+"""Rank 0's part of phases, failures and the end of a run: see `control`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpi4py import MPI
+
+from disagg import WorldPlan
+from launch.launcher import find_launcher
+from mpillm.comms.control import CHECK_INTERVAL_S, RankControl, Stopped, runs
+from mpillm.comms.expendable import Expendable
+from mpillm.comms.lifeline import Lifelines
+from mpillm.comms.messages import (
+    ARRIVED,
+    BEAT,
+    BYE,
+    FAILED,
+    LOST,
+    RELEASE,
+    STOP,
+    Arrived,
+    Beat,
+    Release,
+    Stop,
+)
+from mpillm.errors import ExitCode, Failure, Interrupted, RunError
+from mpillm.phases import PHASES, Phase
+
+_SETTLE_S = 0.5  # after the first failure: time for others with the same cause to arrive
+
+
+@dataclass
+class RankState:
+    """What rank 0 knows about a rank."""
+
+    label: str  # "rank 3"; once there is a plan, "rank 3 (gen, instance 1)"
+    host: str = ""
+    pid: int = 0
+    pids: str = ""  # see `lifeline.visible_pids`
+    heard: float = field(default_factory=time.monotonic)
+    seen: str = ""  # the phase of its last message
+    beat: Beat | None = None
+    measured: Any = None  # from its latest beat (see `Role.measured`)
+
+    def describe(self) -> str:
+        """Return label, host and pid."""
+        return f"{self.label}, {self.host}, pid {self.pid}" if self.pid else self.label
+
+    def last_seen(self) -> str:
+        """Return the phase of its last message and, if its main thread was stuck there, the stack."""
+        stack = (
+            f", stuck for {self.beat.away_s:.1f} s in:\n{self.beat.stack}"
+            if self.beat and self.beat.stack
+            else ""
+        )
+        return f"last seen in phase '{self.seen}'{stack}" if self.seen else "it has not joined"
+
+
+class Rank0Control:
+    """Rank 0's additional part: counts arrivals, releases phases, checks deadlines, ends the run."""
+
+    def __init__(
+        self,
+        control: RankControl,
+        size: int,
+        started: float,
+        on_complete: Callable[[Phase, float, dict[int, Any]], Any],
+    ) -> None:
+        """`started`: when the first phase started (time.monotonic).
+
+        `on_complete(phase, seconds, reports by rank)` is called when all ranks have arrived; its value is
+        released to all.
+        """
+        self._transport = control.transport
+        self._limits = control.limits
+        self._on_complete = on_complete
+        self.ranks = [RankState(f"rank {rank}") for rank in range(size)]
+        self.phase = PHASES[0]
+        self.phase_started = started
+        self._arrived: dict[Phase, dict[int, Any]] = {}
+        self._failures: dict[int, Failure] = {}
+        self._settled_at = 0.0
+        self._checked = time.monotonic()
+        self._byes: set[int] = {0}
+        self.expendable: Expendable | None = None  # None: the run does not outlive a rank
+        self._lost: dict[
+            int, float
+        ] = {}  # ranks of lost instances, and when (time.monotonic) they are killed
+        self._seen_cut = 0
+        self.lifelines: Lifelines | None = None  # of ranks whose processes rank 0 can't see
+        ARRIVED.handle(self._transport, self._on_arrived)
+        BEAT.handle(self._transport, self._on_beat)
+        FAILED.handle(self._transport, self._on_failed)
+        BYE.handle(self._transport, lambda source, _: self._byes.add(source))
+
+    def poll(self) -> bool:
+        """Check deadlines and heartbeats. Raises RunError if the run can't go on."""
+        now = time.monotonic()
+        if now - self._checked < CHECK_INTERVAL_S and len(self.cut()) == self._seen_cut:
+            return False
+        self._seen_cut = len(self.cut())
+        away, self._checked = now - self._checked, now
+        for state in self.ranks:
+            # Beats that came while rank 0 itself was busy are still unread: that time does not count.
+            state.heard += away if away > 1 else 0.0
+        self.heard_now(0)
+        if gone := self.losses(self.gone()):
+            self._go_on_without(gone)
+        if self._failures and now > self._settled_at:
+            failures = tuple(self._failures.values())
+            self._failures.clear()
+            self._go_on_without(failures)
+        self.kill_lost(now)
+        deadline = self._limits.phases[self.phase]
+        if now - self.phase_started > deadline and not self._failures:
+            raise RunError(*self._late(deadline))
+        return False
+
+    def label(self, plan: WorldPlan) -> None:
+        """Describe ranks by their roles in `plan` from now on."""
+        for state, rank in zip(self.ranks, plan.ranks, strict=True):
+            instance = "" if rank.instance is None else f", instance {rank.instance}"
+            state.label = f"rank {rank.rank} ({', '.join(rank.roles)}{instance})"
+
+    def heard_now(self, rank: int) -> None:
+        self.ranks[rank].heard = time.monotonic()
+
+    def dead(self) -> list[int]:
+        """Return the ranks whose process is known to have ended without saying BYE."""
+        ended = self.cut()
+        return [
+            r
+            for r, s in enumerate(self.ranks)
+            if s.pid and self._is_expected(r) and (r in ended or (self._sees(s) and not runs(s.pid)))
+        ]
+
+    def cut(self) -> frozenset[int]:
+        """Return the ranks elsewhere whose process has ended, whether or not they have said BYE."""
+        return self.lifelines.ended if self.lifelines else frozenset()
+
+    def _is_expected(self, rank: int) -> bool:
+        """Return whether the rank should be there."""
+        return rank not in self._byes and rank not in self._lost
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a loss need not end the run: the test has begun."""
+        return self.expendable is not None and self.phase in PHASES[PHASES.index("test") :]
+
+    def lost(self) -> frozenset[int]:
+        """Return the ranks of the instances that the run goes on without."""
+        return frozenset(self._lost)
+
+    def _sees(self, state: RankState) -> bool:
+        return state.pids == self.ranks[0].pids
+
+    def silent(self) -> list[int]:
+        """Return the ranks whose heartbeat is missing."""
+        since = time.monotonic() - self._limits.heartbeat
+        return [r for r, s in enumerate(self.ranks) if s.pid and s.heard < since and self._is_expected(r)]
+
+    def gone(self) -> list[int]:
+        """Return the ranks that will not answer again: dead or silent."""
+        return sorted({*self.dead(), *self.silent()})
+
+    def settle(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+        """Return the failures to report: `failures` and those of the next moment, no mere consequences."""
+        end = time.monotonic() + self._time_to_settle(failures)
+        while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
+            self._transport.dispatch_whoever_is_lost()
+        if gone := self.losses(self.gone()):
+            said = {failure.rank: failure for failure in failures}
+            return tuple(said.get(failure.rank, failure) for failure in gone)
+        every = {(f.rank, f.cause): f for f in (*failures, *self._failures.values())}
+        if primary := [f for f in every.values() if not f.interrupted]:
+            return tuple(primary)
+        # The launcher's signal ends the whole run, even if another rank received it first.
+        by_launcher = Interrupted.by_launcher()
+        return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])
+
+    def _time_to_settle(self, failures: tuple[Failure, ...]) -> float:
+        """Return the seconds to wait: fewer if the launcher may kill rank 0 in a moment."""
+        if not self.dead():
+            return _SETTLE_S / 10 if failures[0].interrupted else _SETTLE_S
+        launcher = find_launcher()
+        # Open MPI's ranks report a loss to Slurm's PMIx server, which kills the step within 20 to 300 ms.
+        return 0 if launcher and launcher.is_srun and launcher.protocol == "PMIx" else _SETTLE_S / 10
+
+    def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
+        """Return the failures to report for ranks that `gone` or `dead` found."""
+        dead = set(self.dead())
+        silence = f"no heartbeat for {self._limits.heartbeat:g} s (--heartbeat_timeout)"
+        return tuple(
+            Failure(
+                f"{'the process has ended' if r in dead else silence}; {self.ranks[r].last_seen()}",
+                r,
+                code=ExitCode.INSTANCE_LOST,
+            )
+            for r in ranks
+        )
+
+    def stop_all(self, code: int) -> Stopped | None:
+        """Tell every rank to end, and wait; return how rank 0 is to end.
+
+        None: a rank that is not lost did not end within the grace time.
+        """
+        lost = set(self.gone()) | self._lost.keys()
+        stuck = {rank for rank, state in enumerate(self.ranks) if state.beat and state.beat.stack}
+        stopped = Stopped(code, finalize=not (lost or stuck - {0}))
+        others = set(range(1, len(self.ranks)))
+        for rank in self.silent():  # it reads no message, and its launcher would wait for it
+            self._kill(rank)
+        self.kill_lost()
+        end = time.monotonic() + self._limits.grace
+        for rank in others - lost:
+            with contextlib.suppress(MPI.Exception):  # it may be lost by now
+                STOP.send(self._transport, rank, Stop(stopped.code, stopped.finalize))
+        while time.monotonic() < end:
+            if others <= self._byes | set(self.gone()) | self._lost.keys():
+                return stopped
+            self._transport.dispatch_whoever_is_lost()
+        return None
+
+    # --- a run that goes on without an instance ---
+
+    def _go_on_without(self, failures: tuple[Failure, ...]) -> None:
+        """Give up the instances whose ranks have failed. Raises RunError if the run can't go on then."""
+        if self.expendable is None or not self.may_go_on:
+            raise RunError(*failures)
+        lost = self.expendable.give_up(failures)
+        now = time.monotonic()
+        gone = set(self.gone())
+        for instance in lost:
+            for rank in instance.ranks:
+                self._lost[rank] = now + (0.0 if rank in gone else self._limits.grace)
+                if rank not in gone:
+                    STOP.send(self._transport, rank, Stop(ExitCode.INSTANCE_LOST, False))
+        for instance in lost:
+            for rank in range(len(self.ranks)):
+                if rank not in self._lost:
+                    LOST.send(self._transport, rank, instance)
+        for phase in list(self._arrived):
+            self._complete(phase)
+
+    def kill_lost(self, now: float = math.inf) -> None:
+        """Kill the ranks of lost instances that have not ended within the grace time, or by now."""
+        for rank, at in self._lost.items():
+            if at <= now and at < math.inf:
+                self._lost[rank] = math.inf  # once: its process id may become another's
+                if runs(self.ranks[rank].pid):
+                    self._kill(rank)
+
+    def _kill(self, rank: int) -> None:
+        if rank and self._sees(self.ranks[rank]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.ranks[rank].pid, signal.SIGKILL)
+
+    def _late(self, deadline: float) -> list[Failure]:
+        arrived = self._arrived.get(self.phase, {})
+        missing = [
+            rank for rank in range(len(self.ranks)) if rank not in (arrived.keys() | self._lost.keys())
+        ]
+        # A stuck rank keeps others waiting: in the test the harness has not arrived, whichever rank is stuck.
+        stuck = [
+            rank
+            for rank, state in enumerate(self.ranks)
+            if state.beat and state.beat.stack and rank not in self._lost
+        ]
+        head = f"phase '{self.phase}' missed its deadline of {deadline:g} s (--{self.phase}_deadline)"
+        return [Failure(f"{head}; {self.ranks[rank].last_seen()}", rank) for rank in stuck or missing]
+
+    def _on_arrived(self, source: int, message: Arrived) -> None:
+        phase, report = message
+        self.heard_now(source)
+        state = self.ranks[source]
+        state.seen = phase
+        if phase == PHASES[0]:
+            state.host, state.pid, state.pids = report.host, report.pid, report.pids
+        self._arrived.setdefault(phase, {})[source] = report
+        self._complete(phase)
+
+    def _complete(self, phase: Phase) -> None:
+        """Release the phase if all ranks that are left have done their part."""
+        arrived = self._arrived[phase]
+        left = [rank for rank in range(len(self.ranks)) if rank not in self._lost]
+        if not arrived.keys() >= set(left):
+            return
+        value = self._on_complete(phase, time.monotonic() - self.phase_started, arrived)
+        del self._arrived[phase]
+        self.phase_started = time.monotonic()
+        if phase != PHASES[-1]:
+            self.phase = PHASES[PHASES.index(phase) + 1]
+        for rank in left:
+            RELEASE.send(self._transport, rank, Release(phase, value))
+
+    def _on_beat(self, source: int, beat: Beat) -> None:
+        state = self.ranks[source]
+        state.heard = time.monotonic()
+        state.beat = beat
+        state.seen = beat.phase
+        state.measured = beat.measured
+
+    def _on_failed(self, source: int, failure: Failure) -> None:
+        if source in self._lost or failure.rank in self._lost:
+            return
+        if not self._failures:
+            self._settled_at = time.monotonic() + _SETTLE_S
+        self._failures[source if failure.rank is None else failure.rank] = failure
