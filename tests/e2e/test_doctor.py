@@ -18,7 +18,7 @@ FAILED = 1
 
 
 def told(ended: Ended) -> dict[str, list[dict[str, Any]]]:
-    """Its lines, by check."""
+    """Return its lines, by check."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in json.loads(ended.out)["lines"]:
         found.setdefault(line["check"], []).append(line)

@@ -37,13 +37,13 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Samples:
 
 
 def signal_rank(command: Command, rank: int, number: int = signal.SIGKILL) -> None:
-    """To the process of a rank that has joined."""
+    """Send a signal to the process of a rank that has joined."""
     ranks = json.loads((command.log_dir / "ranks.json").read_text())
     os.kill(next(entry["pid"] for entry in ranks if entry["rank"] == rank), number)
 
 
 def wait_for_answers(command: Command, n: int) -> None:
-    """Until outputs.jsonl has so many lines: work is under way everywhere."""
+    """Wait until outputs.jsonl has so many lines: work is under way everywhere."""
     outputs = command.log_dir / "outputs.jsonl"
     wait_until(
         lambda: (
@@ -92,7 +92,7 @@ def test_a_killed_executor(one: Starter, few: Samples) -> None:
 
 
 def test_a_killed_context_and_a_killed_generation_instance(one: Starter, few: Samples) -> None:
-    """One after the other, then the last of its kind, which ends the run."""
+    """One is killed after the other, then the last of its kind, which ends the run."""
     options = [*TEST, *PACE, *SPREAD, *CONTINUE, "--dataset_path", few.path]
     command = one.start(6, *options)
     wait_for_answers(command, 4)

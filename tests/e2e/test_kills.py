@@ -41,7 +41,7 @@ TORCH: list[object] = ["--dtype", "float32", "--num_threads", 1, "--max_seq_len"
 
 @dataclass(frozen=True)
 class Layout:
-    """A run: its number of ranks, options, and the ranks of its instances, by kind."""
+    """Describes a run: its number of ranks, options, and the ranks of its instances, by kind."""
 
     n_ranks: int
     options: list[object]

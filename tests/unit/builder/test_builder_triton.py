@@ -415,7 +415,7 @@ def test_values_that_have_no_text() -> None:
 def test_an_embedded_engine_of_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server for each rank, of which one serves; or one that starts the other rank."""
+    """Each rank has a server, of which one serves; or one server starts the other rank."""
     monkeypatch.chdir(tmp_path)
     gpus(monkeypatch, None)
     flags = "--trtllm_runtime_flags=triton_backend:python"

@@ -31,7 +31,7 @@ SEEN = Gpu("GPU-1", "NVIDIA H100 80GB HBM3", 81559 << 20, 81000 << 20)
 
 
 def lines(*facts: GpuFacts) -> dict[str, Line]:
-    """The lines of one node per entry, by check."""
+    """Return the lines of one node per entry, by check."""
     world = World({rank: f"n{rank}" for rank in range(len(facts))})
     return {line.check: line for line in judge(gpus.CHECKS, dict(enumerate(facts)), world)}
 

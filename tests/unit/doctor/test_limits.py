@@ -35,7 +35,7 @@ FOUR = World(dict.fromkeys(range(4), "n1"))
 
 
 def lines(world: World = FOUR, **changes: Any) -> dict[str, Line]:
-    """The lines of ranks with these limits, by check."""
+    """Return the lines of ranks with these limits, by check."""
     facts = {rank: PLENTY._replace(**changes) for rank in world.nodes}
     return {line.check: line for line in judge(limits.CHECKS, facts, world)}
 

@@ -47,7 +47,7 @@ class Counting(list[int]):
 
 
 def counted(pool: InstancePool) -> InstancePool:
-    """The same pool, whose tree counts looks."""
+    """Return the same pool, whose tree counts looks."""
     tree = pool._tree
     for name in ("_most_free", "_least_free", "_least_load", "_count", "_sum"):
         setattr(tree, name, Counting(getattr(tree, name)))

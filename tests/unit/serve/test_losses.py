@@ -25,7 +25,7 @@ class LosingWorld(World):
 
     @property
     def left(self) -> int:
-        """Instances."""
+        """Return how many instances are left."""
         return len(self.roles) - 2
 
     def lose(self, instance: int) -> None:
