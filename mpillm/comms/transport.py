@@ -141,9 +141,13 @@ class Transport:
             try:
                 if not request.Test():
                     return None
-            except MPI.Exception as error:  # its sender has ended in the middle of it
+            except MPI.Exception as error:
                 self._pass_over(error)
-                self._arriving.popleft()
+                if error.Get_error_class() == MPI.ERR_PROC_FAILED_PENDING:
+                    # Any loss, until it is acknowledged, stops what `_probe` has found, whoever sent it.
+                    self.acknowledge_losses()
+                    return None
+                self._arriving.popleft()  # its sender has ended in the middle of it
                 continue
             self._arriving.popleft()
             return received

@@ -105,6 +105,22 @@ def test_a_rank_killed_on_another_host_is_named(
     assert f", {host}, pid " in ended.message, "it says where"
 
 
+def test_a_run_goes_on_without_the_instances_of_another_host(on_hosts: OnHosts, samples: Samples) -> None:
+    """Its ranks are killed, all at once."""
+    pace = ["--core_options", "ttft_ms:20,tpot_ms:20", "--max_batch_size", 16, "--max_output_len", 8]
+    words = ["run", "--core_type", "dummy", "--dataset_path", samples.path, "--test_mode", "AccuracyOnly"]
+    command = on_hosts.start(
+        "h1:3,h2:2", *words, *pace, "--on_instance_loss", "continue", "--enable_chunked_context", "true"
+    )
+    command.wait_phase("test")
+    for pid in python_on(on_hosts.hosts, "h2", "run"):
+        os.kill(pid, signal.SIGKILL)
+    ended = command.end(WITHIN_S).must(DONE)
+    assert sorted(ended.accuracy_log()) == [(i, samples.answer(i, 8)) for i in range(len(samples.prompts))]
+    assert sorted(lost["instance"] for lost in ended.result["lost"]) == [1, 2]
+    assert all(lost["cause"].startswith("the process has ended") for lost in ended.result["lost"]), ended
+
+
 def test_rank_0_lost_ends_the_ranks_of_other_hosts(on_hosts: OnHosts) -> None:
     command = on_hosts.start("h1:1,h2:1,h3:1", "run", "--core_type", "dummy", *ENDLESS)
     command.wait_phase("test")

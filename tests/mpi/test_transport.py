@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -183,3 +183,42 @@ def test_a_message_wakes_a_rank_that_sleeps(comm: MPI.Intracomm, monkeypatch: py
 
 class QuietWatch:
     def tick(self) -> None: ...
+
+
+class Wounded:
+    """A receive that ULFM interrupts once: another rank was lost."""
+
+    def __init__(self, request: MPI.Request, error: int) -> None:
+        self._request, self._error = request, error
+
+    def Test(self) -> bool:
+        if self._error:
+            error, self._error = self._error, 0
+            raise MPI.Exception(error)
+        return bool(self._request.Test())
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_a_message_that_a_loss_interrupts_still_arrives(comm: MPI.Intracomm, outlives: bool) -> None:
+    """Whoever sent it: what `Improbe` has found from any source is interrupted by any loss."""
+    if MPI.ERR_PROC_FAILED == MPI.ERR_PROC_FAILED_PENDING:
+        pytest.skip("this MPI has no ULFM")
+    transport = Transport(comm)
+    transport.outlives_others = outlives
+    if comm.rank == 0:
+        for dest in range(1, comm.size):
+            transport.send(dest, Tag.BYE, np.full(1 << 16, dest, np.uint8))
+        transport.flush(10)
+        return
+    while not transport._arriving:
+        message = comm.Improbe(0, Tag.BYE)
+        if message is not None:
+            buffer = np.empty(1 << 16, np.uint8)
+            request = Wounded(message.Irecv((buffer, MPI.BYTE)), MPI.ERR_PROC_FAILED_PENDING)
+            transport._arriving.append((cast("MPI.Request", request), Received(0, Tag.BYE, buffer)))
+    if not outlives:
+        with pytest.raises(MPI.Exception):
+            transport.poll()
+    while (received := transport.poll()) is None:
+        pass
+    assert (received.source, received.buffer[-1]) == (0, comm.rank)

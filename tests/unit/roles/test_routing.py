@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpillm.comms.messages import REQUEST, Batch
 from mpillm.fields import traffic_distribution_policy
 from mpillm.roles.pool import InstancePool
+from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 
 POLICIES = traffic_distribution_policy.choices
 
@@ -128,3 +130,22 @@ def test_credits_are_never_overdrawn_and_always_come_back(
 
 def test_positions_are_by_instance_number() -> None:
     assert [InstancePool([4, 7], "round_robin").position(i) for i in (4, 7)] == [0, 1]
+
+
+@pytest.mark.parametrize("policy", ["load_balancing", "round_robin", "kv_cache_aware"])
+def test_a_lost_instance_gets_nothing_more(policy: str) -> None:
+    made = make_pool([4, 7], policy, PrefixRouting())
+    for position in (0, 1):
+        made.grant(position, 100, 10_000)
+    needs, rows = np.full(6, 10, np.int64), np.zeros(6, REQUEST)
+    rows["n_tokens"] = 2
+    requests = Batch(rows, np.arange(12, dtype=np.int32))
+    assert len(made.assign(needs, requests))
+    made.retire(1)
+    sent = 0
+    for _ in range(20):
+        positions = made.assign(needs, requests)
+        assert set(positions.tolist()) <= {0}
+        sent += len(positions)
+    assert sent > 50
+    assert made.owed_requests[1] == made.free_requests[1] == 0
