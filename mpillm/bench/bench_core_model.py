@@ -233,6 +233,7 @@ def _through_mpi(config: Options) -> int:
     result = run_once(
         config.ranks, *(word for name, value in values.items() for word in (f"--{name}", str(value)))
     )
+    latency = result["latency_ms"]
     found = {
         "requests": result["samples"],
         "errors": result["errors"],
@@ -241,7 +242,9 @@ def _through_mpi(config: Options) -> int:
         "input_tokens": config.input_mean,
         "output_tokens": result["tokens_per_second"] / result["samples_per_second"],
         "total_ms": 1e3 * result["samples"] / result["samples_per_second"],
-        # LoadGen measures first tokens and the pace after them.
+        "sum_ms": latency["mean"] * result["samples"],
+        # LoadGen measures whole answers, first tokens, and the pace after them.
+        "latency": latency,
         "ttft": result["ttft_ms"],
         "itl": result["tpot_ms"],
     }

@@ -16,6 +16,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.children import Child, Children
 from launch.supervisor import MPIRUN_GRACE_S
+from mpillm.loadgen.logs import latencies_ms
 
 _DEADLINE_S = 600.0  # of a run, and of a server until it is ready
 _LOOK_S = 0.1
@@ -23,13 +24,16 @@ _URL = re.compile(r"serving .* at (http://\S+)")
 
 
 def run_once(ranks: int, *options: str) -> dict[str, Any]:
-    """``run`` on `ranks` ranks with `options`; its result.json. Raises ConfigError if it failed."""
+    """``run`` on `ranks` ranks with `options`; its result.json, and `latency_ms`.
+
+    See `latencies_ms`. Raises ConfigError if it failed.
+    """
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory, _children() as children:
         folder = Path(directory)
         words = [*_mpirun(ranks), "run", "--log_dir", directory, *options]
         _ended(children, children.start("a run of the benchmark", words, os.environ, folder / "output.txt"))
         result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        return result
+        return result | {"latency_ms": latencies_ms(folder)}
 
 
 @contextlib.contextmanager

@@ -44,6 +44,17 @@ def read_detail(directory: Path) -> dict[str, Any]:
     return {entry["key"]: entry["value"] for entry in _entries(directory / DETAIL)}
 
 
+def latencies_ms(directory: Path) -> dict[str, float] | None:
+    """Return mean, p50, p90 and p99 of the time from a sample's issue to its whole answer.
+
+    None: LoadGen logged none.
+    """
+    detail = read_detail(directory)
+    names = {"mean": "mean", "p50": "50.00_percentile", "p90": "90.00_percentile", "p99": "99.00_percentile"}
+    keys = {short: f"result_{name}_latency_ns" for short, name in names.items()}
+    return {short: detail[key] / 1e6 for short, key in keys.items()} if keys["p99"] in detail else None
+
+
 def logged_errors(directory: Path) -> list[str]:
     """Return the entries that LoadGen marks as errors in ``mlperf_log_detail.txt``."""
     return [

@@ -28,6 +28,18 @@ def test_a_table_of_whole_runs(one: Starter) -> None:
     assert "expected tokens in/out" in one.mpillm("bench", "table", *small, "--pairs", "9x4").must(2).message
 
 
+def test_core_models_table_has_whole_latencies_through_mpi(one: Starter) -> None:
+    """As over gRPC: mean and percentiles of whole answers, beside those of first tokens."""
+    words = ("-i", "mpi", "--ranks", 2, "token_norm_dist", "--input_mean", 16, "--output_mean", 8)
+    ended = one.mpillm(
+        "bench", "core-model", *words, "--num_requests", 16, "--model_path", "tiny-llama"
+    ).must(0)
+    assert re.search(r"Avg\. latency \(ms\) +\| +[\d.]+ ", ended.out), ended.out
+    assert re.search(
+        r"^latency, ms: +mean [\d.]+  P50 [\d.]+  P90 [\d.]+  P99 [\d.]+$", ended.out, re.MULTILINE
+    )
+
+
 def test_a_bench_that_takes_too_long(one: Starter) -> None:
     ended = one.mpillm("mpirun", "-n", 2, "bench", "agreement", "--device", "cpu", "--deadline", 0.1)
     assert ended.code not in (0, 2) and "not done after --deadline 0.1 s" in ended.err

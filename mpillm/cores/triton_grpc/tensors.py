@@ -35,12 +35,17 @@ def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) 
     those of a repeated field in theirs.
     """
     words = wanted.stop_words
-    common = _common(model, wanted._replace(stop_words=None), b"" if words is None else words.tobytes())
+    common = _common(
+        model, wanted._replace(stop_words=None, seed=0), b"" if words is None else words.tobytes()
+    )
     own = service_pb2.ModelInferRequest(id=id_)
     own.inputs.add(name="input_ids", datatype="INT32", shape=(1, len(prompt)))
     own.inputs.add(name="input_lengths", datatype="INT32", shape=(1, 1))
     own.raw_input_contents.append(prompt.astype(np.int32, copy=False).tobytes())
     own.raw_input_contents.append(len(prompt).to_bytes(4, "little"))
+    if wanted.temperature > 0:  # each request has a seed of its own
+        own.inputs.add(name="seed", datatype="UINT64", shape=(1, 1))
+        own.raw_input_contents.append(wanted.seed.to_bytes(8, "little"))
     return bytes(own.SerializeToString()) + common
 
 
@@ -57,7 +62,6 @@ def _common(model: str, wanted: Wanted, words: bytes) -> bytes:
     if not greedy:
         values["temperature"] = np.array([wanted.temperature], np.float32)
         values["runtime_top_p"] = np.array([wanted.top_p], np.float32)
-        values["seed"] = np.array([wanted.seed], np.uint64)
     if wanted.min_output > 1:
         values["min_tokens"] = np.array([wanted.min_output], np.int32)
     if wanted.end_id is not None:

@@ -9,7 +9,7 @@ pytest.importorskip("tritonclient.grpc")
 
 from tritonclient.grpc import service_pb2
 
-from mpillm.cores.triton_grpc.tensors import Wanted, request_of, stop_of, word_list
+from mpillm.cores.triton_grpc.tensors import Wanted, _common, request_of, stop_of, word_list
 
 KINDS = {"INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
 
@@ -61,3 +61,12 @@ def test_each_has_its_own_prompt_words_and_seed() -> None:
 def test_a_stop() -> None:
     message, inputs = read(stop_of("m", "7"))
     assert (message.model_name, message.id, inputs["stop"]) == ("m", "7", [[True]])
+
+
+def test_requests_that_differ_in_their_seeds_have_the_rest_in_common() -> None:
+    """LoadGen's samples have seeds of their own, also where greedy answers need none."""
+    _common.cache_clear()
+    for temperature in (0.0, 0.5):
+        for seed in range(5):
+            request_of("m", "7", np.array([5], np.int32), Wanted(4, temperature=temperature, seed=seed))
+    assert _common.cache_info().misses == 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.loadgen.logs import advice, read_answers, read_detail, unsatisfied, verdict
+from mpillm.loadgen.logs import advice, latencies_ms, read_answers, read_detail, unsatisfied, verdict
 from tests.helpers.run_directories import log_entry, make_run, write
 
 
@@ -129,3 +129,14 @@ def test_unsatisfied(tmp_path: Path) -> None:
     )
     assert unsatisfied(tmp_path) == ["early stopping"]
     assert unsatisfied(tmp_path / "none") == []
+
+
+def test_latencies_of_whole_answers(tmp_path: Path) -> None:
+    """LoadGen logs them in ns, each under its key."""
+    keys = {"mean": 2.5, "50.00_percentile": 2.0, "90.00_percentile": 4.0, "99.00_percentile": 7.0}
+    lines = [
+        f':::MLLOG {{"key": "result_{key}_latency_ns", "value": {ms * 1e6}}}' for key, ms in keys.items()
+    ]
+    assert latencies_ms(tmp_path) is None
+    (tmp_path / "mlperf_log_detail.txt").write_text("\n".join(lines))
+    assert latencies_ms(tmp_path) == {"mean": 2.5, "p50": 2.0, "p90": 4.0, "p99": 7.0}
