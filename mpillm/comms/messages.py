@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -297,6 +297,12 @@ class Message(Generic[T]):
     def send(self, transport: Transport, dest: int, value: T) -> None:
         """Send `value`; arrays in it are copied."""
         transport.send(dest, self.tag, self.write(value))
+
+    def send_all(self, transport: Transport, dests: Iterable[int], value: T) -> None:
+        """Send `value`, written once."""
+        buffer = self.write(value)
+        for dest in dests:
+            transport.send(dest, self.tag, buffer)
 
     def handle(self, transport: Transport, handler: Callable[[int, T], None]) -> None:
         """Call `handler(source, value)` for each such message of `transport`. Arrays in `value` are views."""

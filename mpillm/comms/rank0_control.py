@@ -90,6 +90,8 @@ class Rank0Control:
         self._settled_at = 0.0
         self._checked = time.monotonic()
         self._byes: set[int] = {0}
+        self._by_pids: dict[str, list[int]] = {}  # ranks that have joined, by `RankState.pids`
+        self._nobody_silent_until = 0.0
         self.expendable: Expendable | None = None  # None: the run does not outlive a rank
         self._lost: dict[
             int, float
@@ -108,9 +110,10 @@ class Rank0Control:
             return False
         self._seen_cut = len(self.cut())
         away, self._checked = now - self._checked, now
-        for state in self.ranks:
+        if away > 1:
             # Beats that came while rank 0 itself was busy are still unread: that time does not count.
-            state.heard += away if away > 1 else 0.0
+            for state in self.ranks:
+                state.heard += away
         self.heard_now(0)
         if gone := self.losses(self.gone()):
             self._go_on_without(gone)
@@ -136,11 +139,12 @@ class Rank0Control:
     def dead(self) -> list[int]:
         """Return the ranks whose process is known to have ended without saying BYE."""
         ended = self.cut()
-        return [
+        here = self._by_pids.get(self.ranks[0].pids, ())
+        return sorted(
             r
-            for r, s in enumerate(self.ranks)
-            if s.pid and self._is_expected(r) and (r in ended or (self._sees(s) and not runs(s.pid)))
-        ]
+            for r in {*here, *ended}
+            if self.ranks[r].pid and self._is_expected(r) and (r in ended or not runs(self.ranks[r].pid))
+        )
 
     def cut(self) -> frozenset[int]:
         """Return the ranks elsewhere whose process has ended, whether or not they have said BYE."""
@@ -164,8 +168,14 @@ class Rank0Control:
 
     def silent(self) -> list[int]:
         """Return the ranks whose heartbeat is missing."""
-        since = time.monotonic() - self._limits.heartbeat
-        return [r for r, s in enumerate(self.ranks) if s.pid and s.heard < since and self._is_expected(r)]
+        now = time.monotonic()
+        if now <= self._nobody_silent_until:
+            return []
+        expected = [(r, s) for r, s in enumerate(self.ranks) if self._is_expected(r)]
+        oldest = min((s.heard for _, s in expected), default=now)
+        # Beats only come later: until then nobody can have been silent for long enough.
+        self._nobody_silent_until = oldest + self._limits.heartbeat
+        return [r for r, s in expected if s.pid and s.heard < now - self._limits.heartbeat]
 
     def gone(self) -> list[int]:
         """Return the ranks that will not answer again: dead or silent."""
@@ -284,12 +294,15 @@ class Rank0Control:
         state.seen = phase
         if phase == PHASES[0]:
             state.host, state.pid, state.pids = report.host, report.pid, report.pids
+            self._by_pids.setdefault(report.pids, []).append(source)
         self._arrived.setdefault(phase, {})[source] = report
         self._complete(phase)
 
     def _complete(self, phase: Phase) -> None:
         """Release the phase if all ranks that are left have done their part."""
         arrived = self._arrived[phase]
+        if len(arrived) < len(self.ranks) - len(self._lost):  # as a rule: at no arrival look at every rank
+            return
         left = [rank for rank in range(len(self.ranks)) if rank not in self._lost]
         if not arrived.keys() >= set(left):
             return
@@ -298,8 +311,7 @@ class Rank0Control:
         self.phase_started = time.monotonic()
         if phase != PHASES[-1]:
             self.phase = PHASES[PHASES.index(phase) + 1]
-        for rank in left:
-            RELEASE.send(self._transport, rank, Release(phase, value))
+        RELEASE.send_all(self._transport, left, Release(phase, value))
 
     def _on_beat(self, source: int, beat: Beat) -> None:
         state = self.ranks[source]

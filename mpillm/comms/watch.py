@@ -20,6 +20,14 @@ from mpillm.phases import PHASES, Phase
 
 _HERE = str(Path(__file__).parent)
 _INTERVAL_S = 0.5  # between beats
+_MOST_BEATS_PER_S = 1024  # that rank 0 reads, and that it sends
+
+
+def beat_interval_s(n_ranks: int) -> float:
+    """Return the seconds between a rank's beats: more in a run of thousands of ranks."""
+    return _INTERVAL_S * max(1, round(n_ranks / (_MOST_BEATS_PER_S * _INTERVAL_S)))
+
+
 STALLED_S = 1.0  # once away from the event loop for longer, beats carry the stack
 
 
@@ -35,6 +43,7 @@ class Watch:
         self._calling = threading.Lock()
         self._stderr = os.dup(2)
         self._send: Callable[[Beat], None] | None = None
+        self._beat_interval_s = self._beat_at = 0.0
         self._stop_requested: Callable[[], int | None] = lambda: None
         self._last_resort: Callable[[str], None] = self.note
         self._thread = threading.Thread(target=self._run, name="mpillm-watch", daemon=True)
@@ -55,6 +64,7 @@ class Watch:
         send: Callable[[Beat], None],
         stop_requested: Callable[[], int | None],
         last_resort: Callable[[str], None],
+        n_ranks: int,
     ) -> None:
         """Send beats from now on.
 
@@ -63,6 +73,7 @@ class Watch:
         """
         self._stop_requested = stop_requested
         self._last_resort = last_resort
+        self._beat_interval_s = beat_interval_s(n_ranks)
         self._send = send
 
     def quiet(self) -> None:
@@ -92,7 +103,8 @@ class Watch:
             away = now - self._last_tick
             stalled = away > STALLED_S
             with self._calling:
-                if self._send is not None:
+                if self._send is not None and now >= self._beat_at:
+                    self._beat_at = now + self._beat_interval_s - _INTERVAL_S / 2
                     self._send(Beat(self.phase, away, self.main_stack() if stalled else ""))
                 code = self._stop_requested() if stalled else None
             if code is not None:

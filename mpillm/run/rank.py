@@ -112,7 +112,7 @@ class Rank:
             )
             self._ending = Rank0Ending(self._control, self._beats, self._roles, self._rank0)
             self._loop.pollers.append(self._rank0.control.poll)
-        self._watch.connect(self._beat, self._ending.end_stuck, self._ending.abort)
+        self._watch.connect(self._beat, self._ending.end_stuck, self._ending.abort, self.size)
 
     def live(self) -> int:
         """Do all phases; return the exit code. After a failure the process ends here."""
@@ -257,9 +257,10 @@ class Rank:
             dests = sorted(set(range(1, self.size)) - set(control.dead()) - control.lost())
         else:
             dests = [0]
+        written = BEAT.write(beat)
         for dest in dests:
             with contextlib.suppress(MPI.Exception):  # it is lost; its missing heartbeat will show that
-                BEAT.send(self._beats, dest, beat)
+                self._beats.send(dest, BEAT.tag, written)
         with contextlib.suppress(MPI.Exception):
             self._beats.reap()
 

@@ -124,6 +124,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "names of commands, in messages: tests/unit/commands/test_reference_commands.py"
     ),
     r".* bench http --peers .*": Elsewhere("other people's programs must be there: make test-peers"),
+    r".* bench scale( --instances 64,512)?": Typed("--instances 8,16", says="rank 0's control in the test"),
     r".* bench http": Typed(
         "--repeats 1 --parts streams,clients --requests 400", says="tokens/s.*\\n.*trtllm_endpoint"
     ),
