@@ -115,7 +115,7 @@ class GpuSteps:
         """Run a decode step on what the buffers hold."""
         tokens, slots, positions = self._rows[: 3 * size].view(3, size)
         x = self._embed(tokens, slots) if self._part.groups.layout.is_first_stage else self._hidden[:size]
-        return self._part.model.forward(x, self._attention(slots, positions, size, None), None)
+        return self._part.model.forward(x, self._attention(slots, positions, size, ()), None)
 
     def _mixed(
         self, step: Step, slots: list[int], layer_stored: Callable[[int], None] | None
@@ -141,20 +141,23 @@ class GpuSteps:
         is_first = self._part.groups.layout.is_first_stage
         x = self._embed(tokens, slots_there) if is_first else self._part.receive_hidden(n)
         attention = self._attention(
-            slots_there, positions_there, n_decode, tiles_there.view(-1, 4) if len(tiles) else None
+            slots_there,
+            positions_there,
+            n_decode,
+            tiles_there.view(-1, 5).tensor_split([int((tiles[:, 4] == 0).sum())]),
         )
         return self._part.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
 
     def _tiles(self, spans: list[Span], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tiles of `kernels.context_attention`, long ones first."""
+        """Return the tiles of `kernels.context_attention`: without cached tokens first, then long ones."""
         part = self._part
         size = self._kernels.context_tile(part.n_heads, part.cache.keys.shape[2], part.dtype)
         tiles = [
-            (start + at, min(size, span.n_new - at), span.n_cached + at, span.slot)
+            (start + at, min(size, span.n_new - at), span.n_cached + at, span.slot, span.n_cached)
             for span, start in zip(spans, starts.tolist(), strict=True)
             for at in range(0, span.n_new, size)
         ]
-        return np.array(sorted(tiles, key=lambda tile: -tile[2]), np.int64).reshape(-1, 4)
+        return np.array(sorted(tiles, key=lambda tile: (tile[4] > 0, -tile[2])), np.int64).reshape(-1, 5)
 
     def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:
         model = self._part.model
@@ -162,7 +165,7 @@ class GpuSteps:
         return self._part.groups.all_reduce(x)
 
     def _attention(
-        self, slots: Tensor, positions: Tensor, n_decode: int, tiles: Tensor | None
+        self, slots: Tensor, positions: Tensor, n_decode: int, tiles: tuple[Tensor, ...]
     ) -> PagedAttention:
         return PagedAttention(
             self._kernels,
@@ -264,6 +267,8 @@ class GpuSteps:
             n_contexts = -(-(n_tokens - ones) // longest)
             contexts = [len(part) for part in np.array_split(range(n_tokens - ones), n_contexts)]
             yield self._nobodys([1] * ones + sorted(contexts))
+        if largest > 1 and longest > 2:  # a chunk that is not its context's first
+            yield self._nobodys([2], n_cached=1)
         for n_rows in reversed(ladder(most)):
             yield self._nobodys([1] * n_rows)
         for n_rows in {1, min(most, _SAMPLED_ROWS)}:
@@ -274,11 +279,11 @@ class GpuSteps:
             ):
                 yield self._nobodys([1] * n_rows, sampling)
 
-    def _nobodys(self, counts: list[int], sampling: SamplingParams | None = None) -> Step:
+    def _nobodys(self, counts: list[int], sampling: SamplingParams | None = None, n_cached: int = 0) -> Step:
         """Return a step whose sequences add these numbers of tokens (ones first) and each get one more."""
         width = self._table.shape[1]
         # As in a real step, one sequence begins a table and the others have theirs.
-        spans = [Span(self._nobody, 0, counts[0], 0, [NULL_BLOCK] * width)]
+        spans = [Span(self._nobody, n_cached, counts[0], 0, [NULL_BLOCK] * width)]
         spans += [Span(self._nobody, 0, n, width) for n in counts[1:]]
         step = Step(spans, [0] * sum(counts), (np.cumsum(counts) - 1).tolist())
         if sampling is not None:

@@ -20,11 +20,11 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import Held, KVCache
 from mpillm.engine.gpu_steps import GpuSteps, ladder
-from mpillm.engine.kernels import expert_kernels, fp8_kernels
+from mpillm.engine.kernels import attention_kernels, expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.kernels.fp8_kernels import WIDENED_ROWS
 from mpillm.engine.model.linear import Fp8Linear, Linear
-from mpillm.engine.weights import sources as weights
+from mpillm.engine.weights import rank_weights as weights
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
 from mpillm.engine.weights.sources import save_preset
@@ -122,7 +122,7 @@ def test_a_mixture_is_a_graph_like_any_model() -> None:
 
 def forget_kernels() -> None:
     """As in a new process; what Triton has on disk stays."""
-    for module in (kernels, fp8_kernels, expert_kernels):
+    for module in (kernels, attention_kernels, fp8_kernels, expert_kernels):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.runtime.jit.JITFunction):
                 kernel.device_caches.clear()

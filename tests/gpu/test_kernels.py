@@ -205,33 +205,32 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
             plain.decode_attention(qkv[rows], ours[0], ours[1], scales, *arguments, wanted[rows], heads)
             assert error(out[rows], wanted[rows]) < limit(dtype)
 
-    news = [2, 3, 17, 40, 64, 5, 33][:n] + [2] * max(0, n - 7)
-    starts = [sum(news[:i]) for i in range(n)]
-    positions = torch.cat(
-        [torch.arange(length + 1, length + 1 + new) for length, new in zip(lengths, news, strict=True)]
-    ).to(DEVICE)
-    row_slots = torch.repeat_interleave(slots, torch.tensor(news, device=DEVICE))
-    qkv = torch.randn(sum(news), heads + 2 * kv_heads, d, device=DEVICE).to(dtype)
-    if not all((length + new) // size < per_slot for length, new in zip(lengths, news, strict=True)):
-        raise AssertionError("the table is too small")
-    kernels.rotate_store(qkv, ours[0], ours[1], scales, rotations, table, row_slots, positions, heads)
-
-    def tiles(size: int) -> torch.Tensor:
-        return torch.tensor(
-            [
-                [start + at, min(size, new - at), length + 1 + at, slot]
-                for start, new, length, slot in zip(starts, news, lengths, slots.tolist(), strict=True)
-                for at in range(0, new, size)
-            ],
-            device=DEVICE,
-        )
-
-    out, wanted = torch.full((2, sum(news), heads * d), torch.nan, device=DEVICE).to(dtype)
-    size = kernels.context_tile(heads, kv_heads, dtype)
-    kernels.context_attention(qkv, ours[0], ours[1], scales, table, tiles(size), out, heads)
-    size = plain.context_tile(heads, kv_heads, dtype)
-    plain.context_attention(qkv, ours[0], ours[1], scales, table, tiles(size), wanted, heads)
-    assert error(out, wanted) < limit(dtype)
+    some = [2, 3, 17, 40, 64, 5, 33]
+    after = some[:n] + [2] * max(0, n - len(some)), [length + 1 for length in lengths]
+    for news, n_cached in (after, ([2, 65, 150, 33], [0] * 4)):
+        m = len(news)
+        starts = [sum(news[:i]) for i in range(m)]
+        positions = torch.cat(
+            [torch.arange(held, held + new) for held, new in zip(n_cached, news, strict=True)]
+        ).to(DEVICE)
+        row_slots = torch.repeat_interleave(slots[:m], torch.tensor(news, device=DEVICE))
+        qkv = torch.randn(sum(news), heads + 2 * kv_heads, d, device=DEVICE).to(dtype)
+        if not all((held + new - 1) // size < per_slot for held, new in zip(n_cached, news, strict=True)):
+            raise AssertionError("the table is too small")
+        kernels.rotate_store(qkv, ours[0], ours[1], scales, rotations, table, row_slots, positions, heads)
+        out, wanted = torch.full((2, sum(news), heads * d), torch.nan, device=DEVICE).to(dtype)
+        for module, to in ((kernels, out), (plain, wanted)):
+            at_once = module.context_tile(heads, kv_heads, dtype)
+            tiles = [
+                [start + at, min(at_once, new - at), held + at, slot, held]
+                for start, new, held, slot in zip(starts, news, n_cached, slots.tolist(), strict=False)
+                for at in range(0, new, at_once)
+            ]
+            module.context_attention(
+                qkv, ours[0], ours[1], scales, table, torch.tensor(tiles, device=DEVICE), to, heads,
+                any(n_cached),
+            )  # fmt: skip
+        assert error(out, wanted) < limit(dtype)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])

@@ -100,8 +100,9 @@ def context_attention(
     tiles: Tensor,
     out: Tensor,
     n_heads: int,
+    cached: bool,
 ) -> None:
-    for row, n, position, slot in tiles.tolist():
+    for row, n, position, slot, _ in tiles.tolist():
         positions = torch.arange(position, position + n, device=qkv.device)
         out[row : row + n] = _attend(
             qkv[row : row + n, :n_heads], keys, values, scales, table[slot], positions

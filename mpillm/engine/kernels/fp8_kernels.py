@@ -21,7 +21,20 @@ WIDENED_ROWS = 8
 # Outputs and depth of a program's step, and programs wanted, measured on an H200 (docs/quantization.md).
 _COLUMNS, _DEPTH, _PROGRAMS = 32, 128, 512
 _MOST_SPLITS = 8
-ROW_CLASSES = (1, WIDENED_ROWS + 1)  # a number of rows for each way to compute a product
+SCALED_ROWS = 1024  # from so many on, a product that scales its rows and outputs itself is as fast
+ROW_CLASSES = (1, WIDENED_ROWS + 1, SCALED_ROWS)  # a number of rows for each way to compute a product
+
+
+@triton.jit
+def nearest_fp8(value):
+    """Return the float8_e4m3fn numbers nearest to `value` (float32, at most 448 in size), as float32.
+
+    Where a kernel converted to fp8 and back, ptxas 12.8 took half the numbers from an unrelated register.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    subnormal = (value + 24576.0) - 24576.0  # float32 numbers there are multiples of 2^-9
+    return tl.where(tl.abs(value) < 0.015625, subnormal, normal)
 
 
 @triton.jit

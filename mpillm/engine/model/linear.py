@@ -98,15 +98,16 @@ class Fp8Linear(Linear):
         numbers, row_scales, dtype = x if isinstance(x, Rounded) else fp8_kernels.quantize_rows(x)
         # cuBLAS has one kernel for products with scales of rows and outputs. Without them it chooses among
         # many, which saves 3 to 40 % of the time up to 512 rows (docs/quantization.md).
+        scales_now = len(numbers) >= fp8_kernels.SCALED_ROWS
         product = torch._scaled_mm(
             numbers,
             self._weight.t(),
-            scale_a=self._one,
-            scale_b=self._one,
+            scale_a=row_scales if scales_now else self._one,
+            scale_b=self._scales if scales_now else self._one,
             out_dtype=dtype,
             use_fast_accum=True,
         )
-        return Unscaled(product, row_scales, self._scales)
+        return product if scales_now else Unscaled(product, row_scales, self._scales)
 
     def rounds(self, n_rows: int) -> bool:
         from mpillm.engine.kernels import fp8_kernels

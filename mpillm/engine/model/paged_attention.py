@@ -13,9 +13,9 @@ from mpillm.engine.model.ops import Unscaled
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """As `transformer.Attention`: `n_decode` rows that add one token, then `tiles`.
+    """As `transformer.Attention`: `n_decode` rows that add one token, then the rows of tiles.
 
-    The fields are arguments of `kernels`.
+    The fields are arguments of `kernels`; `tiles`: of sequences without cached tokens, and of others.
     """
 
     kernels: Any
@@ -26,7 +26,7 @@ class PagedAttention:
     slots: Tensor
     positions: Tensor
     n_decode: int
-    tiles: Tensor | None
+    tiles: tuple[Tensor, ...]
 
     def __call__(self, layer: int, qkv: Tensor | Unscaled) -> Tensor:
         cache, n = self.cache, self.n_decode
@@ -38,6 +38,7 @@ class PagedAttention:
         if n:
             rows = self.table, self.slots[:n], self.positions[:n]
             self.kernels.decode_attention(turned[:n], *held, *rows, out[:n], self.n_heads)
-        if self.tiles is not None:
-            self.kernels.context_attention(turned, *held, self.table, self.tiles, out, self.n_heads)
+        for i, tiles in enumerate(self.tiles):
+            if len(tiles):
+                self.kernels.context_attention(turned, *held, self.table, tiles, out, self.n_heads, i > 0)
         return out

@@ -1,0 +1,315 @@
+"""Triton kernels for attention over the paged KV cache, on NVIDIA GPUs.
+
+The cache of a layer is [blocks, kv_heads, tokens_per_block, head_dim] (see `kv_cache`); in fp8 it has
+`scales` [2, kv_heads], None in another dtype. `table` [slots, blocks of a sequence] (int32) names the blocks
+of a sequence. Attention is computed as in FlashAttention-2 (Dao, 2023), over blocks in place as in
+PagedAttention (Kwon et al., 2023); all query heads that share a KV head are rows of one product. Decode is
+split over the context as in Flash-Decoding (Dao et al., 2023). Sums are float32. As to compilation, see
+`step_kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = math.log2(math.e)
+ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none
+# For contexts, measured on an H200 (docs/engine.md): query rows of a program, over all heads that share a KV
+# head; keys that it takes at a time; its warps; pipeline stages.
+_CONTEXT = {torch.bfloat16: (128, 64, 8, 3), torch.float32: (16, 32, 8, 2)}
+# For decode, without and with an fp8 cache, measured likewise: keys that a program takes at a time, its
+# warps, and pipeline stages.
+_DECODE = {False: (32, 1, 4), True: (32, 1, 3)}
+_PROGRAMS = 1024  # about as many as a large GPU runs at once: decode splits contexts to have as many
+_MOST_SPLITS = 16
+
+
+@triton.jit
+def _operand(q):
+    """Return queries for products with fp8 keys: bfloat16 as float16, the only type to which GPUs widen fp8.
+
+    float16 holds fp8 keys and values exactly. A query loses what is smaller than 2^-24, and is clipped at
+    65,504.
+    """
+    if q.dtype == tl.bfloat16:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return q
+
+
+@triton.jit
+def _widened_pairs(both):
+    """Return the first and the second of each pair of fp8 numbers (int16), as float16."""
+    if ASSEMBLY:  # two pairs at a time
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 first, second;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {first, second}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+            }""",
+            "=r,=r,r", [both], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    both = both.to(tl.int32)  # bits in the places that float16 gives them: numbers over 256
+    first = (((both & 0x80) << 8) | ((both & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    second = ((both & 0x8000) | ((both >> 1) & 0x3F80)).to(tl.int16).to(tl.float16, bitcast=True)
+    return first * 256.0, second * 256.0
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "sums", "bests"])
+def _decode(
+    qkv, keys, values, scales, table, slots, positions, out, parts, sums, bests, n_per_slot, scale,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Attend to a sequence's tokens, or to one of SPLITS shares of them, `TILE` at a time.
+
+    Products are transposed, tokens by queries: a tensor core's left operand has at least 16 rows, its right
+    one only 8 columns, and few heads share a KV head.
+    """
+    head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    G: tl.constexpr = H // K
+    member, d, pair = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
+    position = tl.load(positions + row).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(position + 1, TILE), SPLITS) * TILE
+    first = split * share
+    last = tl.minimum(first + share, position + 1)
+    query = head * G + member
+    real_query = (member < G)[None, :] & (d < D)[:, None]
+    q = tl.load(qkv + (row * (H + 2 * K) + query[None, :]) * D + d[:, None], mask=real_query, other=0.0)
+    if SCALED:
+        q = _operand(q)
+        scale *= tl.load(scales + head)
+    block_row = table + tl.load(slots + row) * n_per_slot
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    totals = tl.zeros([TILE, ROWS], tl.float32)  # summed over tokens only in the end
+    if SCALED:
+        even = tl.zeros([BLOCK_D // 2, ROWS], tl.float32)
+        odd = tl.zeros([BLOCK_D // 2, ROWS], tl.float32)
+    else:
+        result = tl.zeros([BLOCK_D, ROWS], tl.float32)
+    for start in range(first, last, TILE):
+        token = start + tl.arange(0, TILE)
+        real = token < last
+        block = tl.load(block_row + token // SIZE, mask=real, other=0).to(tl.int64)
+        cell = ((block * K + head) * SIZE + token % SIZE) * D
+        at, inside = cell[:, None] + d[None, :], real[:, None] & (d < D)[None, :]
+        key = tl.load(keys + at, mask=inside, other=0.0)
+        score = tl.dot(key.to(q.dtype), q, input_precision="ieee") * scale
+        score = tl.where(real[:, None], score, -float("inf"))
+        highest = tl.maximum(best, tl.max(score, 0))
+        weight = tl.exp2(score - highest[None, :])
+        shrink = tl.exp2(best - highest)
+        totals = totals * shrink[None, :] + weight
+        weight = weight.to(q.dtype)
+        best = highest
+        if SCALED:
+            # Tensor cores want values of consecutive tokens side by side: that works 16 bits at a time.
+            both = tl.load(
+                values + (cell // 2)[:, None] + pair[None, :],
+                mask=real[:, None] & (pair < D // 2)[None, :],
+                other=0,
+            )
+            value, next_value = _widened_pairs(tl.trans(both))
+            even = tl.dot(value.to(q.dtype), weight, even * shrink[None, :], input_precision="ieee")
+            odd = tl.dot(next_value.to(q.dtype), weight, odd * shrink[None, :], input_precision="ieee")
+        else:
+            value = tl.load(values + at, mask=inside, other=0.0).to(q.dtype)
+            result = tl.dot(tl.trans(value), weight, result * shrink[None, :], input_precision="ieee")
+    total = tl.sum(totals, 0)
+    if SCALED:
+        result = tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2)), [ROWS, BLOCK_D])
+        result *= tl.load(scales + K + head)
+    else:
+        result = tl.trans(result)
+    at, real_out = row * H + query, (member < G)[:, None] & (d < D)[None, :]
+    if SPLITS == 1:
+        tl.store(
+            out + at[:, None] * D + d[None, :],
+            (result / total[:, None]).to(out.dtype.element_ty),
+            mask=real_out,
+        )
+    else:
+        at = at * SPLITS + split
+        tl.store(parts + at[:, None] * D + d[None, :], result, mask=real_out)
+        tl.store(sums + at, total, mask=member < G)
+        tl.store(bests + at, best, mask=member < G)
+
+
+@triton.jit(do_not_specialize_on_alignment=["sums", "bests"])
+def _join(
+    out,
+    parts,
+    sums,
+    bests,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    split, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    best = tl.load(bests + at * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
+    weight = tl.exp2(best - tl.max(best))
+    total = tl.sum(weight * tl.load(sums + at * SPLITS + split, mask=split < SPLITS, other=0.0))
+    part = tl.load(
+        parts + (at * SPLITS + split[:, None]) * D + d[None, :],
+        mask=(split < SPLITS)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    tl.store(
+        out + at * D + d, (tl.sum(part * weight[:, None], 0) / total).to(out.dtype.element_ty), mask=d < D
+    )
+
+
+def decode_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    n_heads: int,
+) -> None:
+    """Attend with one new token per row: out [n, heads * head_dim].
+
+    The other arguments are those of `step_kernels.rotate_store`.
+    """
+    n, _, d = qkv.shape
+    k, size = keys.shape[1:3]
+    if scales is not None:
+        values = values.view(torch.int16)
+    splits = min(_MOST_SPLITS, max(1, triton.next_power_of_2(triton.cdiv(_PROGRAMS, n * k))))
+    tile, n_warps, n_stages = _DECODE[scales is not None]
+    if qkv.dtype == torch.float32:  # no tensor cores: more registers
+        n_warps, n_stages = 4, 2
+    rows, block_d = max(8, triton.next_power_of_2(n_heads // k)), max(32, triton.next_power_of_2(d))
+    parts = out if splits == 1 else qkv.new_empty(n, n_heads, splits, d, dtype=torch.float32)
+    sums, bests = (out, out) if splits == 1 else qkv.new_empty(2, n, n_heads, splits, dtype=torch.float32)
+    _decode[(k, n, splits)](
+        qkv, keys, values, out if scales is None else scales, table, slots, positions, out, parts, sums,
+        bests, table.stride(0), _LOG2_E / math.sqrt(d),
+        H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=tile, SPLITS=splits,
+        SCALED=scales is not None, num_warps=n_warps, num_stages=n_stages,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(n * n_heads,)](out, parts, sums, bests, D=d, BLOCK_D=block_d, SPLITS=splits, BLOCK_S=splits)
+
+
+@triton.jit
+def _take_in(best, total, result, q, key, value, seen, scale, MASKED: tl.constexpr):
+    """Add a tile of keys and values, of which each row sees `seen`, to the running softmax.
+
+    Returns the largest score (log2), the sum of the weights relative to it, and the weighted values.
+    """
+    score = tl.dot(q, tl.trans(key), input_precision="ieee")
+    if MASKED:
+        score = tl.where(seen, score, -float("inf"))
+    highest = tl.maximum(best, tl.max(score, 1) * scale)
+    weight = tl.exp2(score * scale - highest[:, None])
+    shrink = tl.exp2(best - highest)
+    total = total * shrink + tl.sum(weight, 1)
+    return highest, total, tl.dot(weight.to(q.dtype), value, result * shrink[:, None], input_precision="ieee")
+
+
+@triton.jit(do_not_specialize_on_alignment=["tiles"])
+def _context(
+    qkv, keys, values, scales, table, tiles, out, n_per_slot, scale,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, CACHED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    head, tile = tl.program_id(0), tiles + tl.program_id(1) * 5
+    G: tl.constexpr = H // K
+    W: tl.constexpr = (H + 2 * K) * D
+    row, slot, position = tl.load(tile), tl.load(tile + 3), tl.load(tile + 2).to(tl.int32)
+    n, n_cached = tl.load(tile + 1).to(tl.int32), tl.load(tile + 4).to(tl.int32)
+    member, d, step = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    query, token = head * G + member % G, member // G
+    real = (token < n)[:, None] & (d < D)[None, :]
+    q = tl.load(qkv + ((row + token) * W + query * D)[:, None] + d[None, :], mask=real, other=0.0)
+    best = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    value_scale = 1.0
+    if SCALED:
+        scale *= tl.load(scales + head)
+        value_scale = tl.load(scales + K + head)
+    if CACHED:  # what earlier steps have computed
+        wide_q = q
+        if SCALED:
+            wide_q = _operand(q)
+        block_row = table + slot * n_per_slot
+        for start in range(0, n_cached, TILE):
+            held = start + step < n_cached
+            block = tl.load(block_row + (start + step) // SIZE, mask=held, other=0).to(tl.int64)
+            cell = (((block * K + head) * SIZE + (start + step) % SIZE) * D)[:, None] + d[None, :]
+            inside = held[:, None] & (d < D)[None, :]
+            key = tl.load(keys + cell, mask=inside, other=0.0).to(wide_q.dtype)
+            value = tl.load(values + cell, mask=inside, other=0.0).to(wide_q.dtype)
+            best, total, result = _take_in(
+                best, total, result, wide_q, key, value, held[None, :], scale, True
+            )
+    # What this step computes, from its rows: first the tiles that every query sees.
+    own = position - n_cached
+    first = qkv + (row - own) * W + (H + head) * D
+    where, inside = step[:, None] * W + d[None, :], (step >= 0)[:, None] & (d < D)[None, :]
+    n_full = own // TILE * TILE
+    for _ in range(0, n_full, TILE):
+        key = tl.load(first + where, mask=inside, other=0.0)
+        value = tl.load(first + K * D + where, mask=inside, other=0.0)
+        best, total, result = _take_in(best, total, result, q, key, value, inside, scale, False)
+        first += TILE * W
+    limit = own + tl.minimum(token, n - 1)  # padding rows see something, or they would divide by zero
+    for start in range(n_full, own + n, TILE):
+        inside = (start + step < own + n)[:, None] & (d < D)[None, :]
+        key = tl.load(first + where, mask=inside, other=0.0)
+        value = tl.load(first + K * D + where, mask=inside, other=0.0)
+        seen = (start + step)[None, :] <= limit[:, None]
+        best, total, result = _take_in(best, total, result, q, key, value, seen, scale, True)
+        first += TILE * W
+    at = ((row + token) * H + query)[:, None] * D + d[None, :]
+    tl.store(out + at, (result * value_scale / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+def context_tile(n_heads: int, n_kv_heads: int, dtype: torch.dtype) -> int:
+    """Return the query tokens of one program of `context_attention`."""
+    return max(1, _CONTEXT[dtype][0] // (n_heads // n_kv_heads))
+
+
+def context_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
+    table: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    n_heads: int,
+    cached: bool,
+) -> None:
+    """Attend with several new tokens per sequence, causally, to them and to everything before.
+
+    Keys and values of this step come from qkv, whose rows are side by side, those before from the cache.
+
+    tiles [m, 5] (int64): first row, rows (at most `context_tile`), position of the first, slot, and how many
+    tokens of the sequence earlier steps have computed: none unless `cached`. The rest as in
+    `decode_attention`.
+    """
+    d = qkv.shape[2]
+    k, size = keys.shape[1:3]
+    rows, tile, n_warps, n_stages = _CONTEXT[qkv.dtype]
+    _context[(k, len(tiles))](
+        qkv, keys, values, out if scales is None else scales, table, tiles, out, table.stride(0),
+        _LOG2_E / math.sqrt(d), H=n_heads, K=k, D=d, SIZE=size,
+        ROWS=max(rows, triton.next_power_of_2(n_heads // k)), BLOCK_D=max(16, triton.next_power_of_2(d)),
+        TILE=tile, CACHED=cached, SCALED=scales is not None, num_warps=n_warps, num_stages=n_stages,
+    )  # fmt: skip
