@@ -28,7 +28,8 @@ from mpillm.engine.weights import rank_weights as weights
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
 from mpillm.engine.weights.sources import save_preset
-from tests.unit.engine.test_engine_torch import N_OUTPUT, Answers, Tokens, make_batch, make_core, oracle
+from tests.helpers.oracle import Tokens, expected_tokens
+from tests.helpers.torch_cores import N_OUTPUT, Answers, make_batch, make_core
 
 SCARCE = {"kv_cache_tokens": 160, "max_seq_len": None}
 
@@ -60,7 +61,7 @@ def test_the_driver_counts_as_pytorch_does() -> None:
 def test_tokens(preset: str, tmp_path: Path) -> None:
     save_preset(preset, tmp_path)
     prompts = random_prompts([1, 2, 3, 31, 32, 33, *np.random.default_rng(7).integers(4, 90, 14).tolist()])
-    expected = oracle(tmp_path, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
+    expected = expected_tokens(tmp_path, prompts, N_OUTPUT, min_new_tokens=N_OUTPUT)
     for options in (
         {},
         {"max_batch_size": 5, "max_num_tokens": 7},
@@ -78,7 +79,7 @@ def test_tokens(preset: str, tmp_path: Path) -> None:
     ends = (expected[3][5], expected[6][2])
     core = make_core(tmp_path, gpu_bytes=8 << 30, device=0, end_ids=ends)
     found = answer(core, make_batch(prompts))
-    wanted = oracle(tmp_path, prompts, N_OUTPUT, eos_token_id=list(ends))
+    wanted = expected_tokens(tmp_path, prompts, N_OUTPUT, eos_token_id=list(ends))
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= (18 if preset == "tiny-mixtral" else 20)
     sampled: dict[str, Any] = {
         "temperature": 0.7,
@@ -121,7 +122,7 @@ def test_a_mixture_is_a_graph_like_any_model() -> None:
 
 
 def forget_kernels() -> None:
-    """As in a new process; what Triton has on disk stays."""
+    """Forget them as in a new process; what Triton has on disk stays."""
     for module in (kernels, attention_kernels, fp8_kernels, expert_kernels):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.runtime.jit.JITFunction):
@@ -134,7 +135,7 @@ def forget_kernels() -> None:
 def test_nothing_is_compiled_after_the_load(
     preset: str, quantization: str, kv_cache_dtype: str, limits: tuple[int, int]
 ) -> None:
-    """Whatever number of sequences and tokens comes together, and however a token is chosen."""
+    """This holds for any number of sequences and tokens, and however a token is chosen."""
     forget_kernels()
     before = compilations.count()
     started = time.perf_counter()
@@ -171,7 +172,8 @@ def test_nothing_is_compiled_after_the_load(
 
 
 def test_what_is_compiled_in_a_test_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a warm-up: kernels of contexts, and others whose number of rows no graph has."""
+    """Without a warm-up, kernels of contexts and those with a number of rows that no graph has are
+    counted."""
     forget_kernels()
     monkeypatch.setattr(GpuSteps, "warm_up", lambda *_: None)
     core = make_core("tiny-mixtral", dtype="bfloat16", gpu_bytes=8 << 30, device=0, max_batch_size=3)
@@ -242,7 +244,8 @@ def test_a_slow_graph_gives_way_to_a_larger_one(monkeypatch: pytest.MonkeyPatch)
 
 
 class PlainFp8Linear(Linear):
-    """What `Fp8Linear` computes, in float32: rows of x rounded where it rounds, weights multiplied out."""
+    """Computes what `Fp8Linear` does, in float32: rows of x rounded where it rounds, weights multiplied
+    out."""
 
     def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
         self.out_features, self.in_features = numbers.shape
@@ -259,10 +262,8 @@ class PlainFp8Linear(Linear):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_products(dtype: torch.dtype) -> None:
-    """Through a graph as well, the same bits each time.
-
-    All widths of Llama 8B, and some that no tile fits.
-    """
+    """The bits are the same each time, through a graph as well, for all widths of Llama 8B and some that no
+    tile fits."""
     torch.manual_seed(0)
     for n_out, n_in in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (48, 16), (80, 4112)):
         numbers, scales = quantize_rows(
