@@ -81,14 +81,12 @@ def _lost_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]]:
     for lost in result["lost"]:
         when = f"at {lost['at_s']:.1f} s" if lost["phase"] == "test" else f"in phase {lost['phase']}"
         cause = lost["cause"].splitlines()[0]
-        rows += [
-            ("LOST", f"instance {lost['instance']} ({lost['role']}) {when}: rank {lost['rank']}: {cause}"),
-            (
-                "",
-                f"{lost['retried']} {what} were computed again, the last was answered"
-                f" {lost['recovered_after_s']:.1f} s later",
-            ),
-        ]
+        rows.append(
+            ("LOST", f"instance {lost['instance']} ({lost['role']}) {when}: rank {lost['rank']}: {cause}")
+        )
+        again = f"{lost['retried']} {what} were computed again, the last was answered"
+        again += f" {lost['recovered_after_s']:.1f} s later"
+        rows.append(("", again if lost["retried"] else f"it owed nothing: no {what} were computed again"))
     return rows
 
 

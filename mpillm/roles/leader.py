@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -84,6 +85,7 @@ class Leader(Role):
         self._retries = Retries(self._entry, self._generation)
         self._cancelling: dict[int, int] = {}  # requests under way, and the instance that was told
         self._report = report
+        self._lost: set[int] = set()  # instances
         self._heard = np.full(len(plan.instances), np.inf)
         self._stall_checked = 0.0
         QUERY.handle(route, self._on_query)
@@ -206,6 +208,7 @@ class Leader(Role):
 
     def lost(self, instance: int) -> None:
         self._heard[instance] = np.inf
+        self._lost.add(instance)
         found = self._retries.lost(instance)
         for generation, ids in found.to_settle.items():
             SETTLE.send(self._route, self._rank_of[generation], [(id_, instance) for id_ in ids])
@@ -309,6 +312,8 @@ class Leader(Role):
                     instance.leader,
                     code=ExitCode.TEST_FAILED,
                 )
+                if instance.index in self._lost:  # it can't owe anything: say so before waiting forever
+                    raise RunError(dataclasses.replace(failure, rank=self._plan.leader_rank))
                 if self._report is None:
                     raise RunError(failure)
                 self._heard[instance.index] = now  # rank 0 decides; told once in this time

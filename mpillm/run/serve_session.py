@@ -140,7 +140,6 @@ class ServeSession:
         aborted = self._metrics.aborted
         self._record.result |= test_result(totals, reports, self._timeline, len(self._plan.ranks))
         self._record.result |= {"status": "SERVED", "aborted": aborted}
-        add_costs(self._record.result, totals, self._timeline)
         self._timeline.close()
         return (
             f"{totals.samples} requests answered, {aborted} given up by their clients, {totals.errors} errors"
@@ -149,6 +148,7 @@ class ServeSession:
     # --- the end ---
 
     def finished(self) -> int:
+        add_costs(self._record.result, self._metrics.totals, self._timeline)
         self._record.write_result()
         self._console.summary(served_rows(self._record.result, path_shown(self._record.path)))
         return int(ExitCode.DONE)

@@ -134,7 +134,6 @@ class Session:
         result |= {"status": judged, "loadgen_result": judged, "loadgen_unsatisfied": unsatisfied(directory)}
         result["loadgen_advice"] = advice(directory) if judged == "INVALID" else []
         result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
-        add_costs(result, self._totals, self._timeline)
         self._timeline.close()
         machines = {
             self._plan.ranks[rank].node: report.machine
@@ -149,6 +148,7 @@ class Session:
     def finished(self) -> int:
         """After the last phase: print the summary, return the exit code."""
         record, config = self._record, self._config
+        add_costs(record.result, self._totals, self._timeline)  # now: an instance may be lost after the test
         record.write_result()
         if self._outputs and has_text(config):
             self._console.answers(self._outputs.shown())

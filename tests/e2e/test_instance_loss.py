@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.support import (
     DONE,
     INSTANCE_LOST,
+    ROOT,
     USAGE,
     Command,
     Ended,
@@ -102,6 +103,18 @@ def test_a_killed_context_and_a_killed_generation_instance(one: Starter, few: Sa
     ended = command.end()
     check_answers(ended, [few.answer(i, OUTPUT) for i in range(64)])
     check_told(ended, [0, 3])
+
+
+def test_an_instance_that_fails_after_the_test(one: Starter, few: Samples) -> None:
+    """It owes nothing any more: the run ends well, and says so."""
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": "stop:raise:2"}
+    core = "tests.helpers.plugin_cores:Faulty"
+    ended = one.run(4, *TEST, *CONTINUE, "--dataset_path", few.path, core=core, env=env)
+    check_answers(ended, [few.answer(i, OUTPUT) for i in range(64)])
+    check_told(ended, [0])
+    (lost,) = ended.result["lost"]
+    assert (lost["phase"], lost["retried"]) == ("stop", 0)
+    assert "ValueError: broken in stop" in lost["cause"]
 
 
 def test_the_last_instance_ends_the_run(one: Starter, few: Samples) -> None:

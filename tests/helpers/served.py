@@ -34,7 +34,7 @@ class World:
         self.network = Network(2 + n, self.chance)
         routes = self.network.routes
         instances = [SimpleNamespace(index=i, role=role, leader=2 + i) for i, role in enumerate(roles)]
-        plan: Any = SimpleNamespace(instances=instances, harness_rank=0)
+        plan: Any = SimpleNamespace(instances=instances, harness_rank=0, leader_rank=1)
         ranks = {rank: rank for rank in range(2 + n)}
         mailbox = Mailbox()
         self.open = OpenRequests(disaggregated, mailbox.out.append)

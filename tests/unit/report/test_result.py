@@ -113,3 +113,7 @@ def test_a_run_that_lost_an_instance_says_so_plainly() -> None:
     assert ("", "not to be submitted: the run went on without a part of its system") in rows
     at = rows.index(("LOST", "instance 1 (gen) at 3.2 s: rank 4: the process has ended"))
     assert rows[at + 1] == ("", "7 samples were computed again, the last was answered 0.5 s later")
+    nothing = {**lost, "phase": "stop", "retried": 0, "recovered_after_s": 0.0}
+    rows = summary_rows({**SLOW, "lost": [nothing]}, parse_run([]), "run")
+    at = rows.index(("LOST", "instance 1 (gen) in phase stop: rank 4: the process has ended"))
+    assert rows[at + 1] == ("", "it owed nothing: no samples were computed again")

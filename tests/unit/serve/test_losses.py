@@ -7,10 +7,12 @@ included.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 
 import pytest
 
+from mpillm.errors import RunError
 from mpillm.serve.open_requests import Answer
 from tests.helpers.served import World, whole
 
@@ -131,3 +133,17 @@ def test_a_stream_that_comes_otherwise_the_second_time_is_an_error(rows: list[tu
         answer.add(tokens, flags)
     assert answer.ended and answer.failed
     assert answer.tokens == [1, 2]
+
+
+def test_a_lost_instance_that_owes_something_is_a_failure_of_the_leader() -> None:
+    """It should owe nothing: a mistake there ends the run with its name instead of waiting for ever."""
+    world = LosingWorld(0, False, ttft_ms=3_600_000.0)
+    asked = world.ask([1, 2], 3, stream=False)
+    world.settle()
+    (holder,) = (instance for instance, n in world.leader.owed().items() if n)
+    world.leader._lost.add(holder)
+    with pytest.raises(RunError) as error:
+        world.leader._check_stalls(time.monotonic() + 301)
+    (failure,) = error.value.failures
+    assert failure.rank == 1 and f"instance {holder} " in failure.cause
+    assert not asked.ended
