@@ -15,9 +15,10 @@ from mpillm.cores.dummy import DummyCore
 from mpillm.cores.registry import BackendRegistry, function
 
 ROOT = Path(__file__).parents[3]
-# Where PyTorch, or the core of that name, is the subject; user_config and core_names have the names of all
+# Where PyTorch, or the core of that name, is the subject (doctor asks for its version, and measures NCCL with
+# it); user_config and core_names have the names of all
 # cores.
-AT_HOME = re.compile(r"engine/|bench/|builder/torch_|cores/torch_core|core_names")
+AT_HOME = re.compile(r"engine/|bench/|builder/torch_|cores/torch_core|core_names|doctor/gpu")
 
 
 class Halfway(LLMCore):
