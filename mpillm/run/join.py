@@ -104,30 +104,25 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         models = [core_class.check(core) for core in cores]
     check_handoff(cores, models)
     yaml = what_runs(config, yaml, plan, cores)
-    outlives_losses = _outlives_losses(
-        config, plan, reports[0].versions["MPI"], on_gpus=bool(gpus), serves=serves
-    )
+    outlives_losses = config.on_instance_loss == "continue"
+    if outlives_losses and (why := _why_a_loss_ends_it(plan, reports[0].versions["MPI"], bool(gpus), serves)):
+        if config.given("on_instance_loss"):
+            raise ConfigError(f"{config.named('on_instance_loss')}: {why}", about=["on_instance_loss"])
+        outlives_losses = False
+        notes.append(f"a lost instance ends this server: {why}")
     return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses)
 
 
-def _outlives_losses(config: RunConfig, plan: WorldPlan, mpi: str, *, on_gpus: bool, serves: bool) -> bool:
-    """Return whether the run goes on without an instance that is lost.
-
-    Raises ConfigError if the user wants that and it is impossible.
-    """
-    if config.on_instance_loss != "continue":
-        return False
+def _why_a_loss_ends_it(plan: WorldPlan, mpi: str, on_gpus: bool, serves: bool) -> str:
+    """Return why the run can't go on without an instance that is lost; "" if it can."""
     disaggregated = plan.instances[0].role != "executor"
-    impossible = ""
     if not mpi.startswith("Open MPI v5"):
-        impossible = f"{mpi} does not outlive a lost rank; Open MPI 5 does (ULFM)"
-    elif disaggregated and on_gpus:
-        impossible = "a handoff over NCCL does not outlive a lost rank; aggregated instances do"
-    elif disaggregated and serves:
-        impossible = "serve outlives the loss of an aggregated instance only"
-    if impossible and config.given("on_instance_loss"):
-        raise ConfigError(f"{config.named('on_instance_loss')}: {impossible}", about=["on_instance_loss"])
-    return not impossible
+        return f"{mpi} does not outlive a lost rank; Open MPI 5 does (ULFM)"
+    if disaggregated and on_gpus:
+        return "a handoff over NCCL does not outlive a lost rank; aggregated instances do"
+    if disaggregated and serves:
+        return "serve outlives the loss of an aggregated instance only"
+    return ""
 
 
 def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:

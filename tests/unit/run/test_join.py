@@ -18,7 +18,7 @@ from mpillm.comms.control import Limits, RankControl
 from mpillm.comms.messages import ARRIVED, RELEASE, Arrived, JoinReport, Rank0At, Setup
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Received
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import RunConfig, parse_run, parse_serve
 from mpillm.errors import ExitCode, Failure
 from mpillm.fields import DEADLINES
 from mpillm.phases import PHASES, Phase
@@ -94,6 +94,28 @@ def test_ranks_must_be_alike() -> None:
         r" 7 there",
     ):
         plan_run(config, joined(config, digest=other.digest(), values=other.values))
+
+
+def test_who_asks_to_outlive_a_loss_hears_that_it_is_impossible() -> None:
+    """The default of `serve` is told in the plan, an option that was given is an error."""
+    why = "Some MPI 1 does not outlive a lost rank; Open MPI 5 does (ULFM)"
+    config = parse_serve([*DUMMY])
+    planned = plan_run(config, joined(config), serves=True)
+    assert not planned.outlives_losses
+    assert f"a lost instance ends this server: {why}" in planned.notes
+    for parse in (parse_run, parse_serve):
+        config = parse([*DUMMY, "--on_instance_loss", "continue"])
+        with pytest.raises(ConfigError) as error:
+            plan_run(config, joined(config), serves=parse is parse_serve)
+        assert str(error.value) == f"--on_instance_loss continue: {why}"
+    config = parse_serve([*DUMMY])
+    able = joined(config)
+    able = {
+        r: report._replace(versions={"mpillm": "1.0", "MPI": "Open MPI v5.0.11"})
+        for r, report in able.items()
+    }
+    planned = plan_run(config, able, serves=True)
+    assert planned.outlives_losses and not planned.notes
 
 
 def test_a_bad_data_set_is_found_before_a_directory_is_made(tmp_path: Path) -> None:
