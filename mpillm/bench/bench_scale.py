@@ -50,7 +50,10 @@ def main(config: Options) -> int:
 
 
 def _column(n: int) -> list[tuple[str, str, float]]:
-    # they import mpi4py, without which --help does
+    # They import mpi4py, without which --help does; MPI itself is not needed, and would leave its files.
+    import mpi4py
+
+    mpi4py.rc.initialize = False
     from mpillm.bench.simulated_cluster import ControlledCluster, RoutedCluster, plan_of
     from mpillm.comms.watch import beat_interval_s
 
