@@ -89,11 +89,13 @@ class Pool:
         """
         router, need = self._router, len(prompt) + n_output
         closed = [i for i, worker in enumerate(self.workers) if worker.gone or worker in tried]
-        router.free_requests[closed] -= _MOST_REQUESTS
+        for position in closed:
+            router.grant(position, -_MOST_REQUESTS, 0)
         rows = np.zeros(1, REQUEST)
         rows["n_tokens"] = len(prompt)
         taken = router.assign(np.array([need]), Batch(rows, prompt))
-        router.free_requests[closed] += _MOST_REQUESTS
+        for position in closed:
+            router.grant(position, _MOST_REQUESTS, 0)
         if not len(taken):
             return None
         worker = self.workers[taken[0]]
