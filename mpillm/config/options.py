@@ -1,4 +1,7 @@
-"""The options of a command: values, their sources, and what must agree. They are identical on every rank."""
+"""The options of a command: values, their sources, and what must agree. They are identical on every rank.
+
+`fields` declares them.
+"""
 
 from __future__ import annotations
 

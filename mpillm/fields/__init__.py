@@ -1,6 +1,6 @@
 """The registry of all options, from which command lines, --help, docs/options.md and config.json are made.
 
-A new option is one declaration in the class of its stage: ``name = Field("name", "what it means", parser,
+A new option is one declaration in the class of its subject: ``name = Field("name", "what it means", parser,
 default=…, group=GROUP)``. It is then an option of the commands that show its group, an attribute of
 `RunConfig` with the type that its parser returns, and a name of this package (`mpillm.fields.name`).
 """

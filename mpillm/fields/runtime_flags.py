@@ -1,6 +1,7 @@
 """The known keys of trtllm_runtime_flags and trtllm_build_flags: their values, and the harness's defaults.
 
-TensorRT-LLM's flags vary with the model, so its cores receive keys that are unknown here; ours refuse them.
+TensorRT-LLM's flags vary with the model, so its cores receive keys that are unknown here; ours refuse them
+(`config.flags`).
 """
 
 from __future__ import annotations

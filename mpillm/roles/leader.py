@@ -1,4 +1,7 @@
-"""The leader: takes requests from the harness, sends them to instances with room, passes answers back."""
+"""The leader: takes requests from the harness, sends them to instances with room, passes answers back.
+
+Which instance gets a request is chosen by `pool`, or by `prefix_pool`.
+"""
 
 from __future__ import annotations
 

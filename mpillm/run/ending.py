@@ -4,7 +4,7 @@
 
 A run that ends well goes from RUNNING to LEAVING, one that rank 0 stops from RUNNING to STOPPING. Only the
 thread that leaves RUNNING continues: the main thread as a rule, the watch's if the main thread is stuck in a
-backend or in MPI.
+backend or in MPI. What a lost rank means for the exit code is decided in `comms.rank0_control`.
 """
 
 from __future__ import annotations

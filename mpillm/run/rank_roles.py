@@ -91,7 +91,7 @@ def _core_config(
     )
 
 
-def check_honoured(config: RunConfig) -> list[str]:
+def check_sections(config: RunConfig) -> list[str]:
     """Return a line for each section of the YAML with settings that have no effect here.
 
     Raises ConfigError if a setting can't be ignored.

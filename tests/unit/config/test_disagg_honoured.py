@@ -17,7 +17,7 @@ from mpillm.config.options import parse_run
 from mpillm.cores.base import CoreConfig
 from mpillm.fields import traffic_distribution_policy
 from mpillm.roles.prefix_pool import PrefixRouting
-from mpillm.run.rank_roles import check_handoff, check_honoured, core_configs, prefix_routing, what_runs
+from mpillm.run.rank_roles import check_handoff, check_sections, core_configs, prefix_routing, what_runs
 from tests.helpers.configured import DUMMY
 from tests.helpers.disagg_options import TORCH, cores, given, section
 
@@ -101,13 +101,13 @@ def test_flags_that_our_cores_ignore_are_reported(file: Path) -> None:
             "free_gpu_memory_fraction": 0.5,
         },
     )
-    assert check_honoured(config) == [
+    assert check_sections(config) == [
         "context_servers: mpillm has no router conversation; it uses load_balancing instead",
         "context_servers: has no effect on the dummy core: kv_cache_config.event_buffer_max_size",
         "generation_servers: has no effect on the dummy core: cuda_graph_config",
     ]
     assert config.of("generation_servers").kv_cache_free_gpu_mem_fraction == 0.5
-    assert check_honoured(parse_run(DUMMY)) == []
+    assert check_sections(parse_run(DUMMY)) == []
 
 
 def test_routers_that_are_policies_of_ours_are_taken_and_others_leave_the_choice(file: Path) -> None:
@@ -130,12 +130,12 @@ def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lack
     )
     assert config.of("context_servers").traffic_distribution_policy == "kv_cache_aware"
     assert prefix_routing(config) == PrefixRouting(tokens_per_block=16, max_batch_size=8)
-    assert check_honoured(config) == ["context_servers: has no effect on the dummy core: router.use_tokens"]
+    assert check_sections(config) == ["context_servers: has no effect on the dummy core: router.use_tokens"]
     torch = ["--core_type", "torch", "--model_path", "tiny-llama", "--traffic_distribution_policy"]
-    (line,) = check_honoured(parse_run([*torch, "kv_cache_aware"]))
+    (line,) = check_sections(parse_run([*torch, "kv_cache_aware"]))
     assert "reuse is off (--enable_kv_cache_reuse" in line
-    assert check_honoured(parse_run([*torch, "kv_cache_aware", "--enable_kv_cache_reuse"])) == []
-    assert check_honoured(parse_run([*torch, "round_robin"])) == []
+    assert check_sections(parse_run([*torch, "kv_cache_aware", "--enable_kv_cache_reuse"])) == []
+    assert check_sections(parse_run([*torch, "round_robin"])) == []
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_what_would_be_another_measurement_without_it_is_refused(
     file: Path, values: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_honoured(given(file, core=TORCH, model="tiny-llama", executors=values))
+        check_sections(given(file, core=TORCH, model="tiny-llama", executors=values))
     assert (
-        check_honoured(
+        check_sections(
             given(file, core=TORCH, model="tiny-llama", executors={"kv_cache_config": {"dtype": "auto"}})
         )
         == []
@@ -177,7 +177,7 @@ def test_what_would_be_another_measurement_without_it_is_refused(
 )
 def test_a_kv_cache_in_fp8(file: Path, values: dict[str, Any]) -> None:
     config = given(file, core=TORCH, model="tiny-llama", executors=values)
-    assert check_honoured(config) == []
+    assert check_sections(config) == []
     assert config.of("executors").kv_cache_dtype == "fp8"
 
 
