@@ -190,7 +190,7 @@ def test_a_missing_server_and_the_wrong_port(one: Starter) -> None:
     with serving(one) as (_, (http,)):
         options = ("--load_deadline", 10, "--triton_server_urls", f"localhost:{http}")
         ended = one.run(3, *options, core="triton_grpc", timeout=TIMEOUT_S).must(NOT_READY)
-    assert "Triton's HTTP port answers so; gRPC has a port of its own" in ended.message
+    assert "this is an HTTP port; gRPC has one of its own" in ended.message
 
 
 def test_a_model_that_does_not_load(one: Starter) -> None:

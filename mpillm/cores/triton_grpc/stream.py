@@ -154,7 +154,4 @@ def error_text(error: grpc.RpcError) -> str:
 
 
 def _text(code: grpc.StatusCode, details: str | None) -> str:
-    text = f"{code.name}: {details}"
-    if "Socket closed" in text:  # what was accepted, and closed at gRPC's first bytes
-        text += " (Triton's HTTP port answers so; gRPC has a port of its own, 8001 by default)"
-    return text
+    return f"{code.name}: {details}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import time
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
 _LOG_S = 10.0
 _ASK_S = 10.0
+_HTTP_S = 2.0
 _INPUTS = {"input_ids", "request_output_len"}
 
 
@@ -57,7 +59,23 @@ def until_ready(url: str, channel: grpc.Channel, deadline_s: float) -> None:
             logged = time.monotonic()
             _log.warning("waiting for %s: %s", url, last)
         time.sleep(min(_PAUSE_S, max(0.0, left)))
+    if _speaks_http(url):
+        last += " (this is an HTTP port; gRPC has one of its own, 8001 by default)"
     raise TritonError(f"tritonserver {url} was not ready within {deadline_s:g} s: {last}")
+
+
+def _speaks_http(url: str) -> bool:
+    """Return whether HTTP is spoken there.
+
+    gRPC's own error does not tell: it is that of the address of the host that it tried last.
+    """
+    host, _, port = url.rpartition(":")
+    try:
+        connection = http.client.HTTPConnection(host, int(port), timeout=_HTTP_S)
+        connection.request("GET", "/v2")
+        return bool(connection.getresponse().status)
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
 
 
 def find_models(url: str, channel: grpc.Channel, wanted: str | None, timeout_s: float) -> list[Model]:
