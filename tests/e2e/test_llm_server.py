@@ -284,6 +284,7 @@ def test_a_dry_run_needs_nothing_of_the_stages_before(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))  # where `make triton` puts a tritonserver
     monkeypatch.setattr(preconditions, "find_program", lambda program, hint: find_nothing(program))
     monkeypatch.delenv("MLPERF_DISAGG_LAUNCH_TYPE", raising=False)
     options, expected = DRY[name]
