@@ -26,11 +26,16 @@ from mpillm.report.result import failures_json
 _OF_RESULT = ("test_mode", "scenario", "world_size")
 _OF_CONFIG = ("benchmarks", "accuracy_target", "model_scale", "core_type")
 TIMELINE = "timeline.jsonl"
+TELEMETRY = "telemetry.json"
+PAGE, TRACE = "report.html", "trace.json"
 # Files of an earlier run that would pass for this run's if this one failed before writing its own.
 OF_AN_EARLIER_RUN = (
     "outputs.jsonl",
     "result.json",
     TIMELINE,
+    TELEMETRY,
+    PAGE,
+    TRACE,
     "machines.json",
     "accuracy.txt",
     "accuracy.json",

@@ -1,0 +1,152 @@
+"""A run directory as it is found: whole, of a failed or killed run, or half written.
+
+`run_directory.RunDirectory` is the strict reader, for what counts in a submission.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from disagg.errors import ConfigError
+from mpillm.files import read_json
+from mpillm.loadgen.logs import DETAIL, read_detail
+from mpillm.report.run_directory import TELEMETRY, TIMELINE
+
+T = TypeVar("T")
+
+# Files by which a directory is known as a run's, and what each tells.
+_KNOWN_BY = {
+    "result.json": "the outcome and the figures",
+    "config.json": "the options",
+    "plan.json": "what ran where",
+}
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What the files of a run hold; what can't be read is empty, and `missing` says why, a line for each."""
+
+    path: Path
+    result: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)  # {"value", "source"} by option
+    plan: dict[str, Any] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    machines: dict[str, Any] = field(default_factory=dict)  # by node
+    timeline: list[dict[str, Any]] = field(default_factory=list)  # rows of `TIMELINE`, in their order
+    telemetry: dict[str, Any] = field(default_factory=dict)  # see docs/report.md
+    detail: dict[str, Any] = field(default_factory=dict)  # LoadGen's detailed log: the last value of a key
+    missing: tuple[str, ...] = ()
+
+    @staticmethod
+    def read(path: Path) -> RunFiles:
+        """Read what is there. Raises ConfigError if `path` is no directory, or no run's."""
+        if not path.is_dir():
+            raise ConfigError(
+                f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}"
+            )
+        if not any((path / name).exists() for name in _KNOWN_BY):
+            raise ConfigError(f"{path} has none of {', '.join(_KNOWN_BY)}: not a run directory")
+        reader = _Reader(path)
+        result: dict[str, Any] = reader.read("result.json", _KNOWN_BY["result.json"], dict)
+        config: dict[str, Any] = reader.read("config.json", _KNOWN_BY["config.json"], dict)
+        ranks: list[Any] = reader.read("ranks.json", "versions and hosts", list)
+        run = RunFiles(
+            path,
+            result,
+            {name: entry for name, entry in config.items() if _entry(entry)},
+            reader.read("plan.json", _KNOWN_BY["plan.json"], dict),
+            [rank for rank in ranks if isinstance(rank, dict)],
+            reader.read("machines.json", "the machines", dict) if result.get("loadgen_result") else {},
+            reader.rows(TIMELINE) if result.get("status") else [],
+            reader.read(TELEMETRY, "activity of ranks, latencies, CPUs and GPUs", dict),
+            read_detail(path),
+        )
+        if "loadgen_result" in result and not run.detail:
+            reader.missing.append(f"{DETAIL} is missing or empty: no verdict of LoadGen")
+        object.__setattr__(run, "missing", tuple(reader.missing))
+        return run
+
+    def value(self, option: str) -> Any:
+        """Return an option's value; None if it has none, or is not known."""
+        return self.config.get(option, {}).get("value")
+
+    @property
+    def plan_ranks(self) -> list[dict[str, Any]]:
+        """Return the plan's ranks: rank, node, roles, instance, device, tp_rank, pp_rank."""
+        found = self.plan.get("ranks")
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+    def instances(self) -> dict[int, Instance]:
+        """Return the plan's instances, by index."""
+        members: dict[int, list[dict[str, Any]]] = {}
+        for rank in self.plan_ranks:
+            if isinstance(rank.get("instance"), int):
+                members.setdefault(rank["instance"], []).append(rank)
+        return {
+            index: Instance(index, _worker(ranks[0].get("roles")), [rank["rank"] for rank in ranks])
+            for index, ranks in sorted(members.items())
+        }
+
+
+class Instance(NamedTuple):
+    """An instance of the plan; its first rank leads it."""
+
+    number: int
+    role: str  # ctx, gen or executor
+    ranks: list[int]
+
+
+def _worker(roles: Any) -> str:
+    return next((role for role in roles or () if role in ("ctx", "gen", "executor")), "?")
+
+
+def _entry(value: Any) -> bool:
+    return isinstance(value, dict) and "value" in value
+
+
+class _Reader:
+    """Reads files of one folder, and notes those that it can't."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.missing: list[str] = []
+
+    def read(self, name: str, what: str, kind: Callable[[], T]) -> T:
+        """Return what a JSON file holds, or `kind()`; `what`: what it would tell."""
+        path = self._folder / name
+        if not path.exists():
+            self.missing.append(f"{name} is missing: {what}")
+            return kind()
+        try:
+            value = read_json(path)
+        except ConfigError as error:
+            self.missing.append(f"{str(error).removeprefix(f'{self._folder}/')}: {what}")
+            return kind()
+        if not isinstance(value, type(kind())):
+            self.missing.append(f"{name} is damaged, or not written by a run: {what}")
+            return kind()
+        return value
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the objects of a file with one on each line; a line that was cut is noted."""
+        path = self._folder / name
+        if not path.exists():
+            self.missing.append(f"{name} is missing: what instances computed over time")
+            return []
+        rows, bad = [], 0
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and "seconds" in row and "instance" in row:
+                rows.append(row)
+            else:
+                bad += 1
+        if bad:
+            self.missing.append(f"{name}: {bad} of {bad + len(rows)} lines can't be read")
+        return rows

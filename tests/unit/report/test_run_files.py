@@ -1,0 +1,69 @@
+"""Run directories that are whole, half written or damaged, as the page and `compare` read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.report.run_files import RunFiles
+from tests.helpers.run_directories import make_run, write
+
+
+def test_a_whole_run_has_its_options_instances_and_verdict(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", result={"loadgen_result": "VALID"})
+    plan = [{"rank": 0, "roles": ["harness", "leader"], "node": "n0", "instance": None}]
+    workers = (1, "ctx"), (2, "ctx"), (3, "gen"), (4, "gen")
+    plan += [
+        {"rank": r, "roles": ["ctx" if r < 3 else "gen"], "node": "n0", "instance": r // 3}
+        for r in range(1, 5)
+    ]
+    write(path / "plan.json", {"world_size": 5, "ranks": plan})
+    (path / "timeline.jsonl").write_text('{"seconds": 1.0, "instance": 0}\n')
+    write(path / "telemetry.json", {"ranks": {}})
+    run = RunFiles.read(path)
+    assert run.missing == ()
+    assert run.value("core_type") == "torch"
+    assert run.value("no such option") is None
+    assert run.detail["result_validity"] == "VALID"
+    assert [(one.role, one.ranks) for one in run.instances().values()] == [("ctx", [1, 2]), ("gen", [3, 4])]
+
+
+def test_a_half_written_run_says_what_is_missing_and_keeps_the_rest(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", result={"loadgen_result": "VALID"})
+    (path / "plan.json").write_text('{"ranks": [')
+    (path / "ranks.json").write_text('{"not": "a list"}')
+    (path / "mlperf_log_detail.txt").unlink()
+    (path / "timeline.jsonl").write_text('{"seconds": 1.0, "instance": 0}\n{"seconds": 2.0, "inst')
+    run = RunFiles.read(path)
+    assert run.result["status"] == "VALID"
+    assert (run.plan, run.ranks, run.instances(), len(run.timeline)) == ({}, [], {}, 1)
+    said = "\n".join(run.missing)
+    for part in (
+        "plan.json:1: not valid JSON",
+        "ranks.json is damaged",
+        "telemetry.json is missing",
+        "timeline.jsonl: 1 of 2 lines",
+        "mlperf_log_detail.txt is missing",
+    ):
+        assert part in said
+
+
+def test_a_killed_run_misses_no_machines(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "result.json").write_text(json.dumps({"status": "FAILED", "loadgen_result": None}))
+    assert not any("machines" in line for line in RunFiles.read(path).missing)
+
+
+@pytest.mark.parametrize("made", ["nothing", "a file", "an empty folder"])
+def test_what_is_no_run_is_refused(tmp_path: Path, made: str) -> None:
+    path = tmp_path / "x"
+    if made == "a file":
+        path.write_text("")
+    elif made == "an empty folder":
+        path.mkdir()
+    with pytest.raises(ConfigError, match=r"not a run directory|no such run directory"):
+        RunFiles.read(path)
