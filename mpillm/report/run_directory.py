@@ -27,12 +27,14 @@ _OF_RESULT = ("test_mode", "scenario", "world_size")
 _OF_CONFIG = ("benchmarks", "accuracy_target", "model_scale", "core_type")
 TIMELINE = "timeline.jsonl"
 TELEMETRY = "telemetry.json"
+REQUESTS = "requests.bin"
 PAGE, TRACE = "report.html", "trace.json"
 # Files of an earlier run that would pass for this run's if this one failed before writing its own.
 OF_AN_EARLIER_RUN = (
     "outputs.jsonl",
     "result.json",
     TIMELINE,
+    REQUESTS,
     TELEMETRY,
     PAGE,
     TRACE,

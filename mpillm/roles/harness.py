@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,21 @@ class Totals:
         return self.issued - self.samples
 
 
+class Log(Protocol):
+    """Takes answers as they come: see `mpillm.report.request_log.RequestLog`."""
+
+    def add(
+        self,
+        issued: NDArray[np.float64],
+        first: NDArray[np.float64],
+        ended: float,
+        index: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        error: NDArray[np.bool_],
+    ) -> None:
+        """Take answers that came at `ended`; times are seconds of the test."""
+
+
 class Harness(Role):
     """Owns LoadGen and the data set. The number of a sample's slot is its request's id on the wire."""
 
@@ -89,11 +105,13 @@ class Harness(Role):
         on_answer: Callable[[int, NDArray[np.int32]], None] | None,
         hands_over: bool,
         totals: Totals,
+        log: Log | None = None,
     ) -> None:
         """`leader`: its rank in the route communicator.
 
         `hands_over`: context instances hand requests to generation instances. `on_answer(index in the data
-        set, tokens)`, if given, is called for each answer. The harness counts in `totals`.
+        set, tokens)`, if given, is called for each answer. The harness counts in `totals`, and tells `log`,
+        if given, of every answer.
         """
         self._route = route
         self._leader = leader
@@ -105,6 +123,7 @@ class Harness(Role):
         self._window = 0
         self._pending: deque[Query] = deque()
         self._totals = totals
+        self._log = log
         # By slot.
         self._retried: dict[int, LossCosts] = {}  # those under way that were sent again
         self._free = np.zeros(0, np.uint32)
@@ -263,6 +282,17 @@ class Harness(Role):
         totals.errors += int(errors.sum())
         totals.tokens += int(lengths.sum())
         totals.ended = now
+        if self._log is not None:
+            first = np.where(self._first_at[slots] > 0, self._first_at[slots], np.nan)
+            began = totals.started
+            self._log.add(
+                self._issued_at[slots] - began,
+                first - began,
+                now - began,
+                self._indices[slots],
+                lengths,
+                errors,
+            )
         if self._on_answer is not None:
             for index, start, length in zip(
                 self._indices[slots].tolist(), starts.tolist(), lengths.tolist(), strict=True

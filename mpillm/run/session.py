@@ -17,6 +17,7 @@ from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.report.console import Console, progress_lines
 from mpillm.report.outputs import Outputs
+from mpillm.report.request_log import RequestLog
 from mpillm.report.result import add_costs, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.timeline import Timeline
@@ -55,6 +56,7 @@ class Session:
             self._outputs = Outputs(prepared.dataset, prepared.tokenizer, path)
         self._totals = Totals()
         self._timeline = Timeline((instance.index for instance in plan.instances), record.path / TIMELINE)
+        self._requests = RequestLog(record.path)
         self._last_start = max(report.started for report in prepared.planned.reports.values())
         self._progress_at = self._logged_at = 0.0
 
@@ -77,6 +79,7 @@ class Session:
             self._outputs.add if self._outputs else None,
             self._plan.instances[0].role == "ctx",
             self._totals,
+            self._requests,
         )
 
     def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
@@ -88,6 +91,7 @@ class Session:
         if not totals.started or now - self._progress_at <= _PROGRESS_S:
             return False
         self._progress_at = now
+        self._requests.flush()
         for instance in self._plan.instances:
             if (measured := self._control.ranks[instance.leader].measured) is not None:
                 self._timeline.add(instance.index, *measured)
@@ -125,6 +129,7 @@ class Session:
         """Judge the test from LoadGen's logs and the ranks' reports."""
         if self._outputs:
             self._outputs.close()
+        self._requests.close()
         directory, result = self._record.path, self._record.result
         judged = verdict(directory, self._config.test_mode)
         if judged is None:

@@ -20,6 +20,7 @@ FILES = {
     "config.json",
     "ranks.json",
     "result.json",
+    "requests.bin",
     "mlperf_log_summary.txt",
     "mlperf_log_detail.txt",
     "mlperf_log_accuracy.json",

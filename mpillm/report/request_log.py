@@ -1,0 +1,91 @@
+"""`requests.bin`: when each request of a test was issued, got its first token and its whole answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from mpillm.report.run_directory import REQUESTS
+
+RECORD = np.dtype(
+    [
+        ("issued", "<f8"),  # seconds from the test's start
+        ("ttft", "<f4"),  # seconds; NaN: no token came before the end of the answer
+        ("latency", "<f4"),  # of the whole answer, seconds
+        ("index", "<i4"),  # in the data set
+        ("tokens", "<i4"),  # of the answer
+        ("error", "<u4"),  # 1: the answer is an error
+    ]
+)
+"""One request, in the order in which answers came. 28 bytes."""
+
+_BUFFER_BYTES = 1 << 16
+
+
+class RequestLog:
+    """Writes a record for each answer, as it comes; keeps none in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        """The file is created with the first record."""
+        self._path = folder / REQUESTS
+        self._file: BinaryIO | None = None
+
+    def add(
+        self,
+        issued: NDArray[np.float64],
+        first: NDArray[np.float64],
+        ended: float,
+        index: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        error: NDArray[np.bool_],
+    ) -> None:
+        """Take answers that came together at `ended`: arrays of one entry each, times in seconds of the test.
+
+        `first`: NaN where there was no first token. Raises OSError, with the file's name, if the disk is
+        full.
+        """
+        rows = np.empty(len(issued), RECORD)
+        rows["issued"], rows["ttft"], rows["latency"] = issued, first - issued, ended - issued
+        rows["index"], rows["tokens"], rows["error"] = index, tokens, error
+        try:
+            if self._file is None:
+                self._file = self._path.open("wb", buffering=_BUFFER_BYTES)
+            self._file.write(rows.tobytes())
+        except OSError as error_:
+            raise OSError(error_.errno, error_.strerror, str(self._path)) from error_
+
+    def flush(self) -> None:
+        """Let readers see what came so far. Raises OSError as `add`."""
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        """Close the file. Raises OSError as `add`."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+
+def read_requests(folder: Path) -> NDArray[np.void]:
+    """Return the records of a run, in order of issue, `RECORD`; a record that was cut at the end is left out.
+
+    A run that still goes on may be read. Raises ConfigError if there is no such file, or it can't be read.
+    """
+    path = folder / REQUESTS
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} has no {REQUESTS}: none of its requests was answered, or an older mpillm wrote it"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    rows = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+    return rows[np.argsort(rows["issued"], kind="stable")]

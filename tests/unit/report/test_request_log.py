@@ -1,0 +1,59 @@
+"""The record of each request: written as answers come, readable at any time."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.report.request_log import RECORD, RequestLog, read_requests
+
+NAN = float("nan")
+
+
+def add(log: RequestLog, issued: list[float], first: list[float], ended: float) -> None:
+    n = len(issued)
+    error = np.arange(n) % 2 == 1
+    log.add(np.array(issued), np.array(first), ended, np.arange(n), np.full(n, 7), error)
+
+
+def test_requests_come_back_in_order_of_issue(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path)
+    add(log, [2.0, 3.0], [2.5, NAN], 4.0)
+    add(log, [1.0], [1.25], 5.0)
+    log.flush()
+    rows = read_requests(tmp_path)
+    assert rows["issued"].tolist() == [1.0, 2.0, 3.0] and rows["latency"].tolist() == [4.0, 2.0, 1.0]
+    assert rows["ttft"][:2].tolist() == [0.25, 0.5] and np.isnan(rows["ttft"][2])
+    assert (rows["tokens"].tolist(), rows["error"].tolist()) == ([7, 7, 7], [0, 0, 1])
+    log.close()
+    assert len(read_requests(tmp_path)) == 3
+
+
+def test_a_record_that_was_cut_is_left_out(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path)
+    add(log, [1.0, 2.0], [1.5, 2.5], 3.0)
+    log.close()
+    file = tmp_path / "requests.bin"
+    file.write_bytes(file.read_bytes()[: RECORD.itemsize + 5])
+    assert read_requests(tmp_path)["issued"].tolist() == [1.0]
+
+
+def test_a_test_without_answers_has_no_file(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path)
+    log.flush()
+    log.close()
+    with pytest.raises(ConfigError, match=r"has no requests.bin: none of its requests was answered"):
+        read_requests(tmp_path)
+
+
+def test_a_full_disk_is_told_with_the_files_name() -> None:
+    log = RequestLog(Path("/dev"))
+    log._path = Path("/dev/full")
+    add(log, [1.0], [1.5], 2.0)
+    with pytest.raises(OSError) as raised:
+        log.flush()
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, "/dev/full")
