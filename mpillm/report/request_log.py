@@ -59,9 +59,9 @@ class RequestLog:
             raise OSError(error_.errno, error_.strerror, str(self._path)) from error_
 
     def flush(self) -> None:
-        """Let readers see what came so far. Raises OSError as `add`."""
+        """Let readers see what came so far; nothing after `close`. Raises OSError as `add`."""
         try:
-            if self._file is not None:
+            if self._file is not None and not self._file.closed:
                 self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error

@@ -597,7 +597,8 @@ def test_a_disk_that_loadgen_fills(one: Starter, small_disk: Any, tmp_path: Path
     options = ["--test_mode", "AccuracyOnly", "--dataset_path", samples.path, "--max_output_len", 128]
     ended = one.run(3, *GRACE, *options, log_dir=small_disk(512) / "run")
     ended.must(TEST_FAILED)
-    assert "disk full" in ended.message
+    # our record of the requests finds the disk full, or the verdict finds LoadGen's logs incomplete
+    assert "disk full" in ended.message or "requests.bin: No space left on device" in ended.message
     assert ended.seconds < START_S
 
 

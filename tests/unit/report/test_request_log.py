@@ -30,6 +30,7 @@ def test_requests_come_back_in_order_of_issue(tmp_path: Path) -> None:
     assert rows["ttft"][:2].tolist() == [0.25, 0.5] and np.isnan(rows["ttft"][2])
     assert (rows["tokens"].tolist(), rows["error"].tolist()) == ([7, 7, 7], [0, 0, 1])
     log.close()
+    log.flush()  # rank 0 looks until it has stopped
     assert len(read_requests(tmp_path)) == 3
 
 
