@@ -23,6 +23,7 @@ from mpillm.comms.messages import (
     ARRIVED,
     BEAT,
     DONE,
+    FAILED,
     GRANT,
     QUERY,
     REQUEST,
@@ -40,7 +41,7 @@ from mpillm.comms.messages import (
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Buffer, Received, Transport
-from mpillm.errors import RunError
+from mpillm.errors import Failure, RunError
 from mpillm.phases import PHASES, Phase
 from mpillm.roles.leader import Leader
 
@@ -52,6 +53,10 @@ _OPEN = 8  # requests that each instance has from the start, of the _ROOM that i
 _ROOM = 64
 _POLL_S = 0.1  # between looks of rank 0's control
 _LAST = int(ResponseFlag.FIRST | ResponseFlag.FINAL)
+
+
+def _no_stall(failure: Failure) -> None:
+    raise RunError(failure)
 
 
 class Wire:
@@ -106,8 +111,7 @@ class RoutedCluster:
     def __init__(self, plan: WorldPlan, policy: str) -> None:
         """`policy`: of --traffic_distribution_policy."""
         self._wire = Wire(plan.leader_rank)
-        ranks = {rank.rank: rank.rank for rank in plan.ranks}
-        self.leader = Leader(cast(Transport, self._wire), ranks, plan, policy, policy, 1e9)
+        self.leader = Leader(cast(Transport, self._wire), plan, policy, policy, 1e9, _no_stall)
         self._harness = plan.harness_rank
         self._free_ids = deque(range(_OPEN * len(plan.instances) + 4096))
         self._owed: deque[tuple[int, int]] = deque()  # rank and request, the oldest first
@@ -189,6 +193,11 @@ class ControlledCluster:
                         if rank != without:
                             self._wire.deliver(rank, Tag.BEAT, self._beat)
                 self.control.poll()
+
+    def tell(self, source: int, failure: Failure) -> None:
+        """Let a rank tell of a failure, its own or another's."""
+        with simulated(self.clock, rank0_control):
+            self._wire.deliver(source, Tag.FAILED, FAILED.write(failure))
 
     def notices(self, rank: int, beats_every_s: float, ended: bool) -> float:
         """Return how many seconds pass until the loss of a rank is known.

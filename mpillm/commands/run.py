@@ -14,14 +14,13 @@ from disagg.errors import ConfigError
 from launch.environment import mpirun_ends_ranks
 from launch.launcher import find_launcher
 from launch.signals import title
-from mpillm.comms.start import start_mpi
+from mpillm.comms.start import start_run
 from mpillm.config.options import RunConfig, parse_run
 from mpillm.errors import STOP_SIGNALS, Interrupted
 from mpillm.fields import DEADLINES
 
 if TYPE_CHECKING:  # they need MPI
-    from mpi4py import MPI
-
+    from mpillm.comms.communicators import RunComms
     from mpillm.run.rank import Rank
     from mpillm.run.rank0 import Purpose
     from mpillm.run.share import Share
@@ -51,7 +50,7 @@ def start_rank(
     purpose: Callable[[], Purpose],
     *,
     serves: bool,
-    share: Callable[[RunConfig, MPI.Intracomm], Share] | None = None,
+    share: Callable[[RunConfig, RunComms], Share] | None = None,
 ) -> tuple[int, str]:
     """As `start`, for a command with options that `parse` reads; see `Rank`.
 
@@ -73,17 +72,14 @@ def start_rank(
     except OSError as error:
         usage_error = f"{error.filename}: {error.strerror}"
     _warn()
-    control = start_mpi([command, *argv], config.join_deadline if config else DEADLINES["join"])
-    # imports mpi4py.MPI, which starts MPI: not before start_mpi has prepared it
-    from mpi4py import MPI
-
+    comms = start_run([command, *argv], config.join_deadline if config else DEADLINES["join"])
+    # imports mpi4py.MPI, which starts MPI: not before start_run has prepared it
     from mpillm.run.rank import Rank
 
-    world: MPI.Intracomm = MPI.COMM_WORLD
     if share is not None and config is not None and not usage_error:
-        config, control, world = share(config, control)
+        config, comms = share(config, comms)
     try:
-        rank = Rank(control, world, config, usage_error, purpose, serves=serves)
+        rank = Rank(comms, config, usage_error, purpose, serves=serves)
         for number in STOP_SIGNALS:
             signal.signal(number, partial(_interrupt, rank))
         return rank.live(), rank.log_dir

@@ -13,8 +13,7 @@ from mpillm.commands.run import start_rank
 from mpillm.config.options import parse_serve
 
 if TYPE_CHECKING:  # they need MPI
-    from mpi4py import MPI
-
+    from mpillm.comms.communicators import RunComms
     from mpillm.config.options import RunConfig
     from mpillm.run.rank0 import Purpose
     from mpillm.run.share import Share
@@ -34,14 +33,12 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _share(config: RunConfig, control: MPI.Intracomm) -> Share:
-    from mpi4py import MPI
-
+def _share(config: RunConfig, comms: RunComms) -> Share:
     from mpillm.run.share import Share, share
 
     if config.server_role == "worker":
-        return share(config, control)
-    return Share(config, control, MPI.COMM_WORLD)
+        return share(config, comms.control)
+    return Share(config, comms)
 
 
 def _serve() -> Purpose:

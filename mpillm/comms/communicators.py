@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+class RunComms(NamedTuple):
+    """The communicators of all ranks of a run, in the same order, which are there before its first phase."""
+
+    world: MPI.Intracomm  # for nothing else but to create communicators
+    control: MPI.Intracomm
+    route: MPI.Intracomm
+
+
 class InstanceComms(NamedTuple):
     """The communicators that a rank's core may use: its instance's, and those of its tp and pp groups."""
 
@@ -24,10 +32,10 @@ class InstanceComms(NamedTuple):
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators of this rank; None where it is not a member."""
+    """The communicators of this rank; None where it is not a member. All ranks are in the first two."""
 
     control: MPI.Intracomm
-    route: MPI.Intracomm | None
+    route: MPI.Intracomm
     handoff: MPI.Intracomm | None
     instance: InstanceComms | None
 
@@ -36,13 +44,14 @@ class Communicators:
         if self.instance is not None:
             for member_of in (self.instance.pp, self.instance.tp, self.instance.instance):
                 member_of.Free()
-        for comm in (self.handoff, self.route, self.control):
-            if comm is not None:
-                comm.Free()
+        if self.handoff is not None:
+            self.handoff.Free()
+        self.route.Free()
+        self.control.Free()
 
 
 def route_ranks(plan: WorldPlan) -> list[int]:
-    """Return the world ranks of the route communicator, in its order."""
+    """Return the ranks that requests and answers travel between."""
     return sorted({plan.harness_rank, plan.leader_rank, *(instance.leader for instance in plan.instances)})
 
 
@@ -59,17 +68,16 @@ def senders_to(rank: int, plan: WorldPlan) -> set[int]:
     return {0, *(other for group in groups if rank in group for other in group)} - {rank}
 
 
-def create_communicators(
-    world: MPI.Intracomm, control: MPI.Intracomm, plan: WorldPlan, doorbell: Doorbell | None = None
-) -> Communicators:
+def create_communicators(start: RunComms, plan: WorldPlan, doorbell: Doorbell | None = None) -> Communicators:
     """Create every communicator of `plan` that this rank belongs to, in the same order on every rank.
 
-    Each creation involves only the members, so none waits for a rank that it does not need. MPI's own
-    messages for it travel in `world`, where nobody probes: in `control` rank 0 would receive them as its own.
+    Each creation waits in MPI for the members, and only for them. So harness and leader, which have to name a
+    rank that is lost in this moment, are members of none: their route is there from the start. MPI's own
+    messages travel in `start.world`, where nobody probes: in `control` rank 0 would receive them as its own.
     """
+    world, control, route = start
     rank = control.rank
     me = plan.ranks[rank]
-    route = _group(world, route_ranks(plan)) if rank in route_ranks(plan) else None
     handoff = _group(world, handoff_ranks(plan)) if rank in handoff_ranks(plan) else None
     if me.instance is None:
         return Communicators(control, route, handoff, None)

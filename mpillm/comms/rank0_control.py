@@ -31,9 +31,11 @@ from mpillm.comms.messages import (
     Release,
     Stop,
 )
+from mpillm.comms.watch import beat_interval_s
 from mpillm.errors import ExitCode, Failure, Interrupted, RunError
 from mpillm.phases import PHASES, Phase
 
+_QUIET_BEATS, _QUIET_S = 3, 3.0  # without so many beats, and for so long, a rank seems stopped
 _SETTLE_S = 0.5  # after the first failure: time for others with the same cause to arrive
 
 
@@ -42,6 +44,7 @@ class RankState:
     """What rank 0 knows about a rank."""
 
     label: str  # "rank 3"; once there is a plan, "rank 3 (gen, instance 1)"
+    instance: int | None = None
     host: str = ""
     pid: int = 0
     pids: str = ""  # see `lifeline.visible_pids`
@@ -87,6 +90,7 @@ class Rank0Control:
         self.phase_started = started
         self._arrived: dict[Phase, dict[int, Any]] = {}
         self._failures: dict[int, Failure] = {}
+        self._told_of: set[int] = set()  # ranks whose failures another rank has told
         self._settled_at = 0.0
         self._checked = time.monotonic()
         self._byes: set[int] = {0}
@@ -120,7 +124,8 @@ class Rank0Control:
         if self._failures and now > self._settled_at:
             failures = tuple(self._failures.values())
             self._failures.clear()
-            self._go_on_without(failures)
+            if failures := self._without_who_waits(failures):
+                self._go_on_without(failures)
         self.kill_lost(now)
         deadline = self._limits.phases[self.phase]
         if now - self.phase_started > deadline and not self._failures:
@@ -131,6 +136,7 @@ class Rank0Control:
         """Describe ranks by their roles in `plan` from now on."""
         for state, rank in zip(self.ranks, plan.ranks, strict=True):
             instance = "" if rank.instance is None else f", instance {rank.instance}"
+            state.instance = rank.instance
             state.label = f"rank {rank.rank} ({', '.join(rank.roles)}{instance})"
 
     def heard_now(self, rank: int) -> None:
@@ -241,6 +247,24 @@ class Rank0Control:
 
     # --- a run that goes on without an instance ---
 
+    def _without_who_waits(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+        """Return `failures` without those of instances that may only wait for one whose heartbeat is missing.
+
+        Context and generation instances wait for each other, so the leader finds both silent. It will tell
+        again, and in the end the missing heartbeat does.
+        """
+        since = time.monotonic() - _QUIET_BEATS * beat_interval_s(len(self.ranks)) - _QUIET_S
+        quiet = {
+            state.instance
+            for r, state in enumerate(self.ranks)
+            if self._is_expected(r) and state.heard < since
+        }
+        return tuple(
+            f
+            for f in failures
+            if not quiet or f.rank not in self._told_of or self.ranks[f.rank].instance in quiet
+        )
+
     def _go_on_without(self, failures: tuple[Failure, ...]) -> None:
         """Give up the instances whose ranks have failed. Raises RunError if the run can't go on then."""
         if self.expendable is None or not self.may_go_on:
@@ -325,4 +349,7 @@ class Rank0Control:
             return
         if not self._failures:
             self._settled_at = time.monotonic() + _SETTLE_S
-        self._failures[source if failure.rank is None else failure.rank] = failure
+        rank = source if failure.rank is None else failure.rank
+        self._failures[rank] = failure
+        if rank != source:
+            self._told_of.add(rank)

@@ -16,6 +16,7 @@ from launch.check_world import check_world, library_title, understands
 from launch.environment import EXIT_FILE, clean_environment, tell_exit_code, told_exit_code
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.siblings import stopped_ranks
+from mpillm.comms.communicators import RunComms
 from mpillm.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -52,27 +53,38 @@ def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False
     or unfit, WrongLauncher if the launcher belongs to another MPI.
     """
     with _deadline(deadline_s):
-        library = mpi_library()
-        from mpi4py import MPI
+        return _world(command, spawns=spawns).Dup()
 
-        if not MPI.Is_initialized():
-            check_world(library, None, command)
-            _drop_foreign_variables(library)
-            _skip_networks(spawns)
-            _survive_losses(library)
-            _find_own_files(library)
-            with warnings.catch_warnings():
-                # mpi4py warns on every rank; `check_world` reports it once.
-                warnings.simplefilter("ignore", RuntimeWarning)
-                MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        world = MPI.COMM_WORLD
-        check_world(library, (world.size, world.rank), command)
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise EveryRankError(
-                f"{library_title(library)} does not support MPI_THREAD_MULTIPLE,"
-                " which the heartbeat thread needs"
-            )
-        return world.Dup()
+
+def start_run(command: Sequence[str], deadline_s: float) -> RunComms:
+    """As `start_mpi`, for a run: return what its ranks have in common."""
+    with _deadline(deadline_s):
+        world = _world(command, spawns=False)
+        return RunComms(world, world.Dup(), world.Dup())
+
+
+def _world(command: Sequence[str], *, spawns: bool) -> MPI.Intracomm:
+    """Return MPI's world, started if it has not been."""
+    library = mpi_library()
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        check_world(library, None, command)
+        _drop_foreign_variables(library)
+        _skip_networks(spawns)
+        _survive_losses(library)
+        _find_own_files(library)
+        with warnings.catch_warnings():
+            # mpi4py warns on every rank; `check_world` reports it once.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    world = MPI.COMM_WORLD
+    check_world(library, (world.size, world.rank), command)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise EveryRankError(
+            f"{library_title(library)} does not support MPI_THREAD_MULTIPLE, which the heartbeat thread needs"
+        )
+    return world
 
 
 def node_name() -> str:

@@ -27,7 +27,7 @@ class Context(InstanceRole):
         receivers: dict[int, int],
         warm_up_receivers: list[int],
     ) -> None:
-        """`receivers`: for each generation instance its leader's rank in the route communicator.
+        """`receivers`: for each generation instance its leader's rank.
 
         `warm_up_receivers`: the generation instances that this one warms up.
         """

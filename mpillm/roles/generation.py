@@ -25,7 +25,7 @@ class Generation(InstanceRole):
         senders: dict[int, int],
         warm_up_senders: int,
     ) -> None:
-        """`senders`: for each rank of the route communicator the context instance that it leads.
+        """`senders`: for each rank the context instance that it leads.
 
         `warm_up_senders`: how many context instances will warm this one up.
         """

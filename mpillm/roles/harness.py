@@ -107,7 +107,7 @@ class Harness(Role):
         totals: Totals,
         log: Log | None = None,
     ) -> None:
-        """`leader`: its rank in the route communicator.
+        """`leader`: its rank.
 
         `hands_over`: context instances hand requests to generation instances. `on_answer(index in the data
         set, tokens)`, if given, is called for each answer. The harness counts in `totals`, and tells `log`,

@@ -25,7 +25,7 @@ class InstanceRole(Follower):
     """The rank that leads an instance and communicates on the route."""
 
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
-        """`leader`: the leader's rank in the route communicator."""
+        """`leader`: the leader's rank."""
         super().__init__(core)
         self._route = route
         self._leader = leader

@@ -50,25 +50,22 @@ class Leader(Role):
     def __init__(
         self,
         route: Transport,
-        ranks: dict[int, int],
         plan: WorldPlan,
         entry_policy: str,
         generation_policy: str,
         stall_timeout_s: float,
+        report: Callable[[Failure], None],
         prefix_routing: PrefixRouting = PrefixRouting(),  # noqa: B008 - never changed
-        report: Callable[[Failure], None] | None = None,
     ) -> None:
-        """`ranks`: for each world rank its rank in the route communicator.
-
-        `entry_policy` chooses among the instances where requests start, `generation_policy` among the
-        generation instances that continue them. `prefix_routing`: of the policy kv_cache_aware. `report`:
-        tells rank 0 of an instance that is silent, in a run that may go on without it.
+        """`entry_policy` chooses among the instances where requests start, `generation_policy` among the
+        generation instances that continue them. `report`: tells rank 0 of an instance that is silent.
+        `prefix_routing`: of the policy kv_cache_aware.
         """
         self._route = route
         self._plan = plan
         self._stall_timeout_s = stall_timeout_s
-        self._harness = ranks[plan.harness_rank]
-        self._rank_of = {i.index: ranks[i.leader] for i in plan.instances}
+        self._harness = plan.harness_rank
+        self._rank_of = {i.index: i.leader for i in plan.instances}
         self._instance_at = {rank: instance for instance, rank in self._rank_of.items()}
         contexts = [i.index for i in plan.instances if i.role == "ctx"]
         # The instances where requests start.
@@ -317,7 +314,5 @@ class Leader(Role):
                 )
                 if instance.index in self._lost:  # it can't owe anything: say so before waiting forever
                     raise RunError(dataclasses.replace(failure, rank=self._plan.leader_rank))
-                if self._report is None:
-                    raise RunError(failure)
                 self._heard[instance.index] = now  # rank 0 decides; told once in this time
                 self._report(failure)

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from disagg.errors import ConfigError
 from mpillm import __version__
-from mpillm.comms.communicators import Communicators, create_communicators, senders_to
+from mpillm.comms.communicators import Communicators, RunComms, create_communicators, route_ranks, senders_to
 from mpillm.comms.control import Limits, RankControl, Stopped
 from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.lifeline import visible_pids
@@ -59,24 +59,21 @@ class Rank:
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
-        world: MPI.Intracomm,
+        comms: RunComms,
         config: RunConfig | None,
         usage_error: str,
         purpose: Callable[[], Purpose],
         *,
         serves: bool,
     ) -> None:
-        """`comm`: for control; `world`: of the same ranks, for nothing else but to make communicators.
-
-        `config`: None if the command line is wrong, as `usage_error` says.
+        """`config`: None if the command line is wrong, as `usage_error` says.
 
         `purpose`: imports what rank 0 needs; called there alone. `serves`: the test has no deadline, and the
         first signal ends it in an orderly way.
         """
+        comm = comms.control
         self.rank, self.size = comm.rank, comm.size
-        self._comm = comm
-        self._world = world
+        self._comms = comms
         self._config = config
         self._usage_error = usage_error
         limits = Limits(DEADLINES)
@@ -204,8 +201,9 @@ class Rank:
         self._senders = senders_to(self.rank, setup.plan)
         self._control.transport.outlives_others = setup.outlives_losses
         self._control.transport.ring_with(self._doorbell)
-        comms = create_communicators(self._world, self._comm, setup.plan, self._doorbell)
-        route = Transport(comms.route, self._doorbell) if comms.route is not None else None
+        comms = create_communicators(self._comms, setup.plan, self._doorbell)
+        on_route = self.rank in route_ranks(setup.plan)
+        route = Transport(comms.route, self._doorbell) if on_route else None
         if route is not None:
             route.outlives_others = setup.outlives_losses
         self._control.on_lost = partial(self._lost, route)
@@ -217,7 +215,7 @@ class Rank:
             route,
             partial(session.make_harness, wake=self._doorbell.ring_own) if session else None,
             session.make_half if session else None,
-            self._control.report if setup.outlives_losses else None,
+            self._control.report,
         )
         if route:
             self._loop.pollers.append(route.dispatch)

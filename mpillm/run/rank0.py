@@ -31,7 +31,7 @@ class RunSession(Protocol):
     """What a run has on rank 0 from when all ranks have joined."""
 
     def make_harness(self, route: Transport, leader: int, wake: Callable[[], None]) -> Role:
-        """Return the role that asks; `leader`: the leader's rank in the route communicator.
+        """Return the role that asks; `leader`: the leader's rank.
 
         `wake`: for other threads, when the role has something to do.
         """

@@ -12,7 +12,7 @@ from disagg import DisaggConfig, ServerConfig, WorldPlan, with_hosts
 from disagg.errors import ConfigError
 from disagg.world_plan import ROLES
 from mpillm import fields
-from mpillm.comms.communicators import Communicators, handoff_ranks, route_ranks
+from mpillm.comms.communicators import Communicators, handoff_ranks
 from mpillm.comms.messages import Setup
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
@@ -212,7 +212,7 @@ def make_roles(
     route: Transport | None,
     make_harness: Callable[[Transport, int], Role] | None,
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
-    report: Callable[[Failure], None] | None,
+    report: Callable[[Failure], None],
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
@@ -221,14 +221,13 @@ def make_roles(
     plan = setup.plan
     rank = comms.control.rank
     me = plan.ranks[rank]
-    ranks = {world: route_rank for route_rank, world in enumerate(route_ranks(plan))}
     core_class = BackendRegistry.get(config.core_type)
     roles: list[Role] = [Importer(core_class.world_import)] if core_class.world_import else []
     if me.instance is not None:
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.of(_SECTIONS[plan.instances[me.instance].role]).autoapply():
             core = core_class(core_config, comms.instance)
-        roles.append(_instance_role(core, plan, rank, ranks, route, comms, make_half, report is not None))
+        roles.append(_instance_role(core, plan, rank, route, comms, make_half, setup.outlives_losses))
     if route is not None and "leader" in me.roles:
         from mpillm.roles.leader import Leader  # only one rank needs it
 
@@ -236,12 +235,10 @@ def make_roles(
             config.of(_SECTIONS[plan.instances[i].role]).traffic_distribution_policy for i in (0, -1)
         )
         roles.append(
-            Leader(
-                route, ranks, plan, entry, generation, config.stall_timeout, prefix_routing(config), report
-            )
+            Leader(route, plan, entry, generation, config.stall_timeout, report, prefix_routing(config))
         )
     if route is not None and make_harness is not None:
-        roles.append(make_harness(route, ranks[plan.leader_rank]))
+        roles.append(make_harness(route, plan.leader_rank))
     return roles
 
 
@@ -249,14 +246,13 @@ def _instance_role(
     core: LLMCore,
     plan: WorldPlan,
     rank: int,
-    ranks: dict[int, int],
     route: Transport | None,
     comms: Communicators,
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
     outlives_others: bool,
 ) -> Follower:
     instance = plan.instances[core.config.instance]
-    leader = ranks[plan.leader_rank]
+    leader = plan.leader_rank
     contexts = [i for i in plan.instances if i.role == "ctx"]
     generations = [i for i in plan.instances if i.role == "gen"]
     if comms.handoff is not None:
@@ -277,10 +273,10 @@ def _instance_role(
     n = max(len(contexts), len(generations))
     pairs = {(contexts[k % len(contexts)].index, generations[k % len(generations)].index) for k in range(n)}
     if instance.role == "ctx":
-        receivers = {i.index: ranks[i.leader] for i in generations}
+        receivers = {i.index: i.leader for i in generations}
         mine = sorted(generation for context, generation in pairs if context == instance.index)
         return Context(core, route, leader, instance.index, receivers, mine)
-    senders = {ranks[i.leader]: i.index for i in contexts}
+    senders = {i.leader: i.index for i in contexts}
     return Generation(
         core,
         route,

@@ -61,7 +61,7 @@ class Session:
         self._progress_at = self._logged_at = 0.0
 
     def make_harness(self, route: Transport, leader: int, wake: Callable[[], None]) -> Harness:
-        """Return the harness role; `leader`: the leader's rank in the route communicator."""
+        """Return the harness role; `leader`: the leader's rank."""
         config, dataset, settings = self._config, self._prepared.dataset, self._prepared.settings
         return Harness(
             route,

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
 from launch.launcher import EveryRankError
+from mpillm.comms.communicators import RunComms
 from mpillm.config.options import RunConfig
 from mpillm.config.part import Part
 from mpillm.configurator.found import Found, Level, Origin
@@ -20,8 +21,7 @@ class Share(NamedTuple):
     """What a rank of a worker's mpirun has instead of the whole."""
 
     config: RunConfig
-    control: MPI.Intracomm  # of its instance's ranks
-    world: MPI.Intracomm  # of the same ranks
+    comms: RunComms  # of its instance's ranks
 
 
 def share(config: RunConfig, control: MPI.Intracomm) -> Share:
@@ -58,4 +58,4 @@ def share(config: RunConfig, control: MPI.Intracomm) -> Share:
     made = copy.copy(config)
     made.half, made.part = mine.kind, part
     made.found = config.found | {name: Found(value, origin) for name, value in values.items()}
-    return Share(made, world.Dup(), world)
+    return Share(made, RunComms(world, world.Dup(), world.Dup()))

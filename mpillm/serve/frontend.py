@@ -68,7 +68,7 @@ class Frontend(Role):
     def __init__(
         self, route: Transport, leader: int, mailbox: Mailbox, endpoint: Endpoint, drain_s: float
     ) -> None:
-        """`leader`: its rank in the route communicator; `drain_s`: time for open requests once it drains."""
+        """`leader`: its rank; `drain_s`: time for open requests once it drains."""
         self._route = route
         self._leader = leader
         self._mailbox = mailbox

@@ -10,6 +10,7 @@ from mpillm.comms.messages import NO_INSTANCE, RequestFlag
 from mpillm.comms.mover import Peer
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.dummy import VOCAB_SIZE, DummyCore
+from mpillm.errors import Failure, RunError
 from mpillm.roles.context import Context
 from mpillm.roles.generation import Generation
 from mpillm.roles.instance import InstanceRole
@@ -21,6 +22,10 @@ from tests.helpers.loopback import Wire
 from tests.helpers.route import Network
 
 MAX_BATCH = 3
+
+
+def _stalled(failure: Failure) -> None:
+    raise RunError(failure)
 
 
 class World:
@@ -35,12 +40,11 @@ class World:
         routes = self.network.routes
         instances = [SimpleNamespace(index=i, role=role, leader=2 + i) for i, role in enumerate(roles)]
         plan: Any = SimpleNamespace(instances=instances, harness_rank=0, leader_rank=1)
-        ranks = {rank: rank for rank in range(2 + n)}
         mailbox = Mailbox()
         self.open = OpenRequests(disaggregated, mailbox.out.append)
         mailbox.deliver = self.open.take
         endpoint: Any = SimpleNamespace(listen=lambda: None, listening=True, error="", drained=True)
-        self.leader = Leader(routes[1], ranks, plan, "load_balancing", "round_robin", 300.0)
+        self.leader = Leader(routes[1], plan, "load_balancing", "round_robin", 300.0, _stalled)
         self.roles: list[Role] = [Frontend(routes[0], 1, mailbox, endpoint, 1.0), self.leader]
         wire = Wire()
         self.cores = []

@@ -1,0 +1,41 @@
+"""Rank 0's control: which failures it believes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpillm.bench.simulated_cluster import ControlledCluster, plan_of
+from mpillm.errors import Failure, RunError
+
+BEATS_S = 0.5
+STOPPED = 3
+
+
+@pytest.mark.parametrize("also_told", [True, False], ids=["both are told", "one is told first"])
+def test_who_waits_for_a_stopped_rank_is_not_blamed(also_told: bool) -> None:
+    """The leader tells of instances that send nothing; those whose ranks all beat may wait for the other."""
+    plan = plan_of(4)
+    cluster = ControlledCluster(plan, {}, heartbeat_s=60.0)
+    cluster.arrive("join")
+    cluster.live(5.0, BEATS_S)
+    cluster.live(10.0, BEATS_S, without=STOPPED)
+    guilty, waiting = (plan.ranks[STOPPED].instance, plan.instances[3].index)
+    assert guilty is not None and guilty != waiting
+    cluster.tell(1, Failure("sent nothing", plan.instances[waiting].leader))
+    if not also_told:
+        cluster.live(2.0, BEATS_S, without=STOPPED)
+    cluster.tell(1, Failure("sent nothing", plan.instances[guilty].leader))
+    with pytest.raises(RunError) as error:
+        cluster.live(2.0, BEATS_S, without=STOPPED)
+    assert [failure.rank for failure in error.value.failures] == [plan.instances[guilty].leader]
+
+
+def test_an_instance_that_is_silent_while_all_ranks_beat_is_blamed() -> None:
+    plan = plan_of(4)
+    cluster = ControlledCluster(plan, {}, heartbeat_s=60.0)
+    cluster.arrive("join")
+    cluster.live(5.0, BEATS_S)
+    cluster.tell(1, Failure("sent nothing", plan.instances[2].leader))
+    with pytest.raises(RunError) as error:
+        cluster.live(2.0, BEATS_S)
+    assert [failure.rank for failure in error.value.failures] == [plan.instances[2].leader]
