@@ -42,7 +42,7 @@ class Target(NamedTuple):
 def over_grpc(
     target: Target, requests: Sequence[Request], due: NDArray[np.float64], most_at_once: int
 ) -> list[Record]:
-    """Send all requests over one stream; return the record of each.
+    """Send all requests over one stream, or a call each; return the record of each.
 
     Raises TritonError if the server is not there, or is silent.
     """
@@ -55,7 +55,7 @@ def over_grpc(
     load = _GrpcLoad(target, requests, most_at_once, model.decoupled)
     streams = Streams()
     try:
-        streams.connect(target.url, 1, load.heard)
+        streams.connect(target.url, 1, load.heard, 0 if model.decoupled else min(most_at_once, len(requests)))
         load.run(streams.open[0], due)
     finally:
         streams.close()
@@ -64,10 +64,10 @@ def over_grpc(
 
 class _GrpcLoad:
     def __init__(
-        self, target: Target, requests: Sequence[Request], most_at_once: int, streaming: bool
+        self, target: Target, requests: Sequence[Request], most_at_once: int, decoupled: bool
     ) -> None:
         self.records = [Record(len(request.prompt)) for request in requests]
-        self._target, self._requests, self._streaming = target, requests, streaming
+        self._target, self._requests, self._decoupled = target, requests, decoupled
         self._room = threading.Semaphore(most_at_once)
         self._left = len(requests)
         self._ended = threading.Event()
@@ -83,10 +83,10 @@ class _GrpcLoad:
                 time.sleep(wait)
             while not self._room.acquire(timeout=_LOOK_S):
                 self._look(stream)
-            wanted = Wanted(request.output_len, end_id=NO_END, streaming=self._streaming)
+            wanted = Wanted(request.output_len, end_id=NO_END, streaming=self._decoupled)
             message = request_of(self._target.model, str(number + 1), request.prompt, wanted)
             self.records[number].start = time.perf_counter()
-            stream.ask(number + 1, message)
+            stream.ask(number + 1, message, self._decoupled)
         while not self._ended.wait(_LOOK_S):
             self._look(stream)
 

@@ -5,6 +5,7 @@ It answers at once, in one response, with as many tokens as are asked for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,15 +17,23 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
-        """It has nothing to load."""
+        """Look whether responses may come apart from their requests."""
+        self._decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
 
-    def execute(self, requests: Sequence[Any]) -> None:
+    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Answer each."""
-        for request in requests:
-            n = int(
-                pb_utils.get_input_tensor_by_name(request, "request_output_len").as_numpy().reshape(-1)[0]
-            )
-            request.get_response_sender().send(answer(np.arange(3, 3 + n, dtype=np.int32)), flags=FINAL)
+        answers = [answer(_tokens(request)) for request in requests]
+        if not self._decoupled:
+            return answers
+        for request, one in zip(requests, answers, strict=True):
+            request.get_response_sender().send(one, flags=FINAL)
+        return None
+
+
+def _tokens(request: Any) -> Any:
+    """Return as many tokens as a request wants."""
+    n = pb_utils.get_input_tensor_by_name(request, "request_output_len").as_numpy().item()
+    return np.arange(3, 3 + n, dtype=np.int32)
 
 
 def answer(tokens: Any) -> Any:

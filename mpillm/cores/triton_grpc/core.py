@@ -122,7 +122,8 @@ class TritonGrpcCore(LLMCore):
                 channel.close()
             self._models[url] = itertools.cycle(models)
             self._frameworks |= {framework_of(model) for model in models}
-            self._clients.connect(url, n, self._heard)
+            n_calls = 0 if all(model.decoupled for model in models) else self._at_once
+            self._clients.connect(url, n, self._heard, n_calls)
             names = ", ".join(model.name for model in models)
             _log.info("%s has %s; %d clients", url, names, n)
 
@@ -204,7 +205,7 @@ class TritonGrpcCore(LLMCore):
         call = _Call(id_, model, stream, wanted.streaming)
         self._calls[number], self._numbers[id_] = call, number
         self._prompt_tokens += len(prompt)
-        stream.ask(number, request_of(model.name, str(number), prompt, wanted))
+        stream.ask(number, request_of(model.name, str(number), prompt, wanted), model.decoupled)
 
     def has_work(self) -> bool:
         now = time.monotonic()
@@ -228,8 +229,12 @@ class TritonGrpcCore(LLMCore):
                 continue
             if (call := self._calls.pop(number, None)) is not None:
                 call.stream.open.discard(number)
-                call.stream.send(stop_of(call.model.name, str(number)))
+                self._stop(number, call)
                 self._rows.append((id_, 0, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED), []))
+
+    def _stop(self, number: int, call: _Call) -> None:
+        """Have the server end a request."""
+        call.stream.send(number, stop_of(call.model.name, str(number)), call.model.decoupled)
 
     def _watch(self) -> None:
         """Look for a stream that has ended, or owes answers and is silent."""
@@ -255,7 +260,7 @@ class TritonGrpcCore(LLMCore):
             return
         for number, call in [*self._calls.items()]:
             if now - call.asked_at > limit:
-                call.stream.send(stop_of(call.model.name, str(number)))
+                self._stop(number, call)
                 what = f"no whole answer within --triton_request_timeout {limit:g} s"
                 self._fail(number, call, what)
 

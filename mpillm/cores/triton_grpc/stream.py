@@ -3,15 +3,22 @@
 A stream is one of about a hundred that an HTTP/2 connection carries, whatever the number of its requests.
 All streams of a process share one thread with an event loop: with two threads for each, as gRPC's blocking
 calls have, a thousand streams spend all of a core on waking up to find nothing.
+
+A model that is not decoupled is asked by ModelInfer calls of their own instead, each of which is one of that
+hundred: when a stream has its answer, tritonserver writes to a request's state that its other thread may have
+freed by then (`StreamInferResponseComplete` in its stream_infer_handler.cc, 2.51 to 2.73), and crashes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -28,6 +35,9 @@ STREAMS_PER_CHANNEL = 100
 MOST_BYTES = (1 << 31) - 1
 _OPEN_S = 30.0
 _END_S = 5.0
+_CLOSE_S = 2.0
+_NOTICE_S = 1.0
+_SERVICE = "/inference.GRPCInferenceService/"
 _LIMITS = [("grpc.max_send_message_length", MOST_BYTES), ("grpc.max_receive_message_length", MOST_BYTES)]
 
 
@@ -42,26 +52,42 @@ class Streams:
     def __init__(self) -> None:
         self.thread = ClientThread("mpillm-triton")
         self.open: list[Stream] = []
-        self.n_channels = 0
         self._channels: list[grpc.aio.Channel] = []
 
-    def connect(self, url: str, n: int, heard: Heard) -> None:
-        """Open `n` streams of a server, on as few channels as carry them."""
-        self.thread.run(self._connect(url, n, heard), _OPEN_S)
+    def connect(self, url: str, n: int, heard: Heard, n_calls: int = 0) -> None:
+        """Open `n` streams of a server, on as few channels as carry them and `n_calls` ModelInfer calls."""
+        self.thread.run(self._connect(url, n, heard, n_calls), _OPEN_S)
 
-    async def _connect(self, url: str, n: int, heard: Heard) -> None:
+    async def _connect(self, url: str, n: int, heard: Heard, n_calls: int) -> None:
+        channels = [self._channel(url) for _ in range(math.ceil((n + n_calls) / STREAMS_PER_CHANNEL))]
+        calls = itertools.cycle(
+            [
+                channel.unary_unary(
+                    f"{_SERVICE}ModelInfer",
+                    request_serializer=bytes,
+                    response_deserializer=service_pb2.ModelInferResponse.FromString,
+                )
+                for channel in channels
+            ]
+        )
         for i in range(n):
-            if i % STREAMS_PER_CHANNEL == 0:
-                # channels with equal arguments would share a connection
-                own = ("mpillm.channel", self.n_channels)
-                self._channels.append(grpc.aio.insecure_channel(url, [*_LIMITS, own]))
-                self.n_channels += 1
-            infer = self._channels[-1].stream_stream(
-                "/inference.GRPCInferenceService/ModelStreamInfer",
+            infer = channels[i % len(channels)].stream_stream(
+                f"{_SERVICE}ModelStreamInfer",
                 request_serializer=bytes,
                 response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
             )
-            self.open.append(Stream(url, infer(), heard, self.thread))
+            self.open.append(Stream(url, infer(), calls, heard, self.thread))
+
+    def _channel(self, url: str) -> grpc.aio.Channel:
+        # channels with equal arguments would share a connection
+        own = ("mpillm.channel", len(self._channels))
+        self._channels.append(grpc.aio.insecure_channel(url, [*_LIMITS, own]))
+        return self._channels[-1]
+
+    @property
+    def n_channels(self) -> int:
+        """How many channels are open."""
+        return len(self._channels)
 
     def close(self) -> None:
         """End all streams; nothing more is reported."""
@@ -73,8 +99,7 @@ class Streams:
         self.thread.stop()
 
     async def _close(self, streams: list[Stream]) -> None:
-        tasks = [task for stream in streams for task in stream.cancel()]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(stream.end() for stream in streams))
         for channel in self._channels:
             await channel.close()
         self._channels.clear()
@@ -86,37 +111,74 @@ class Stream:
     `ended`: why nothing more will come; empty while it is open.
     """
 
-    def __init__(self, url: str, call: Any, heard: Heard, thread: ClientThread) -> None:
+    def __init__(self, url: str, call: Any, calls: Iterator[Any], heard: Heard, thread: ClientThread) -> None:
+        """`calls`: the next one is what a request to a model that is not decoupled goes through."""
         self.url = url
         self.ended = ""
         self.heard_at = time.monotonic()
         self.open: set[int] = set()  # ids of requests without their last response; the owner's
-        self._call, self._heard, self._thread = call, heard, thread
+        self._call, self._calls, self._heard, self._thread = call, calls, heard, thread
         self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        self._reader = asyncio.create_task(self._read())
+        self._tasks = {self._reader, asyncio.create_task(self._write())}
 
-    def send(self, request: bytes) -> None:
-        """Send a serialised ModelInferRequest soon; called from any thread."""
+    def send(self, number: int, request: bytes, decoupled: bool) -> None:
+        """Send a serialised ModelInferRequest soon; called from any thread.
+
+        `number`: its id. `decoupled`: whether its model is.
+        """
+        if not decoupled:
+            self._thread.post(self._infer, number, request)
+            return
         self._waiting.append(request)
         if len(self._waiting) <= 1:  # else the writer is at work, and will find it
             self._thread.post(self._wake.set)
 
-    def ask(self, number: int, request: bytes) -> None:
-        """Send a request that has an answer, as `send`. `number`: its id."""
+    def ask(self, number: int, request: bytes, decoupled: bool) -> None:
+        """Send a request whose answer somebody waits for, as `send`."""
         if not self.open:
             self.heard_at = time.monotonic()  # its silence counts from now on
         self.open.add(number)
-        self.send(request)
+        self.send(number, request, decoupled)
 
     # --- on the streams' thread ---
 
-    def cancel(self) -> list[asyncio.Task[None]]:
-        """Cancel its tasks, which end soon."""
+    async def end(self) -> None:
+        """End it with nothing left to do, as the server expects.
+
+        Only one with open requests is cancelled: tritonserver 2.51 can crash when it cancels what has ended.
+        """
+        if not self.open and not self.ended:
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                await self._call.done_writing()
+            await asyncio.wait([self._reader], timeout=_CLOSE_S)
         self._call.cancel()
         for task in self._tasks:
             task.cancel()
-        return self._tasks
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _infer(self, number: int, request: bytes) -> None:
+        task = asyncio.create_task(self._one(number, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _one(self, number: int, request: bytes) -> None:
+        error = ""
+        try:
+            response = await next(self._calls)(request)
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() is grpc.StatusCode.UNAVAILABLE:
+                await asyncio.wait([self._reader], timeout=_NOTICE_S)
+                if self.ended:
+                    return  # the server is gone, and owes this answer
+            response, error = service_pb2.ModelInferResponse(id=str(number)), error_text(failure)
+        self.heard_at = time.monotonic()
+        response.parameters["triton_final_response"].bool_param = True
+        try:
+            self._heard(self, response, error)
+        except Exception as failure:  # noqa: BLE001 - the rank's main thread reports it
+            self.ended = f"{type(failure).__name__}: {failure}"
 
     async def _write(self) -> None:
         try:

@@ -45,7 +45,9 @@ def until_ready(url: str, channel: grpc.Channel, deadline_s: float) -> None:
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
     start = logged = time.monotonic()
     last = "it was not asked"
-    while (left := start + deadline_s - time.monotonic()) > 0:
+    # Whether it speaks HTTP is asked within the same deadline: this rank's phase has one, too.
+    http_s = min(_HTTP_S, deadline_s / 4)
+    while (left := start + deadline_s - http_s - time.monotonic()) > 0:
         try:
             ready = stub.ServerReady(
                 service_pb2.ServerReadyRequest(), timeout=min(left, _ASK_S), wait_for_ready=False
@@ -59,19 +61,19 @@ def until_ready(url: str, channel: grpc.Channel, deadline_s: float) -> None:
             logged = time.monotonic()
             _log.warning("waiting for %s: %s", url, last)
         time.sleep(min(_PAUSE_S, max(0.0, left)))
-    if _speaks_http(url):
+    if _speaks_http(url, http_s):
         last += " (this is an HTTP port; gRPC has one of its own, 8001 by default)"
     raise TritonError(f"tritonserver {url} was not ready within {deadline_s:g} s: {last}")
 
 
-def _speaks_http(url: str) -> bool:
+def _speaks_http(url: str, timeout_s: float) -> bool:
     """Return whether HTTP is spoken there.
 
     gRPC's own error does not tell: it is that of the address of the host that it tried last.
     """
     host, _, port = url.rpartition(":")
     try:
-        connection = http.client.HTTPConnection(host, int(port), timeout=_HTTP_S)
+        connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s)
         connection.request("GET", "/v2")
         return bool(connection.getresponse().status)
     except (OSError, http.client.HTTPException, ValueError):
