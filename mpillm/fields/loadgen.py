@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpillm.configurator import Field, Options
 from mpillm.configurator.parsers import boolean, length_of_a_test, positive, rate
+from mpillm.workloads.rounds import ROUNDS
 
 
 class LoadgenFields(Options):
@@ -14,6 +15,13 @@ class LoadgenFields(Options):
         "LoadGen's mode",
         default="PerformanceOnly",
         choices=("PerformanceOnly", "AccuracyOnly"),
+        group="test",
+    )
+    round = Field(
+        "round",
+        "the MLPerf round whose seeds LoadGen takes, and in which the workload must count"
+        " [default: the seeds of the installed LoadGen]",
+        choices=tuple(r.name for r in ROUNDS),
         group="test",
     )
     user_conf = Field("user_conf", "a LoadGen user.conf; it overrides mlperf.conf", group="test")

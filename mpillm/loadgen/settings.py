@@ -15,6 +15,7 @@ from disagg.errors import ConfigError, about, nearest
 from mpillm.config.options import RunConfig
 from mpillm.loadgen.forecast import Forecast, forecast
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, SINGLE_STREAM_PERCENTILE, queries_needed
+from mpillm.workloads.rounds import Round, round_named, round_of, why_not
 
 ANY_MODEL = "mpillm"  # has no section in mlperf.conf, so only the rules for every model apply
 
@@ -52,11 +53,19 @@ class LoadGenConfig:
     scaled: Mapping[str, float] = field(default_factory=dict)  # a scaled-down workload's
     user_conf: str | None = None  # a file; overrides these
     given: Mapping[str, float] = field(default_factory=dict)  # on the command line; overrides the file
+    round: Round | None = None  # whose seeds are taken; None: those of the installed LoadGen
 
     @staticmethod
     def from_run(config: RunConfig) -> LoadGenConfig:
-        """Return the test that the options of a run describe."""
+        """Return the test that the options of a run describe.
+
+        Raises ConfigError if the workload does not count in the round that was asked for.
+        """
         workload = config.workload
+        of_round = round_named(config.round) if config.round else None
+        if of_round and workload and (why := why_not(workload, config.accuracy_target, of_round.name)):
+            about = ["round", "benchmarks", "accuracy_target"]
+            raise ConfigError(f"{config.named('round')}: {why}", about=about)
         scaled: dict[str, float] = {}
         given: dict[str, float] = {}
         if workload is not None and workload.scaled:
@@ -70,7 +79,9 @@ class LoadGenConfig:
                     round(value * 1000) if key == "min_duration" else value
                 )
         model = workload.loadgen_model if workload else ANY_MODEL
-        return LoadGenConfig(config.scenario, config.test_mode, model, scaled, config.user_conf, given)
+        return LoadGenConfig(
+            config.scenario, config.test_mode, model, scaled, config.user_conf, given, of_round
+        )
 
 
 @dataclass(frozen=True)
@@ -97,8 +108,15 @@ class LoadGenSettings:
             "min_duration_ms": s.min_duration_ms,
             "min_query_count": s.min_query_count,
             "performance_sample_count": s.performance_sample_count_override,
+            "round": self.round.name if self.round else None,
             **self.forecast.to_json(),
         }
+
+    @property
+    def round(self) -> Round | None:
+        """The round whose seeds LoadGen has, if it is known here."""
+        s = self.test
+        return round_of((s.qsl_rng_seed, s.sample_index_rng_seed, s.schedule_rng_seed))
 
     def _target_qps(self) -> float | None:
         """Return the rate; None for SingleStream, which has none."""
@@ -150,6 +168,8 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
         file.flush()
         if settings.FromConfig(file.name, config.model, config.scenario):
             raise ConfigError(f"LoadGen can't read this user.conf:\n{text}", about=["user_conf"])
+    if config.round is not None:  # no user.conf can set them
+        settings.qsl_rng_seed, settings.sample_index_rng_seed, settings.schedule_rng_seed = config.round.seeds
     needed = settings.performance_sample_count_override
     if needed > n_samples:
         raise ConfigError(

@@ -26,6 +26,7 @@ from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_setting
 from mpillm.report.console import rank_list
 from mpillm.run.choose_samples import load_samples
 from mpillm.run.rank_roles import check_handoff, check_sections, core_configs, what_runs
+from mpillm.workloads.rounds import why_not
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Prepared:
             )
         if config.workload is not None:
             lines.append(f"workload {config.workload.title}: LoadGen's {self.settings.describe()}")
+            lines += _of_round(config, self.settings)
             if config.workload.scaled:
                 lines.append(f"scaled down: {config.workload.scaled}")
         if not (config.audit_conf or config.compliance_test):  # which change the test themselves
@@ -85,6 +87,17 @@ class Prepared:
             disagg.table(plan),
             *(f"  {line}" for line in lines),
         ]
+
+
+def _of_round(config: RunConfig, settings: LoadGenSettings) -> list[str]:
+    """Return a line that says in which rounds a run's workload counts."""
+    assert config.workload is not None
+    if settings.round is None:
+        return ["LoadGen has the seeds of no round known here: the result can't be submitted"]
+    name = settings.round.name
+    if why := why_not(config.workload, config.accuracy_target, name):
+        return [f"LoadGen has the seeds of round {name}, where this result does not count: {why}"]
+    return [f"round {name} (LoadGen's seeds), which has {config.workload.benchmark(config.accuracy_target)}"]
 
 
 def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves: bool = False) -> Planned:

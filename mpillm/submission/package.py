@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from typing import Any
 
 import mpillm
 from disagg.errors import ConfigError
-from mpillm.fields import BY_NAME
-from mpillm.files import as_written, read_json, replace_folder, write_json, write_text
+from mpillm.files import replace_folder, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
+from mpillm.report.repeat import said_options, shown
 from mpillm.submission.runs import Result, Run
 
 _KEPT = 4096  # bytes kept at each end of an accuracy log
@@ -118,22 +117,8 @@ def check_accuracy_file(result: Result) -> None:
 
 def command_of(run: Run) -> str:
     """Return the command that repeats this run, with environment variables as options."""
-    words = [f"python -m mpillm mpirun -n {run.directory.result['world_size']} run"]
-    file = run.path / "config.json"
-    with as_written(file):
-        for name, entry in read_json(file).items():
-            value, source = entry["value"], entry["source"]
-            if isinstance(source, dict):  # each flag's own
-                value = {key: value[key] for key, where in source.items() if _said(where)}
-            elif not _said(source):
-                continue
-            if name != "log_dir" and value not in (None, {}):
-                words.append(f"--{name} {shlex.quote(BY_NAME[name].text(value))}")
-    return " ".join(words)
-
-
-def _said(source: str) -> bool:
-    return source == "command line" or source.startswith("environment variable ")
+    ranks = run.directory.result["world_size"]
+    return f"python -m mpillm mpirun -n {ranks} run {shown(said_options(run.path))}".rstrip()
 
 
 def _readme(result: Result) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 
-OPENORCA_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 _CHUNK = 64  # pairs that a process scores at a time: a few seconds of work at most
 
 
@@ -28,8 +28,8 @@ def splitter() -> tuple[Callable[[str], list[str]], bool]:
     """Return a function from a text to its sentences, and whether it is the references': nltk's for English.
 
     nltk downloads the trained one separately (`python -m nltk.downloader punkt_tab`). Without it nltk's
-    algorithm runs untrained and takes abbreviations for ends of sentences. Only rougeLsum and gen_len differ
-    slightly, which have no target in our workloads.
+    algorithm runs untrained and takes abbreviations for ends of sentences. rougeLsum and gen_len
+    differ slightly.
     """
     import nltk
 

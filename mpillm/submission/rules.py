@@ -11,32 +11,18 @@ from dataclasses import dataclass
 
 from disagg.errors import ConfigError
 from mpillm.workloads import Workload
+from mpillm.workloads.rounds import Round, round_of
 
 STATUSES = ("available", "preview", "rdi")
 SYSTEM_TYPES = ("datacenter", "edge", "datacenter,edge", "edge,datacenter")
 
 
-@dataclass(frozen=True)
-class Round:
-    """A round of MLPerf Inference. A run belongs to the round whose seeds its LoadGen has."""
-
-    name: str  # the checker's
-    seeds: tuple[int, int, int]  # qsl, sample index, schedule
-
-
-ROUNDS = (
-    # mlcommons-loadgen 6.0.16 and later
-    Round("v6.1", (2085463073848966840, 2747215439041700203, 16159082839903944936)),
-    # mlcommons-loadgen 6.0.9 to 6.0.15
-    Round("v6.0", (2465351861681999779, 14276810075590677512, 3936089224930324775)),
-)
 _SEEDS = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed")
 
 
-def round_of(detail: Mapping[str, object]) -> Round | None:
+def logged_round(detail: Mapping[str, object]) -> Round | None:
     """Return the round of a run from its detailed log; None if no round known here has its seeds."""
-    seeds = tuple(detail.get(key) for key in _SEEDS)
-    return next((r for r in ROUNDS if r.seeds == seeds), None)
+    return round_of(tuple(detail.get(key) for key in _SEEDS))
 
 
 def place(workload: Workload, accuracy_target: float, loadgen_scenario: str) -> tuple[str, str]:
@@ -45,16 +31,14 @@ def place(workload: Workload, accuracy_target: float, loadgen_scenario: str) -> 
     A workload's interactive form is a scenario of its benchmark; LoadGen runs it as Server with limits of its
     own.
     """
-    benchmark, scenario = workload.interactive_of or workload.name, loadgen_scenario
-    if workload.submission.two_targets:
-        benchmark += f"-{100 * accuracy_target:g}"
+    scenario = loadgen_scenario
     if workload.interactive_of:
         if scenario != "Server":
             raise ConfigError(
                 f"{workload.name} is run in scenario Server; there is no {scenario} of it to submit"
             )
         scenario = "Interactive"
-    return benchmark, scenario
+    return workload.benchmark(accuracy_target), scenario
 
 
 @dataclass(frozen=True)

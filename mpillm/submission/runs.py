@@ -15,9 +15,10 @@ from mpillm.engine.model.model_config import PRESETS
 from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.run_directory import RunDirectory
-from mpillm.submission.rules import FREE_SETTINGS, Problem, Round, place, round_of
+from mpillm.submission.rules import FREE_SETTINGS, Problem, logged_round, place
 from mpillm.submission.test06 import is_test06
 from mpillm.workloads import WORKLOADS, Workload
+from mpillm.workloads.rounds import Round
 
 KINDS = ("performance", "accuracy", "TEST06")
 # What the runs of one result must have in common: they are of one system under test.
@@ -63,7 +64,7 @@ class Run:
 
     @cached_property
     def round(self) -> Round | None:
-        return round_of(self.detail)
+        return logged_round(self.detail)
 
     @cached_property
     def machines(self) -> dict[str, Any]:

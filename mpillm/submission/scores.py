@@ -34,9 +34,9 @@ class Scores:
     completions: list[dict[str, str]] = field(default_factory=list)  # code still to be executed (MBXP)
 
 
-def openorca(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """Score answers by ROUGE against OpenOrca's."""
-    values, length, notes = _openorca([answer.text for answer in answers], [row["output"] for row in rows])
+def by_rouge(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
+    """Score answers by ROUGE against the data set's."""
+    values, length, notes = _rouge([answer.text for answer in answers], [row["output"] for row in rows])
     return Scores(values | _lengths(answers, length), notes)
 
 
@@ -50,9 +50,7 @@ def openorca_gsm8k_mbxp(answers: Sequence[Answer], rows: Sequence[Row]) -> Score
     math = [i for i, row in enumerate(rows) if row["dataset"] == "GSM8K"]
     code = [i for i, row in enumerate(rows) if row["dataset"] not in ("OpenOrca", "GSM8K")]
     values, length, notes = (
-        _openorca([answers[i].text for i in orca], [rows[i]["gt_output"] for i in orca])
-        if orca
-        else ({}, 0, [])
+        _rouge([answers[i].text for i in orca], [rows[i]["gt_output"] for i in orca]) if orca else ({}, 0, [])
     )
     if math:
         values["gsm8k"] = (
@@ -99,7 +97,7 @@ def long_context(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
 _MATCHES: dict[str, Callable[[str, str], float]] = {"niah_em": matching.needle, "qa_em": matching.question}
 
 METRICS: dict[Metric, Callable[[Sequence[Answer], Sequence[Row]], Scores]] = {
-    "openorca": openorca,
+    "rouge": by_rouge,
     "openorca_gsm8k_mbxp": openorca_gsm8k_mbxp,
     "long_context": long_context,
 }
@@ -122,14 +120,12 @@ def pass_at_1(completions: Sequence[Mapping[str, str]], evaluated: Mapping[str, 
 MBXP_LANGUAGES = ("cpp", "python", "php", "javascript", "ruby", "typescript")
 
 
-def _openorca(texts: Sequence[str], targets: Sequence[str]) -> tuple[dict[str, float], int, list[str]]:
+def _rouge(texts: Sequence[str], targets: Sequence[str]) -> tuple[dict[str, float], int, list[str]]:
     """Return ROUGE means, characters of the answers, and notes."""
     split, trained = rouge.splitter()
     lines = rouge.as_lines(texts, split)
-    found = rouge.scores(rouge.OPENORCA_TYPES, lines, rouge.as_lines(targets, split))
-    means = {
-        name: round(sum(score[name] for score in found) / len(found), 4) for name in rouge.OPENORCA_TYPES
-    }
+    found = rouge.scores(rouge.TYPES, lines, rouge.as_lines(targets, split))
+    means = {name: round(sum(score[name] for score in found) / len(found), 4) for name in rouge.TYPES}
     return means, sum(map(len, lines)), _untrained(trained)
 
 
@@ -137,7 +133,7 @@ def _untrained(trained: bool) -> list[str]:
     if trained:
         return []
     return [
-        "rougeLsum and gen_len (no targets): sentences split without nltk's English data "
+        "rougeLsum and gen_len: sentences split without nltk's English data "
         "(python -m nltk.downloader punkt_tab)"
     ]
 

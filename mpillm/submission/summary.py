@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpillm.submission.package import Submission
-from mpillm.submission.rules import Problem, Round
+from mpillm.submission.rules import Problem
 from mpillm.submission.system import unknown
+from mpillm.workloads.rounds import Round
 
 
 def summary(submission: Submission, of_round: Round | None, problems: Sequence[Problem], output: Path) -> str:

@@ -37,5 +37,4 @@ def check(accuracy: Accuracy, values: dict[str, float], accuracy_target: float) 
         Check(name, values.get(name), reference * accuracy_target)
         for name, reference in accuracy.references.items()
     ]
-    low, high = accuracy.tokens_per_sample
-    return [*checks, Check("tokens_per_sample", values.get("tokens_per_sample"), low, high)]
+    return [*checks, Check(accuracy.length, values.get(accuracy.length), *accuracy.bounds)]

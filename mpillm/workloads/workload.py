@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Metric = Literal["openorca", "openorca_gsm8k_mbxp", "long_context"]
+Metric = Literal["rouge", "openorca_gsm8k_mbxp", "long_context"]
 """How answers are scored: the names of the functions in `mpillm.submission.scores`."""
 
 FORM = "-interactive"
@@ -27,13 +27,13 @@ class Columns:
 class Accuracy:
     """How a benchmark is scored.
 
-    A score must reach its reference times the accuracy target; the answers' mean length must be within
-    bounds.
+    A score must reach its reference times the accuracy target; the answers' length must be within bounds.
     """
 
     metric: Metric
     references: Mapping[str, float]  # by the scores' names
-    tokens_per_sample: tuple[float, float]  # least and most
+    length: str  # the name of the score that bounds it: tokens_per_sample, gen_len (characters of all)
+    bounds: tuple[float, float]  # least and most
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,11 @@ class Workload:
     interactive_of: str = ""  # the workload of which this is the interactive form
     loadgen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options, by scenario
     scaled: str = ""  # what is smaller than in the benchmark; empty: nothing
+
+    def benchmark(self, accuracy_target: float) -> str:
+        """Return the submission checker's name of it, which for some contains the accuracy target."""
+        name = self.interactive_of or self.name
+        return f"{name}-{100 * accuracy_target:g}" if self.submission.two_targets else name
 
     @property
     def title(self) -> str:

@@ -21,6 +21,8 @@ LIMITS = {
     "mixtral-8x7b": (2000, 200),
     "llama3.1-405b": (6000, 175),
     "llama3.1-405b-interactive": (4500, 80),
+    "llama3.1-8b": (2000, 100),
+    "llama3.1-8b-interactive": (500, 30),
 }
 CASES = [
     (name, scenario, mode)

@@ -1,4 +1,4 @@
-"""The columns of pandas' pickled data frames (the extra ``datasets``)."""
+"""The columns of published data frames: pandas' pickles (the extra ``datasets``), and JSON."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ import pickle
 import struct
 import zlib
 from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
+from mpillm.data.preprocessed.json_rows import json_rows
 
-if TYPE_CHECKING:
-    import pandas as pd
+JSON_SUFFIX = ".json"
 
 
 class Frame:
     """The columns of a data frame, by name."""
 
-    def __init__(self, file: Path, data: pd.DataFrame) -> None:
-        self.file, self._data = file, data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self._data.columns)
+    def __init__(self, file: Path, columns: Sequence[str], values: Callable[[str], NDArray[Any]]) -> None:
+        """`values` returns a column, shape [rows]; its cells may be objects."""
+        self.file, self.columns, self._values = file, tuple(columns), values
 
     def integers(self, column: str) -> NDArray[np.int64]:
         """Return a column of integers, shape [rows]; ConfigError if it holds anything else."""
@@ -79,26 +74,27 @@ class Frame:
             raise ConfigError(
                 f"{self.file}: no column {name}{nearest(name, self.columns)}; the columns are: {names}"
             )
-        values: NDArray[Any] = self._data[name].to_numpy()
-        return values
+        return self._values(name)
 
 
 def read_frame(file: Path) -> Frame:
-    """Read the data frame in a pickle written by pandas (``.pkl``, ``.pkl.gz``; pickle protocol 2 to 5).
+    """Read the data frame in a pickle written by pandas (``.pkl``, ``.pkl.gz``; pickle protocol 2 to 5) or
+    in a JSON file (`json_rows`).
 
     ConfigError names the file and what is wrong: it cannot be read, is truncated, is not a pickle, holds
     something other than a data frame, or asks for a class or function that no data frame needs. Without
     pandas it names the extra to install.
     """
+    if file.name.endswith(JSON_SUFFIX):
+        return _json_frame(file)
     try:
         from mpillm.data.preprocessed import unpickler
     except ImportError as error:
         raise ConfigError(f"data set {file} needs {error.name}: pip install 'mpillm[datasets]'") from error
     stream = _opened(file)
     try:
-        return Frame(
-            file, unpickler.load(stream, stream.getbuffer() if isinstance(stream, io.BytesIO) else stream)
-        )
+        data = unpickler.load(stream, stream.getbuffer() if isinstance(stream, io.BytesIO) else stream)
+        return Frame(file, tuple(data.columns), lambda name: data[name].to_numpy())
     except unpickler.Refused as error:
         raise ConfigError(f"{file}: {error}") from None
     except (EOFError, struct.error) as error:
@@ -115,6 +111,26 @@ def read_frame(file: Path) -> Frame:
         raise ConfigError(
             f"{file}: damaged, or not a data frame pickled by pandas 1 to 3 ({error})"
         ) from error
+
+
+def _json_frame(file: Path) -> Frame:
+    rows = list(json_rows(file))
+    names = list(rows[0]) if rows else []
+    for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise ConfigError(
+                f"{file}: row {number} has the fields {', '.join(row)}; row 0 has {', '.join(names)}"
+            )
+
+    def column(name: str) -> NDArray[Any]:
+        cells = [row[name] for row in rows]
+        if all(type(cell) is int for cell in cells):
+            return np.array(cells, np.int64)
+        values = np.empty(len(cells), object)
+        values[:] = cells
+        return values
+
+    return Frame(file, names, column)
 
 
 def _opened(file: Path) -> mmap.mmap | io.BytesIO:

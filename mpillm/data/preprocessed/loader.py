@@ -1,4 +1,4 @@
-"""The published data sets, tokenized beforehand: NVIDIA's arrays and MLCommons' pickled data frames.
+"""The published data sets, tokenized beforehand: NVIDIA's arrays and MLCommons' data frames.
 
 NVIDIA's preprocessing scripts (``closed/NVIDIA/code/*/tensorrt/preprocess_data.py`` in
 mlcommons/inference_results_v5.1) write ``input_ids_padded.npy`` (int32, [samples, width], padded at the end),
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, nearest
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.preprocessed.converted import Arrays, converted
-from mpillm.data.preprocessed.frames import Frame, read_frame
+from mpillm.data.preprocessed.frames import JSON_SUFFIX, Frame, read_frame
 from mpillm.workloads.workload import Columns, Workload
 
 TOKENS_FILE, LENGTHS_FILE, STOP_FILE = "input_ids_padded.npy", "input_lens.npy", "stop_ids_padded.npy"
-FRAME_SUFFIXES = (".pkl", ".pkl.gz")
+FRAME_SUFFIXES = (".pkl", ".pkl.gz", JSON_SUFFIX)
 
 _TEXT, _ENDS = "reference", "_ends"  # in the names of arrays
 _CHUNK_ROWS = 1024  # rows of the padded array in one read
@@ -85,7 +85,7 @@ class PreprocessedLoader(LLMDataLoader):
         """Read the reference columns of the data frame; they are not kept."""
         if self._frame is None:
             raise ConfigError(
-                f"data set {self._arrays}: no references, which are in the data frame (a .pkl file): "
+                f"data set {self._arrays}: no references, which are in the published data frame: "
                 "name that instead"
             )
         arrays, _ = self._converted(self._frame)

@@ -50,7 +50,7 @@ def test_a_name_with_an_accuracy_target_and_another_one() -> None:
 
 
 def test_interactive_is_a_form_of_the_workload() -> None:
-    for name in ("llama2-70b", "llama3.1-405b"):
+    for name in ("llama2-70b", "llama3.1-405b", "llama3.1-8b"):
         for said in (name, f"{name}-interactive", f"{name}-99"):
             config = parse_run([*DUMMY, f"--benchmarks={said}", "--scenarios=Interactive"])
             assert (config.benchmark, config.scenario) == (f"{name}-interactive", "Server")
@@ -60,7 +60,7 @@ def test_interactive_is_a_form_of_the_workload() -> None:
         "--benchmarks=moe": "scenarios Interactive (command line): mixtral-8x7b has no interactive form; it"
         " has Offline and Server",
         "": "scenarios Interactive (command line) is a form of a workload: name one with --benchmarks"
-        " (llama2-70b, llama3.1-405b)",
+        " (llama2-70b, llama3.1-405b, llama3.1-8b)",
     }.items():
         with pytest.raises(ConfigError) as error:
             parse_run([*DUMMY, "--scenarios=interactive", *argv.split()])

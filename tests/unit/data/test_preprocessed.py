@@ -91,7 +91,7 @@ def test_references_are_read_when_asked_for(tmp_path: Path) -> None:
     loader = PreprocessedLoader(frame(tmp_path), COLUMNS)
     assert loader.references() == {"gt_output": ["a", "b", "c", "d"]}
     with pytest.raises(
-        ConfigError, match=r"no references, which are in the data frame \(a \.pkl file\): name that instead"
+        ConfigError, match=r"no references, which are in the published data frame: name that instead"
     ):
         PreprocessedLoader(arrays(tmp_path), COLUMNS).references()
 

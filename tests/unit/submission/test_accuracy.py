@@ -14,7 +14,7 @@ from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.loadgen.logs import digest
 from mpillm.submission import matching
-from mpillm.submission.scores import Answer, long_context, openorca, openorca_gsm8k_mbxp, pass_at_1
+from mpillm.submission.scores import Answer, by_rouge, long_context, openorca_gsm8k_mbxp, pass_at_1
 from mpillm.submission.targets import check
 from mpillm.workloads import get
 from tests.helpers.run_directories import log_entry, make_run
@@ -83,7 +83,7 @@ def test_llama2() -> None:
     Stemming makes runs and running one.
     """
     pytest.importorskip("rouge_score")
-    scores = openorca(
+    scores = by_rouge(
         answers(" the dog runs. ", "a b"), [{"output": "The dog, running"}, {"output": "a b c d"}]
     )
     assert scores.values["rouge1"] == round(100 * (1 + 2 / 3) / 2, 4)

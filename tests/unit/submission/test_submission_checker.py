@@ -16,7 +16,7 @@ import pytest
 
 from mpillm import cli
 from mpillm.loadgen.logs import digest
-from mpillm.submission.rules import ROUNDS
+from mpillm.workloads.rounds import ROUNDS
 from tests.helpers.official_checker import STOPS, check_submission, listed, needs_checker
 from tests.helpers.run_directories import FULL_SIZE, MACHINE, SAMPLES, log_entry, make_run
 
@@ -45,6 +45,12 @@ MIXTRAL_SCORES = {
     "gsm8k": 73.7,
     "mbxp": 60.1,
     "tokens_per_sample": 145.0,
+}
+OF_8B = dict.fromkeys(OF_MIXTRAL, 13368) | {LATENCIES[1]: 90_000_000}
+SCORES_8B = {"rouge1": 38.78, "rouge2": 15.91, "rougeL": 24.5, "rougeLsum": 35.8, "gen_len": 8167644}
+LLAMA3_1_8B: dict[str, Any] = {
+    "config": {"benchmarks": ["llama3.1-8b"], "accuracy_target": 0.99},
+    "scores": SCORES_8B,
 }
 
 
@@ -173,6 +179,38 @@ CASES = {
     "mixtral-8x7b Offline only": closed_only(
         ("Offline scenarios_check",), scores=MIXTRAL_SCORES, scenarios=("Offline",), **OLD_MIXTRAL
     ),
+    "llama3.1-8b in v6.1": same(
+        (), detail=OF_8B, scenarios=("Offline", "Server", "Interactive"), **LLAMA3_1_8B
+    ),
+    "llama3.1-8b in v6.0": same((), detail={**OF_8B, **V60}, version="v6.0", **LLAMA3_1_8B),
+    "llama3.1-8b with TPOT at Server's limit": same(
+        ("Server llm_check",), detail={**OF_8B, LATENCIES[1]: 100_000_000}, **LLAMA3_1_8B
+    ),
+    "llama3.1-8b with too few samples": Case(
+        (*each("performance_sample_count_check"), "Offline min_query_count_check"),
+        each("performance_sample_count_check"),
+        detail={
+            **OF_8B,
+            "effective_performance_sample_count": 13367,
+            "effective_samples_per_query": 13367,
+        },
+        **LLAMA3_1_8B,
+    ),
+    "llama3.1-8b with long answers": closed_only(
+        each("accuracy_result_check"),
+        detail=OF_8B,
+        **LLAMA3_1_8B | {"scores": {**SCORES_8B, "gen_len": 8984409}},
+    ),
+    "llama3.1-8b with short answers": closed_only(
+        each("accuracy_result_check"),
+        detail=OF_8B,
+        **LLAMA3_1_8B | {"scores": {**SCORES_8B, "gen_len": 7350879}},
+    ),
+    "llama3.1-8b with a low rougeLsum": closed_only(
+        each("accuracy_result_check"),
+        detail=OF_8B,
+        **LLAMA3_1_8B | {"scores": {**SCORES_8B, "rougeLsum": 35.435}},
+    ),
     "an accuracy target of no benchmark": Case(STOPPED, UNKNOWN_BENCHMARK, config={"accuracy_target": 0.995}),
 }
 
@@ -182,7 +220,9 @@ def make(folder: Path, case: Case) -> list[Path]:
     runs = []
     for scenario in case.scenarios:
         loadgens = "Server" if scenario == "Interactive" else scenario
-        config = {"benchmarks": ["llama2-70b-interactive"]} if scenario == "Interactive" else {}
+        config = dict(case.config)
+        if scenario == "Interactive":
+            config["benchmarks"] = [f"{config.get('benchmarks', ['llama2-70b'])[0]}-interactive"]
         answers = [log_entry(i, [5, 6, 2], None if loadgens == "Offline" else [5]) for i in range(3)]
         for kind in ("performance", "accuracy", "TEST06"):
             if kind in case.without:
@@ -191,7 +231,7 @@ def make(folder: Path, case: Case) -> list[Path]:
                 *(folder / f"{scenario}-{kind}", kind, loadgens, answers),
                 detail={**FULL_SIZE, **case.detail},
                 machine=case.machine,
-                **{**config, **case.config},
+                **config,
             )
             if kind == "accuracy" and case.scores is not None:
                 (path / "accuracy.txt").write_text(

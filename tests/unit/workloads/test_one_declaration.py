@@ -27,7 +27,7 @@ new = Workload(
     model_path="build/models/New-7B", tensor_parallelism=4, dataset_path="build/preprocessed_data/new",
     frame_file="new.pkl", columns=Columns("ids", references=("gt_output", "metric")), n_samples=5120,
     max_input_len=320, max_output_len=128, end_ids=(7,), min_output_len=2,
-    accuracy=Accuracy("long_context", {"rougeL": 50.0}, (10.0, 20.0)),
+    accuracy=Accuracy("long_context", {"rougeL": 50.0}, "tokens_per_sample", (10.0, 20.0)),
     submission=Submission(
         {"v6.1": ("new-7b-99",)}, Limits(1, 2, 3), (("Offline",), ("Server", "Interactive")), two_targets=True
     ),

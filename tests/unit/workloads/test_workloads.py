@@ -30,6 +30,8 @@ OFFICIAL = {
     "mixtral-8x7b": ("mixtral-8x7b", 15000, 1024, 2000, 200),
     "llama3.1-405b": ("llama3_1-405b", 8313, 2000, 6000, 175),
     "llama3.1-405b-interactive": ("llama3_1-405b-interactive", 8313, 2000, 4500, 80),
+    "llama3.1-8b": ("llama3_1-8b", 13368, 128, 2000, 100),
+    "llama3.1-8b-interactive": ("llama3_1-8b-interactive", 13368, 128, 500, 30),
 }
 
 
@@ -102,7 +104,7 @@ def test_official_values(name: str) -> None:
     assert "has 100 samples, but a test of" in loadgen(config, 100)["error"]
 
 
-@pytest.mark.parametrize("name", ["llama2-70b", "mixtral-8x7b", "llama3.1-405b"])
+@pytest.mark.parametrize("name", ["llama2-70b", "mixtral-8x7b", "llama3.1-405b", "llama3.1-8b"])
 def test_official_values_offline(name: str) -> None:
     settings = loadgen(options(name, "--offline_expected_qps", "37.5", scenario="Offline"), OFFICIAL[name][1])
     assert (

@@ -1,0 +1,50 @@
+"""The rounds of MLPerf Inference, and in which of them a workload counts.
+
+The seeds are those of ``loadgen/mlperf.conf`` in mlcommons/inference; between these two rounds nothing
+else in it changed for the workloads here. Which benchmark a round has is in its `Workload`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpillm.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of MLPerf Inference. A run belongs to the round whose seeds it had."""
+
+    name: str  # the submission checker's
+    seeds: tuple[int, int, int]  # qsl, sample index, schedule
+
+
+ROUNDS = (  # the newest first
+    # mlcommons-loadgen 6.0.16 and later
+    Round("v6.1", (2085463073848966840, 2747215439041700203, 16159082839903944936)),
+    # mlcommons-loadgen 6.0.9 to 6.0.15
+    Round("v6.0", (2465351861681999779, 14276810075590677512, 3936089224930324775)),
+)
+
+
+def round_named(name: str) -> Round:
+    """Return the round of this name, which is one of `ROUNDS`."""
+    return next(r for r in ROUNDS if r.name == name)
+
+
+def round_of(seeds: tuple[object, ...]) -> Round | None:
+    """Return the round with these seeds (qsl, sample index, schedule); None if none known here has them."""
+    return next((r for r in ROUNDS if r.seeds == seeds), None)
+
+
+def why_not(workload: Workload, accuracy_target: float, name: str) -> str:
+    """Return why a result of `workload` does not count in round `name`; "" if it does."""
+    rounds = workload.submission.rounds
+    benchmarks = rounds.get(name, ())
+    if workload.benchmark(accuracy_target) in benchmarks:
+        return ""
+    if benchmarks:
+        return f"round {name} has {' and '.join(benchmarks)} only (--accuracy_target)"
+    last = next((r.name for r in ROUNDS if r.name in rounds), None)
+    plain = workload.interactive_of or workload.name
+    return f"{plain} is retired: {last} was its last round" if last else f"{plain} is in no round known here"

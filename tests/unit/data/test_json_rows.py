@@ -1,0 +1,80 @@
+"""A data set as JSON: read piece by piece, and what can be wrong with the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm import workloads
+from mpillm.data.preprocessed import json_rows as reader
+from mpillm.data.preprocessed.json_rows import json_rows
+from mpillm.data.preprocessed.loader import loader_of
+from mpillm.submission.references import read_references
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "instruction": {"llama": "Summarize: {input}"},
+        "input": f"Caf\u00e9 \u201cnews\u201d ], }} [{{ \\ {i}",
+        "tok_input": list(range(128000, 128000 + 40 * (i + 1))),
+        "output": f"summary {i}",
+    }
+    for i in range(9)
+]
+
+
+def write(folder: Path, text: str, name: str = "cnn_eval.json") -> Path:
+    (folder / name).write_text(text, encoding="utf-8")
+    return folder / name
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 4])
+def test_rows(chunk: int, indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the file is cut for reading, its rows are the same."""
+    monkeypatch.setattr(reader, "_CHUNK", chunk)
+    rows = ROWS[:2] if chunk == 1 else ROWS
+    found = list(json_rows(write(tmp_path, json.dumps(rows, indent=indent, ensure_ascii=False))))
+    assert [row["tok_input"].tolist() for row in found] == [row["tok_input"] for row in rows]
+    assert all(row["tok_input"].dtype == np.int32 for row in found)
+    rest = [{name: value for name, value in row.items() if name != "tok_input"} for row in found]
+    assert rest == [{name: value for name, value in row.items() if name != "tok_input"} for row in rows]
+
+
+def test_the_published_format(tmp_path: Path) -> None:
+    """llama3.1-8b's file, by its folder or its own path: prompts and reference answers."""
+    workload = workloads.get("llama3.1-8b")
+    file = write(tmp_path, json.dumps(ROWS, indent=4, ensure_ascii=False))
+    for path in (tmp_path, file):
+        samples = loader_of(path, workload).load()
+        assert samples.lengths.tolist() == [len(row["tok_input"]) for row in ROWS]
+        assert samples.tokens.tolist() == [token for row in ROWS for token in row["tok_input"]]
+    assert read_references(workload, str(file)) == [{"output": row["output"]} for row in ROWS]
+
+
+WHOLE = json.dumps(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (WHOLE[:-40], "truncated, or not JSON"),
+        ('{"tok_input": [1]}', "not a JSON list of objects"),
+        ("[1, 2]", "not a JSON list of objects"),
+        ("", "not a JSON list of objects"),
+        ('[{"tok_input": [1], "output": "a"}, {"tok_input": [1]}]', "row 1 has the fields tok_input; row 0"),
+        ('[{"ids": [1], "output": "a"}]', "no column tok_input"),
+        ('[{"tok_input": [1.5], "output": "a"}]', "row 0 of column tok_input is not a list of tokens"),
+        ('[{"tok_input": [2147483648], "output": "a"}]', "an integer does not fit int32"),
+        ("[]", "no column tok_input"),
+    ],
+)
+def test_a_wrong_file(text: str, message: str, tmp_path: Path) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as error:
+        loader_of(file, workloads.get("llama3.1-8b")).load()
+    assert str(file) in str(error.value)
