@@ -34,6 +34,8 @@ COMMANDS = {
     "run-harness": "run a test for each workload and scenario named",
     "triton-client": "send requests to a Triton server, and print the answers",
     "e2e-test": "check and time the models around an engine behind Triton",
+    "rerun": "repeat the run of a run directory, and say what is different",
+    "certify": "measure how much of a run's latency and throughput is the harness's own",
     "accuracy": "score the answers of an accuracy run",
     "compliance": "check a run of compliance test TEST06",
     "submission": "arrange runs as a submission to MLPerf Inference",

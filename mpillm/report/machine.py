@@ -27,8 +27,8 @@ def describe_machine(gpus: Sequence[Gpu], packages: Sequence[str]) -> dict[str, 
         "storage": {"bytes": shutil.disk_usage("/").total, "disks": _disks()},
         "network": _network_cards(),
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total} for gpu in gpus],
-        "gpu_driver": _first_line(Path("/sys/module/nvidia/version")),
-        "operating_system": _operating_system(),
+        "gpu_driver": gpu_driver(),
+        "operating_system": operating_system(),
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "software": _software(packages),
@@ -98,7 +98,13 @@ def _network_cards() -> list[dict[str, Any]]:
     return cards
 
 
-def _operating_system() -> str:
+def gpu_driver() -> str:
+    """Return the version of NVIDIA's driver; empty without one."""
+    return _first_line(Path("/sys/module/nvidia/version"))
+
+
+def operating_system() -> str:
+    """Return the name of the distribution, with its version."""
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):

@@ -20,6 +20,7 @@ from mpillm.report.outputs import Outputs
 from mpillm.report.request_log import RequestLog
 from mpillm.report.result import add_costs, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
+from mpillm.report.run_environment import ENVIRONMENT, describe_environment
 from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.run.join import Planned, Prepared, has_text, prepare
@@ -146,6 +147,8 @@ class Session:
             if report.machine
         }
         write_json(directory / "machines.json", machines)
+        mpi = self._prepared.planned.reports[0].versions["MPI"]
+        write_json(directory / ENVIRONMENT, describe_environment(mpi))
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
 
     # --- the end ---

@@ -185,6 +185,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         ),
         says="rouge1",
     ),
+    r".* (rerun|certify) .*": Elsewhere("tests/e2e/test_rerun.py"),
     r".* (accuracy|compliance) {}": Elsewhere(
         "tests/e2e/test_submission_run.py types it, and test_typed with a folder"
     ),

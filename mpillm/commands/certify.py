@@ -1,0 +1,74 @@
+"""``python -m mpillm certify``"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from launch import mpirun
+from mpillm.commands.rerun import again, ranks_of
+from mpillm.config.values import Values, collect
+from mpillm.configurator import Field
+from mpillm.configurator.command_line import Parser
+from mpillm.errors import ExitCode
+from mpillm.fields import BY_NAME
+from mpillm.fields.results import OutputFields
+from mpillm.files import as_writable, write_json
+from mpillm.report.certificate import CERTIFICATE, certificate, certificate_table
+from mpillm.report.run_files import RunFiles
+
+BESIDE = "certify"  # the run's folder in the run directory
+# Options of what computes: the dummy core takes none of them, and its instances are laid out alike.
+_OF_THE_CORE = ("checkpoint", "build", "harness", "triton", "server", "model")
+_KEPT = ("enable_chunked_context", "max_batch_size", "max_num_tokens", "max_seq_len")
+
+
+class _Options(Values):
+    """Options of ``certify``."""
+
+    log_dir = OutputFields.log_dir
+    mpirun = Field("mpirun", 'options of mpirun, as one word: "--host a:4,b:4"', default="", group="certify")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the test with a core that costs nothing; write `CERTIFICATE`. Returns that run's exit code."""
+    parser = Parser(
+        prog="mpillm certify",
+        usage="python -m mpillm certify RUN_DIR [options]",
+        description="Run the same test on as many ranks, with a core that takes no time for answers of"
+        " the same length, and state how much of each latency and of the throughput is the harness's own.",
+        epilog="example:\n  python -m mpillm certify build/runs/first",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
+    options = collect(argv, _Options, parser)
+    run = RunFiles.read(Path(parser.parse_args(argv).run_dir))
+    if not run.result.get("samples") or not run.result.get("loadgen_result"):
+        raise ConfigError(f"{run.path}: this run has no result of LoadGen, so there is nothing to certify")
+    words, _ = again(run)
+    folder = Path(options.log_dir or run.path / BESIDE)
+    length = max(1, round(run.result["tokens"] / run.result["samples"]))
+    words = [*_of_the_test(words), "--core_type", "dummy", "--core_options", f"output_mean:{length}"]
+    words += ["--log_dir", str(folder)]
+    code = mpirun.main([*options.mpirun.split(), "-n", str(ranks_of(run)), "run", *words])
+    if code != ExitCode.DONE:
+        return code
+    found = certificate(run, RunFiles.read(folder))
+    with as_writable(run.path / CERTIFICATE):
+        write_json(run.path / CERTIFICATE, found)
+    print("\n" + certificate_table(found))
+    print(f"  {run.path / CERTIFICATE}")
+    return ExitCode.DONE
+
+
+def _of_the_test(words: list[str]) -> list[str]:
+    """Drop the options that are about the core."""
+    kept: list[str] = []
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        field = BY_NAME[name.removeprefix("--")]
+        if field.name in ("core_type", "core_options") or (
+            field.group in _OF_THE_CORE and field.name not in _KEPT
+        ):
+            continue
+        kept += [name, value]
+    return kept
