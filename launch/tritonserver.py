@@ -138,7 +138,7 @@ def triton_server(
         (f"http://localhost:{ports.http}/v2/health/ready",),
         (f"localhost:{ports.grpc}",),
         index=f"http://localhost:{ports.http}/v2/repository/index",
-        reason=r"^E\d{4} .*failed to load|^error: ",
+        reason=r"^E\d{4} .*failed to load|^error: |noticed that process rank \d+",
     )
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from mpillm.engine.weights.sources import save_preset
-from tests.e2e.test_triton import generate, serving
+from tests.e2e.test_triton import generate, serving, start, until_ready
 from tests.e2e.test_triton_engine import N_OUTPUT, PROMPTS
 from tests.helpers.oracle import Oracle
 from tests.helpers.real_triton import MARKS, TRITONSERVER
-from tests.helpers.support import Starter, free_ports
+from tests.helpers.support import INSTANCE_LOST, Command, Starter, free_ports, wait_until
 from tests.helpers.triton_requests import Asker, Refusal
 
 pytestmark = MARKS
@@ -73,6 +73,46 @@ def test_a_worker_that_dies_is_named(one: Starter) -> None:
                     os.kill(pid, signal.SIGKILL)
         with pytest.raises(Refusal, match=what):
             asker.ask([PROMPTS[0]], len(plain[0]))
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "says"),
+    [
+        (0, (), "noticed that process rank 0 "),
+        (1, (), "noticed that process rank 1 "),
+        (None, ("--triton_orchestrator",), "tritonserver 0 was ended by signal 9 after it was ready"),
+    ],
+    ids=["leader", "follower", "orchestrator"],
+)
+def test_a_server_that_dies(rank: int | None, options: tuple[str, ...], says: str, one: Starter) -> None:
+    """The open request ends, no process stays, and run-llm-server names who died."""
+    import grpc
+
+    repository(one)
+    (port,) = free_ports(1)
+    servers = until_ready(start(one, [port], *options))
+    pid = server_of(servers, rank)
+    asker = Asker(port, "tensorrt_llm")
+    request = asker.request([[5, 6]], 400, streaming=True, end_id=-1)
+    with pytest.raises((Refusal, grpc.RpcError)):
+        for n, _ in enumerate(asker.responses(request)):
+            if n == 2:
+                os.kill(pid, signal.SIGKILL)
+    ended = servers.end(60).must(INSTANCE_LOST)
+    assert says in ended.message, ended
+    wait_until(lambda: not servers.pids(), "no process that stays", 30)
+
+
+def server_of(servers: Command, rank: int | None) -> int:
+    """Return the process of a rank's tritonserver; None: of the only one."""
+    wanted = b"" if rank is None else f"OMPI_COMM_WORLD_RANK={rank}\0".encode()
+    (pid,) = (
+        pid
+        for pid in servers.pids()
+        if Path(f"/proc/{pid}/comm").read_text().strip() == "tritonserver"
+        and wanted in Path(f"/proc/{pid}/environ").read_bytes()
+    )
+    return pid
 
 
 def test_ranks_that_nobody_started(one: Starter) -> None:
