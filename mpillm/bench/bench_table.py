@@ -99,8 +99,8 @@ def main(config: Options) -> int:
         f" at most {config.max_batch_size} at once"
     )
     print(
-        f"  {'model':<14} {'in/out':>12} {'samples':>8} {'test, s':>8} {'ours, tokens/s':>15}"
-        f" {'theirs':>8} {'ratio':>6}   LoadGen",
+        f"  {'model':<14} {'in/out':>12} {'samples':>8} {'at once':>8} {'evicted':>8} {'test, s':>8}"
+        f" {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6}   LoadGen",
         flush=True,
     )
     n_failed = 0
@@ -115,9 +115,11 @@ def main(config: Options) -> int:
                 continue
             rate = result["tokens_per_second"]
             compared = f"{theirs:>8,.0f} {rate / theirs:>6.2f}" if theirs else f"{'':>8} {'':>6}"
+            at_once = sum(instance["metrics"]["running"]["peak"] for instance in result["per_instance"])
+            evicted = sum(instance["preemptions"] for instance in result["per_instance"])
             print(
-                f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {result['test_s']:>8.1f}"
-                f" {rate:>15,.0f} {compared}   {result['loadgen_result']}",
+                f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {at_once:>8,.0f} {evicted:>8}"
+                f" {result['test_s']:>8.1f} {rate:>15,.0f} {compared}   {result['loadgen_result']}",
                 flush=True,
             )
     return 1 if n_failed else 0
@@ -146,6 +148,7 @@ def _run(config: Options, model: str, n_in: int, n_out: int, n_samples: int) -> 
         "max_batch_size": config.max_batch_size,
         "max_num_tokens": max(config.max_num_tokens, n_in),
         "kv_cache_free_gpu_mem_fraction": config.kv_cache_free_gpu_mem_fraction,
+        "batch_scheduler_policy": "no_evict",  # as in the published runs
         **config.extra,
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
