@@ -19,9 +19,9 @@ STAMP := .venv/installed
 # Twice quiet: errors only.
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input --constraint constraints.txt
 UNTESTED := --ignore=tests/mpi
-# Half of the tests' time is waiting: for deadlines, for processes to start and to end. So two at a time, of which one keeps the cores busy
+# Half of the tests' time is waiting: for deadlines, for processes to start and to end. So three at a time, of which one keeps the cores busy
 # (tests/conftest.py).
-PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
+PARALLEL := -n 3 --dist loadgroup --no-loadscope-reorder
 export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 # Where compiled modules may not be kept (some containers set this), each rank would compile 300 of them at its start: 0.2 s.
 export PYTHONDONTWRITEBYTECODE :=

@@ -71,6 +71,8 @@ def main(config: Options) -> int:
         raise ConfigError(
             "--peers needs --model_path: vllm and aiperf want a tokenizer", about=["model_path"]
         )
+    if config.model_path and not Path(config.model_path).is_dir():  # not after minutes, from vllm
+        raise ConfigError(f"--model_path {config.model_path}: no such folder", about=["model_path"])
     parts = config.parts.split(",") if config.parts else [*_PARTS]
     for name in parts:
         if name not in _PARTS:

@@ -86,12 +86,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 CASES = [
-    # Batches and chunks of an engine on its own are tests/unit/engine/test_engine_tokens.py's, too.
+    # Batches and chunks of an engine on its own are tests/unit/engine/test_engine_tokens.py's, too, and
+    # test_cross_product.py has them all.
     pytest.param(
         mode,
         ranks,
         variant,
-        marks=pytest.mark.slow if variant == "small batch" or (ranks, variant) == (3, "small chunks") else (),
+        marks=pytest.mark.slow if variant.startswith("small") or (ranks, variant) == (3, "evictions") else (),
     )
     for mode, ranks in (("aggregated", 3), ("disaggregated", 5))
     for variant in VARIANTS
