@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-# They keep all cores busy: several at a time would take no less time, and the other tests wait most of theirs.
+# They keep all cores busy: several at a time would take as long, and the others wait most of their time.
 BUSY = {
     f"test_{name}"
     for name in (

@@ -15,7 +15,6 @@ from tests.helpers.run_directories import make_run, write
 def test_a_whole_run_has_its_options_instances_and_verdict(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", result={"loadgen_result": "VALID"})
     plan = [{"rank": 0, "roles": ["harness", "leader"], "node": "n0", "instance": None}]
-    workers = (1, "ctx"), (2, "ctx"), (3, "gen"), (4, "gen")
     plan += [
         {"rank": r, "roles": ["ctx" if r < 3 else "gen"], "node": "n0", "instance": r // 3}
         for r in range(1, 5)
