@@ -1,12 +1,15 @@
 """``bench triton``: requests per second to a model of zero cost, of one plain client and of triton_grpc.
 
-What is left is the clients' cost and the server's. Its processor time stands beside each rate: where the
-server's own share stays the same and the rate does not grow any more, the server is the limit.
+What is left is the clients' cost and the server's, whose processor time stands beside each rate. One instance
+of a Python model hands over one response at a time, and waits for the server each time, so there are several,
+for all clients alike. What several plain clients reach together, in processes of their own, is the server's
+limit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import statistics
@@ -16,8 +19,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +38,7 @@ from mpillm.fields import Field, positive
 
 _DEADLINE_S = 300.0
 _PLAIN = "one tritonclient object"
+_TOGETHER = 2
 
 
 class Options(Values):
@@ -42,6 +48,7 @@ class Options(Values):
     input_len = Field("input_len", "prompt tokens", positive, default=128, group="benchmark")
     output_len = Field("output_len", "answer tokens", positive, default=16, group="benchmark")
     frontends = Field("frontends", "most frontends of triton_grpc", positive, default=2, group="benchmark")
+    instances = Field("instances", "of the model", positive, default=2, group="benchmark")
     repeats = Field("repeats", "of all; the median is printed", positive, default=3, group="benchmark")
     tritonserver = Field("tritonserver", "the program [default: as of run-llm-server]", group="benchmark")
 
@@ -64,6 +71,7 @@ def main(config: Options) -> int:
         ways: dict[str, Callable[[], tuple[int, float]]] = {
             f"{_PLAIN}, one at a time": partial(_infer, config, url, model),
             f"{_PLAIN}, async_stream_infer": partial(_async_stream_infer, config, url, model),
+            f"{_TOGETHER} of them in {_TOGETHER} processes": partial(_together, config, url, model),
         }
         for n in range(1, config.frontends + 1):
             ways[f"triton_grpc, {n} frontend{'s' if n > 1 else ''}"] = partial(_ours, config, url, n)
@@ -75,7 +83,7 @@ def main(config: Options) -> int:
                 found[name].append(_Rate(n_requests / seconds, (_cpu_s(server) - before) / seconds))
     print(
         f"a model of zero cost behind Triton, {config.input_len} tokens in, {config.output_len} out;"
-        f" {os.cpu_count()} cores; median of {config.repeats} (least to most)"
+        f" {config.instances} instances, {os.cpu_count()} cores; median of {config.repeats} (least to most)"
     )
     for name, rates in found.items():
         values = [rate.per_second for rate in rates]
@@ -104,6 +112,9 @@ def _served(config: Options) -> Iterator[tuple[str, str, psutil.Process]]:
         (repo,) = read_repositories(str(folder / "repo"))
         (file,) = repo.folder.glob("*/1/model.py")
         file.write_text(file.read_text().replace("triton_models.embedded", "triton_models.null_model"))
+        (description,) = repo.folder.glob("*/config.pbtxt")
+        one, several = "  count: 1\n", f"  count: {config.instances}\n"
+        description.write_text(description.read_text().replace(one, several))
         ports = Ports(*_free_ports(3))
         server = triton_server(0, program, repo, ports, None)
         check_ports([server])
@@ -140,13 +151,13 @@ def _cpu_s(server: psutil.Process) -> float:
     return float(sum(time.user + time.system for time in times))
 
 
-def _inputs(config: Options) -> list[Any]:
+def _inputs(input_len: int, output_len: int) -> list[Any]:
     import tritonclient.grpc as grpcclient
 
     values = {
-        "input_ids": np.arange(3, 3 + config.input_len, dtype=np.int32)[None] % 256,
-        "input_lengths": np.array([[config.input_len]], np.int32),
-        "request_output_len": np.array([[config.output_len]], np.int32),
+        "input_ids": np.arange(3, 3 + input_len, dtype=np.int32)[None] % 256,
+        "input_lengths": np.array([[input_len]], np.int32),
+        "request_output_len": np.array([[output_len]], np.int32),
         "streaming": np.array([[True]]),
     }
     kinds = {"int32": "INT32", "bool": "BOOL"}
@@ -158,15 +169,30 @@ def _inputs(config: Options) -> list[Any]:
 
 def _infer(config: Options, url: str, model: str) -> tuple[int, float]:
     """One request after another, as a decoupled model allows: each waits for its answer on the stream."""
-    return _plain(config, url, model, max(1, config.requests // 10), 1)
+    return _plain(url, model, config.input_len, config.output_len, max(1, config.requests // 10), 1)
 
 
 def _async_stream_infer(config: Options, url: str, model: str) -> tuple[int, float]:
     """Send all requests at once."""
-    return _plain(config, url, model, config.requests, config.requests)
+    return _plain(url, model, config.input_len, config.output_len, config.requests, config.requests)
 
 
-def _plain(config: Options, url: str, model: str, n: int, at_once: int) -> tuple[int, float]:
+def _together(config: Options, url: str, model: str) -> tuple[int, float]:
+    """Send all requests at once from each of several processes."""
+    words = (url, model, config.input_len, config.output_len, config.requests, config.requests)
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        begin = manager.Barrier(_TOGETHER)
+        with ProcessPoolExecutor(_TOGETHER, context) as pool:
+            asked = [pool.submit(_plain, *words, begin) for _ in range(_TOGETHER)]
+            answered = [one.result(2 * _DEADLINE_S) for one in asked]
+    return sum(n for n, _ in answered), max(seconds for _, seconds in answered)
+
+
+def _plain(
+    url: str, model: str, input_len: int, output_len: int, n: int, at_once: int, begin: Barrier | None = None
+) -> tuple[int, float]:
+    """Send `n` requests, `at_once` open at a time; all clients begin when all have come to `begin`."""
     import tritonclient.grpc as grpcclient
 
     room, errors = threading.Semaphore(at_once), []
@@ -186,11 +212,13 @@ def _plain(config: Options, url: str, model: str, n: int, at_once: int) -> tuple
 
     with grpcclient.InferenceServerClient(url) as client:
         client.start_stream(heard)
+        if begin is not None:
+            begin.wait(_DEADLINE_S)
         began = time.perf_counter()
         for i in range(n):
             if not room.acquire(timeout=_DEADLINE_S):
                 raise ConfigError(f"tritonserver {url} has not answered within {_DEADLINE_S:g} s")
-            client.async_stream_infer(model, _inputs(config), request_id=str(i))
+            client.async_stream_infer(model, _inputs(input_len, output_len), request_id=str(i))
         if not done.wait(_DEADLINE_S):
             raise ConfigError(f"tritonserver {url} has not answered within {_DEADLINE_S:g} s")
         seconds = time.perf_counter() - began
