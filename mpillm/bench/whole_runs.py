@@ -1,4 +1,4 @@
-"""Whole runs and servers of ours as a benchmark's child processes: what a user would type."""
+"""Whole runs and servers of ours as a program's child processes: what a user would type."""
 
 from __future__ import annotations
 
@@ -9,18 +9,75 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
 from launch.children import Child, Children
+from launch.command import Command
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.loadgen.logs import latencies_ms
 
 _DEADLINE_S = 600.0  # of a run, and of a server until it is ready
 _LOOK_S = 0.1
 _URL = re.compile(r"serving .* at (http://\S+)")
+CONSOLE = "console.txt"  # in the run directory: what the run printed
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """How a run ended."""
+
+    folder: Path
+    code: int
+    result: dict[str, Any]  # its result.json; {}: it wrote none
+    stopped: str = ""  # why the caller's `watch` ended it; "": it ended by itself
+    tail: str = ""  # the end of its output
+
+    @property
+    def failure(self) -> str:
+        """Why there is no verdict, with the end of the output; "" if LoadGen gave one."""
+        if self.result.get("status") in ("VALID", "INVALID"):
+            return ""
+        causes = "; ".join(str(one.get("cause")) for one in self.result.get("failures", ()))
+        return f"{causes or f'exit code {self.code}'} (run directory {self.folder})\n{self.tail}".rstrip()
+
+
+def run_in(
+    folder: Path,
+    mpirun: Sequence[str],
+    options: Sequence[str],
+    watch: Callable[[], str] | None = None,
+    deadline_s: float | None = None,
+) -> EndedRun:
+    """``mpirun … run`` with `options`, in the run directory `folder`; its output goes to a file there.
+
+    `mpirun`: its options (``-n 4 --hostfile hosts``). `watch`: called often; a text ends the run. The run has
+    deadlines of its own, for each phase; `deadline_s` is one more. Raises ConfigError when that has passed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / CONSOLE
+    log.unlink(missing_ok=True)
+    (folder / "result.json").unlink(missing_ok=True)
+    words = [*_mpirun(mpirun), "run", *options, "--log_dir", str(folder)]
+    command = Command(tuple(words))
+    stopped = ""
+    end = None if deadline_s is None else time.monotonic() + deadline_s
+    with _children() as children:
+        child = children.start("the run", command.argv, command.environment(), log)
+        while children.wait(child, _LOOK_S) is None:
+            if watch is not None and (stopped := watch()):
+                break
+            if end is not None and time.monotonic() > end:
+                raise ConfigError(f"the run in {folder} did not end within {deadline_s:g} s")
+    code = child.process.returncode
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        result = {}
+    return EndedRun(folder, code, result, stopped, child.tail())
 
 
 def run_once(ranks: int, *options: str) -> dict[str, Any]:
@@ -28,12 +85,12 @@ def run_once(ranks: int, *options: str) -> dict[str, Any]:
 
     See `latencies_ms`. Raises ConfigError if it failed.
     """
-    with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory, _children() as children:
+    with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory:
         folder = Path(directory)
-        words = [*_mpirun(ranks), "run", "--log_dir", directory, *options]
-        _ended(children, children.start("a run of the benchmark", words, os.environ, folder / "output.txt"))
-        result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        return result | {"latency_ms": latencies_ms(folder)}
+        ended = run_in(folder, ("-n", str(ranks)), options, deadline_s=_DEADLINE_S)
+        if ended.code:
+            raise ConfigError(f"a run of the benchmark failed ({ended.code}):\n{ended.tail}")
+        return ended.result | {"latency_ms": latencies_ms(folder)}
 
 
 @contextlib.contextmanager
@@ -41,7 +98,7 @@ def served(ranks: int, *options: str) -> Iterator[str]:
     """Run ``serve`` on `ranks` ranks with `options`, and yield its URL. Raises ConfigError if it failed."""
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory, _children() as children:
         log = Path(directory) / "output.txt"
-        words = [*_mpirun(ranks), "serve", "--port", "0", "--log_dir", directory, *options]
+        words = [*_mpirun(("-n", str(ranks))), "serve", "--port", "0", "--log_dir", directory, *options]
         server = children.start("a server of the benchmark", words, os.environ, log)
         end = time.monotonic() + _DEADLINE_S
         while not (ready := _URL.search(log.read_text(encoding="utf-8"))):
@@ -62,8 +119,8 @@ def load_test(url: str, *options: str) -> dict[str, Any]:
         return result
 
 
-def _mpirun(ranks: int) -> list[str]:
-    return [sys.executable, "-m", "mpillm", "mpirun", "-n", str(ranks)]
+def _mpirun(options: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "mpillm", "mpirun", *options]
 
 
 def _children() -> Children:

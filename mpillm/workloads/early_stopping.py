@@ -34,6 +34,26 @@ def queries_needed(percentile: float, late: int = 0) -> int | None:
     return high
 
 
+def most_late(queries: int, percentile: float) -> int:
+    """Return how many of `queries` may be late at most; -1: too few queries, even if none is.
+
+    The inverse of `queries_needed`: a test that has more late ones already can't become VALID. In
+    logarithms, for any number of queries.
+    """
+    if percentile >= 1:
+        return -1
+    term = queries * math.log(percentile)  # of exactly `late` late ones
+    total, late = 0.0, -1
+    odds = math.log1p(-percentile) - math.log(percentile)
+    while late < queries:
+        total += math.exp(term)
+        if total >= _DOUBT:
+            break
+        late += 1
+        term += math.log(max(1, queries - late)) - math.log(late + 1) + odds
+    return late
+
+
 def _chance(queries: int, late: int, percentile: float) -> float:
     """Return the probability of at most `late` late queries among `queries` (binomial distribution)."""
     return sum(

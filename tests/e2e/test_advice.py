@@ -186,6 +186,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         says="rouge1",
     ),
     r".* (rerun|certify) .*": Elsewhere("tests/e2e/test_rerun.py"),
+    r".* (find-max-qps|ab|sweep) .*|.* compare (DIR|build/runs/first) .*": Elsewhere(
+        "several runs each: tests/e2e/test_experiments.py"
+    ),
     r".* (accuracy|compliance) {}": Elsewhere(
         "tests/e2e/test_submission_run.py types it, and test_typed with a folder"
     ),

@@ -39,6 +39,7 @@ mpillm.triton_models mpillm.triton_client mpillm.doctor
 mpillm.bench
 mpillm.submission
 mpillm.run
+mpillm.experiments
 mpillm.commands
 mpillm.llmlib
 mpillm.cli

@@ -1,0 +1,96 @@
+"""``python -m mpillm ab "OPTIONS A" "OPTIONS B"``: is the difference real?"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm.configurator.command_line import Parser
+from mpillm.configurator.parsers import positive
+from mpillm.errors import ExitCode
+from mpillm.experiments.intervals import Paired
+from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
+from mpillm.experiments.table import table
+from mpillm.experiments.typed import (
+    GROUP,
+    SeriesOptions,
+    checked,
+    mpirun_words,
+    parse_series,
+    series_folder,
+    shown,
+)
+from mpillm.fields import Field
+from mpillm.files import write_json
+
+
+class Options(SeriesOptions):
+    """Options of ``ab``."""
+
+    pairs = Field("pairs", "pairs of runs, three or more", positive, default=5, group=GROUP)
+    metric = Field(
+        "metric",
+        "the figure that decides [default: latency_mean for Server and SingleStream, tokens_per_second for"
+        " Offline]",
+        choices=METRICS,
+        group=GROUP,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the pairs, print them and the verdict."""
+    parser = Parser(
+        prog="mpillm ab",
+        usage='python -m mpillm ab "OPTIONS A" "OPTIONS B" [options] [options of both]',
+        description="Run two sets of options of run in turns, on the same nodes, and say whether the"
+        f" difference is real: Student's paired t test of log ratios, two-sided, at {100 * ALPHA:g} %, of one"
+        " figure.",
+        epilog='example:\n  python -m mpillm ab "--max_batch_size 8" "--max_batch_size 16" --pairs 5 -n 3'
+        " --model_path DIR",
+    )
+    if {"-h", "--help"} & {*argv}:
+        parse_series(argv, Options, parser)
+    own = [option for field in Options.declared() for option in (f"--{field.name}", f"-{field.name}")]
+    texts = argv[:2]
+    if len(texts) < 2 or any(text.partition("=")[0] in own for text in texts):
+        raise ConfigError('ab: expected two sets of options first: ab "OPTIONS A" "OPTIONS B" --pairs 5')
+    options, both = parse_series(argv[2:], Options, parser)
+    if options.pairs < 3:
+        raise ConfigError(f"--pairs {options.pairs}: three or more")
+    try:
+        sides = {name: [*both, *shlex.split(text)] for name, text in zip("AB", texts, strict=True)}
+    except ValueError as error:
+        raise ConfigError(f"ab: {error}, in {texts[0]!r} or {texts[1]!r}") from None
+    configs = {name: checked(side) for name, side in sides.items()}
+    if configs["A"].scenario != configs["B"].scenario:
+        raise ConfigError(
+            f"ab: A is scenario {configs['A'].scenario}, B is {configs['B'].scenario}: they have no figure in"
+            " common"
+        )
+    if (ranks := mpirun_words(options, configs["A"])) != (other := mpirun_words(options, configs["B"])):
+        raise ConfigError(f"ab: A would have {ranks[1]} ranks, B {other[1]}: name their number with -n")
+    default = "tokens_per_second" if configs["A"].scenario == "Offline" else "latency_mean"
+    metric = options.metric or default
+    folder = series_folder(options, "ab").absolute()
+    print(f"A: {texts[0]}\nB: {texts[1]}\n{options.pairs} pairs, in {shown(folder)}", flush=True)
+    pairs = run_pairs(folder, ranks, sides, options.pairs, lambda line: print(f"  {line}", flush=True))
+    verdict = judge(pairs, metric)
+    rows = [["pair", "A", "B", "B/A"]]
+    for number, pair in enumerate(pairs, 1):
+        a, b = pair["A"][metric], pair["B"][metric]
+        rows.append([str(number), f"{a:,.5g}", f"{b:,.5g}", f"{b / a:.4f}"])
+    print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{_words(verdict, options.pairs)}")
+    if options.output:
+        said = {"A": sides["A"], "B": sides["B"], "metric": metric, "pairs": pairs}
+        write_json(Path(options.output), said | {"verdict": asdict(verdict) | {"real": verdict.real}})
+    return ExitCode.DONE
+
+
+def _words(verdict: Paired, pairs: int) -> str:
+    interval = f"{100 * (verdict.low - 1):+.2f} to {100 * (verdict.high - 1):+.2f} %"
+    test = f"paired t test of {pairs} log ratios: p = {verdict.p:.3g}, real below {ALPHA:g}"
+    head = f"B differs: {100 * (verdict.ratio - 1):+.2f} %" if verdict.real else "no difference"
+    return f"{head} ({100 * (1 - ALPHA):g} % interval of the change: {interval})\n{test}"

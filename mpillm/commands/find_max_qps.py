@@ -1,0 +1,150 @@
+"""``python -m mpillm find-max-qps``: the highest rate of Server or Interactive that LoadGen calls VALID."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm.configurator.command_line import Parser
+from mpillm.configurator.parsers import fraction
+from mpillm.errors import ExitCode
+from mpillm.experiments.goodput import parse_goodput
+from mpillm.experiments.rate_search import Tried, find_max_rate
+from mpillm.experiments.rate_tests import RateTests
+from mpillm.experiments.typed import (
+    GROUP,
+    SeriesOptions,
+    checked,
+    mpirun_words,
+    parse_series,
+    series_folder,
+    shown,
+)
+from mpillm.fields import Field, seconds
+from mpillm.files import write_json
+
+
+class Options(SeriesOptions):
+    """Options of ``find-max-qps``."""
+
+    goodput = Field(
+        "goodput",
+        "limits in place of the workload's, milliseconds at the 99th percentile: ttft:500 tpot:50 e2el:9000,"
+        " or AIPerf's names time_to_first_token, inter_token_latency, request_latency; a latency that is not"
+        " named has no limit",
+        group=GROUP,
+        argparse_opts={"nargs": "+"},
+    )
+    tolerance = Field(
+        "tolerance",
+        "end when a rate is VALID and one at most this share above it is not",
+        fraction,
+        default=0.01,
+        group=GROUP,
+    )
+    probe_duration = Field(
+        "probe_duration",
+        "length of the short tests [default: a tenth of --min_duration, 5 to 60 s]",
+        seconds,
+        group=GROUP,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Search, print each test and the answer; return 0, or raise if there is none."""
+    parser = Parser(
+        prog="mpillm find-max-qps",
+        description="Find the highest rate at which a Server or Interactive test is VALID. Takes all options"
+        " of run; --server_target_qps is where the search begins [default: at the measured capacity].",
+        epilog="examples:\n"
+        "  python -m mpillm find-max-qps -n 3 --benchmarks llama2-70b --scenarios Server --model_scale tiny\n"
+        "  python -m mpillm find-max-qps -n 2 --core_type dummy --core_options ttft_ms:20,tpot_ms:5"
+        " --min_duration 30 --goodput ttft:500 tpot:50",
+    )
+    argv, limits = _take_goodput(argv)
+    options, words = parse_series(argv, Options, parser)
+    typed = [
+        *words,
+        *([] if any(word.startswith("--scenarios") for word in words) else ["--scenarios=Server"]),
+    ]
+    config = checked([*typed, "--server_target_qps=1"] if not _has_rate(words) else typed)
+    tests = RateTests(
+        series_folder(options, "find-max-qps").absolute(),
+        mpirun_words(options, config),
+        typed,
+        config,
+        parse_goodput(limits),
+        options.probe_duration,
+    )
+    tests.prepare()
+    start = config.server_target_qps if _has_rate(words) else None
+    if start is None:
+        print(f"measuring the capacity: all queries at once, for {tests.short_s:g} s", flush=True)
+        start = tests.capacity()
+        print(f"  {start:.4g} answers per second", flush=True)
+    print(
+        f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s, in {shown(tests.folder)}"
+    )
+    tried: list[Tried] = []
+
+    def test(rate: float, full: bool) -> Tried:
+        one = tests.test(rate, full)
+        tried.append(one)
+        print(_line(one), flush=True)
+        return one
+
+    found = find_max_rate(test, start, options.tolerance)
+    best = found.best
+    print(f"\nhighest VALID rate         {best.rate:.5g} per second")
+    print(f"not VALID at               {found.too_high:.5g} per second")
+    for name, value in best.figures.items():
+        print(f"{name.replace('_', ' '):<26} {value:.5g}")
+    print(f"confirming run             {shown(Path(best.folder))}")
+    if options.output:
+        said = {
+            "rate": best.rate,
+            "too_high": found.too_high,
+            "run": best.folder,
+            "tests": [asdict(t) for t in tried],
+        }
+        write_json(Path(options.output), said)
+    return ExitCode.DONE
+
+
+def _take_goodput(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split off the words of --goodput: vLLM's are several words, AIPerf's one with blanks."""
+    kept: list[str] = []
+    limits: list[str] = []
+    taking = False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name == "--goodput":
+            taking = not equals
+            limits += [value] if equals else []
+        elif taking and not word.startswith("-"):
+            limits.append(word)
+        else:
+            taking = False
+            kept.append(word)
+    if any(word.partition("=")[0] == "--goodput" for word in argv) and not limits:
+        raise ConfigError("--goodput: expected limits, as ttft:500 tpot:50")
+    return kept, limits
+
+
+def _has_rate(words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--server_target_qps" for word in words)
+
+
+def _line(tried: Tried) -> str:
+    length = "full " if tried.full else "short"
+    latencies = "  ".join(
+        f"{name.upper()} p99 {tried.figures[f'{name}_p99_ms']:.4g} ms"
+        for name in ("ttft", "tpot")
+        if f"{name}_p99_ms" in tried.figures
+    )
+    verdict = "VALID  " if tried.valid else "INVALID"
+    return f"  {tried.rate:9.4g}/s  {length}  {verdict}  {latencies or 'stopped'}" + (
+        f"\n             {tried.why}" if tried.why else ""
+    )

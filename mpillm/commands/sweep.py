@@ -1,0 +1,131 @@
+"""``python -m mpillm sweep``: a grid of options, one table, and a Pareto curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.bench.whole_runs import run_in
+from mpillm.configurator.command_line import Parser
+from mpillm.errors import ExitCode
+from mpillm.experiments.option_grid import (
+    Point,
+    figures,
+    finished,
+    grid_of_words,
+    grid_of_yaml,
+    pareto,
+    points,
+)
+from mpillm.experiments.table import table
+from mpillm.experiments.typed import (
+    GROUP,
+    SeriesOptions,
+    checked,
+    mpirun_words,
+    parse_series,
+    series_folder,
+    shown,
+)
+from mpillm.fields import Field
+from mpillm.files import write_json
+from mpillm.report.run_directory import unused
+
+_COLUMNS = {
+    "status": "",
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_second_per_gpu": "per {of}",
+    "tokens_per_second_per_user": "per user",
+    "ttft_p99_ms": "TTFT p99 ms",
+    "tpot_p99_ms": "TPOT p99 ms",
+}
+
+
+class Options(SeriesOptions):
+    """Options of ``sweep``."""
+
+    grid = Field(
+        "grid",
+        "a YAML of options, each with a value or a list of values; options typed besides go over it",
+        group=GROUP,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the points that have no result yet; print all; 4 if one failed."""
+    parser = Parser(
+        prog="mpillm sweep",
+        description="Run every combination of the options' values: an option of run with several values is"
+        " varied. With --log_dir the points that have a result there are not run again, so that a sweep that"
+        " was ended goes on; those that failed or are half written are.",
+        epilog="examples:\n"
+        "  python -m mpillm sweep -n 3 --core_type dummy --max_batch_size 4 8 16 --log_dir build/runs/sweep\n"
+        "  python -m mpillm sweep --grid grid.yaml --output sweep.json",
+    )
+    options, words = parse_series(argv, Options, parser)
+    grid = (grid_of_yaml(Path(options.grid)) if options.grid else {}) | grid_of_words(words)
+    todo = list(points(grid))
+    if len(todo) < 2:
+        raise ConfigError("sweep: no option has several values: --max_batch_size 4 8 16, say")
+    mpirun = [mpirun_words(options, checked(point.words)) for point in todo]
+    folder = series_folder(options, "sweep").absolute()
+    print(f"{len(todo)} points, in {shown(folder)}", flush=True)
+    found = [
+        _point(folder, point, start, f"{i} of {len(todo)}")
+        for i, (point, start) in enumerate(zip(todo, mpirun, strict=True), 1)
+    ]
+    front = pareto(found)
+    print("\n" + _table(todo, found, front))
+    if options.output:
+        write_json(Path(options.output), {"points": found, "pareto": front})
+    return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in found) else ExitCode.DONE
+
+
+def _point(folder: Path, point: Point, mpirun: Sequence[str], number: str) -> dict[str, Any]:
+    """Return a point's figures, of the run that is there or of a new one."""
+    where = folder / point.folder
+    said = {"options": dict(point.values), "run": str(where)}
+    label = " ".join(f"{name}={value}" for name, value in point.values.items())
+    if (result := finished(where)) is not None:
+        print(f"  {number}  {label}: was there", flush=True)
+        return said | figures(where, result)
+    if where.exists():  # keep what a failed or cut run left, for its owner to look at
+        where.rename(unused(where.with_name(f"{where.name}.incomplete")))
+    ended = run_in(where, mpirun, point.words)
+    if ended.failure:
+        print(f"  {number}  {label}: failed: {ended.failure.splitlines()[0]}", flush=True)
+        return said | {"status": "FAILED", "why": ended.failure}
+    print(f"  {number}  {label}: {ended.result['status']}", flush=True)
+    return said | figures(where, ended.result)
+
+
+def _table(todo: Sequence[Point], found: Sequence[dict[str, Any]], front: Sequence[int]) -> str:
+    of = next((one["of"] for one in found if "of" in one), "rank")
+    names = list(todo[0].values)
+    rows = [[*names, *(text.format(of=of) for text in _COLUMNS.values()), "Pareto"]]
+    for i, (point, one) in enumerate(zip(todo, found, strict=True)):
+        cells = [_cell(one.get(key)) for key in _COLUMNS]
+        rows.append([*point.values.values(), *cells, "*" if i in front else ""])
+    lines = [table(rows, len(names) + 1)]
+    if front:
+        lines += ["", f"Pareto curve: tokens/s per {of} against tokens/s per user", *_curve(found, front)]
+    return "\n".join(lines)
+
+
+def _curve(found: Sequence[dict[str, Any]], front: Sequence[int]) -> list[str]:
+    most = max(found[i]["tokens_per_second_per_gpu"] for i in front)
+    lines = []
+    for i in front:
+        one = found[i]
+        per_user, per_gpu = one["tokens_per_second_per_user"], one["tokens_per_second_per_gpu"]
+        bar = "#" * max(1, round(40 * per_gpu / most))
+        values = " ".join(f"{name}={value}" for name, value in one["options"].items())
+        lines.append(f"{per_user:>10.4g} per user  {bar:<40} {per_gpu:,.4g}  {values}")
+    return lines
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)

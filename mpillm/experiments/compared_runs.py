@@ -1,0 +1,193 @@
+"""Runs side by side: the options that differ, then each figure with a confidence interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from mpillm.experiments.goodput import tpot_s
+from mpillm.experiments.intervals import Estimate, by_blocks, difference
+from mpillm.report.request_log import read_requests
+from mpillm.report.run_files import RunFiles
+
+Rows = NDArray[np.void]
+
+# Options that say where a run was written, not how it ran.
+_NOT_COMPARED = frozenset({"log_dir"})
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a run's records."""
+
+    name: str
+    unit: str
+    of: Callable[[Rows], float]
+    by_end: bool = False  # blocks of answers in the order in which they came, not in that of issue
+    issued_over_time: bool = True  # it means nothing where all requests were issued at once (Offline)
+
+
+def _per_second(of: Callable[[Rows], float]) -> Callable[[Rows], float]:
+    """Per second between the block's answers: the first one ends the time before the block's."""
+
+    def rate(rows: Rows) -> float:
+        ended = rows["issued"] + rows["latency"]
+        lasted = float(ended[-1] - ended[0])
+        return of(rows[1:]) / lasted if lasted > 0 else math.nan
+
+    return rate
+
+
+def _mean_ms(of: Callable[[Rows], NDArray[Any]]) -> Callable[[Rows], float]:
+    def mean(rows: Rows) -> float:
+        values = of(rows)
+        values = values[np.isfinite(values)]
+        return 1e3 * float(values.mean(dtype=np.float64)) if len(values) else math.nan
+
+    return mean
+
+
+def _quantile_ms(of: Callable[[Rows], NDArray[Any]], q: float) -> Callable[[Rows], float]:
+    def quantile(rows: Rows) -> float:
+        values = of(rows)
+        values = values[np.isfinite(values)]
+        return 1e3 * float(np.quantile(values, q)) if len(values) else math.nan
+
+    return quantile
+
+
+_LATENCIES: dict[str, Callable[[Rows], NDArray[Any]]] = {
+    "TTFT": lambda rows: rows["ttft"],
+    "TPOT": tpot_s,
+    "latency": lambda rows: rows["latency"],
+}
+FIGURES = (
+    Figure("samples/s", "", _per_second(len), by_end=True),
+    Figure("tokens/s", "", _per_second(lambda rows: float(rows["tokens"].sum())), by_end=True),
+    *(
+        Figure(f"{name} {kind}", "ms", figure, issued_over_time=name != "TPOT")
+        for name, of in _LATENCIES.items()
+        for kind, figure in (
+            ("mean", _mean_ms(of)),
+            ("p50", _quantile_ms(of, 0.5)),
+            ("p99", _quantile_ms(of, 0.99)),
+        )
+    ),
+)
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run to compare."""
+
+    files: RunFiles
+    rows: Rows  # in order of issue
+
+    @staticmethod
+    def read(path: Path) -> ComparedRun:
+        """Read a run. Raises ConfigError if it has no verdict, no options, or no record of its requests."""
+        files = RunFiles.read(path)
+        status = files.result.get("status")
+        if status not in ("VALID", "INVALID"):
+            causes = "; ".join(str(one.get("cause")) for one in files.result.get("failures", ()))
+            why = causes or "; ".join(files.missing) or "it has no verdict"
+            raise ConfigError(f"{path}: this run can't be compared: {why}")
+        if not files.config:
+            raise ConfigError(f"{path}: this run can't be compared: {'; '.join(files.missing)}")
+        rows = read_requests(path)
+        if len(rows) != files.result.get("samples"):
+            raise ConfigError(
+                f"{path}: requests.bin has {len(rows)} records, result.json counts"
+                f" {files.result.get('samples')}: it is half written, or of another run"
+            )
+        return ComparedRun(files, rows)
+
+    @property
+    def scenario(self) -> str:
+        return str(self.files.result.get("scenario"))
+
+    def estimate(self, figure: Figure) -> Estimate | None:
+        """Return a figure; None if it means nothing for this run."""
+        if self.scenario == "Offline" and figure.issued_over_time and not figure.by_end:
+            return None
+        rows = self.rows
+        if figure.by_end:
+            rows = rows[np.argsort(rows["issued"] + rows["latency"], kind="stable")]
+        found = by_blocks(rows, figure.of)
+        return None if math.isnan(found.value) else found
+
+
+def differing_options(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
+    """Return the options with a different value in any of the runs, with each run's.
+
+    Of options that hold others, as --core_options, each of those: ``core_options.ttft_ms``.
+    """
+    flat = [dict(_flat(run.files)) for run in runs]
+    names = sorted({name for options in flat for name in options})
+    rows = [(name, [options.get(name) for options in flat]) for name in names]
+    return [(name, values) for name, values in rows if any(value != values[0] for value in values[1:])]
+
+
+def _flat(files: RunFiles) -> Iterator[tuple[str, Any]]:
+    for name in files.config.keys() - _NOT_COMPARED:
+        value = files.value(name)
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", one) for key, one in value.items())
+        else:
+            yield name, value
+
+
+def compare(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Return the comparison, for JSON: options that differ, and the figures of each run.
+
+    With each figure's `value`, `half_width` of its 95 % interval, and against the first run `change` and
+    `change_half_width` (shares) and `differs`: the interval of the change leaves out 0. What is not known is
+    None.
+    """
+    figures = []
+    for figure in FIGURES:
+        estimates = [run.estimate(figure) for run in runs]
+        if any(estimates):
+            cells = [_cell(estimate, estimates[0]) for estimate in estimates]
+            figures.append({"figure": figure.name, "unit": figure.unit, "runs": cells})
+    return {
+        "runs": [
+            {
+                "directory": str(run.files.path),
+                "status": run.files.result["status"],
+                "scenario": run.scenario,
+                "samples": len(run.rows),
+                "errors": int(run.rows["error"].sum()),
+            }
+            for run in runs
+        ],
+        "options": [{"option": name, "values": values} for name, values in differing_options(runs)],
+        "figures": figures,
+    }
+
+
+def _cell(one: Estimate | None, first: Estimate | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    cell = {"value": one.value, "half_width": _known(one.half_width(_CONFIDENCE))}
+    if first is None or one is first or not first.value:
+        return cell
+    change = difference(first, one)
+    reach = change.half_width(_CONFIDENCE)
+    return cell | {
+        "change": change.value / first.value,
+        "change_half_width": _known(reach / first.value),
+        "differs": None if math.isnan(reach) else bool(abs(change.value) > reach),
+    }
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,83 @@
+"""Latency limits that a caller names: ``--goodput ttft:500 tpot:50``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError, nearest
+from mpillm.report.request_log import read_requests
+
+# vLLM's names (`vllm bench serve --goodput`), AIPerf's (`aiperf profile --goodput`), and what they are here.
+NAMES = {
+    "ttft": "ttft",
+    "tpot": "tpot",
+    "e2el": "e2el",
+    "time_to_first_token": "ttft",
+    "inter_token_latency": "tpot",
+    "request_latency": "e2el",
+}
+_NO_LIMIT_MS = 10**9
+
+
+def parse_goodput(words: Sequence[str]) -> dict[str, int]:
+    """Return limits in milliseconds by ``ttft``, ``tpot``, ``e2el``.
+
+    `words`: ``NAME:MILLISECONDS`` each, or several in one word, as AIPerf takes them. Raises ConfigError.
+    """
+    limits: dict[str, int] = {}
+    for pair in " ".join(words).replace(",", " ").split():
+        name, colon, text = pair.partition(":")
+        if name not in NAMES:
+            raise ConfigError(
+                f"--goodput {pair}: no latency {name!r}{nearest(name, NAMES)}: {', '.join(NAMES)}"
+            )
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not colon or value < 1 or value != int(value) or value >= _NO_LIMIT_MS:
+            raise ConfigError(f"--goodput {pair}: expected {name}:MILLISECONDS, a whole number of at least 1")
+        if limits.setdefault(NAMES[name], int(value)) != int(value):
+            raise ConfigError(f"--goodput {pair}: {NAMES[name]} has two limits")
+    return limits
+
+
+def user_conf(limits: Mapping[str, int], model: str, own: str | None) -> str:
+    """Return a user.conf with these limits for LoadGen's Server test of `model`; none where none is named.
+
+    `own`: the file that the user gave; its other lines stay in force. ``e2el`` is not in it: with token
+    latencies LoadGen looks at no other.
+    """
+    text = Path(own).read_text(encoding="utf-8-sig") if own else ""
+    if text and not text.endswith("\n"):
+        text += "\n"
+    for name in ("ttft", "tpot"):
+        text += f"{model}.Server.{name}_latency = {limits.get(name, _NO_LIMIT_MS)}\n"
+    return text + f"{model}.Server.target_latency = {_NO_LIMIT_MS}\n{model}.Server.use_token_latencies = 1\n"
+
+
+def late(rows: NDArray[np.void], limits: Mapping[str, float]) -> dict[str, int]:
+    """Return how many requests of a run's records were over each limit, in milliseconds."""
+    latencies = {"ttft": rows["ttft"], "tpot": tpot_s(rows), "e2el": rows["latency"]}
+    return {name: int((latencies[name] > limit / 1e3).sum()) for name, limit in limits.items()}
+
+
+def tpot_s(rows: NDArray[np.void]) -> NDArray[np.float64]:
+    """Return seconds per output token after the first, by request; NaN for answers of one token."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        after = rows["latency"].astype(np.float64) - rows["ttft"]
+        return np.where(rows["tokens"] > 1, after / (rows["tokens"] - 1.0), np.nan)
+
+
+def good_per_second(folder: Path, limits: Mapping[str, float], seconds: float) -> float:
+    """Return vLLM's goodput: requests per second that met all limits."""
+    rows = read_requests(folder)
+    good = rows["error"] == 0
+    for name, limit in limits.items():
+        value = {"ttft": rows["ttft"], "tpot": tpot_s(rows), "e2el": rows["latency"]}[name]
+        good &= ~(value > limit / 1e3)
+    return float(good.sum()) / seconds if seconds > 0 else 0.0

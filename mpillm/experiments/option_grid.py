@@ -1,0 +1,140 @@
+"""A grid of options: a run at each point, resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from disagg.errors import ConfigError
+from mpillm.report.run_files import RunFiles
+
+Grid = dict[str, list[str]]
+
+
+def grid_of_words(words: Sequence[str]) -> Grid:
+    """Return the values of each option as typed, by its name: an option with several words is varied.
+
+    Raises ConfigError for a word before the first option, or an option named twice.
+    """
+    grid: Grid = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            if name in grid:
+                raise ConfigError(f"sweep: --{name} is named twice: put its values behind one --{name}")
+            grid[name] = [value] if equals else []
+        elif not name:
+            raise ConfigError(f"sweep: {word}: expected options of run, each with one value or several")
+        else:
+            grid[name].append(word)
+    return grid
+
+
+def grid_of_yaml(path: Path) -> Grid:
+    """Return the grid in a YAML: a mapping of options to a value or a list of them. Raises ConfigError."""
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--grid {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(read, dict) or not read:
+        raise ConfigError(f"--grid {path}: expected options, each with a value or a list of values")
+    return {
+        str(name).replace("-", "_"): [
+            _text(one) for one in (values if isinstance(values, list) else [values])
+        ]
+        for name, values in read.items()
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return ",".join(f"{key}:{_text(one)}" for key, one in value.items())
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run of the grid."""
+
+    values: Mapping[str, str]  # of the options that are varied
+    words: tuple[str, ...]  # of ``run``, all
+
+    @property
+    def folder(self) -> str:
+        """The name of its run directory: the same whenever the same point is swept."""
+        text = json.dumps(self.words)
+        values = ",".join(f"{name}={value}" for name, value in self.values.items())
+        plain = "".join(c if c.isalnum() or c in "=,._-" else "_" for c in values)[:80]
+        return f"{plain or 'run'}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def points(grid: Grid) -> Iterator[Point]:
+    """Yield every combination, the last option varying fastest."""
+    varied = [name for name, values in grid.items() if len(values) > 1]
+    for combination in itertools.product(*(grid[name] or [""] for name in grid)):
+        values = dict(zip(grid, combination, strict=True))
+        words = [
+            word
+            for name, value in values.items()
+            for word in ([f"--{name}={value}"] if value else [f"--{name}"])
+        ]
+        yield Point({name: values[name] for name in varied}, tuple(words))
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """Return the result of a run that has one; None: it was never run, or is half written, or failed."""
+    try:
+        found = RunFiles.read(folder)
+    except ConfigError:
+        return None
+    whole = found.result.get("status") in ("VALID", "INVALID") and "loadgen_result" in found.result
+    return found.result if whole and found.detail else None
+
+
+def figures(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a point's figures: per GPU, or per worker rank where there is none, and per user.
+
+    A user sees 1 / (time per output token) tokens per second: its mean over requests.
+    """
+    ranks = [rank for rank in RunFiles.read(folder).plan_ranks if rank.get("instance") is not None]
+    machines = RunFiles.read(folder).machines.values()
+    gpus = any(one.get("gpus") for one in machines if isinstance(one, dict))
+    tpot, ttft = result.get("tpot_ms") or {}, result.get("ttft_ms") or {}
+    per = result["tokens_per_second"] / len(ranks) if ranks else None
+    return {
+        "status": result["status"],
+        "samples_per_second": result["samples_per_second"],
+        "tokens_per_second": result["tokens_per_second"],
+        "tokens_per_second_per_gpu": per,
+        "of": "GPU" if gpus else "rank",
+        "tokens_per_second_per_user": 1000 / tpot["mean"] if tpot.get("mean") else None,
+        "ttft_p99_ms": ttft.get("p99"),
+        "tpot_p99_ms": tpot.get("p99"),
+    }
+
+
+def pareto(found: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the points that no other beats in tokens/s per GPU and per user both, by rising latter."""
+    known = [
+        (one["tokens_per_second_per_user"], one["tokens_per_second_per_gpu"], i)
+        for i, one in enumerate(found)
+        if one.get("tokens_per_second_per_user") and one.get("tokens_per_second_per_gpu")
+    ]
+    front: list[int] = []
+    best = 0.0
+    for _, per_gpu, i in sorted(known, key=lambda one: (-one[0], -one[1])):
+        if per_gpu > best:
+            best = per_gpu
+            front.append(i)
+    return front[::-1]

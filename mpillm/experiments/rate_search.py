@@ -1,0 +1,106 @@
+"""The highest rate at which a Server test is VALID: the search, apart from how a test is run.
+
+Short tests bracket the rate and halve the bracket; then tests of full length decide, because a short test is
+over before a slow overload has filled the queue. The answer is bracketed at full length: VALID at the rate
+found, and not VALID at most `tolerance` above it. LoadGen draws the same arrivals for each test, only faster,
+so that neighbouring rates differ by the rate alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mpillm.errors import StageError
+
+_WIDEN = 2.0
+_MOST_HALVINGS = 14
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A test at a rate."""
+
+    rate: float
+    full: bool  # of full length
+    valid: bool
+    why: str = ""  # not VALID: LoadGen's reasons, or why it was stopped
+    completed: float = 0.0  # answers per second
+    folder: str = ""
+    figures: dict[str, float] = field(default_factory=dict)  # of result.json; empty: it was stopped
+
+
+Test = Callable[[float, bool], Tried]
+"""Run a test at a rate, of full length or not."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer: the confirming test, and the lowest rate at which a test of full length was not VALID."""
+
+    best: Tried
+    too_high: float
+
+
+def find_max_rate(test: Test, start: float, tolerance: float) -> Found:
+    """Search from the rate `start`. Raises StageError if no rate is VALID."""
+    low, _ = _bracket(test, start, tolerance)
+    return _confirm(test, low, tolerance)
+
+
+def _bracket(test: Test, start: float, tolerance: float) -> tuple[float, float]:
+    """Return a VALID rate and one that is not, at most `tolerance` apart, by short tests."""
+    low, high = 0.0, math.inf
+    rate = start
+    for _ in range(2 * _MOST_HALVINGS):
+        last = test(rate, False)
+        if last.valid:
+            low = rate
+        else:
+            high = rate
+        if low and high < math.inf:
+            break
+        if low:
+            rate = _WIDEN * low
+        else:
+            # An overloaded system answers at its capacity.
+            overloaded = 0.05 * rate < last.completed < 0.97 * rate
+            rate = last.completed if overloaded else rate / _WIDEN
+        if rate < start / 2**_MOST_HALVINGS:
+            raise StageError(f"no rate is VALID, not even {high:.4g} per second: {last.why}")
+    if not low or high == math.inf:
+        raise StageError(f"no limit was found: {low:.4g} per second is VALID, as all below")
+    while high / low > 1 + tolerance:
+        middle = math.sqrt(low * high)
+        if test(middle, False).valid:
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+def _confirm(test: Test, rate: float, tolerance: float) -> Found:
+    """Bracket the rate by tests of full length, from `rate` on."""
+    best: Tried | None = None
+    high = math.inf
+    step = 1 + tolerance
+    for _ in range(2 * _MOST_HALVINGS):
+        tried = test(rate, True)
+        if tried.valid:
+            best = tried
+        else:
+            high = tried.rate
+        if best is not None and high / best.rate <= 1 + 1.001 * tolerance:
+            return Found(best, high)
+        if best is None:
+            rate = high / step
+        elif high == math.inf:
+            rate = best.rate * step
+        else:
+            rate = math.sqrt(best.rate * high)
+        if best is None or high == math.inf:
+            step = min(step**2, _WIDEN)
+    if best is None:
+        raise StageError(f"no test of full length is VALID, not even at {high:.4g} per second: {tried.why}")
+    return Found(best, high)

@@ -1,0 +1,156 @@
+"""Server tests for `rate_search`: whole runs, each at a rate, stopped when they are hopeless."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm.bench.whole_runs import EndedRun, run_in
+from mpillm.config.options import RunConfig
+from mpillm.errors import StageError
+from mpillm.experiments.goodput import good_per_second, late, user_conf
+from mpillm.experiments.hopeless import Watch
+from mpillm.experiments.rate_search import Tried
+from mpillm.experiments.typed import must_have_verdict
+from mpillm.loadgen.settings import ANY_MODEL
+from mpillm.report.request_log import read_requests
+from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
+
+_WITHOUT_A_WORKLOAD_S = 60.0  # full length, where neither the user nor a workload at full scale names one
+_LOADGEN_S = 600.0  # full length of a workload at full scale, from mlperf.conf
+_OVERLOAD_QPS = 20_000.0  # of the run that measures the capacity
+_LEAST_ANSWERS = 64  # for it
+_PROBE_LATE = 1  # a short test is long enough to be VALID with one late query
+
+
+@dataclass(frozen=True)
+class RateTests:
+    """The tests of one search."""
+
+    folder: Path
+    mpirun: Sequence[str]
+    words: Sequence[str]  # of `run`, as typed
+    config: RunConfig  # of them
+    goodput: Mapping[str, int]  # limits in place of the workload's; {}: those of the run
+    probe_s: float | None  # length of the short tests
+
+    @property
+    def full_s(self) -> float:
+        """The length of a full test, seconds."""
+        config = self.config
+        if config.given("min_duration") and config.min_duration:
+            return float(config.min_duration)
+        full_scale = config.workload is not None and not config.workload.scaled
+        return _LOADGEN_S if full_scale else _WITHOUT_A_WORKLOAD_S
+
+    @property
+    def short_s(self) -> float:
+        """The length of a short test, seconds: a tenth of a full one, unless the user named it."""
+        return self.probe_s or min(60.0, max(5.0, self.full_s / 10))
+
+    def prepare(self) -> None:
+        """Write the limits. Raises ConfigError if there are none, or the scenario has no rate."""
+        config = self.config
+        if config.scenario != "Server":
+            raise ConfigError(
+                f"{config.named('scenarios')}: only Server and Interactive have a rate to search for"
+            )
+        if config.workload is None and not self.goodput and config.user_conf is None:
+            raise ConfigError(
+                "without a workload there is no latency limit, and every rate is VALID: give"
+                " --goodput ttft:500 tpot:50 (milliseconds), or --benchmarks"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.goodput:
+            model = config.workload.loadgen_model if config.workload else ANY_MODEL
+            self._conf.write_text(user_conf(self.goodput, model, config.user_conf), encoding="utf-8")
+
+    @property
+    def _conf(self) -> Path:
+        return self.folder / "goodput.conf"
+
+    def _options(self, rate: float, seconds: float, least: int | None) -> list[str]:
+        options = [*self.words, "--server_target_qps", f"{rate:.6g}", "--min_duration", f"{seconds:g}"]
+        options += ["--min_query_count", str(least)] if least else []
+        return options + (["--user_conf", str(self._conf)] if self.goodput else [])
+
+    def _new_folder(self, name: str) -> Path:
+        number = len([*self.folder.glob("[0-9][0-9]-*")]) + 1
+        return self.folder / f"{number:02d}-{name}"
+
+    def capacity(self) -> float:
+        """Return answers per second of a run that gets all queries at once, cut off after a while.
+
+        Raises ConfigError or StageError if it fails.
+        """
+        folder = self._new_folder("capacity")
+        began: float | None = None
+
+        def enough() -> str:
+            nonlocal began
+            try:
+                rows = read_requests(folder)
+            except ConfigError:
+                return ""
+            began = began or time.monotonic()
+            lasted = time.monotonic() - began > self.short_s
+            return "measured" if lasted and len(rows) >= _LEAST_ANSWERS else ""
+
+        queries = int(_OVERLOAD_QPS * self.short_s)
+        ended = run_in(folder, self.mpirun, self._options(_OVERLOAD_QPS, 0, queries), enough)
+        if not ended.stopped:
+            must_have_verdict(ended, "the run that measures the capacity")
+        rows = read_requests(folder)
+        done: list[float] = sorted((rows["issued"] + rows["latency"]).tolist())
+        later = done[len(done) // 4 :]  # without the start, when nothing has been answered yet
+        if len(later) < 2 or later[-1] <= later[0]:
+            raise StageError(f"the capacity can't be measured: {len(done)} answers in {folder}")
+        return (len(later) - 1) / (later[-1] - later[0])
+
+    def test(self, rate: float, full: bool) -> Tried:
+        """Run a test. Raises ConfigError or StageError if it fails without a verdict."""
+        folder = self._new_folder(f"{'full' if full else 'short'}-{rate:.5g}")
+        seconds = self.full_s if full else self.short_s
+        least = queries_needed(SERVER_PERCENTILE, late=_PROBE_LATE)
+        if full:  # as typed
+            least = None if self.config.workload or self.config.given("min_query_count") else least
+        e2el = self.goodput.get("e2el")
+        ended = run_in(folder, self.mpirun, self._options(rate, seconds, least), Watch(folder, e2el))
+        if ended.stopped:
+            rows = read_requests(folder)
+            span = float((rows["issued"] + rows["latency"]).max())
+            return Tried(rate, full, False, ended.stopped, len(rows) / span, str(folder))
+        must_have_verdict(ended, f"the test at {rate:.4g} per second")
+        return self._judged(rate, full, ended)
+
+    def _judged(self, rate: float, full: bool, ended: EndedRun) -> Tried:
+        result = ended.result
+        valid = result["status"] == "VALID"
+        why = "; ".join([*result["loadgen_unsatisfied"], *result["loadgen_advice"]])
+        figures = {
+            "samples_per_second": result["samples_per_second"],
+            "tokens_per_second": result["tokens_per_second"],
+            **{
+                f"{name}_p99_ms": result[f"{name}_ms"]["p99"]
+                for name in ("ttft", "tpot")
+                if result[f"{name}_ms"]
+            },
+        }
+        if result["errors"]:
+            valid, why = False, f"{result['errors']} answers were errors"
+        if (e2el := self.goodput.get("e2el")) is not None:
+            rows = read_requests(ended.folder)
+            count = late(rows, {"e2el": e2el})["e2el"]
+            allowed = most_late(len(rows), SERVER_PERCENTILE)
+            if count > allowed:
+                valid, why = False, f"{count} answers were later than {e2el} ms, {allowed} may be"
+        if self.goodput:
+            figures["good_requests_per_second"] = good_per_second(
+                ended.folder, self.goodput, result["test_s"]
+            )
+        return Tried(
+            rate, full, valid, "" if valid else why, result["samples_per_second"], str(ended.folder), figures
+        )

@@ -1,0 +1,65 @@
+"""Two sets of options in turns: pairs of runs, in alternating order, and a test of their differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.bench.whole_runs import run_in
+from mpillm.experiments.intervals import Paired, paired_test
+from mpillm.experiments.typed import must_have_verdict
+from mpillm.loadgen.logs import latencies_ms
+
+ALPHA = 0.01
+"""The chance of calling a difference real where there is none."""
+
+METRICS = ("samples_per_second", "tokens_per_second", "ttft_mean", "ttft_p99", "tpot_mean", "latency_mean")
+
+
+def run_pairs(
+    folder: Path,
+    mpirun: Sequence[str],
+    sides: Mapping[str, Sequence[str]],
+    pairs: int,
+    said: Callable[[str], None],
+) -> list[dict[str, dict[str, float]]]:
+    """Run both sides of each pair, A first in the even ones; return their figures, by side and metric.
+
+    The first pair is preceded by one run of A that does not count: it finds files and caches cold. Raises
+    ConfigError or StageError if a run fails.
+    """
+    found: list[dict[str, dict[str, float]]] = []
+    must_have_verdict(run_in(folder / "warm-up", mpirun, sides["A"]), "the first run of A")
+    for pair in range(pairs):
+        order = ("A", "B") if pair % 2 == 0 else ("B", "A")
+        figures: dict[str, dict[str, float]] = {}
+        for side in order:
+            where = folder / f"{pair + 1:02d}-{side}"
+            ended = must_have_verdict(run_in(where, mpirun, sides[side]), f"run {side} of pair {pair + 1}")
+            figures[side] = _figures(ended.result, where)
+        found.append(figures)
+        said(f"pair {pair + 1} of {pairs}, {order[0]} first")
+    return found
+
+
+def _figures(result: Mapping[str, Any], folder: Path) -> dict[str, float]:
+    latency = latencies_ms(folder) or {}
+    values = {
+        "samples_per_second": result["samples_per_second"],
+        "tokens_per_second": result["tokens_per_second"],
+        "latency_mean": latency.get("mean"),
+    }
+    for name in ("ttft", "tpot"):
+        for kind in ("mean", "p99"):
+            values[f"{name}_{kind}"] = (result[f"{name}_ms"] or {}).get(kind)
+    return {name: float(value) for name, value in values.items() if value}
+
+
+def judge(pairs: Sequence[Mapping[str, Mapping[str, float]]], metric: str) -> Paired:
+    """Test the pairs' differences in a metric. Raises ConfigError if a run does not have it."""
+    if any(metric not in pair[side] for pair in pairs for side in ("A", "B")):
+        has = [name for name in METRICS if all(name in pair[side] for pair in pairs for side in ("A", "B"))]
+        raise ConfigError(f"--metric {metric}: these runs don't have it; they have {', '.join(has)}")
+    return paired_test([p["A"][metric] for p in pairs], [p["B"][metric] for p in pairs], ALPHA)

@@ -1,0 +1,76 @@
+"""What the commands on several runs have in common: their own options, and the words of each run."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from disagg.errors import ConfigError
+from mpillm.bench.whole_runs import EndedRun
+from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.values import Values, complete
+from mpillm.configurator import Configuration
+from mpillm.configurator.command_line import Parser, add_fields
+from mpillm.errors import StageError
+from mpillm.fields import Field, positive
+from mpillm.report.run_directory import path_shown, unused
+from mpillm.run.in_turn import ranks_of
+
+GROUP = "runs"
+
+
+class SeriesOptions(Values):
+    """Options of each command that starts several runs."""
+
+    n = Field("n", "ranks of each run [default: as many as its options name]", positive, group=GROUP)
+    mpirun_options = Field(
+        "mpirun_options", 'more options of mpirun, as one text: "--hostfile hosts"', default="", group=GROUP
+    )
+    log_dir = Field(
+        "log_dir", "folder for the runs' directories [default: build/runs/TIME-COMMAND]", group=GROUP
+    )
+    output = Field("output", "write the figures to this JSON file, too", group=GROUP)
+
+
+S = TypeVar("S", bound=SeriesOptions)
+
+
+def parse_series(argv: Sequence[str], options: type[S], parser: Parser) -> tuple[S, list[str]]:
+    """Return a command's own options, and the other words. Raises ConfigError for a wrong option."""
+    own = options.declared()
+    add_fields(parser, own)
+    values, others = parser.parse_known(argv)
+    texts = {name: text for name, text in vars(values).items() if text is not None}
+    return options(complete(Configuration(options=texts, environ={}), own)), others
+
+
+def checked(words: Sequence[str]) -> RunConfig:
+    """Read words as options of ``run``. Raises ConfigError if one is wrong, before anything is started."""
+    return parse_run([word for word in words if word])
+
+
+def mpirun_words(options: SeriesOptions, config: RunConfig) -> list[str]:
+    """Return the options of mpirun for a run with these options."""
+    return ["-n", str(options.n or ranks_of(config)), *shlex.split(options.mpirun_options)]
+
+
+def series_folder(options: SeriesOptions, command: str) -> Path:
+    """Return the folder for the runs: --log_dir, or a new one."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(options.log_dir) if options.log_dir else unused(Path("build/runs") / f"{stamp}-{command}")
+
+
+def must_have_verdict(ended: EndedRun, what: str) -> EndedRun:
+    """Return `ended`. Raises ConfigError if its options were wrong, StageError if it failed otherwise."""
+    if not ended.failure:
+        return ended
+    kind = ConfigError if ended.code == 2 else StageError
+    raise kind(f"{what} failed: {ended.failure}")
+
+
+def shown(folder: Path) -> str:
+    """Return a folder for the console."""
+    return path_shown(folder.absolute())

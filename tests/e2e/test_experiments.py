@@ -1,0 +1,81 @@
+"""Several runs: compared, in turns, over a grid, and in search of the best rate."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mpillm.report.request_log import read_requests
+from tests.helpers.support import Command, Starter, wait_until
+
+DUMMY = ("-n", 2, "--core_type", "dummy", "--max_output_len", 1)
+
+
+def test_a_sweep_goes_on_where_it_stopped_and_its_runs_compare(one: Starter, tmp_path: Path) -> None:
+    """Of three points one has a result, one is half written, one was never begun."""
+    words = ("sweep", *DUMMY, "--core_options", "ttft_ms:1", "ttft_ms:30", "--log_dir", tmp_path / "sweep")
+    first = one.mpillm(*words, "--output", tmp_path / "sweep.json").must(0)
+    assert first.out.count(": VALID") == 2 and "Pareto" in first.out
+    runs = sorted(path for path in (tmp_path / "sweep").iterdir())
+    assert len(runs) == 2 and all(len(read_requests(run)) == 160 for run in runs)
+    assert len(json.loads((tmp_path / "sweep.json").read_text())["points"]) == 2
+
+    compared = one.mpillm("compare", *runs).must(0)
+    assert re.search(r"core_options.ttft_ms +1 +30", compared.out), compared.out
+    assert re.search(r"tokens/s .*%", compared.out), compared.out
+
+    result = runs[1] / "result.json"
+    result.write_text(result.read_text()[:200])
+    second = one.mpillm(*words).must(0)
+    assert second.out.count(": was there") == 1 and second.out.count(": VALID") == 1
+    assert (tmp_path / "sweep" / f"{runs[1].name}.incomplete").is_dir()
+
+
+@pytest.mark.slow
+def test_the_highest_rate_of_a_known_system(one: Starter, tmp_path: Path) -> None:
+    """16 slots of 200 ms answer 80 requests a second.
+
+    LoadGen's arrivals of 20 s are some percent denser than their rate, and a busy machine answers later.
+    """
+    words = (
+        *("find-max-qps", *DUMMY, "--core_options", "ttft_ms:200", "--max_batch_size", 16),
+        *("--min_duration", 20, "--probe_duration", 5, "--goodput", "time_to_first_token:3000"),
+        *("--log_dir", tmp_path / "search", "--output", tmp_path / "found.json"),
+    )
+    ended = typed(one, *words).end(600).must(0)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert 60 < found["rate"] < 90, ended.out
+    assert found["too_high"] / found["rate"] < 1.011
+    confirming = json.loads((Path(found["run"]) / "result.json").read_text())
+    assert confirming["status"] == "VALID"
+    assert confirming["loadgen"]["min_duration_ms"] == 20_000
+
+
+@pytest.mark.slow
+def test_a_difference_is_found_and_a_failed_run_is_named(one: Starter, tmp_path: Path) -> None:
+    words = (*DUMMY, "--max_batch_size", 80, "--pairs", 3, "--output", tmp_path / "ab.json")
+    fast, slow = "--core_options ttft_ms:1000", "--core_options ttft_ms:3000"
+    slower = typed(one, "ab", fast, slow, *words).end(300).must(0)
+    assert "B differs: -" in slower.out and "paired t test of 3 log ratios" in slower.out
+    assert json.loads((tmp_path / "ab.json").read_text())["verdict"]["real"]
+    ended = typed(one, "ab", fast, "--core_options fault:raise,fault_rank:1", *words).end(300).must(1)
+    assert "run B of pair 1 failed" in ended.message
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_goes_on(one: Starter, tmp_path: Path) -> None:
+    values = ("ttft_ms:1", "ttft_ms:2", "ttft_ms:3")
+    words = ("sweep", *DUMMY, "--core_options", *values, "--log_dir", tmp_path / "s")
+    command = typed(one, *words)
+    wait_until(lambda: ": VALID" in command.out, "a result")
+    command.kill()
+    ended = typed(one, *words).end().must(0)
+    assert ": was there" in ended.out and "3 of 3" in ended.out
+
+
+def typed(one: Starter, *words: object) -> Command:
+    """Start ``python -m mpillm WORDS``."""
+    return one.command([one.python, "-m", "mpillm", *words])

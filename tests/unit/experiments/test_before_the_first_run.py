@@ -1,0 +1,47 @@
+"""What is wrong with a series of runs is said before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpillm.cli import main
+
+DUMMY = ("-n", "2", "--core_type", "dummy")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("find-max-qps", *DUMMY), "every rate is VALID: give --goodput ttft:500 tpot:50"),
+        (
+            ("find-max-qps", *DUMMY, "--scenarios", "Offline", "--goodput", "ttft:5"),
+            "only Server",
+        ),
+        (("find-max-qps", *DUMMY, "--goodput"), "--goodput: expected limits"),
+        (("find-max-qps", *DUMMY, "--goodput", "ttft:5", "--max_batch", "4"), "unknown option --max_batch"),
+        (("find-max-qps", *DUMMY, "--goodput", "ttft:5", "--tolerance", "0"), "--tolerance"),
+        (("ab", "--max_batch_size 4"), "expected two sets of options first"),
+        (("ab", "--pairs", "5", "", ""), "expected two sets of options first"),
+        (("ab", "", "--seed 'x", *DUMMY), "No closing quotation"),
+        (
+            ("ab", "", "--scenarios Server --server_target_qps 9", *DUMMY),
+            "A is scenario Offline, B is",
+        ),
+        (("ab", "", "--max_batch_size 0", *DUMMY), "--max_batch_size"),
+        (("ab", "", "", *DUMMY, "--pairs", "2"), "--pairs 2: three or more"),
+    ],
+)
+def test_it_is_said(
+    words: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("mpillm:") == 1 and said.out == ""
+    assert not [*tmp_path.iterdir()]

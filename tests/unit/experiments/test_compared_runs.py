@@ -1,0 +1,92 @@
+"""Runs side by side, and run directories that can't be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpillm.cli import main
+from mpillm.report.request_log import RECORD
+from tests.helpers.run_directories import make_run
+
+
+def run(
+    path: Path, ttft_s: float, scenario: str = "Server", n: int = 1000, seed: int = 0, **config: Any
+) -> Path:
+    make_run(path, scenario=scenario, result={"loadgen_result": "VALID", "samples": n}, **config)
+    rng = np.random.default_rng(seed)
+    rows = np.zeros(n, RECORD)
+    rows["issued"] = np.cumsum(rng.exponential(0.01, n))
+    rows["ttft"] = ttft_s * rng.lognormal(0, 0.1, n)
+    rows["tokens"] = 11
+    rows["latency"] = rows["ttft"] + 0.1
+    rows.tofile(path / "requests.bin")
+    return path
+
+
+def test_what_differs_is_shown_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = run(tmp_path / "a", 0.1, core_options={"ttft_ms": 100, "tpot_ms": 10}, max_batch_size=8)
+    b = run(tmp_path / "b", 0.2, seed=1, core_options={"ttft_ms": 200, "tpot_ms": 10}, max_batch_size=8)
+    assert main(["compare", str(a), str(b), "--output", str(tmp_path / "out.json")]) == 0
+    out = capsys.readouterr().out
+    assert "core_options.ttft_ms  100  200" in out and "max_batch_size" not in out
+    assert out.index("core_options.ttft_ms") < out.index("TTFT mean")
+    said = json.loads((tmp_path / "out.json").read_text())
+    cells = {one["figure"]: one["runs"][1] for one in said["figures"]}
+    assert cells["TTFT mean"]["differs"] and cells["TTFT mean"]["change"] == pytest.approx(1.0, abs=0.05)
+    assert not cells["TPOT mean"]["differs"]
+
+
+def test_runs_that_are_alike_seldom_differ(tmp_path: Path) -> None:
+    differ = total = 0
+    first = str(run(tmp_path / "first", 0.1))
+    for seed in range(1, 9):
+        other = str(run(tmp_path / f"other{seed}", 0.1, seed=seed))
+        assert main(["compare", first, other, "--output", str(tmp_path / "out.json")]) == 0
+        for one in json.loads((tmp_path / "out.json").read_text())["figures"]:
+            total += 1
+            differ += bool(one["runs"][1]["differs"])
+    assert differ < 0.2 * total  # 5 % each; the first run is in all
+
+
+def test_offline_has_no_first_tokens_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All is issued at once: how long a sample waits is its place in the queue."""
+    names = [str(run(tmp_path / name, 0.1, "Offline")) for name in "ab"]
+    assert main(["compare", *names]) == 0
+    out = capsys.readouterr().out
+    assert "options  all alike" in out and "tokens/s" in out and "TTFT" not in out
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = run(tmp_path / "good", 0.1)
+    half = run(tmp_path / "half", 0.1)
+    (half / "requests.bin").write_bytes((half / "requests.bin").read_bytes()[:100])
+    old = run(tmp_path / "old", 0.1)
+    (old / "requests.bin").unlink()
+    offline = run(tmp_path / "offline", 0.1, "Offline")
+    failed = make_run(
+        tmp_path / "failed", result={"status": "FAILED", "failures": [{"cause": "rank 2 is gone"}]}
+    )
+    broken = run(tmp_path / "broken", 0.1)
+    (broken / "result.json").write_text('{"status": "VAL')
+    options = run(tmp_path / "options", 0.1)
+    (options / "config.json").unlink()
+    for path, message in (
+        (half, "requests.bin has 3 records, result.json counts 1000: it is half written"),
+        (old, "has no requests.bin"),
+        (offline, "runs of different scenarios (Offline, Server)"),
+        (failed, "this run can't be compared: rank 2 is gone"),
+        (broken, "result.json:1: not valid JSON"),
+        (options, "config.json is missing"),
+        (tmp_path / "none", "no such run directory"),
+        (tmp_path, "not a run directory"),
+    ):
+        assert main(["compare", str(good), str(path)]) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("mpillm:") == 1
+    assert main(["compare", str(good)]) == 2
+    assert "two or more run directories" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Confidence intervals hold what they promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mpillm.experiments.intervals import Estimate, by_blocks, difference, paired_test, t_cdf, t_quantile
+
+VALUE = np.dtype([("x", "f8")])
+
+
+@pytest.mark.parametrize(
+    ("probability", "df", "quantile"),  # from published tables
+    [
+        (0.975, 1, 12.706205),
+        (0.975, 4, 2.776445),
+        (0.995, 4, 4.604095),
+        (0.975, 19, 2.093024),
+        (0.025, 9, -2.262157),
+        (0.975, 1e6, 1.959966),
+    ],
+)
+def test_students_quantiles(probability: float, df: float, quantile: float) -> None:
+    assert t_quantile(probability, df) == pytest.approx(quantile, rel=1e-6)
+    assert t_cdf(quantile, df) == pytest.approx(probability, rel=1e-6)
+
+
+def test_blocks_cover_the_mean_of_correlated_values_where_plain_errors_do_not() -> None:
+    """Neighbours in a queue wait alike: an AR(1) series, whose mean is 0."""
+    rng = np.random.default_rng(1)
+    rounds, n, inside, plain = 200, 4000, 0, 0
+    for _ in range(rounds):
+        noise = rng.normal(size=n)
+        series = np.empty(n)
+        level = 0.0
+        for i in range(n):
+            series[i] = level = 0.9 * level + noise[i]
+        rows = series.view(VALUE)
+        found = by_blocks(rows, lambda part: float(part["x"].mean()))
+        inside += abs(found.value) < found.half_width(0.95)
+        plain += abs(found.value) < 1.96 * series.std() / math.sqrt(n)
+    assert inside >= 0.88 * rounds
+    assert plain < 0.6 * rounds
+
+
+def test_too_few_requests_have_no_interval() -> None:
+    found = by_blocks(np.arange(50.0).view(VALUE), lambda part: float(part["x"].mean()))
+    assert found.value == 24.5 and math.isnan(found.half_width())
+
+
+def test_the_difference_of_runs_is_as_uncertain_as_both() -> None:
+    found = difference(Estimate(10.0, 3.0, 19), Estimate(12.0, 4.0, 19))
+    assert (found.value, found.error) == (2.0, 5.0)
+    assert 19 < found.df < 38
+
+
+def test_pairs_without_a_difference_are_seldom_called_different() -> None:
+    rng = np.random.default_rng(2)
+    real = [
+        paired_test(rng.lognormal(0, 0.02, 5).tolist(), rng.lognormal(0, 0.02, 5).tolist(), 0.01).real
+        for _ in range(500)
+    ]
+    assert sum(real) <= 15  # 5 expected
+
+
+def test_a_difference_that_stands_out_of_the_noise_is_found() -> None:
+    rng = np.random.default_rng(3)
+    found = [
+        paired_test(rng.lognormal(0, 0.004, 5).tolist(), rng.lognormal(0.03, 0.004, 5).tolist(), 0.01)
+        for _ in range(200)
+    ]
+    assert sum(one.real for one in found) >= 190
+    assert sum(one.low < math.exp(0.03) < one.high for one in found) >= 190
+
+
+def test_values_that_are_alike_to_the_last_digit() -> None:
+    same = paired_test([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 0.01)
+    assert (same.real, same.p, same.ratio) == (False, 1.0, 1.0)

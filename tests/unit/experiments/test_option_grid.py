@@ -1,0 +1,78 @@
+"""Grids of options: points, their names, and the Pareto front."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.cli import main
+from mpillm.experiments.option_grid import finished, grid_of_words, grid_of_yaml, pareto, points
+from tests.helpers.run_directories import make_run
+
+
+def test_an_option_with_several_words_is_varied() -> None:
+    grid = grid_of_words(
+        ["--max-batch-size", "4", "8", "--save_outputs", "--core_type=dummy", "--seed", "1", "2"]
+    )
+    found = [point.words for point in points(grid)]
+    assert len(found) == 4
+    assert found[1] == ("--max_batch_size=4", "--save_outputs", "--core_type=dummy", "--seed=2")
+    assert [dict(point.values) for point in points(grid)][2] == {"max_batch_size": "8", "seed": "1"}
+    assert len({point.folder for point in points(grid)}) == 4
+
+
+def test_a_yaml_and_its_mistakes(tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    file.write_text(
+        "max_batch_size: [4, 8]\ncore_options: [{ttft_ms: 1}, {ttft_ms: 2}]\nsave_outputs: true\n"
+    )
+    grid = grid_of_yaml(file)
+    assert grid == {
+        "max_batch_size": ["4", "8"],
+        "core_options": ["ttft_ms:1", "ttft_ms:2"],
+        "save_outputs": ["true"],
+    }
+    for text, message in (("- 4", "expected options"), ("a: [", "grid.yaml"), ("", "expected options")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            grid_of_yaml(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        grid_of_yaml(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--core_type", "dummy"], "no option has several values"),
+        (["4", "8"], "expected options of run"),
+        (["--seed", "1", "--seed", "2"], "--seed is named twice"),
+        (["--core_type", "dummy", "--max_batch_size", "4", "many"], "max_batch_size"),
+        (["--core_type", "dummy", "--max_batch_sizes", "4", "8"], "unknown option --max_batch_sizes"),
+    ],
+)
+def test_a_wrong_grid_starts_nothing(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "-n", "2", *words]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.out == ""
+
+
+def test_only_runs_with_a_verdict_are_finished(tmp_path: Path) -> None:
+    done = make_run(tmp_path / "done", result={"loadgen_result": "VALID"})
+    assert finished(done) is not None
+    failed = make_run(tmp_path / "failed", result={"status": "FAILED"})
+    cut = make_run(tmp_path / "cut", result={"loadgen_result": "VALID"})
+    (cut / "result.json").write_text("{")
+    assert [finished(path) for path in (failed, cut, tmp_path / "none")] == [None] * 3
+
+
+def test_the_front_has_what_nothing_beats() -> None:
+    def point(per_user: float | None, per_gpu: float) -> dict[str, Any]:
+        return {"tokens_per_second_per_user": per_user, "tokens_per_second_per_gpu": per_gpu}
+
+    found = [point(10, 100), point(20, 80), point(15, 70), point(5, 100), point(40, 10), point(None, 500), {}]
+    assert pareto(found) == [0, 1, 4]

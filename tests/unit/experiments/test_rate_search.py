@@ -1,0 +1,122 @@
+"""The search for the highest rate, on systems whose answer is known."""
+
+from __future__ import annotations
+
+import heapq
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpillm.errors import StageError
+from mpillm.experiments.hopeless import hopeless, queue_slope
+from mpillm.experiments.rate_search import Tried, find_max_rate
+from mpillm.loadgen.forecast import _arrivals
+from mpillm.report.request_log import RECORD
+from mpillm.workloads.early_stopping import most_late, queries_needed
+
+SEED = 16159082839903944936  # of round v6.1
+
+
+class Queue:
+    """`servers` that take `service_s` each, behind LoadGen's own arrivals."""
+
+    def __init__(self, servers: int, service_s: float, limit_s: float) -> None:
+        self.servers, self.service_s, self.limit_s = servers, service_s, limit_s
+        self.tests = 0
+
+    def records(self, rate: float, seconds: float) -> np.ndarray:
+        settings = SimpleNamespace(server_target_qps=rate, schedule_rng_seed=SEED)
+        times = _arrivals(settings, seconds, 662)
+        times = times[: max(662, int(np.searchsorted(times, seconds)) + 1)]
+        free = [0.0] * self.servers
+        rows = np.zeros(len(times), RECORD)
+        for i, time in enumerate(times.tolist()):
+            ended = max(time, heapq.heappop(free)) + self.service_s
+            heapq.heappush(free, ended)
+            rows[i] = (time, ended - time, ended - time, 0, 1, 0)
+        return rows
+
+    def test(self, rate: float, full: bool) -> Tried:
+        self.tests += 1
+        rows = self.records(rate, 120 if full else 12)
+        late = int((rows["ttft"] > self.limit_s).sum())
+        ended = float((rows["issued"] + rows["latency"]).max())
+        return Tried(rate, full, late <= most_late(len(rows), 0.99), f"{late} late", len(rows) / ended)
+
+
+@pytest.mark.parametrize(
+    ("servers", "service_s", "limit_s"), [(16, 0.2, 1.0), (4, 0.02, 0.5), (64, 0.5, 0.9)]
+)
+@pytest.mark.parametrize("start", [0.3, 1.0, 3.0])
+def test_the_rate_found_is_the_highest(servers: int, service_s: float, limit_s: float, start: float) -> None:
+    queue = Queue(servers, service_s, limit_s)
+    capacity = servers / service_s
+    found = find_max_rate(queue.test, start * capacity, 0.02)
+    assert found.best.full and queue.test(found.best.rate, True).valid
+    assert not queue.test(found.too_high, True).valid
+    assert 1 < found.too_high / found.best.rate < 1.021
+    assert 0.85 < found.best.rate / capacity < 1.03
+    assert queue.tests < 30
+
+
+def test_a_system_that_is_always_late_is_said_to_be() -> None:
+    with pytest.raises(StageError, match=r"no rate is VALID, not even .* per second: 662 late"):
+        find_max_rate(Queue(4, 0.5, 0.1).test, 8.0, 0.02)
+
+
+def test_a_system_without_a_limit() -> None:
+    with pytest.raises(StageError, match="no limit was found"):
+        find_max_rate(lambda rate, full: Tried(rate, full, True), 8.0, 0.02)
+
+
+def test_a_run_that_fails_ends_the_search() -> None:
+    calls = []
+
+    def test(rate: float, full: bool) -> Tried:
+        calls.append(rate)
+        if len(calls) == 3:
+            raise StageError("a rank was lost")
+        return Tried(rate, full, False, completed=1.0)
+
+    with pytest.raises(StageError, match="a rank was lost"):
+        find_max_rate(test, 8.0, 0.02)
+    assert len(calls) == 3
+
+
+def test_most_late_is_the_inverse_of_queries_needed() -> None:
+    for late in range(25):
+        needed = queries_needed(0.99, late)
+        assert needed is not None and (most_late(needed, 0.99), most_late(needed - 1, 0.99)) == (
+            late,
+            late - 1,
+        )
+    assert 49_000 < most_late(5_000_000, 0.99) < 50_000  # no overflow
+
+
+def test_too_many_late_ones_are_hopeless_and_one_fewer_are_not() -> None:
+    rows = np.zeros(100, RECORD)
+    rows["issued"], rows["ttft"] = np.arange(100) / 10, 0.1
+    allowed = most_late(1000, 0.99)
+    rows["ttft"][:allowed] = 2.0
+    assert hopeless(rows, {"ttft": 1000}, 1000, 10.0) == ""
+    rows["ttft"][: allowed + 1] = 2.0
+    assert f"{allowed + 1} of 1,000 first tokens were later than 1000 ms already" in hopeless(
+        rows, {"ttft": 1000}, 1000, 10.0
+    )
+
+
+def test_a_queue_that_grows_is_hopeless_before_it_is_late() -> None:
+    queue = Queue(16, 0.2, 10.0)
+    rows = queue.records(120.0, 20)  # half as much again as the capacity of 80
+    why = hopeless(rows[rows["issued"] < 10], {"ttft": 10_000}, 120 * 60, 120.0)
+    assert "the queue grows" in why
+
+
+def test_a_queue_that_only_wanders_is_not_hopeless() -> None:
+    """At 97 % of the capacity queues grow for a while, by chance."""
+    queue = Queue(16, 0.2, 10.0)
+    for seconds in (5, 10, 20, 40, 80):
+        rows = queue.records(0.97 * 80, seconds)
+        assert hopeless(rows, {"ttft": 10_000}, 80 * 600, 0.97 * 80) == ""
+    assert queue_slope(rows[:50], 80.0) is None
