@@ -40,6 +40,7 @@ COMMANDS = {
     "e2e-test": "check and time the models around an engine behind Triton",
     "rerun": "repeat the run of a run directory, and say what is different",
     "certify": "measure how much of a run's latency and throughput is the harness's own",
+    "report": "write the page of a run, report.html, again",
     "accuracy": "score the answers of an accuracy run",
     "compliance": "check a run of compliance test TEST06",
     "submission": "arrange runs as a submission to MLPerf Inference",

@@ -27,7 +27,9 @@ class OwnGpu(NamedTuple):
     free: int  # bytes; the least of its instance's ranks
 
 
-class _Memory(ctypes.Structure):
+class Memory(ctypes.Structure):
+    """NVML's nvmlMemory_t: bytes."""
+
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
@@ -36,20 +38,27 @@ def visible_gpus() -> tuple[Gpu, ...] | None:
 
     None: NVIDIA's driver is not installed, so nothing is known.
     """
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
+    nvml = open_nvml()
+    if nvml is None:
         return None
     try:
-        return tuple(_read(nvml, handle) for handle in _visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
+        return tuple(_read(nvml, handle) for handle in visible_handles(nvml))
     finally:
         nvml.nvmlShutdown()
 
 
-def _visible(nvml: ctypes.CDLL, visible: str | None) -> list[ctypes.c_void_p]:
-    """Return handles of the visible GPUs: as in CUDA, up to the first word that names no GPU."""
+def open_nvml() -> ctypes.CDLL | None:
+    """Return NVML, initialized; None without NVIDIA's driver. Each call wants an ``nvmlShutdown``."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return nvml if nvml.nvmlInit_v2() == 0 else None
+
+
+def visible_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
+    """Return handles of the GPUs that CUDA_VISIBLE_DEVICES leaves: up to the first word that names none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = ctypes.c_uint()
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     words = map(str, range(count.value)) if visible is None else map(str.strip, visible.split(","))
@@ -67,7 +76,7 @@ def _visible(nvml: ctypes.CDLL, visible: str | None) -> list[ctypes.c_void_p]:
 
 
 def _read(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
-    uuid, name, memory = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), _Memory()
+    uuid, name, memory = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96), Memory()
     nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(len(uuid)))
     nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))

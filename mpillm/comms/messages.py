@@ -229,6 +229,7 @@ class DrainReport(NamedTuple):
     messages: int  # sent in the route communicator
     message_bytes: int
     machine: dict[str, Any] | None  # from the first rank of its node
+    telemetry: dict[str, Any]  # of `TELEMETRY` in the run directory, one rank
 
 
 class Release(NamedTuple):

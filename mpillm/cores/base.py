@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.config.core_config import CoreConfig
 from mpillm.devices import Gpu, visible_gpus
+from mpillm.telemetry.recorder import Recorder
 
 __all__ = ["CoreConfig", "Credits", "LLMCore", "Metrics", "ModelLimits", "StatedLimits", "short_requests"]
 
@@ -122,6 +123,13 @@ class LLMCore(ABC):
 
     def start_test(self) -> None:  # noqa: B027 - optional: not every core counts
         """Reset counters of requests: the warm-up is over, and nothing is in flight."""
+
+    def record_steps(self, recorder: Recorder) -> bool:
+        """Note each step in `recorder` from now on; return False if this core does not know its steps.
+
+        Called on every rank at the start of the test.
+        """
+        return False
 
     def statistics(self) -> dict[str, float]:
         """Return further counts of the test for `result.json`, such as preemptions."""

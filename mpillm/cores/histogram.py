@@ -23,6 +23,18 @@ class Histogram:
         np.add.at(self._counts, np.clip(bins.astype(np.int64), 0, _BINS - 1), 1)
         self._sum += float(seconds.sum())
 
+    def cdf_ms(self, most: int = 300) -> dict[str, list[float]]:
+        """Return ``ms`` and ``share`` of the durations that are at most so long; at most `most` points."""
+        bins = np.flatnonzero(self._counts)
+        shares = np.cumsum(self._counts)[bins] / max(1, int(self._counts.sum()))
+        if len(bins) > most:  # at equal steps of the share, and the ends
+            picked = np.unique(
+                np.searchsorted(shares, np.linspace(shares[0], 1, most)).clip(0, len(bins) - 1)
+            )
+            bins, shares = bins[picked], shares[picked]
+        ms = _LEAST_S * _RATIO ** (bins + 0.5) * 1e3
+        return {"ms": np.round(ms, 4).tolist(), "share": np.round(shares, 5).tolist()}
+
     def summary_ms(self) -> dict[str, float] | None:
         """p50, p90, p99 and mean in milliseconds; None without durations."""
         total = int(self._counts.sum())

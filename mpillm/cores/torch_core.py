@@ -25,6 +25,7 @@ from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
 from mpillm.devices import Gpu
 from mpillm.engine import compilations
 from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
+from mpillm.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
@@ -197,6 +198,11 @@ class TorchCore(LLMCore):
         if self._leads:
             self._before_test = self._counts()
             self._computed_before_test = self.engine.prompt_tokens, self.engine.generated_tokens
+
+    def record_steps(self, recorder: Recorder) -> bool:
+        if self._runs is not None:
+            self._runs.recorder = recorder
+        return True
 
     def statistics(self) -> dict[str, float]:
         return {name: count - self._before_test.get(name, 0) for name, count in self._counts().items()}

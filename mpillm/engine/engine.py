@@ -5,6 +5,7 @@ It decides what a step holds; `Worker` runs the step, on this rank and on the in
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from mpillm.engine.sequence import Progress, Sequence
 from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Step
 from mpillm.engine.worker import Worker
+from mpillm.telemetry.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class Engine:
             self._stops.setdefault(tokens[-1], []).append(list(tokens))
         # Steps in flight: all sequences, those that get a token, and, with a single stage, the tokens.
         self._in_flight: deque[tuple[list[Sequence], list[Sequence], Sampled | None]] = deque()
+        self._begun: deque[tuple[float, StepCounts]] = deque()  # when each of them was, and what it holds
+        self._ended = 0.0  # when the last step's tokens were there
+        self.recorder: Recorder | None = None
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
         # Tokens computed, of contexts (again after a preemption) and of answers.
         self.prompt_tokens = self.generated_tokens = 0
@@ -210,15 +215,18 @@ class Engine:
                 most = 1 if sequence.hand_over else sequence.max_output
                 sequence.in_flight = not self.worker.steps.n_ahead or sequence.n_output >= most
             self.prompt_tokens += context_tokens
+            begun = time.perf_counter()
             tokens_to_come = self.worker.run(step)
             if plan:
                 self.n_steps += 1
                 self.last_step = StepCounts(contexts, len(plan) - contexts, context_tokens)
+                self._begun.append((begun, self.last_step))
                 self._in_flight.append((sequences, sampled, tokens_to_come))
         progress: list[Progress] = []
         while self._has_tokens():
             assert self._arrived is not None
             sequences, sampled, _ = self._in_flight.popleft()
+            self._note_step(*self._begun.popleft())
             for sequence in sampled:
                 sequence.n_unread -= 1
             for sequence in sequences:
@@ -233,6 +241,13 @@ class Engine:
         progress += [Progress(sequence, is_first=False, is_final=True) for sequence in self._cancelled]
         self._cancelled.clear()
         return progress
+
+    def _note_step(self, begun: float, counts: StepCounts) -> None:
+        """Note a step that has ended. One that began during another counts from that one's end."""
+        now = time.perf_counter()
+        if self.recorder is not None:
+            self.recorder.step(max(begun, self._ended), now, *counts)
+        self._ended = now
 
     def _has_tokens(self) -> bool:
         if self._arrived is None and self._in_flight:

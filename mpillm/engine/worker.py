@@ -5,6 +5,7 @@ What all devices share is here; `cpu_steps` and `gpu_steps` compute a step on th
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from mpillm.engine.sampler import sample
 from mpillm.engine.sequence import Progress
 from mpillm.engine.staging import Sampled, to_device
 from mpillm.engine.step import Step
+from mpillm.telemetry.recorder import Recorder
 
 
 class Steps(Protocol):
@@ -212,6 +214,7 @@ class Follower:
         self._peers = worker.peers
         self._step: Step | None = None
         self._sampled: deque[Sampled] = deque()  # tokens that the leader waits for
+        self.recorder: Recorder | None = None  # on a GPU, which computes on, it notes when steps are launched
 
     def has_work(self) -> bool:
         if self._sampled and self._sampled[0].ready():
@@ -230,8 +233,13 @@ class Follower:
         """Run the step, and send the tokens, that `has_work` found."""
         if self._step is not None and self._can_run():
             step, self._step = self._step, None
+            begun = time.perf_counter()
             if (sampled := self._worker.run(step)) is not None:
                 self._sampled.append(sampled)
+            if self.recorder is not None and step.spans:
+                contexts = [span.n_new for span in step.spans if span.n_new > 1]
+                n_generating = len(step.spans) - len(contexts)
+                self.recorder.step(begun, time.perf_counter(), len(contexts), n_generating, sum(contexts))
         while self._sampled and self._sampled[0].ready():
             self._peers.send_tokens(self._sampled.popleft().take())
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
-from mpillm.configurator.parsers import boolean
+from mpillm.configurator.parsers import boolean, not_negative
 
 
 class OutputFields(Options):
@@ -14,6 +14,12 @@ class OutputFields(Options):
     )
     save_outputs = Field(
         "save_outputs", "write every answer to outputs.jsonl", boolean, default=False, group="output"
+    )
+    price_per_gpu_hour = Field(
+        "price_per_gpu_hour",
+        "what a GPU costs per hour: the page then says what a million tokens cost",
+        not_negative,
+        group="output",
     )
     submitter = Field("submitter", "who submits", group="submission")
     division = Field(

@@ -48,6 +48,7 @@ def test_result(
         "tokens_per_second": round(totals.tokens / elapsed, 4) if elapsed > 0 else 0.0,
         "ttft_ms": totals.ttft.summary_ms(),
         "tpot_ms": totals.tpot.summary_ms(),
+        "latency_ms": totals.latency.summary_ms(),
         "per_instance": sorted(per_instance, key=lambda instance: int(instance["instance"])),
         "compiled_in_test": len(compiled),
         "compiled": compiled[:_MOST_COMPILED],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,12 +13,15 @@ from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
 from mpillm.roles.handoff import HandedOver, HandoffSender
 from mpillm.roles.instance import InstanceRole
+from mpillm.telemetry.recorder import Recorder, Spell
 
 _WARM_UP_IDS = 4096  # more than the requests of any warm-up
 
 
 class Context(InstanceRole):
     """Keeps a request's prompt until it is offered: the generation instance receives prompt and KV cache."""
+
+    works_on = "context"
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class Context(InstanceRole):
         `warm_up_receivers`: the generation instances that this one warms up.
         """
         super().__init__(core, route, leader, instance)
+        self._moves: Spell | None = None  # whether KV caches are under way
         self._sender = HandoffSender(route, core, receivers)
         self._n_receivers = len(receivers)
         self._warm_up_receivers = warm_up_receivers
@@ -55,7 +61,13 @@ class Context(InstanceRole):
     def done(self, phase: Phase) -> bool:
         return super().done(phase) and (phase != "drain" or self._sender.idle)
 
+    def record(self, recorder: Recorder) -> None:
+        super().record(recorder)
+        self._moves = Spell(recorder.handoff)
+
     def poll(self) -> bool:
+        if self._moves is not None:
+            self._moves.see(self._sender.n_moving > 0, time.perf_counter())
         self._offer()  # before the next step, so that receivers can answer while it computes
         worked = super().poll()
         handed_over = self._sender.poll()

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpillm.cores.base import LLMCore
 from mpillm.roles.role import Role
+from mpillm.telemetry.recorder import Recorder
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ class Follower(Role):
 
     def quiet_s(self) -> float:
         return self._core.quiet_s()
+
+    def record(self, recorder: Recorder) -> None:
+        self._core.record_steps(recorder)
 
     def report(self) -> dict[str, Any]:
         compiled = self._core.compiled_in_test()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,10 +13,13 @@ from mpillm.cores.base import LLMCore
 from mpillm.phases import Phase
 from mpillm.roles.handoff import HandoffReceiver
 from mpillm.roles.instance import InstanceRole
+from mpillm.telemetry.recorder import Recorder, Spell
 
 
 class Generation(InstanceRole):
     """Receives its requests from context instances, never from the leader."""
+
+    works_on = "decode"
 
     def __init__(
         self,
@@ -30,6 +35,7 @@ class Generation(InstanceRole):
         `warm_up_senders`: how many context instances will warm this one up.
         """
         super().__init__(core, route, leader, instance)
+        self._moves: Spell | None = None  # whether KV caches are under way
         self._receiver = HandoffReceiver(route, core, senders)
         self._warm_up_senders = warm_up_senders
         self._warmed = 0
@@ -46,7 +52,13 @@ class Generation(InstanceRole):
             return len(announced) == self._warm_up_senders and self._warmed == sum(announced.values())
         return phase != "drain" or self._receiver.idle
 
+    def record(self, recorder: Recorder) -> None:
+        super().record(recorder)
+        self._moves = Spell(recorder.handoff)
+
     def poll(self) -> bool:
+        if self._moves is not None:
+            self._moves.see(self._receiver.n_moving > 0, time.perf_counter())
         moved = self._receiver.poll()
         self._owed = self._receiver.admitted - self._warmed - self._samples if self._in_test else 0
         worked = super().poll() or moved

@@ -101,6 +101,7 @@ class HandoffSender:
         self._receivers = receivers
         self._given: dict[int, _Given] = {}
         self._maybe_done: list[int] = []
+        self.n_moving = 0  # KV caches that leave this instance now
         ACCEPT.handle(transport, self._on_accept)
 
     def __contains__(self, id_: int) -> bool:
@@ -162,6 +163,7 @@ class HandoffSender:
         for id_ in self._core.poll_kv():
             given = self._given[id_]
             given.left = True
+            self.n_moving -= 1
             if given.timed:
                 given.moved_us = min(int(1e6 * (time.perf_counter() - given.moves_since)), 2**31 - 1)
             self._maybe_done.append(id_)
@@ -180,6 +182,7 @@ class HandoffSender:
                 self._maybe_done.append(id_)
             else:
                 given.accepted, given.moves_since = True, time.perf_counter()
+                self.n_moving += 1
                 self._core.send_kv(id_, given.instance, slot)
 
 
@@ -208,6 +211,11 @@ class HandoffReceiver:
     @property
     def idle(self) -> bool:
         return not self._taken
+
+    @property
+    def n_moving(self) -> int:
+        """How many KV caches arrive now, or wait for their contexts to be computed."""
+        return _SLOTS - len(self._slots)
 
     def lost(self, instance: int) -> None:
         """Drop what a lost instance has offered; what is still arriving, once the core lets it go."""

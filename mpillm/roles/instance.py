@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore, Metrics
 from mpillm.phases import Phase
 from mpillm.roles.follower import Follower
+from mpillm.telemetry.recorder import Kind, Recorder, Spell
 
 _log = logging.getLogger(__name__)
 _MEASURE_S = 0.5  # as often as the heartbeat, which carries the figures
@@ -23,6 +25,9 @@ _LOG_S = 10.0
 
 class InstanceRole(Follower):
     """The rank that leads an instance and communicates on the route."""
+
+    works_on: Kind = "busy"
+    """What open requests mean where the core does not tell its steps."""
 
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
         """`leader`: the leader's rank."""
@@ -41,6 +46,7 @@ class InstanceRole(Follower):
         self._test_started = 0.0
         self._measure_at = self._log_at = math.inf
         self._measured: tuple[float, Metrics] | None = None  # when, and what
+        self._open: Spell | None = None  # whether there are open requests
         WORK.handle(route, self._on_work)
         DROP.handle(route, self._on_drop)
 
@@ -62,6 +68,10 @@ class InstanceRole(Follower):
 
     def done(self, phase: Phase) -> bool:
         return not self._warming
+
+    def record(self, recorder: Recorder) -> None:
+        if not self._core.record_steps(recorder):
+            self._open = Spell(partial(recorder.busy, self.works_on))
 
     def stop(self) -> None:
         self._measure_at = math.inf  # a core that has stopped has nothing to measure
@@ -95,6 +105,8 @@ class InstanceRole(Follower):
         if self._owed:
             self._busy_s += now - self._polled
         self._polled = now
+        if self._open is not None:
+            self._open.see(self._owed > 0, now)
         if now >= self._measure_at:
             self._measure(now)
         if not self._core.has_work():

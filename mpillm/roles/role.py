@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpillm.cores.base import Metrics
     from mpillm.phases import Phase
+    from mpillm.telemetry.recorder import Recorder
 
 
 class Role:
@@ -42,6 +43,9 @@ class Role:
         The heartbeat's thread calls this.
         """
         return None
+
+    def record(self, recorder: Recorder) -> None:
+        """Note in `recorder`, from the start of the test on, when this rank computes."""
 
     def report(self) -> dict[str, Any]:
         """Return what to tell rank 0 about the test once this rank has drained."""

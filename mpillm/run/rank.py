@@ -37,6 +37,9 @@ from mpillm.report.ranklog import open_rank_log
 from mpillm.roles.role import Role
 from mpillm.run.ending import Ending, Rank0Ending, RankEnding, failures_of
 from mpillm.run.rank_roles import make_roles
+from mpillm.telemetry.gpu_meter import GpuMeter
+from mpillm.telemetry.rank_sampler import RankSampler
+from mpillm.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
     from mpillm.run.rank0 import Purpose, Rank0
@@ -98,6 +101,8 @@ class Rank:
         self._senders: set[int] = set()  # the ranks that ring this one's doorbell, once the plan is here
         self.log_dir = ""  # the run directory, once rank 0 has made it
         self._test_clock = (0.0, 0.0)  # time and CPU time when the test started
+        self._recorder = Recorder()
+        self._sampler = RankSampler(self._recorder)
         self._rank0: Rank0 | None = None
         self._ending: Ending = RankEnding(self._control, self._beats, self._roles)
         if self.rank == 0:
@@ -147,6 +152,8 @@ class Rank:
                 gc.freeze()
                 gc.enable()
                 self._test_clock = time.perf_counter(), time.process_time()
+                for role in self._roles:
+                    role.record(self._recorder)
             if phase == "health":  # by now all bells hang
                 self._doorbell.try_all(self._senders)
                 how = "sleeps until its doorbell rings" if self._doorbell.heard else "polls"
@@ -155,7 +162,10 @@ class Rank:
                 getattr(role, phase)()
 
         done = lambda: all(role.done(phase) for role in self._roles)  # noqa: E731
-        return self._control.run_phase(self._loop, phase, work, done, report or (lambda: None))
+        started = time.perf_counter() - (_process_age_s() if phase == PHASES[0] else 0)
+        value = self._control.run_phase(self._loop, phase, work, done, report or (lambda: None))
+        self._recorder.phases.append((phase, started, time.perf_counter()))
+        return value
 
     @cached_property
     def _gpus(self) -> tuple[Gpu, ...]:
@@ -184,6 +194,9 @@ class Rank:
         if self._config is None:  # rank 0 knows, and releases nobody
             raise ConfigError(self._usage_error)
         self._control.joined(setup.rank0)
+        if (gpu := setup.gpus.get(self.rank)) is not None:
+            with contextlib.suppress(OSError):  # then there are no samples of it
+                self._sampler.meter = GpuMeter(gpu.device)
         self.log_dir, ranks = setup.log_dir, setup.plan.ranks
         machine = None
         if all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank]):
@@ -241,10 +254,17 @@ class Rank:
             messages=part.route.sent_messages if part.route else 0,
             message_bytes=part.route.sent_bytes if part.route else 0,
             machine=part.machine,
+            telemetry=self.telemetry(),
         )
+
+    def telemetry(self) -> dict[str, Any]:
+        """Return what this rank has noted so far, in seconds after the start of its test."""
+        since = self._test_clock[0]
+        return self._recorder.to_json(since, self.size) | {"samples": self._sampler.to_json(since, self.size)}
 
     def _beat(self, beat: Beat) -> None:
         """Send a heartbeat: rank 0 to everybody, the others to rank 0. The watch's thread calls this."""
+        self._sampler.sample()
         beat = beat._replace(
             measured=next((measured for role in self._roles if (measured := role.measured())), None)
         )

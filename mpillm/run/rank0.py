@@ -57,6 +57,9 @@ class RunSession(Protocol):
     def finished(self) -> int:
         """Print the last lines, as everything has ended well; return the exit code."""
 
+    def page(self) -> str:
+        """Write the run's page; return its path for the console. Never raises."""
+
     def failed(self) -> None:
         """Note in the result what is known."""
 
@@ -191,4 +194,6 @@ class Rank0:
         self._console.failure(when, failures, see, lambda rank: self.control.ranks[rank].describe())
         if unwritten:
             self._console.line(unwritten)
+        elif self.session is not None:
+            self.session.page()  # last: a launcher may kill this process in a moment
         return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import disagg
@@ -18,8 +19,10 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.report.console import Console
+from mpillm.report.page.page import leave_page
 from mpillm.report.result import add_costs, served_rows, test_result
 from mpillm.report.run_directory import RunRecord, path_shown, unwritable
+from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
 from mpillm.roles.instance import InstanceRole
 from mpillm.run.choose_samples import limits_of
@@ -56,6 +59,7 @@ class ServeSession:
         self._last_start = max(report.started for report in planned.reports.values())
         self._timeline = Timeline((instance.index for instance in plan.instances), None)
         self._measured_at = 0.0
+        self._telemetry = RunTelemetry()
         self.served = _served(planned)
         self._half: HalfServer | None = None
         bound = bind(config.host, config.port)
@@ -108,6 +112,7 @@ class ServeSession:
             for instance in self._plan.instances:
                 if (measured := self._control.ranks[instance.leader].measured) is not None:
                     self._timeline.add(instance.index, *measured)
+            self._telemetry.look(self._metrics.totals)
         return False
 
     def lose(self, instance: int) -> float:
@@ -141,6 +146,7 @@ class ServeSession:
         self._record.result |= test_result(totals, reports, self._timeline, len(self._plan.ranks))
         self._record.result |= {"status": "SERVED", "aborted": aborted}
         self._timeline.close()
+        self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
         return (
             f"{totals.samples} requests answered, {aborted} given up by their clients, {totals.errors} errors"
         )
@@ -150,8 +156,12 @@ class ServeSession:
     def finished(self) -> int:
         add_costs(self._record.result, self._metrics.totals, self._timeline)
         self._record.write_result()
-        self._console.summary(served_rows(self._record.result, path_shown(self._record.path)))
+        rows = served_rows(self._record.result, path_shown(self._record.path))
+        self._console.summary([*rows, ("page", self.page())])
         return int(ExitCode.DONE)
+
+    def page(self) -> str:
+        return leave_page(self._record.path, partial(self._telemetry.write, totals=self._metrics.totals))
 
     def failed(self) -> None:
         totals = self._metrics.totals

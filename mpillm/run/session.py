@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
@@ -17,10 +18,12 @@ from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.report.console import Console, progress_lines
 from mpillm.report.outputs import Outputs
+from mpillm.report.page.page import leave_page
 from mpillm.report.request_log import RequestLog
 from mpillm.report.result import add_costs, summary_rows, test_result
 from mpillm.report.run_directory import TIMELINE, RunRecord, path_shown, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
+from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.run.join import Planned, Prepared, has_text, prepare
@@ -56,6 +59,7 @@ class Session:
             path = record.path / "outputs.jsonl" if config.save_outputs else None
             self._outputs = Outputs(prepared.dataset, prepared.tokenizer, path)
         self._totals = Totals()
+        self._telemetry = RunTelemetry()
         self._timeline = Timeline((instance.index for instance in plan.instances), record.path / TIMELINE)
         self._requests = RequestLog(record.path)
         self._last_start = max(report.started for report in prepared.planned.reports.values())
@@ -93,6 +97,8 @@ class Session:
             return False
         self._progress_at = now
         self._requests.flush()
+        if totals.in_flight or not totals.samples:
+            self._telemetry.look(totals)
         for instance in self._plan.instances:
             if (measured := self._control.ranks[instance.leader].measured) is not None:
                 self._timeline.add(instance.index, *measured)
@@ -141,6 +147,7 @@ class Session:
         result["loadgen_advice"] = advice(directory) if judged == "INVALID" else []
         result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
         self._timeline.close()
+        self._telemetry.ranks = {rank: report.telemetry for rank, report in reports.items()}
         machines = {
             self._plan.ranks[rank].node: report.machine
             for rank, report in sorted(reports.items())
@@ -158,11 +165,20 @@ class Session:
         record, config = self._record, self._config
         add_costs(record.result, self._totals, self._timeline)  # now: an instance may be lost after the test
         record.write_result()
+        page = self.page()
         if self._outputs and has_text(config):
             self._console.answers(self._outputs.shown())
-        self._console.summary(summary_rows(record.result, config, path_shown(record.path)))
+        rows = summary_rows(record.result, config, path_shown(record.path))
+        self._console.summary([*rows, ("page", page)])
         invalid = config.require_valid and record.result["loadgen_result"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
+
+    def page(self) -> str:
+        return leave_page(
+            self._record.path,
+            partial(self._telemetry.write, totals=self._totals),
+            self._config.price_per_gpu_hour,
+        )
 
     def failed(self) -> None:
         """Add to the result what was counted before the failure."""

@@ -22,6 +22,7 @@ mpillm.phases
 mpillm.errors mpillm.core_names mpillm.workloads
 mpillm.user_config
 mpillm.files mpillm.devices mpillm.event_loop
+mpillm.telemetry
 mpillm.configurator
 mpillm.fields
 mpillm.comms

@@ -1,0 +1,42 @@
+"""``python -m mpillm report``"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpillm.config.values import Values, collect
+from mpillm.configurator.command_line import Parser
+from mpillm.errors import ExitCode
+from mpillm.fields.results import OutputFields
+from mpillm.report.page.page import write_page
+from mpillm.report.run_directory import path_shown
+
+
+class _Options(Values):
+    """Options of ``report``."""
+
+    price_per_gpu_hour = OutputFields.price_per_gpu_hour
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="mpillm report",
+        usage="python -m mpillm report RUN_DIR [RUN_DIR …] [options]",
+        description="Write report.html and trace.json of runs again, also of failed, killed and damaged ones:"
+        " the page says what is missing.",
+        epilog="examples:\n"
+        "  python -m mpillm report build/runs/*\n"
+        "  python -m mpillm report build/runs/accuracy --price_per_gpu_hour 2.5",
+    )
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run directory")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the pages, and print their paths."""
+    parser = _parser()
+    options = collect(argv, _Options, parser)
+    for folder in parser.parse_args(argv).run_dirs:
+        print(path_shown(write_page(Path(folder), options.price_per_gpu_hour).absolute()))
+    return ExitCode.DONE

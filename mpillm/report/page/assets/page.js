@@ -1,0 +1,146 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  document.documentElement.classList.add("js");
+  const style = () => getComputedStyle(document.documentElement);
+  const colour = name => style().getPropertyValue("--" + name).trim();
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const number = v => v == null ? "–" : Math.abs(v) >= 1e5 ? (v / 1e3).toFixed(0) + "k" : Math.abs(v) >= 100 ? v.toFixed(0) : String(+v.toPrecision(3));
+  const time = ms => ms >= 1000 ? +(ms / 1000).toPrecision(3) + " s" : ms >= 1 ? +ms.toPrecision(3) + " ms" : +(ms * 1000).toPrecision(3) + " µs";
+
+  // --- charts ---
+  const plots = [];
+  const limitLine = chart => u => {
+    if (!chart.limit) return;
+    const x = u.valToPos(chart.limit[1], "x", true), { left, top, width, height } = u.bbox, c = u.ctx;
+    if (x < left || x > left + width) return;
+    c.save(); c.strokeStyle = colour("bad"); c.lineWidth = 2 * devicePixelRatio; c.setLineDash([6, 4]);
+    c.beginPath(); c.moveTo(x, top); c.lineTo(x, top + height); c.stroke(); c.restore();
+  };
+  function draw(chart) {
+    const box = document.getElementById(chart.name), log = chart.x_label === "ms";
+    const axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 }, font: "12px system-ui, DejaVu Sans, sans-serif" };
+    const say = (u, v) => v == null ? "–" : log ? time(v) : number(v) + " s";
+    const x = { time: false, distr: log ? 3 : 1 };
+    if (log && chart.limit) x.range = (u, a, b) => uPlot.rangeLog(Math.min(a, chart.limit[1]), Math.max(b, chart.limit[1]), 10, false);
+    const plot = new uPlot({
+      width: box.clientWidth, height: 190,
+      scales: { x, y: { range: (u, a, b) => [0, chart.unit.startsWith("%") ? 100 : (b || 1) * 1.06] } },
+      axes: [
+        { ...axis, values: log ? (u, vs) => vs.map(v => v == null ? "" : time(v)) : (u, vs) => vs.map(v => number(v) + " s"), space: 60 },
+        { ...axis, size: 48, values: (u, vs) => vs.map(number) }],
+      cursor: { drag: { x: true, y: false }, sync: { key: log || box.closest("section") !== document.getElementById("generated")?.closest("section") ? chart.name : "time" } },
+      legend: { live: true },
+      series: [{ label: chart.x_label === "s" ? "at" : "within", value: say },
+        ...chart.lines.map(l => ({ label: l.label, stroke: colour("c" + l.colour % 8), width: 1.7, points: { show: false }, spanGaps: true, value: (u, v) => number(v) }))],
+      hooks: { draw: [limitLine(chart)] },
+    }, [chart.x, ...chart.lines.map(l => l.y)], box);
+    keys(box, () => [plot.scales.x.min, plot.scales.x.max], (a, b) => plot.setScale("x", { min: a, max: b }), chart.x[0], chart.x[chart.x.length - 1]);
+    plots.push([box, plot]);
+  }
+  /** Lets the keyboard move a window [a, b] within [least, most]. */
+  function keys(box, get, set, least, most) {
+    box.tabIndex = 0;
+    box.onkeydown = event => {
+      const [a, b] = get(), w = b - a;
+      const to = { "+": [a + w / 4, b - w / 4], "=": [a + w / 4, b - w / 4], "-": [a - w / 2, b + w / 2], ArrowLeft: [a - w / 4, b - w / 4], ArrowRight: [a + w / 4, b + w / 4], "0": [least, most] }[event.key];
+      if (!to || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      const width = Math.min(to[1] - to[0], most - least), from = Math.min(Math.max(to[0], least), most - width);
+      set(from, from + width);
+    };
+  }
+  function drawAll() {
+    for (const [, plot] of plots.splice(0)) plot.destroy();
+    data.charts.forEach(draw);
+  }
+
+  // --- lanes ---
+  const lanes = data.lanes, box = document.getElementById("lanes");
+  let canvas, tip, from = lanes.start, to = lanes.end;
+  const row = 26, axisHeight = 20;
+  const labelWidth = () => canvas.clientWidth < 600 ? 92 : 130;
+  const names = ["context", "decode", "mixed", "busy", "handoff"];
+  const least = Math.min(0, ...lanes.rows.flatMap(r => r.phases.map(p => p[1]))), most = Math.max(lanes.end, ...lanes.rows.flatMap(r => r.phases.map(p => p[2])));
+  function drawLanes() {
+    const ratio = devicePixelRatio || 1, width = canvas.clientWidth, height = lanes.rows.length * row + axisHeight, left = labelWidth();
+    canvas.width = width * ratio; canvas.height = height * ratio; canvas.style.height = height + "px";
+    const c = canvas.getContext("2d"); c.scale(ratio, ratio); c.font = "12px system-ui, DejaVu Sans, sans-serif";
+    const scale = (width - left) / (to - from), place = t => left + (t - from) * scale;
+    const fills = names.map(colour), idle = colour("idle"), soft = colour("soft"), line = colour("line");
+    lanes.rows.forEach((r, i) => {
+      const y = i * row;
+      c.fillStyle = idle; c.fillRect(left, y, width - left, row - 4);
+      c.save(); c.beginPath(); c.rect(left, y, width - left, row - 2); c.clip();
+      for (const [name, a, b] of r.phases) if (b > from && a < to && name !== "test") {
+        c.fillStyle = line; c.fillRect(place(a), y, Math.max(1, (b - a) * scale - 1), row - 4);
+        if ((b - a) * scale > 40) { c.fillStyle = soft; c.fillText(name, Math.max(place(a), left) + 4, y + 14); }
+      }
+      for (const [lane, top, h] of [["steps", 0, row - 9], ["handoffs", row - 8, 4]]) {
+        const s = r[lane];
+        for (let k = 0; k < s.start.length; k++) {
+          if (s.end[k] < from || s.start[k] > to) continue;
+          const w = (s.end[k] - s.start[k]) * scale;
+          c.globalAlpha = Math.max(.35, Math.min(1, s.busy_s[k] / ((s.end[k] - s.start[k]) || 1)));
+          c.fillStyle = fills[s.kind[k]]; c.fillRect(place(s.start[k]), y + top, w > 3 ? w - .7 : Math.max(w, .6), h);
+        }
+        c.globalAlpha = 1;
+      }
+      c.restore();
+      c.fillStyle = colour("text"); c.save(); c.beginPath(); c.rect(0, y, left - 6, row); c.clip(); c.fillText(r.label, 0, y + 15); c.restore();
+    });
+    c.fillStyle = soft;
+    const step = [1, 2, 5].flatMap(k => [...Array(10).keys()].map(e => k * 10 ** (e - 5))).sort((a, b) => a - b).find(s => s * scale > 70) || 1e5;
+    for (let t = Math.ceil(from / step) * step; t < to; t += step) {
+      c.fillRect(place(t), height - axisHeight - 2, 1, 4); c.fillText(+t.toPrecision(6) + " s", place(t) + 3, height - 5);
+    }
+  }
+  const window_ = (a, b) => { from = a; to = Math.max(b, a + 1e-5); drawLanes(); };
+  function startLanes() {
+    canvas = box.appendChild(document.createElement("canvas")); tip = box.appendChild(document.createElement("div")); tip.className = "tip";
+    box.setAttribute("role", "application"); box.setAttribute("aria-label", "What each rank did; + and − zoom, arrows move, 0 shows all");
+    keys(box, () => [from, to], window_, least, most);
+    const timeAt = event => { const r = canvas.getBoundingClientRect(), left = labelWidth(); return from + (event.clientX - r.left - left) / (r.width - left) * (to - from); };
+    let pressed = null;
+    canvas.onpointerdown = event => { pressed = timeAt(event); if (event.pointerType === "mouse") canvas.setPointerCapture(event.pointerId); };
+    canvas.onpointerup = event => {
+      const t = timeAt(event), a = Math.min(t, pressed), b = Math.max(t, pressed);
+      if (pressed !== null && (b - a) / (to - from) > .01) window_(Math.max(a, least), Math.min(b, most));
+      pressed = null; drawLanes();
+    };
+    canvas.ondblclick = () => window_(lanes.start, lanes.end);
+    canvas.addEventListener("wheel", event => {
+      if (!event.ctrlKey && !event.shiftKey && document.activeElement !== box) return;
+      event.preventDefault();
+      const t = timeAt(event), f = event.deltaY > 0 ? 1.25 : .8;
+      window_(Math.max(least, t - (t - from) * f), Math.min(most, t + (to - t) * f));
+    }, { passive: false });
+    canvas.onpointermove = event => {
+      const r = canvas.getBoundingClientRect(), t = timeAt(event), which = lanes.rows[Math.floor((event.clientY - r.top) / row)];
+      if (pressed !== null) {
+        drawLanes();
+        const c = canvas.getContext("2d"), left = labelWidth(), s = (canvas.clientWidth - left) / (to - from);
+        c.fillStyle = colour("c0"); c.globalAlpha = .25; c.fillRect(left + (Math.min(t, pressed) - from) * s, 0, Math.abs(t - pressed) * s, canvas.clientHeight - axisHeight); c.globalAlpha = 1;
+      }
+      if (!which || t < from) { tip.style.display = "none"; return; }
+      const said = [+t.toFixed(3) + " s"];
+      for (const lane of ["steps", "handoffs"]) {
+        const s = which[lane]; let k = s.start.findIndex((a, j) => a <= t && t <= s.end[j]);
+        if (k >= 0) said.push((lanes.kinds[s.kind[k]] || "") + ", " + time(1000 * (s.end[k] - s.start[k])) + (s.n[k] > 1 ? ", " + s.n[k] + " of them" : ""));
+      }
+      const phase = which.phases.find(p => p[0] !== "test" && p[1] <= t && t <= p[2]);
+      if (phase) said.push(phase[0]);
+      if (said.length === 1) said.push("idle");
+      tip.textContent = said.join(" · "); tip.style.display = "block";
+      tip.style.left = Math.min(event.clientX - r.left + 12, r.width - tip.offsetWidth) + "px"; tip.style.top = event.clientY - r.top + 18 + "px";
+    };
+    canvas.onpointerleave = () => { tip.style.display = "none"; };
+  }
+
+  if (box) startLanes();
+  const all = () => { drawAll(); if (box) drawLanes(); };
+  all();
+  dark.addEventListener("change", all);
+  let wide = innerWidth, due = 0;
+  addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; clearTimeout(due); due = setTimeout(all, 80); } });
+})();

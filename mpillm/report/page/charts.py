@@ -1,0 +1,192 @@
+"""The charts of a page as data: series over time, and distributions. `svg` draws them, and page.js."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.report.page.facts import Facts, floats
+
+_MOST_POINTS = 600
+_MOST_SERIES = 16  # the most loaded instances; more are not told apart
+_MB = 1 << 20
+
+
+@dataclass
+class Chart:
+    """Lines over a common x."""
+
+    name: str  # of its element
+    title: str
+    unit: str
+    x: list[float]
+    lines: list[tuple[str, list[float | None], int]] = field(default_factory=list)  # label, y, colour
+    x_label: str = "s"
+    limit: tuple[str, float] | None = None  # an x with its label
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "x_label": self.x_label,
+            "x": self.x,
+            "lines": [{"label": label, "y": y, "colour": colour} for label, y, colour in self.lines],
+            "limit": self.limit,
+        }
+
+
+def over_time(facts: Facts) -> list[Chart]:
+    """Return what the test and its instances did, second by second."""
+    charts = [chart for chart in (_answered(facts),) if chart is not None]
+    if not facts.run.timeline:
+        return charts
+    step = max(1.0, facts.test_s / _MOST_POINTS)
+    grid = np.arange(0, facts.test_s + step, step)
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for row in facts.run.timeline:
+        rows.setdefault(row["instance"], []).append(row)
+    known = sorted(
+        rows, key=lambda number: -((facts.instances[number].load or 0) if number in facts.instances else 0)
+    )
+    shown = sorted(known[:_MOST_SERIES])
+    more = f" ({len(shown)} of {len(rows)} instances)" if len(rows) > len(shown) else ""
+
+    def label(number: int) -> str:
+        return facts.instances[number].name if number in facts.instances else f"instance {number}"
+
+    for name, title, unit, key, is_count in (
+        ("generated", "Tokens generated", "tokens/s", "generated_tokens", True),
+        ("prompt", "Prompt tokens computed", "tokens/s", "prompt_tokens", True),
+        ("running", "Running requests", "", "running", False),
+        ("waiting", "Waiting requests", "", "waiting", False),
+        ("kv", "KV cache in use", "%", "kv_cache_usage", False),
+    ):
+        chart = Chart(name, title + more, unit, np.round(grid, 2).tolist())
+        for number in shown:
+            seconds = floats([row["seconds"] for row in rows[number]])
+            values = floats([row.get(key) for row in rows[number]])
+            if np.isnan(values).all():
+                continue
+            y = _rate(grid, seconds, values) if is_count else _held(grid, seconds, values)
+            chart.lines.append((label(number), _listed(100 * y if unit == "%" else y), number))
+        if chart.lines and any(value for _, y, _ in chart.lines for value in y):
+            charts.append(chart)
+    return charts
+
+
+def _answered(facts: Facts) -> Chart | None:
+    progress = facts.run.telemetry.get("progress") or {}
+    if len(progress.get("seconds") or ()) < 2:
+        return None
+    seconds = floats(progress["seconds"])
+    step = max(1.0, facts.test_s / _MOST_POINTS)
+    grid = np.arange(0, facts.test_s + step, step)
+    chart = Chart("answered", "Answered", "samples/s", np.round(grid, 2).tolist())
+    for name, key, colour in (("issued", "issued", 7), ("answered", "samples", 6)):
+        counts = floats(progress[key])
+        chart.lines.append((name, _listed(_rate(grid, seconds, counts)), colour))
+    if facts.run.result.get("scenario") == "Offline":  # all are issued at once: that line says nothing
+        del chart.lines[0]
+    return chart
+
+
+def distributions(facts: Facts) -> list[Chart]:
+    """Return the latencies' cumulative distributions, with LoadGen's limits."""
+    limits = facts.limits_ms()
+    charts = []
+    for key, title in (
+        ("ttft", "Time to first token"),
+        ("tpot", "Time per output token"),
+        ("latency", "End to end"),
+    ):
+        cdf = (facts.run.telemetry.get("cdf") or {}).get(key) or {}
+        if cdf.get("ms"):
+            shares = [100 * share for share in cdf["share"]]
+            limit = limits.get(key)
+            x = cdf["ms"]
+            chart = Chart(f"cdf-{key}", title, "% of samples", x, [("at most", shares, 0)], "ms")
+            chart.limit = ("limit", limit) if limit else None
+            charts.append(chart)
+    return charts
+
+
+def machines(facts: Facts) -> list[Chart]:
+    """Return CPU and memory of each rank, and its GPU's state."""
+    charts = [
+        _of_ranks(facts, "cpu", "CPU of each rank", "cores", "cpu_s", None, _slope),
+        _of_ranks(facts, "rss", "Memory of each rank", "MiB", "rss_bytes", None, lambda _, y: y / _MB),
+        _of_ranks(facts, "gpu-power", "GPU power", "W", "power_w", "gpu"),
+        _of_ranks(facts, "gpu-load", "GPU load", "%", "load", "gpu", lambda _, y: 100 * y),
+        _of_ranks(facts, "gpu-clock", "GPU clock (SM)", "MHz", "sm_mhz", "gpu"),
+        _of_ranks(facts, "gpu-temperature", "GPU temperature", "°C", "temperature_c", "gpu"),
+        _of_ranks(facts, "gpu-memory", "GPU memory", "MiB", "memory_bytes", "gpu", lambda _, y: y / _MB),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def _of_ranks(
+    facts: Facts,
+    name: str,
+    title: str,
+    unit: str,
+    column: str,
+    part: str | None,
+    change: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] = lambda _, y: y,
+) -> Chart | None:
+    found = list(_columns(facts, column, part))
+    if not found:
+        return None
+    first = min(seconds[0] for _, seconds, _ in found)
+    last = max(seconds[-1] for _, seconds, _ in found)
+    step = max(0.5, (last - first) / _MOST_POINTS)
+    grid = np.arange(first, last + step, step)
+    more = f" ({_MOST_SERIES} of {len(found)} ranks)" if len(found) > _MOST_SERIES else ""
+    chart = Chart(name, title + more, unit, np.round(grid, 2).tolist())
+    instance_of = {rank: one for one in facts.instances.values() for rank in one.ranks}
+    for rank, seconds, values in found[:_MOST_SERIES]:
+        one = instance_of.get(rank)
+        label, colour = (f"{rank} {one.name}", one.number) if one else (f"rank {rank}", 7 - rank % 2)
+        chart.lines.append((label, _listed(_held(grid, seconds, change(seconds, values))), colour))
+    return chart
+
+
+def _columns(
+    facts: Facts, column: str, part: str | None
+) -> Iterator[tuple[int, NDArray[np.float64], NDArray[np.float64]]]:
+    for rank, noted in sorted(facts.noted.items()):
+        samples = noted.get("samples") or {}
+        samples = (samples.get(part) or {}) if part else samples
+        if len(samples.get("seconds") or ()) > 1 and column in samples:
+            values = floats(samples[column])
+            if not np.isnan(values).all():
+                yield rank, floats(samples["seconds"]), values
+
+
+def _slope(seconds: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.diff(values, prepend=values[0]) / np.maximum(np.diff(seconds, prepend=seconds[0] - 1), 1e-9)
+
+
+def _rate(
+    grid: NDArray[np.float64], seconds: NDArray[np.float64], counts: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return how fast a count grew before each moment of the grid; NaN where the grid begins."""
+    at = np.interp(grid, np.concatenate([[0.0], seconds]), np.concatenate([[0.0], counts]))
+    rate = np.diff(at, prepend=np.nan) / np.diff(grid, prepend=np.nan)
+    least: NDArray[np.float64] = np.maximum(rate, 0)
+    return least
+
+
+def _held(
+    grid: NDArray[np.float64], seconds: NDArray[np.float64], values: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the last value before each moment of the grid; NaN before the first."""
+    at = np.searchsorted(seconds, grid + 1e-6, side="right") - 1
+    return np.where(at >= 0, values[np.maximum(at, 0)], np.nan)
+
+
+def _listed(values: NDArray[np.float64]) -> list[float | None]:
+    return [None if value != value else round(value, 3) for value in values.tolist()]

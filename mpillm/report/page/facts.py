@@ -1,0 +1,183 @@
+"""What a page says of a run, from its files: shares, the bottleneck, energy, cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.report.run_files import RunFiles
+
+_STRIP = 60  # pieces of an instance's strip
+_SATURATED = 0.5  # share of the test: whoever computed less was not what limited it
+_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
+
+
+@dataclass
+class InstanceFacts:
+    """An instance: how much of the test it computed, when, and what waited for it."""
+
+    number: int
+    role: str  # ctx, gen or executor
+    ranks: list[int]
+    knows_steps: bool = False
+    share: float | None = None  # of the test, in which it computed, or, unless `knows_steps`, held requests
+    strip: list[float] | None = None  # the same in `_STRIP` pieces of the test
+    waited: float | None = None  # share of the test in which requests waited in it
+    result: dict[str, Any] | None = None  # its entry in result.json
+    lost: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{_ROLES.get(self.role, self.role)} {self.number}"
+
+    @property
+    def load(self) -> float | None:
+        """By how much it may have limited the test, 0 to 1."""
+        return self.share if self.knows_steps else self.waited
+
+
+class Energy(NamedTuple):
+    """Joules of the GPUs in the test, by what their ranks did; idle: none of it."""
+
+    context: float
+    decode: float
+    handoff: float
+    idle: float
+
+    @property
+    def total(self) -> float:
+        return float(sum(self))
+
+
+class Facts:
+    """Figures of a run that several parts of the page need."""
+
+    def __init__(self, run: RunFiles) -> None:
+        self.run = run
+        self.test_s = _number(run.result.get("test_s")) or _last_seconds(run)
+        telemetry = run.telemetry.get("ranks")
+        self.noted: dict[int, dict[str, Any]] = {
+            int(rank): noted
+            for rank, noted in (telemetry.items() if isinstance(telemetry, dict) else ())
+            if str(rank).isdecimal() and isinstance(noted, dict)
+        }
+        self.instances = {number: self._instance(number) for number in run.instances()}
+
+    def _instance(self, number: int) -> InstanceFacts:
+        _, role, ranks = self.run.instances()[number]
+        facts = InstanceFacts(number, role, ranks)
+        per = self.run.result.get("per_instance") or []
+        facts.result = next((one for one in per if one.get("instance") == number), None)
+        facts.lost = any(one.get("instance") == number for one in self.run.result.get("lost") or [])
+        noted = self.noted.get(ranks[0])
+        if noted is not None and self.test_s > 0:
+            facts.knows_steps = bool(noted.get("knows_steps"))
+            facts.strip = _strip(noted.get("steps") or {}, self.test_s)
+            facts.share = float(np.mean(facts.strip))
+        elif facts.result is not None:
+            facts.share = _number(facts.result.get("busy_fraction")) or None
+        waiting = [row.get("waiting") or 0 for row in self.run.timeline if row["instance"] == number]
+        if waiting:
+            facts.waited = float(np.mean([w > 0 for w in waiting]))
+        return facts
+
+    def bottleneck(self) -> InstanceFacts | None:
+        """Return the instance that limited the test, if one did."""
+        loaded = [one for one in self.instances.values() if (one.load or 0) >= _SATURATED]
+        return max(loaded, key=lambda one: (one.load or 0, one.share or 0), default=None)
+
+    def limits_ms(self) -> dict[str, float | None]:
+        """Return LoadGen's latency limits, None where it has none."""
+        asked = self.run.result.get("loadgen") or {}
+        return {name: _number(asked.get(f"{name}_latency_ms")) or None for name in ("ttft", "tpot")}
+
+    @property
+    def gpu_ranks(self) -> list[int]:
+        return [rank for rank, noted in self.noted.items() if (noted.get("samples") or {}).get("gpu")]
+
+    @property
+    def n_paid(self) -> int:
+        """What is paid for: GPUs, or, without any, worker ranks."""
+        return len(self.gpu_ranks) or sum(len(one.ranks) for one in self.instances.values())
+
+    def cost_per_million_tokens(self, price_per_gpu_hour: float) -> float | None:
+        """Return what a million answer tokens cost at this throughput; None without tokens."""
+        rate = _number(self.run.result.get("tokens_per_second"))
+        return price_per_gpu_hour * self.n_paid / 3600 / rate * 1e6 if rate else None
+
+    def energy(self) -> Energy | None:
+        """Return the GPUs' energy in the test; None where no driver said what they drew.
+
+        Between two samples it belongs to what the rank did in that time, by seconds; to the handoff as much
+        as was not computing.
+        """
+        total, known = np.zeros(4), False
+        for noted in self.noted.values():
+            samples = noted.get("samples") or {}
+            gpu = samples.get("gpu")
+            if not gpu or len(samples["seconds"]) != len(gpu["seconds"]):
+                continue
+            seconds = floats(gpu["seconds"])
+            joules = np.diff(floats(gpu["energy_j"]))
+            if not np.isfinite(joules).all():
+                power = floats(gpu["power_w"])
+                joules = (power[1:] + power[:-1]) / 2 * np.diff(seconds)
+            context, decode, handoff, busy = (
+                np.diff(floats(samples[f"{name}_s"])) for name in ("context", "decode", "handoff", "busy")
+            )
+            lasted = np.diff(seconds)
+            inside = (
+                np.isfinite(joules) & (seconds[:-1] >= 0) & (seconds[1:] <= self.test_s + 1) & (lasted > 0)
+            )
+            parts = np.stack([context, decode + busy, handoff, np.zeros_like(lasted)])
+            parts[:2] *= np.minimum(1, lasted / np.maximum(parts[:2].sum(0), 1e-9))
+            parts[2] = np.clip(handoff, 0, lasted - parts[:2].sum(0))
+            parts[3] = lasted - parts[:3].sum(0)
+            total += ((parts / lasted) * joules)[:, inside].sum(1)
+            known |= bool(inside.any())
+        return Energy(*total.tolist()) if known else None
+
+
+def facts_of(run: RunFiles) -> tuple[Facts, list[str]]:
+    """Return the facts of a run; where files are damaged, without them, and a line that says so."""
+    lacking: dict[str, Any] = {}
+    said: list[str] = []
+    for name, empty in (("telemetry", {}), ("timeline", []), ("plan", {}), ("result", {})):
+        try:
+            return Facts(replace(run, **lacking)), said
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            lacking[name] = empty
+            said = [f"without {', '.join(lacking)}: damaged ({type(error).__name__}: {error})"]
+    return Facts(replace(run, **lacking)), said
+
+
+def _strip(steps: dict[str, list[float]], test_s: float) -> list[float]:
+    """Return for each of equal pieces of the test which share of it the spans cover."""
+    starts, ends, busy = (floats(steps.get(name) or []) for name in ("start", "end", "busy_s"))
+    edges = np.linspace(0, test_s, _STRIP + 1)
+    if not len(starts):
+        return [0.0] * _STRIP
+    # Busy seconds until each moment: a span's are spread evenly over it.
+    moments = np.column_stack([starts, np.maximum(ends, starts + 1e-9)]).ravel()
+    done = np.repeat(np.cumsum(busy), 2)
+    done[0::2] -= busy
+    until = np.interp(edges, np.maximum.accumulate(moments), done)
+    shares: list[float] = np.clip(np.diff(until) / (test_s / _STRIP), 0, 1).tolist()
+    return shares
+
+
+def floats(values: Any) -> NDArray[np.float64]:
+    return np.array([np.nan if value is None else value for value in values], np.float64)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _last_seconds(run: RunFiles) -> float:
+    """Return how long the test had lasted when the run was killed or failed, as far as anything says."""
+    progress = (run.telemetry.get("progress") or {}).get("seconds") or [0.0]
+    return max([float(progress[-1]), *(float(row["seconds"]) for row in run.timeline[-64:])])

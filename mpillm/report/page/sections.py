@@ -1,0 +1,311 @@
+"""The parts of a page that are text, tables and the picture of the plan."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mpillm.report.page import svg
+from mpillm.report.page.facts import Facts, InstanceFacts
+from mpillm.report.run_directory import PAGE
+from mpillm.report.run_files import RunFiles
+
+_MOST_CARDS = 128
+_WORDS = {
+    "VALID": "LoadGen accepts this test.",
+    "INVALID": "LoadGen does not accept this test.",
+    "SERVED": "This run served until it was ended.",
+    "FAILED": "This run failed.",
+    "": "This run has left no outcome: it goes on, or was killed.",
+}
+
+
+def escape(value: object) -> str:
+    return html.escape(str(value))
+
+
+def head(facts: Facts) -> str:
+    """Return the verdict, why, and what ran."""
+    run, result = facts.run, facts.run.result
+    status = str(result.get("status") or "")
+    reasons = [f"Not satisfied: {text}." for text in result.get("loadgen_unsatisfied") or []]
+    reasons += list(result.get("loadgen_advice") or [])
+    if result.get("lost"):
+        reasons.append("Not to be submitted: the run went on without a part of its system.")
+    model = (
+        result.get("workload") or str(result.get("model") or "").rpartition("/")[2] or result.get("core_type")
+    )
+    started = run.telemetry.get("started")
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
+    words = (
+        model,
+        result.get("scenario"),
+        result.get("test_mode"),
+        result.get("mode"),
+        f"core {result['core_type']}" if result.get("core_type") else "",
+        f"{result['world_size']} ranks" if result.get("world_size") else "",
+        when,
+    )
+    said = " · ".join(escape(word) for word in words if word)
+    why = f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>" if reasons else ""
+    shown = status if status in _WORDS else ""
+    return (
+        f'<header class="verdict {shown.lower() or "none"}">'
+        f'<p class="badge">{escape(status or "no outcome")}</p>'
+        f"<div><h1>{escape(run.path.absolute().name)}</h1><p>{said}</p>"
+        f"<p><strong>{_WORDS[shown]}</strong></p>{why}</div></header>"
+    )
+
+
+def missing(notes: Sequence[str]) -> str:
+    """Return what the run directory lacks, a line for each."""
+    if not notes:
+        return ""
+    lines = "".join(f"<li>{escape(line)}</li>" for line in notes)
+    return f'<section class="missing"><h2>What is missing here</h2><ul>{lines}</ul></section>'
+
+
+def failures(run: RunFiles) -> str:
+    """Return why the run failed, and what it lost."""
+    said = []
+    for failure in run.result.get("failures") or []:
+        who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
+        trace = f"<pre>{escape(failure['traceback'])}</pre>" if failure.get("traceback") else ""
+        said.append(f"<li><strong>{escape(who)}{escape(failure.get('cause', ''))}</strong>{trace}</li>")
+    for lost in run.result.get("lost") or []:
+        said.append(
+            f"<li><strong>Lost at {lost.get('at_s', 0):.1f} s:"
+            f" instance {escape(lost.get('instance'))}</strong>,"
+            f" rank {escape(lost.get('rank'))}: {escape(lost.get('cause', ''))}"
+            f" ({escape(lost.get('retried', 0))} samples were computed again)</li>"
+        )
+    phase = run.result.get("phase")
+    where = f" in phase {escape(phase)}" if phase and run.result.get("status") == "FAILED" else ""
+    return (
+        f'<section class="failed"><h2>What went wrong{where}</h2><ul>{"".join(said)}</ul></section>'
+        if said
+        else ""
+    )
+
+
+def tiles(facts: Facts, price: float | None) -> str:
+    """Return the figures that everybody looks for first."""
+    result, limits = facts.run.result, facts.limits_ms()
+    shown: list[tuple[str, str, str, str]] = []  # label, value, note, class
+    for key, label in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
+        if (value := result.get(key)) is not None:
+            shown.append((label, svg.short(value), "", ""))
+    for key, label in (("ttft", "TTFT"), ("tpot", "TPOT"), ("latency", "end to end")):
+        if (latency := result.get(f"{key}_ms")) is None:
+            continue
+        limit, note, kind = limits.get(key), f"p50 {milliseconds(latency['p50'])}", ""
+        if limit:
+            note, kind = f"limit {milliseconds(limit)}", "good" if latency["p99"] <= limit else "bad"
+        shown.append((f"{label} p99", milliseconds(latency["p99"]), note, kind))
+    if result.get("samples") is not None:
+        errors = result.get("errors") or 0
+        note = f"{errors} errors" if errors else f"in {result.get('test_s', facts.test_s):.1f} s"
+        shown.append(("samples", f"{result['samples']:,}", note, "bad" if errors else ""))
+    if energy := facts.energy():
+        tokens = result.get("tokens") or 0
+        if tokens:
+            shown.append(("energy per token", f"{energy.total / tokens:.2f} J", f"{energy.total:,.0f} J", ""))
+    if price is not None and (cost := facts.cost_per_million_tokens(price)) is not None:
+        what = "GPUs" if facts.gpu_ranks else "worker ranks (no GPU)"
+        shown.append(("per million tokens", f"{cost:.2f}", f"{facts.n_paid} {what} at {price:g} an hour", ""))
+    cells = "".join(
+        f'<div class="{kind}"><dt>{escape(label)}</dt><dd>{value}</dd>'
+        f'<dd class="note">{escape(note)}</dd></div>'
+        for label, value, note, kind in shown
+    )
+    return (
+        f'<section><h2 class="hidden">Figures</h2><dl class="tiles">{cells}</dl></section>' if cells else ""
+    )
+
+
+def milliseconds(value: float) -> str:
+    """Return a time that fits its size: 850 µs, 12.3 ms, 4.5 s."""
+    if value >= 1000:
+        return f"{value / 1000:.3g} s" if value < 100_000 else f"{value / 1000:.0f} s"
+    return f"{value:.3g} ms" if value >= 1 else f"{1000 * value:.0f} µs"
+
+
+def plan(facts: Facts) -> str:
+    """Return the picture of nodes, and on each its instances with how busy they were."""
+    if not facts.instances:
+        return ""
+    worst = facts.bottleneck()
+    first_rank = {one.ranks[0]: one for one in list(facts.instances.values())[:_MOST_CARDS]}
+    nodes: dict[str, list[str]] = {}
+    for rank in facts.run.plan_ranks:
+        cards = nodes.setdefault(str(rank.get("node")), [])
+        one = first_rank.get(rank.get("rank", -1))
+        if one is not None:
+            cards.append(_card(one, one is worst))
+        elif rank.get("instance") is None:
+            roles = " + ".join(rank.get("roles") or [])
+            cards.append(
+                f'<div class="card control"><b>{escape(roles)}</b>'
+                f"<small>rank {escape(rank.get('rank'))}</small></div>"
+            )
+    pictures = "".join(
+        f'<div class="node"><h3>{escape(node)}</h3><div class="cards">{"".join(cards)}</div></div>'
+        for node, cards in nodes.items()
+        if cards
+    )
+    more = len(facts.instances) - len(first_rank)
+    note = f"<p>{more} more instances are not shown.</p>" if more > 0 else ""
+    return f"<section><h2>{_said(facts, worst)}</h2>{pictures}{note}</section>"
+
+
+def _said(facts: Facts, worst: InstanceFacts | None) -> str:
+    if worst is None:
+        known = any(one.load is not None for one in facts.instances.values())
+        return "No instance was the bottleneck" if known else "The plan"
+    return f"Bottleneck: {escape(worst.name)}"
+
+
+def _card(one: InstanceFacts, is_worst: bool) -> str:
+    verb = "computing" if one.knows_steps else "holding requests"
+    share = "" if one.share is None else f"<b>{100 * one.share:.0f} %</b> {verb}"
+    waited = "" if not one.waited else f" · requests waited {100 * one.waited:.0f} % of the time"
+    ranks = f"rank {one.ranks[0]}" if len(one.ranks) == 1 else f"ranks {one.ranks[0]} to {one.ranks[-1]}"
+    flag = '<em class="flag">bottleneck</em>' if is_worst else ""
+    lost = '<em class="flag">lost</em>' if one.lost else ""
+    level = 0 if one.load is None else min(4, int(5 * one.load))
+    return (
+        f'<div class="card heat{level}{" worst" if is_worst else ""}">'
+        f'<b class="name"><i class="c{one.number % 8}"></i>'
+        f"{escape(one.name)}</b> <small>{ranks}</small>{flag}{lost}"
+        f"{svg.strip(one.strip) if one.strip else ''}<p>{share}{waited}</p></div>"
+    )
+
+
+def energy(facts: Facts, price: float | None) -> str:
+    """Return joules by what they were spent on."""
+    spent = facts.energy()
+    if spent is None:
+        return ""
+    result = facts.run.result
+    metrics = [(one.result or {}).get("metrics") or {} for one in facts.instances.values()]
+    prompt = sum(one.get("prompt_tokens") or 0 for one in metrics)
+    generated = sum(one.get("generated_tokens") or 0 for one in metrics) or result.get("tokens") or 0
+    rows = [
+        (
+            name,
+            f"{joules:,.0f} J",
+            f"{100 * joules / (spent.total or 1):.0f} %",
+            f"{joules / tokens:.3f} J per {of}" if tokens else "",
+        )
+        for name, joules, tokens, of in (
+            ("context", spent.context, prompt, "prompt token"),
+            ("decode", spent.decode, generated, "generated token"),
+            ("handoff", spent.handoff, prompt, "prompt token"),
+            ("idle", spent.idle, generated, "generated token"),
+            ("all", spent.total, generated, "generated token"),
+        )
+    ]
+    return _section("Energy of the GPUs in the test", ("", "energy", "share", "per token"), rows)
+
+
+def figures(facts: Facts) -> str:
+    """Return the tables: latencies, instances, phases."""
+    result = facts.run.result
+    latencies = [
+        (label, *(milliseconds(latency[key]) for key in ("p50", "p90", "p99", "mean")))
+        for label, name in (
+            ("time to first token", "ttft_ms"),
+            ("time per output token", "tpot_ms"),
+            ("end to end", "latency_ms"),
+        )
+        if (latency := result.get(name)) is not None
+    ]
+    instances = []
+    for one in facts.instances.values():
+        entry = one.result or {}
+        metrics = entry.get("metrics") or {}
+        kv = metrics.get("kv_cache_usage") or {}
+        instances.append(
+            (
+                one.name,
+                entry.get("samples", ""),
+                entry.get("tokens", ""),
+                "" if one.share is None else f"{100 * one.share:.0f} %",
+                "" if one.waited is None else f"{100 * one.waited:.0f} %",
+                *(
+                    svg.short(peak["peak"]) if (peak := metrics.get(name)) else ""
+                    for name in ("running", "waiting")
+                ),
+                f"{100 * kv['peak']:.0f} %" if kv else "",
+            )
+        )
+    names = (
+        "",
+        "samples",
+        "tokens",
+        "busy",
+        "requests waited",
+        "most running",
+        "most waiting",
+        "KV cache at most",
+    )
+    phases = [(name, f"{seconds:.2f} s") for name, seconds in (result.get("phases_s") or {}).items()]
+    return (
+        _section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
+        + _section("Instances", names, instances)
+        + _section("Phases", ("", "took"), phases)
+    )
+
+
+def options(run: RunFiles) -> str:
+    """Return each option's value and where it was set; those by default are folded away."""
+    rows = [
+        (name, _shown(entry["value"]), _shown(entry.get("source", "")))
+        for name, entry in sorted(run.config.items())
+    ]
+    given = [row for row in rows if not _is_default(run.config[row[0]].get("source"))]
+    rest = [row for row in rows if row not in given]
+    names = ("option", "value", "set by")
+    folded = (
+        f"<details><summary>{len(rest)} options by default</summary>{_table(names, rest)}</details>"
+        if rest
+        else ""
+    )
+    return _section("Options", names, given, folded) if rows else ""
+
+
+def _is_default(source: Any) -> bool:
+    each = source.values() if isinstance(source, dict) else [source]
+    return all(str(one).startswith("default") for one in each)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {one}" for key, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def files(run: RunFiles) -> str:
+    """Return links to the files beside the page, and what the ranks ran."""
+    names = sorted(path.name for path in run.path.iterdir() if path.is_file() and path.name != PAGE)
+    links = "".join(f'<li><a href="{escape(name)}">{escape(name)}</a></li>' for name in names)
+    versions = (run.ranks[0].get("versions") or {}) if run.ranks else {}
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f'<section><h2>Files</h2><p class="note">{escape(said)}. trace.json opens in ui.perfetto.dev.</p>'
+        f'<ul class="files">{links}</ul></section>'
+    )
+
+
+def _section(title: str, names: Sequence[str], rows: Sequence[Sequence[Any]], more: str = "") -> str:
+    return f"<section><h2>{title}</h2>{_table(names, rows)}{more}</section>" if rows or more else ""
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    head_cells = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    )

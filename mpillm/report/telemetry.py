@@ -1,0 +1,53 @@
+"""`telemetry.json`: what the ranks noted of themselves, and what rank 0 saw of the test, over time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpillm.files import write_text
+from mpillm.telemetry.recorder import KINDS
+from mpillm.telemetry.series import Series
+
+if TYPE_CHECKING:
+    from mpillm.roles.harness import Totals
+
+_MOST_ROWS = 2400  # four minutes at ten a second, then half as often
+
+
+class RunTelemetry:
+    """What rank 0 sees of a test over time; constant size."""
+
+    def __init__(self) -> None:
+        self._progress = Series(("seconds", "issued", "samples", "tokens"), _MOST_ROWS)
+        self.ranks: Mapping[int, dict[str, Any]] = {}  # once they have drained: what each noted
+
+    def look(self, totals: Totals) -> None:
+        """Note how far the test is."""
+        self._progress.add(time.perf_counter(), totals.issued, totals.samples, totals.tokens)
+
+    def write(self, path: Path, totals: Totals) -> None:
+        """Write the file; docs/report.md describes it. Raises OSError if the disk is full."""
+        if totals.started and totals.ended:
+            self._progress.add(totals.ended, totals.issued, totals.samples, totals.tokens)
+        since = totals.started
+        value = {
+            "format": 1,
+            "started": time.time() - (time.perf_counter() - since) if since else None,
+            "kinds": KINDS,
+            "progress": self._progress.to_json(since),
+            "cdf": {
+                name: histogram.cdf_ms()
+                for name, histogram in (
+                    ("ttft", totals.ttft),
+                    ("tpot", totals.tpot),
+                    ("latency", totals.latency),
+                )
+            },
+            "requests": totals.requests.to_json(since),
+            "ranks": {str(rank): noted for rank, noted in sorted(self.ranks.items())},
+        }
+        write_text(path, json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")

@@ -1,0 +1,50 @@
+"""A GPU's power, energy, clocks, temperature, memory and load, from NVML."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+
+from mpillm.devices import Memory, open_nvml, visible_handles
+
+GPU_COLUMNS = (*("power_w", "energy_j", "sm_mhz", "memory_mhz", "temperature_c", "memory_bytes", "load"),)
+# Numbers of nvml.h.
+_CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class GpuMeter:
+    """Reads one GPU; what its driver does not say is NaN. The handle stays open with the process."""
+
+    def __init__(self, device: int) -> None:
+        """`device`: as this process numbers GPUs. Raises OSError if NVML or the GPU can't be opened."""
+        nvml = open_nvml()
+        handles = visible_handles(nvml) if nvml is not None else []
+        if nvml is None or device >= len(handles):
+            raise OSError(f"NVML shows no GPU {device}")
+        self._nvml, self._handle = nvml, handles[device]
+
+    def read(self) -> tuple[float, ...]:
+        """Return `GPU_COLUMNS`: watts, joules since the driver started, MHz, °C, bytes, 0 to 1."""
+        call, memory, load = self._number, Memory(), _Utilization()
+        nvml = self._nvml
+        got_memory = nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)) == 0
+        got_load = nvml.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(load)) == 0
+        return (
+            call(nvml.nvmlDeviceGetPowerUsage) / 1e3,
+            call(nvml.nvmlDeviceGetTotalEnergyConsumption, long=True) / 1e3,
+            call(nvml.nvmlDeviceGetClockInfo, _CLOCK_SM),
+            call(nvml.nvmlDeviceGetClockInfo, _CLOCK_MEMORY),
+            call(nvml.nvmlDeviceGetTemperature, _TEMPERATURE_GPU),
+            float(memory.used) if got_memory else math.nan,
+            load.gpu / 100 if got_load else math.nan,
+        )
+
+    def _number(self, function: Callable[..., int], *what: int, long: bool = False) -> float:
+        value = ctypes.c_ulonglong() if long else ctypes.c_uint()
+        failed = function(self._handle, *map(ctypes.c_uint, what), ctypes.byref(value))
+        return math.nan if failed else float(value.value)

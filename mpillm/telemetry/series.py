@@ -1,0 +1,46 @@
+"""Rows of numbers over time, in constant memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Series:
+    """Rows whose first column is a time; once full, every other row goes, and half of the new ones."""
+
+    def __init__(self, columns: Sequence[str], most: int) -> None:
+        self.columns = tuple(columns)
+        self._rows = np.zeros((most, len(self.columns)))
+        self._n = self._skipped = 0
+        self._stride = 1
+
+    def __len__(self) -> int:
+        return self._n
+
+    def add(self, *row: float) -> None:
+        """Add a row: a number for each column."""
+        self._skipped += 1
+        if self._skipped < self._stride:
+            return
+        self._skipped = 0
+        if self._n == len(self._rows):
+            kept = self._rows[1::2].copy()
+            self._rows[: len(kept)] = kept
+            self._n, self._skipped = len(kept), self._stride
+            self._stride *= 2
+            return  # this row is one of those that go
+        self._rows[self._n] = row
+        self._n += 1
+
+    def to_json(self, since: float, most: int = 1 << 30, digits: int = 3) -> dict[str, list[Any]]:
+        """Return each column, at most `most` rows; None for NaN. `since`: what the first counts from."""
+        step = max(1, -(-self._n // most))
+        rows = self._rows[: self._n][(self._n - 1) % step :: step].copy() if self._n else self._rows[:0]
+        rows[:, 0] -= since
+        return {
+            name: [None if value != value else value for value in np.round(column, digits).tolist()]
+            for name, column in zip(self.columns, rows.T, strict=True)
+        }

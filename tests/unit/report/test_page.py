@@ -1,0 +1,283 @@
+"""The page of a run: what it says, and that broken files cost only what they would have told."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpillm.cli import main
+from mpillm.report.page.facts import Facts
+from mpillm.report.page.page import page, write_page
+from mpillm.report.run_files import RunFiles
+from tests.helpers.run_directories import make_run, write
+
+VOID = {"meta", "link", "br", "line", "polyline", "rect"}
+EMPTY: dict[str, list[float]] = {"start": [], "end": [], "busy_s": [], "n": [], "kind": []}
+
+
+def spans(start: float, end: float, kind: int) -> dict[str, list[float]]:
+    starts = [start + 0.1 * i for i in range(round((end - start) / 0.1))]
+    return {
+        "start": starts,
+        "end": [one + 0.1 for one in starts],
+        "busy_s": [0.1] * len(starts),
+        "n": [1] * len(starts),
+        "kind": [kind] * len(starts),
+    }
+
+
+def noted(steps: dict[str, list[float]], gpu_watts: float | None = None) -> dict[str, Any]:
+    """Return the telemetry of a rank that was busy in `steps`; its GPU drew so much all the time."""
+    seconds = [0.5 * i for i in range(21)]
+
+    def until(kind: int) -> list[float]:
+        mine = [
+            (b, e) for b, e, k in zip(steps["start"], steps["end"], steps["kind"], strict=True) if k == kind
+        ]
+        return [sum(max(0, min(e, now) - b) for b, e in mine if b < now) for now in seconds]
+
+    samples: dict[str, Any] = {
+        "seconds": seconds,
+        "cpu_s": [0.9 * now for now in seconds],
+        "rss_bytes": [1 << 30] * 21,
+        "context_s": until(0),
+        "decode_s": until(1),
+        "busy_s": [0.0] * 21,
+        "handoff_s": [0.0] * 21,
+    }
+    if gpu_watts:
+        columns = ("sm_mhz", "memory_mhz", "temperature_c", "memory_bytes", "load")
+        samples["gpu"] = {
+            "seconds": seconds,
+            "power_w": [gpu_watts] * 21,
+            "energy_j": [None] * 21,
+            **{name: [None] * 21 for name in columns},
+        }
+    phases = [["load", -2.0, -1.0], ["test", 0.0, 10.0]]
+    return {"phases": phases, "knows_steps": True, "steps": steps, "handoffs": EMPTY, "samples": samples}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a disaggregated run of 10 s whose generation instance was the slow one."""
+    latency = {"p50": 100.0, "p90": 150.0, "p99": 250.0, "mean": 110.0}
+    per = [
+        {"instance": i, "samples": 9, "tokens": t, "metrics": {"prompt_tokens": p, "generated_tokens": t}}
+        for i, p, t in ((0, 1000, 0), (1, 0, 2000))
+    ]
+    path = make_run(
+        tmp_path / "a run <&>",
+        result={
+            "status": "INVALID",
+            "loadgen_result": "INVALID",
+            "loadgen_unsatisfied": ["latency limits"],
+            "loadgen_advice": ["TTFT: <b>too slow</b>"],
+            "loadgen": {"ttft_latency_ms": 200.0, "tpot_latency_ms": None},
+            "samples": 9,
+            "tokens": 2000,
+            "tokens_per_second": 200.0,
+            "samples_per_second": 0.9,
+            "test_s": 10.0,
+            "ttft_ms": latency,
+            "per_instance": per,
+        },
+    )
+    roles = (["harness", "leader"], None), (["ctx"], 0), (["gen"], 1)
+    plan = [{"rank": r, "roles": role, "node": "n0", "instance": i} for r, (role, i) in enumerate(roles)]
+    write(path / "plan.json", {"world_size": 3, "ranks": plan})
+    rows = [
+        {
+            "seconds": float(s),
+            "instance": i,
+            "prompt_tokens": 100 * s * (1 - i),
+            "generated_tokens": 200 * s * i,
+            "running": 4,
+            "waiting": 0,
+            "kv_cache_usage": 0.5,
+        }
+        for s in range(1, 11)
+        for i in (0, 1)
+    ]
+    (path / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    telemetry = {
+        "format": 1,
+        "started": 1.7e9,
+        "kinds": ["context", "decode", "mixed", "busy", "handoff"],
+        "progress": {
+            "seconds": [0, 5, 10],
+            "issued": [9, 9, 9],
+            "samples": [0, 4, 9],
+            "tokens": [0, 900, 2000],
+        },
+        "cdf": {"ttft": {"ms": [50.0, 100.0, 250.0], "share": [0.1, 0.5, 1.0]}},
+        "requests": {"slot": [0, 1], "issued": [0, 0], "first": [1, 2], "answered": [5, 2]},
+        "ranks": {
+            "0": noted(EMPTY),
+            "1": noted(spans(0, 3, 0), gpu_watts=100.0),
+            "2": noted(spans(1, 10, 1), gpu_watts=300.0),
+        },
+    }
+    write(path / "telemetry.json", telemetry)
+    return path
+
+
+class Wellformed(HTMLParser):
+    """Reads a page; every element is closed where it should be."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & {*self.open}:
+            self.words.append(data)
+
+
+def words(path: Path) -> str:
+    return " ".join(" ".join(Wellformed(path.read_text()).words).split())
+
+
+def test_a_person_reads_verdict_bottleneck_limits_and_cost(run: Path) -> None:
+    said = words(write_page(run, price_per_gpu_hour=3.6))
+    for part in (
+        "INVALID a run <&>",
+        "LoadGen does not accept this test. Not satisfied: latency limits. TTFT: <b>too slow</b>",
+        "Bottleneck: generation 1",
+        "90 % computing",
+        "limit 200 ms",
+        # 2 GPUs at 3.6 an hour are 0.002 a second, of 200 tokens
+        "per million tokens 10.00 2 GPUs at 3.6 an hour",
+        # 10 s of 100 W and of 300 W
+        "energy per token 2.00 J",
+        "context 300 J",
+        "decode 2,700 J",
+        "core_type torch command line",
+    ):
+        assert part in said
+    assert "What is missing" not in said
+
+
+def test_the_page_loads_nothing(run: Path) -> None:
+    text = write_page(run).read_text()
+    assert not re.search(r"<(?:script|img|iframe|link)[^>]+(?:src|href)=(?!\"data:,)", text)
+    assert not re.search(r"@import|url\(", text)
+    assert "The MIT License" in text
+
+
+def test_data_can_t_end_the_script(run: Path) -> None:
+    write(run / "plan.json", {"ranks": [{"rank": 0, "roles": ["</script>"], "node": "n"}]})
+    assert "</script>" not in page(RunFiles.read(run)).partition('id="data">')[2].partition("\n")[
+        0
+    ].removesuffix("</script>")
+
+
+def test_joules_are_split_by_what_was_computed(run: Path) -> None:
+    spent = Facts(RunFiles.read(run)).energy()
+    assert spent is not None
+    assert spent == pytest.approx((300, 2700, 0, 1000), abs=1)
+
+
+def test_the_trace_has_a_process_per_rank(run: Path) -> None:
+    write_page(run)
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "rank 0 harness + leader",
+        "rank 1 context 0",
+        "rank 2 generation 1",
+    }
+    assert sum(e["dur"] for e in events if e["name"] == "decode") == pytest.approx(9e6)
+    assert min(e["ts"] for e in events if "ts" in e) == 0
+    assert [e["ph"] for e in events if e["name"] == "request"] == ["s", "f", "s"]
+
+
+FILES = (
+    "result.json",
+    "config.json",
+    "plan.json",
+    "telemetry.json",
+    "timeline.jsonl",
+    "mlperf_log_detail.txt",
+)
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00\xff\x80 not text")
+
+
+def other(path: Path) -> None:
+    """Keep the JSON, and make each number in it a word."""
+    path.write_text(re.sub(r"(?<=[ \[])-?\d[\d.]*", '"x"', path.read_text()))
+
+
+@pytest.mark.parametrize("damage", [gone, cut, garbage, other])
+@pytest.mark.parametrize("name", FILES)
+def test_a_broken_file_is_named_and_the_rest_is_shown(
+    run: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(run / name)
+    said = words(write_page(run))
+    assert "Files" in said
+    if name != "config.json":
+        assert "core_type torch" in said
+    if damage is not other and name != "mlperf_log_detail.txt":
+        assert re.search(rf"What is missing here .*{re.escape(name)}", said)
+    json.loads((run / "trace.json").read_text())
+
+
+def test_a_killed_run_has_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "killed"
+    path.mkdir()
+    failure = {"rank": 2, "cause": "the process has ended", "traceback": ""}
+    write(path / "result.json", {"status": "FAILED", "phase": "test", "failures": [failure]})
+    said = words(write_page(path))
+    for part in (
+        "FAILED killed",
+        "What went wrong in phase test",
+        "rank 2: the process has ended",
+        "plan.json is missing",
+    ):
+        assert part in said
+
+
+def test_a_million_requests_make_no_larger_page(run: Path) -> None:
+    telemetry = json.loads((run / "telemetry.json").read_text())
+    long = {name: 100 * values for name, values in telemetry["ranks"]["2"]["steps"].items()}
+    telemetry["ranks"] |= {str(rank): noted(EMPTY) | {"steps": long} for rank in range(2, 40)}
+    write(run / "telemetry.json", telemetry)
+    assert write_page(run).stat().st_size < 3_000_000
+
+
+def test_the_command_writes_pages_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run), "--price_per_gpu_hour", "2"]) == 0
+    assert capsys.readouterr().out.strip().endswith("report.html")
+    assert "per million tokens" in words(run / "report.html")
+    assert main(["report", str(run.parent)]) == 2
+    assert "not a run directory" in capsys.readouterr().err
