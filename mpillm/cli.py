@@ -42,7 +42,7 @@ COMMANDS = {
     "certify": "measure how much of a run's latency and throughput is the harness's own",
     "report": "write the page of a run, report.html, again",
     "accuracy": "score the answers of an accuracy run",
-    "compliance": "check a run of compliance test TEST06",
+    "compliance": "check a run of a compliance test: TEST06, TEST07, TEST09",
     "submission": "arrange runs as a submission to MLPerf Inference",
     "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
     "fetch-model": "fetch a small real model",

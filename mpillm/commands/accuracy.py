@@ -33,6 +33,11 @@ class _Options(Values):
         "mixtral-8x7b: the file that the reference's evaluate_mbxp wrote (evaluated_test.json)",
         group=_GROUP,
     )
+    evaluated = Field(
+        "evaluated",
+        "deepseek-r1: a file with what the reference's eval_accuracy.py printed",
+        group=_GROUP,
+    )
 
 
 def _parser() -> Parser:
@@ -54,13 +59,13 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = collect(argv, _Options, parser)
     run = RunDirectory.read(Path(parser.parse_args(argv).run_dir))
-    answers = read_accuracy_run(run, options.dataset_path, options.tokenizer, options.mbxp)
+    answers = read_accuracy_run(run, options.dataset_path, options.tokenizer, options.mbxp, options.evaluated)
     target = 100 * float(run.config["accuracy_target"])
     # scoring may take minutes
     print(
         f"{run.benchmark}: {len(answers.answers)} answers, target {target:g} % of the reference", flush=True
     )
-    _show(run, *score_run(answers, options.mbxp))
+    _show(run, *score_run(answers, options.mbxp, options.evaluated))
     return ExitCode.DONE
 
 

@@ -70,7 +70,7 @@ def _parser() -> Parser:
         "run_dirs",
         metavar="RUN_DIR",
         nargs="+",
-        help="run directories: performance, accuracy and TEST06 runs",
+        help="run directories: performance, accuracy and compliance runs",
     )
     return parser
 

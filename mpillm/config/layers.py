@@ -55,7 +55,7 @@ def stated(
         if scenarios[0] not in known_workload.scenarios and test["scenarios"].origin.level < Level.WORKLOAD:
             scenarios = known_workload.scenarios[:1]  # of a benchmark that has none but Server
             test["scenarios"] = Found(scenarios, Origin(Level.WORKLOAD, f"workload {known_workload.title}"))
-        workload.update(defaults_of(known_workload, scenarios[0]))
+        workload.update(defaults_of(known_workload, scenarios[0], said(own, fields.test_mode).value))
         workload.origins = Origin(Level.WORKLOAD, f"workload {known_workload.title}")
     path, origin, _ = said(own, fields.llm_gen_config_path)
     if path is not None:

@@ -372,6 +372,16 @@ def _check_compliance(config: RunConfig) -> None:
             f"{config.named('compliance_test')} and {config.named('audit_conf')} exclude each other:"
             " the compliance test has its own audit.config"
         )
+    if (
+        config.compliance_test
+        and config.workload
+        and config.compliance_test not in config.workload.compliance
+    ):
+        raise ConfigError(
+            f"{config.named('compliance_test')}: {config.workload.name} is asked for"
+            f" {' and '.join(config.workload.compliance)}",
+            about=["compliance_test"],
+        )
     if config.compliance_test and config.test_mode != "PerformanceOnly":
         raise ConfigError(
             f"{config.named('compliance_test')} is a performance run, not {config.named('test_mode')}"

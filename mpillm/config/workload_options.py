@@ -14,8 +14,8 @@ from mpillm.workloads import WORKLOADS, Workload, accuracy_of, interactive_form,
 _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prompt except llama3.1-405b's
 
 
-def defaults_of(workload: Workload, scenario: str) -> dict[Field, Any]:
-    """Return a workload's defaults; answers are greedy.
+def defaults_of(workload: Workload, scenario: str, test_mode: str = "PerformanceOnly") -> dict[Field, Any]:
+    """Return a workload's defaults; answers are greedy, unless it says otherwise.
 
     Raises ConfigError for a scenario it does not have.
     """
@@ -25,19 +25,23 @@ def defaults_of(workload: Workload, scenario: str) -> dict[Field, Any]:
             f"--scenarios {scenario}: {workload.name} has {have}{nearest(scenario, workload.scenarios)}",
             about=["scenarios"],
         )
+    longest = workload.max_output_len
+    if test_mode == "AccuracyOnly":
+        longest = workload.accuracy_output_len or longest
     return {
         fields.model_path: workload.model_path,
         fields.dataset_path: workload.dataset_path,
         fields.max_num_tokens: _STEP_TOKENS,
         fields.enable_chunked_context: workload.max_input_len > _STEP_TOKENS,
-        fields.max_seq_len: workload.max_input_len + workload.max_output_len,
-        fields.max_output_len: workload.max_output_len,
+        fields.max_seq_len: workload.max_input_len + longest,
+        fields.max_output_len: longest,
         fields.min_output_len: workload.min_output_len,
         fields.end_ids: workload.end_ids,
         fields.stop_words: [list(word) for word in workload.stop_words] or None,
         **dict.fromkeys(
             (fields.tensor_parallelism, fields.ctx_tp_size, fields.gen_tp_size), workload.tensor_parallelism
         ),
+        **{fields.BY_NAME[name]: value for name, value in workload.sampling.items()},
         **{fields.BY_NAME[name]: value for name, value in workload.loadgen.get(scenario, {}).items()},
     }
 

@@ -57,6 +57,6 @@ class LoadgenFields(Options):
     compliance_test = Field(
         "compliance_test",
         "make a compliance run, with this test's audit.config",
-        choices=("TEST06",),
+        choices=("TEST06", "TEST07", "TEST09"),
         group="test",
     )

@@ -14,6 +14,7 @@ import mlperf_loadgen as lg
 from disagg.errors import ConfigError, about, nearest
 from mpillm.config.options import RunConfig
 from mpillm.loadgen.forecast import Forecast, forecast
+from mpillm.workloads import WORKLOADS
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, SINGLE_STREAM_PERCENTILE, queries_needed
 from mpillm.workloads.rounds import Round, round_named, round_of, why_not
 
@@ -37,6 +38,7 @@ _DECIMAL = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
 _LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no comment after it: LoadGen refuses that
 _TARGETS = {"Server": "server_target_qps", "Offline": "offline_expected_qps"}
 _NO_LIMIT_MS = 10**9
+_TEST07_SAMPLES = 990  # of the data set that this test has for itself
 _LEAST_QUERIES = {
     "Server": queries_needed(SERVER_PERCENTILE),
     "SingleStream": queries_needed(SINGLE_STREAM_PERCENTILE, late=1),
@@ -50,7 +52,7 @@ class LoadGenConfig:
     scenario: str
     test_mode: str
     model: str = ANY_MODEL  # as mlperf.conf names it
-    scaled: Mapping[str, float] = field(default_factory=dict)  # a scaled-down workload's
+    scaled: Mapping[str, float] = field(default_factory=dict)  # the workload's, if LoadGen has others
     user_conf: str | None = None  # a file; overrides these
     given: Mapping[str, float] = field(default_factory=dict)  # on the command line; overrides the file
     round: Round | None = None  # whose seeds are taken; None: those of the installed LoadGen
@@ -70,6 +72,10 @@ class LoadGenConfig:
         given: dict[str, float] = {}
         if workload is not None and workload.scaled:
             scaled["performance_sample_count_override"] = workload.n_samples
+            if WORKLOADS[workload.name].accuracy_samples is not None:
+                scaled["accuracy_sample_count_override"] = workload.n_samples
+        elif config.compliance_test == "TEST07":
+            scaled["performance_sample_count_override"] = _TEST07_SAMPLES
         options = {"min_duration": "min_duration", "min_query_count": "min_query_count"}
         if config.scenario in _TARGETS:
             options["target_qps"] = _TARGETS[config.scenario]
@@ -151,7 +157,7 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
     the test."""
     text = "# What this run asked of LoadGen, over the mlperf.conf inside it.\n"
     if config.scaled:
-        text += "# scaled down\n" + _lines("*.*", config.scaled)
+        text += "# the workload's\n" + _lines("*.*", config.scaled)
     if config.user_conf is not None:
         text += f"# --user_conf {config.user_conf}\n{_user_lines(Path(config.user_conf))}"
     # The full key overrides every key with a wildcard.
@@ -171,6 +177,8 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
     if config.round is not None:  # no user.conf can set them
         settings.qsl_rng_seed, settings.sample_index_rng_seed, settings.schedule_rng_seed = config.round.seeds
     needed = settings.performance_sample_count_override
+    if config.test_mode == "AccuracyOnly":
+        needed = settings.accuracy_sample_count_override or needed
     if needed > n_samples:
         raise ConfigError(
             f"the data set has {n_samples} samples, but a test of {config.model} needs {needed}"

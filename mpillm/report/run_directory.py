@@ -42,6 +42,8 @@ OF_AN_EARLIER_RUN = (
     "accuracy.txt",
     "accuracy.json",
     "TEST06/verify_accuracy.txt",
+    "TEST07/verify_accuracy.txt",
+    "TEST09/verify_output_len.txt",
 )
 
 

@@ -28,7 +28,7 @@ from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.run.join import Planned, Prepared, has_text, prepare
 from mpillm.run.rank0 import Purpose
-from mpillm.submission.test06 import prepare_audit
+from mpillm.submission.compliance_tests import prepare_audit
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.1
@@ -50,7 +50,8 @@ class Session:
         self._console = console
         self._control = control
         # LoadGen's audit.config, or ""
-        self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path)
+        scaled = config.workload.n_samples if config.workload and config.workload.scaled else None
+        self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path, scaled)
         record.write_plan(prepared.planned.yaml, plan, prepared.planned.reports)
         (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
         record.result["loadgen"] = prepared.settings.to_json()

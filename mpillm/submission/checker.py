@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mpillm.loadgen.logs import advice, logged_errors
+from mpillm.submission.compliance_tests import FILES
 from mpillm.submission.rules import (
     MIN_DURATION_MS,
     STOPS,
@@ -29,13 +30,17 @@ from mpillm.workloads.workload import Limits
 _CURE = {
     "performance": "a run without --test_mode and --compliance_test",
     "accuracy": "a run with --test_mode AccuracyOnly",
-    "TEST06": "a run with --compliance_test TEST06",
+    **{test: f"a run with --compliance_test {test}" for test in FILES},
 }
-_TEST06_LINES = (
-    ("First token check pass: True", "First token check pass: Skipped"),
-    ("EOS check pass: True",),
-    ("Sample length check pass: True",),
-)
+_PASSES: dict[str, tuple[tuple[str, ...], ...]] = {  # the lines of its file, one of each
+    "TEST06": (
+        ("First token check pass: True", "First token check pass: Skipped"),
+        ("EOS check pass: True",),
+        ("Sample length check pass: True",),
+    ),
+    "TEST07": (("TEST PASS",),),
+    "TEST09": (("TEST PASS",),),
+}
 _NS_PER_MS = 1e6
 
 
@@ -51,19 +56,20 @@ def rejected(results: Sequence[Result], system: Mapping[str, Any], division: str
 
 
 def _result(result: Result, closed: bool) -> Iterator[Problem]:
-    needed = ("performance", "accuracy", *(["TEST06"] if closed else []))  # open: no compliance tests
+    # open: no compliance tests
+    needed = ("performance", "accuracy", *(result.workload.compliance if closed else []))
     for kind in needed:
         if kind not in result.runs:
-            checks = ("dir_exists_check", "accuracy_check") if kind == "TEST06" else (STOPS,)
+            checks = ("dir_exists_check", "accuracy_check") if kind in FILES else (STOPS,)
             yield Problem(f"no {kind} run: {_CURE[kind]}", checks)
     for key, value in result.measurements.items():
         if not value:
             what = f"{key} of measurements.json is not known: give it with --measurements"
             yield Problem(what, ("required_fields_check",))
-    by_kind = {"performance": _performance, "accuracy": _accuracy, "TEST06": _compliance}
+    by_kind = {"performance": _performance, "accuracy": _accuracy}
     for kind, run in result.runs.items():
-        if closed or kind != "TEST06":
-            for problem in by_kind[kind](run, closed):
+        if kind not in FILES or (closed and kind in result.workload.compliance):
+            for problem in by_kind.get(kind, _compliance)(run, closed):
                 yield Problem(f"{run.path}: {problem.text}", problem.checks)
 
 
@@ -115,7 +121,7 @@ def _latencies(run: Run, limits: Limits) -> Iterator[Problem]:
 
 def _accuracy(run: Run, closed: bool) -> Iterator[Problem]:
     """AccuracyCheck: scores count in the closed division only."""
-    samples = run.workload.n_samples
+    samples = run.workload.accuracy_samples or run.workload.n_samples
     count = run.detail.get("effective_accuracy_sample_count", run.detail.get("qsl_reported_total_count"))
     if count != samples:
         what = f"accuracy_sample_count was {count} samples; the benchmark has {samples}"
@@ -139,15 +145,16 @@ def _missed(run: Run, text: str) -> list[str]:
 
 
 def _compliance(run: Run, _closed: bool) -> Iterator[Problem]:
-    """Do ComplianceCheck of the file that TEST06's verification writes."""
-    file = run.path / "TEST06" / "verify_accuracy.txt"
+    """Do ComplianceCheck of the file that the test's verification writes."""
+    test = run.kind
+    file = run.path / test / FILES[test]
     if not file.is_file():
-        what = f"TEST06 is not verified: `python -m mpillm compliance {run.path}` does it"
+        what = f"{test} is not verified: `python -m mpillm compliance {run.path}` does it"
         yield Problem(what, ("dir_exists_check", "accuracy_check"))
         return
     lines = {line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines()}
-    if failed := [either[0].partition(":")[0] for either in _TEST06_LINES if not lines.intersection(either)]:
-        yield Problem(f"TEST06 failed: no {', no '.join(failed)} ({file})", ("accuracy_check",))
+    if failed := [either[0].partition(":")[0] for either in _PASSES[test] if not lines.intersection(either)]:
+        yield Problem(f"{test} failed: no {', no '.join(failed)} ({file})", ("accuracy_check",))
 
 
 def _system(system: Mapping[str, Any]) -> Iterator[Problem]:

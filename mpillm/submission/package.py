@@ -20,6 +20,7 @@ from disagg.errors import ConfigError
 from mpillm.files import replace_folder, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, digest
 from mpillm.report.repeat import said_options, shown
+from mpillm.submission.compliance_tests import FILES
 from mpillm.submission.runs import Result, Run
 
 _KEPT = 4096  # bytes kept at each end of an accuracy log
@@ -88,11 +89,12 @@ class Submission:
             (folder / "accuracy" / ACCURACY).write_bytes(truncated((accuracy.path / ACCURACY).read_bytes()))
             if (accuracy.path / "accuracy.txt").is_file():
                 _copy(accuracy.path, folder / "accuracy", "accuracy.txt")
-        if test06 := runs.get("TEST06"):
-            _copy(test06.path, folder / "TEST06" / "performance" / "run_1", DETAIL, SUMMARY)
-            _copy(test06.path, folder / "TEST06" / "accuracy", ACCURACY)
-            if (test06.path / "TEST06" / "verify_accuracy.txt").is_file():
-                _copy(test06.path / "TEST06", folder / "TEST06", "verify_accuracy.txt")
+        for test, file in FILES.items():
+            if run := runs.get(test):
+                _copy(run.path, folder / test / "performance" / "run_1", DETAIL, SUMMARY)
+                _copy(run.path, folder / test / "accuracy", ACCURACY)
+                if (run.path / test / file).is_file():
+                    _copy(run.path / test, folder / test, file)
 
 
 def truncated(log: bytes) -> bytes:

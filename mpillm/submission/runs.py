@@ -15,12 +15,12 @@ from mpillm.engine.model.model_config import PRESETS
 from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.compliance_tests import FILES, compliance_of
 from mpillm.submission.rules import FREE_SETTINGS, Problem, logged_round, place
-from mpillm.submission.test06 import is_test06
 from mpillm.workloads import WORKLOADS, Workload
 from mpillm.workloads.rounds import Round
 
-KINDS = ("performance", "accuracy", "TEST06")
+KINDS = ("performance", "accuracy", *FILES)
 # What the runs of one result must have in common: they are of one system under test.
 _SAME = ("core_type", "mode", "model_path", "model_scale", "dtype", "quantization", "engine_dir")
 # Options that a workload sets and the closed division does not allow to change.
@@ -98,9 +98,9 @@ class Run:
         """Return what the rules forbid in both divisions and the submission checker does not check."""
         found = []
         result, config = self.directory.result, self.directory.config
-        # TEST06 has 100 queries: too few for early stopping, so in scenario Server it is never VALID; no rule
-        # asks.
-        if result["status"] != "VALID" and self.kind != "TEST06":
+        # A compliance test has too few queries for early stopping, so in scenario Server it is hardly VALID;
+        # no rule asks.
+        if result["status"] != "VALID" and self.kind not in FILES:
             conditions = ", ".join(unsatisfied(self.path))
             why = f"not satisfied: {conditions}" if conditions else "not every sample was answered"
             found.append(f"LoadGen calls it {result['status']} ({why})")
@@ -124,14 +124,18 @@ class Run:
     def changed(self) -> list[str]:
         """Return changes to the benchmark's task: forbidden in the closed division, unseen by the checker."""
         config, workload = self.directory.config, self.directory.workload
-        defaults = defaults_of(workload, self.directory.scenario)
+        defaults = defaults_of(workload, self.directory.scenario, str(config.get("test_mode")))
         found = []
         for option in _OF_THE_WORKLOAD:
             if (given := config.get(option.name, defaults[option])) != defaults[option]:
                 found.append(f"--{option.name} was {given}, the benchmark's is {defaults[option]}")
         if more := set(config.get("end_ids") or ()).difference(workload.end_ids):
             found.append(f"--end_ids had {sorted(more)}, which end no answer of the benchmark")
-        if config.get("temperature") and config.get("top_k") != 1:
+        if workload.sampling:
+            for name, value in workload.sampling.items():
+                if config.get(name, value) != value:
+                    found.append(f"--{name} was {config[name]}, the benchmark's is {value:g}")
+        elif config.get("temperature") and config.get("top_k") != 1:
             temperature = config["temperature"]
             found.append(f"answers were sampled (--temperature {temperature}), the benchmark's are greedy")
         model = Path(str(config.get("model_path")))
@@ -156,11 +160,11 @@ def read_run(path: Path) -> Run:
     kind = "performance"
     if directory.is_accuracy:
         kind = "accuracy"
-    elif is_test06(read_detail(path)):
-        kind = "TEST06"
+    elif (test := compliance_of(read_detail(path))) is not None:
+        kind = test
     elif directory.config.get("audit_conf"):
         raise ConfigError(
-            f"{path} was run with an audit.config that is not TEST06's: "
+            f"{path} was run with an audit.config of none of {', '.join(FILES)}: "
             "it is neither a performance run nor a compliance run"
         )
     return Run(directory, kind, benchmark, scenario)

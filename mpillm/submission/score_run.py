@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.data.tiny_dataset import DATASET, REFERENCES
-from mpillm.data.tokenizer import Tokenizer, load_tokenizer
+from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from mpillm.files import as_writable, read_json, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
 from mpillm.report.run_directory import RunDirectory
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
-from mpillm.submission.scores import METRICS, Answer, Row, Scores, pass_at_1
+from mpillm.submission.scores import METRICS, Answer, Row, Scores, pass_at_1, reference_scores
 from mpillm.submission.targets import Check, check
 
 COMPLETIONS = "mbxp_completions.json"
@@ -30,7 +30,11 @@ class Answers(NamedTuple):
 
 
 def read_accuracy_run(
-    run: RunDirectory, dataset_path: str | None, tokenizer: str | None, mbxp: str | None
+    run: RunDirectory,
+    dataset_path: str | None,
+    tokenizer: str | None,
+    mbxp: str | None,
+    evaluated: str | None,
 ) -> Answers:
     """Read the run's answers and references; options that are None come from the run.
 
@@ -42,7 +46,12 @@ def read_accuracy_run(
         )
     if mbxp and "mbxp" not in run.workload.accuracy.references:
         raise ConfigError(f"--mbxp {mbxp}: {run.benchmark} has no MBXP samples")
+    by_reference = run.workload.accuracy.metric == "by_reference"
+    if evaluated and not by_reference:
+        raise ConfigError(f"--evaluated {evaluated}: the answers of {run.benchmark} are scored without it")
     answers = _answers(run)
+    if by_reference:
+        return Answers(run, answers, (), ByteTokenizer())
     rows = _rows(run, dataset_path)
     decoder = _tokenizer(run, tokenizer)
     need_libraries()
@@ -54,11 +63,17 @@ def read_accuracy_run(
     return Answers(run, answers, rows, decoder)
 
 
-def score_run(given: Answers, mbxp: str | None) -> tuple[Scores, list[Check]]:
+def score_run(given: Answers, mbxp: str | None, evaluated: str | None) -> tuple[Scores, list[Check]]:
     """Score the answers, which may take minutes, and write both files."""
     run, accuracy = given.run, given.run.workload.accuracy
-    texts = [Answer(given.tokenizer.decode(answer.tokens), len(answer.tokens)) for answer in given.answers]
-    scores = METRICS[accuracy.metric](texts, [given.rows[answer.index] for answer in given.answers])
+    if accuracy.metric == "by_reference":
+        lengths = [Answer("", len(answer.tokens)) for answer in given.answers]
+        scores = _with_evaluation(run, METRICS[accuracy.metric](lengths, ()), evaluated)
+    else:
+        texts = [
+            Answer(given.tokenizer.decode(answer.tokens), len(answer.tokens)) for answer in given.answers
+        ]
+        scores = METRICS[accuracy.metric](texts, [given.rows[answer.index] for answer in given.answers])
     if scores.completions:
         scores = _with_mbxp(run, scores, mbxp)
     checks = check(accuracy, scores.values, float(run.config["accuracy_target"]))
@@ -119,6 +134,23 @@ def _with_mbxp(run: RunDirectory, scores: Scores, evaluated: str | None) -> Scor
             f"{type(error).__name__} {error}"
         ) from error
     return Scores({**scores.values, "mbxp": value}, scores.notes)
+
+
+def _with_evaluation(run: RunDirectory, scores: Scores, evaluated: str | None) -> Scores:
+    """Add the scores that the reference's evaluator printed to the file `evaluated`."""
+    accuracy = run.workload.accuracy
+    names = ", ".join(accuracy.references)
+    if evaluated is None:
+        how = f"run {accuracy.evaluator} of mlcommons/inference on {run.path / ACCURACY} (docs/submission.md)"
+        note = f"{names}: not scored: {how}, then name the file with its output with --evaluated"
+        return Scores(scores.values, [note])
+    try:
+        printed = Path(evaluated).read_text(encoding="utf-8", errors="replace")
+        return Scores(reference_scores(accuracy.references, printed, scores.values) | scores.values)
+    except OSError as error:
+        raise ConfigError(f"--evaluated {evaluated}: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--evaluated {evaluated}: {error}") from None
 
 
 def _write(run: RunDirectory, scores: Scores, checks: Sequence[Check]) -> None:

@@ -6,7 +6,8 @@ Names and rounding are those that the reference scripts of mlcommons/inference p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from mpillm.submission import matching, rouge
 from mpillm.workloads.workload import Metric
 
 Row = Mapping[str, str]
+_ROUNDED = 0.1  # tokens per sample: ours are rounded to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,34 @@ def long_context(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
 
 _MATCHES: dict[str, Callable[[str, str], float]] = {"niah_em": matching.needle, "qa_em": matching.question}
 
+
+def by_reference(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
+    """Return the answers' lengths. The scores are the reference's evaluator's, which executes code that
+    the model wrote (`reference_scores`)."""
+    return Scores(_lengths(answers, 0))
+
+
+def reference_scores(names: Iterable[str], printed: str, lengths: Mapping[str, float]) -> dict[str, float]:
+    """Return the scores of these names from what the reference's evaluator printed: ``'exact_match': 81.36``.
+
+    Raises ConfigError if one is not there, or the text is about answers of another number or length.
+    """
+    said = {name: float(value) for name, value in re.findall(r"'([\w-]+)':\s*'?(\d+(?:\.\d+)?)", printed)}
+    if missing := [name for name in names if name not in said]:
+        raise ConfigError(f"no '{missing[0]}': <number> in it: is it what the evaluator printed?")
+    for theirs, ours in (("num-samples", "gen_num"), ("tokens_per_sample", "tokens_per_sample")):
+        if theirs in said and abs(said[theirs] - lengths[ours]) > _ROUNDED:
+            raise ConfigError(
+                f"its {theirs} is {said[theirs]:g}, this run's {lengths[ours]:g}: of another run?"
+            )
+    return {name: said[name] for name in names}
+
+
 METRICS: dict[Metric, Callable[[Sequence[Answer], Sequence[Row]], Scores]] = {
     "rouge": by_rouge,
     "openorca_gsm8k_mbxp": openorca_gsm8k_mbxp,
     "long_context": long_context,
+    "by_reference": by_reference,
 }
 
 

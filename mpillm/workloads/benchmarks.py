@@ -1,8 +1,9 @@
 """The MLPerf Inference LLM workloads. One `Workload(…)` is all that mpillm knows of a benchmark.
 
 Sources, all in mlcommons/inference (August 2026): ``language/<workload>/README.md`` (models, data sets,
-reference accuracy), ``SUT.py`` and ``SUT_VLLM.py`` there (how answers are generated), ``dataset.py`` and
-``evaluate-accuracy.py`` there (columns, scores), ``loadgen/mlperf.conf`` (LoadGen's names of the models), and
+reference accuracy), ``SUT.py``, ``SUT_VLLM.py`` and deepseek-r1's ``utils/backend_registry.py`` there (how
+answers are generated), ``dataset.py`` and ``evaluate-accuracy.py`` there (columns, scores),
+``loadgen/mlperf.conf`` (LoadGen's names of the models), and
 ``tools/submission/submission_checker/constants.py`` (rounds v6.0 and v6.1: targets, limits, scenarios).
 LoadGen itself brings latency limits, sample counts and durations, in the mlperf.conf inside it.
 """
@@ -137,6 +138,73 @@ LLAMA3_1_8B = Workload(
     tiny_divisor=20,
 )
 
+DEEPSEEK_R1 = Workload(
+    name="deepseek-r1",
+    aliases=("deepseek-ai-r1",),
+    members=("DEEPSEEK_R1", "DeepSeek_R1"),  # the second is NVIDIA's spelling
+    loadgen_model="deepseek-r1",
+    hf_model="deepseek-ai/DeepSeek-R1",
+    model_path="build/models/DeepSeek-R1",
+    tensor_parallelism=8,  # its weights are FP8
+    dataset_path="build/preprocessed_data/deepseek-r1",
+    frame_file="mlperf_deepseek_r1_dataset_4388_fp8_eval.pkl",
+    columns=Columns("tok_input", "tok_input_len", references=("dataset", "ground_truth", "question")),
+    n_samples=4388,
+    max_input_len=3140,  # the reference's 3,136, and 4 of the chat template
+    max_output_len=20000,
+    end_ids=(1,),
+    accuracy=Accuracy(
+        metric="by_reference",
+        references={"exact_match": 81.3582},
+        length="tokens_per_sample",
+        bounds=(0.9 * 3886.2274, 1.1 * 3886.2274),
+        evaluator="language/deepseek-r1/eval_accuracy.py",
+    ),
+    submission=Submission(
+        rounds={"v6.0": ("deepseek-r1",), "v6.1": ("deepseek-r1",)},
+        limits=Limits(ttft_ms=2000, tpot_ms=80, target_ms=60_000),
+        scenarios=(("Offline",), ("Server", "Interactive")),
+    ),
+    tiny_model="tiny-llama",
+    tiny_divisor=16,
+)
+
+GPT_OSS_120B = Workload(
+    name="gpt-oss-120b",
+    aliases=("gptoss-120b",),
+    members=("GPT_OSS_120B",),
+    loadgen_model="gpt-oss-120b",
+    hf_model="openai/gpt-oss-120b",
+    model_path="build/models/gpt-oss-120b",
+    tensor_parallelism=1,  # its weights are MXFP4
+    dataset_path="build/preprocessed_data/gpt-oss-120b",
+    frame_file="perf_eval_ref.pkl",
+    columns=Columns("input_tokens", references=("dataset", "ground_truth")),
+    n_samples=6396,
+    max_input_len=98304,  # what the model's context of 131,072 tokens leaves beside the longest answer
+    max_output_len=10240,
+    end_ids=(200002, 199999, 200012),  # <|return|>, <|endoftext|>, <|call|>
+    sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0},
+    loadgen={"Offline": {"min_query_count": 6396}},  # mlperf.conf has none, and the checker asks for it
+    compliance=("TEST07", "TEST09"),
+    accuracy_samples=4395,
+    accuracy_output_len=32768,
+    accuracy=Accuracy(
+        metric="by_reference",
+        references={"exact_match": 83.13},
+        length="tokens_per_sample",
+        bounds=(0.0, 1.1 * 9999),
+        evaluator="language/gpt-oss-120b/eval_mlperf_accuracy.py",
+    ),
+    submission=Submission(
+        rounds={"v6.0": ("gpt-oss-120b",), "v6.1": ("gpt-oss-120b",)},
+        limits=Limits(ttft_ms=3000, tpot_ms=80, target_ms=60_000),
+        scenarios=(("Offline",), ("Server", "Interactive")),
+    ),
+    tiny_model="tiny-llama",
+    tiny_divisor=1024,
+)
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -147,5 +215,9 @@ WORKLOADS = {
         LLAMA3_1_405B.interactive(),
         LLAMA3_1_8B,
         LLAMA3_1_8B.interactive(),
+        DEEPSEEK_R1,
+        DEEPSEEK_R1.interactive(),
+        GPT_OSS_120B,
+        GPT_OSS_120B.interactive(),
     )
 }

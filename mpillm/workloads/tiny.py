@@ -33,6 +33,8 @@ def tiny(workload: Workload) -> Workload:
         max_input_len=workload.max_input_len // workload.tiny_divisor,
         max_output_len=workload.max_output_len // _ANSWER_TOKENS,
         end_ids=(_END_ID,),
+        accuracy_samples=None,
+        accuracy_output_len=None,
         stop_words=tuple(tuple(token % _VOCAB_SIZE for token in word) for word in workload.stop_words),
         loadgen={
             "Offline": {"min_duration": 0.0, "min_query_count": workload.n_samples // _SAMPLES},

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Metric = Literal["rouge", "openorca_gsm8k_mbxp", "long_context"]
+Metric = Literal["rouge", "openorca_gsm8k_mbxp", "long_context", "by_reference"]
 """How answers are scored: the names of the functions in `mpillm.submission.scores`."""
 
 FORM = "-interactive"
@@ -34,6 +34,7 @@ class Accuracy:
     references: Mapping[str, float]  # by the scores' names
     length: str  # the name of the score that bounds it: tokens_per_sample, gen_len (characters of all)
     bounds: tuple[float, float]  # least and most
+    evaluator: str = ""  # by_reference: the script in mlcommons/inference whose output has the scores
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class Workload:
     min_output_len: int = 1
     stop_words: tuple[tuple[int, ...], ...] = ()  # as tokens; the data set says which samples have one
     scenarios: tuple[str, ...] = ("Offline", "Server")
+    sampling: Mapping[str, float] = field(default_factory=dict)  # options; empty: answers are greedy
+    compliance: tuple[str, ...] = ("TEST06",)  # the tests that the closed division asks for
+    # If an accuracy run has a data set of its own: its samples, and the longest answer there.
+    accuracy_samples: int | None = None
+    accuracy_output_len: int | None = None
     interactive_of: str = ""  # the workload of which this is the interactive form
     loadgen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options, by scenario
     scaled: str = ""  # what is smaller than in the benchmark; empty: nothing

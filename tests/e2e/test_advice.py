@@ -175,6 +175,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* run-llm-server .*": Typed(
         "--dry_run", says="tritonserver --|trtllm-serve ", before=(TRITON_REPOSITORY,)
     ),
+    r".* accuracy .*--evaluated .*|python eval_accuracy.py .*|python -c .*read_parquet.*": Elsewhere(
+        "tests/unit/submission/test_accuracy.py, and a program of mlcommons/inference"
+    ),
     r".* accuracy .*--mbxp .*": Elsewhere(
         "tests/unit/submission/test_accuracy.py: it takes a file that another program writes"
     ),

@@ -23,6 +23,10 @@ LIMITS = {
     "llama3.1-405b-interactive": (4500, 80),
     "llama3.1-8b": (2000, 100),
     "llama3.1-8b-interactive": (500, 30),
+    "deepseek-r1": (2000, 80),
+    "deepseek-r1-interactive": (1500, 15),
+    "gpt-oss-120b": (3000, 80),
+    "gpt-oss-120b-interactive": (2000, 15),
 }
 CASES = [
     (name, scenario, mode)

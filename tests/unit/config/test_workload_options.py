@@ -60,7 +60,7 @@ def test_interactive_is_a_form_of_the_workload() -> None:
         "--benchmarks=moe": "scenarios Interactive (command line): mixtral-8x7b has no interactive form; it"
         " has Offline and Server",
         "": "scenarios Interactive (command line) is a form of a workload: name one with --benchmarks"
-        " (llama2-70b, llama3.1-405b, llama3.1-8b)",
+        " (llama2-70b, llama3.1-405b, llama3.1-8b, deepseek-r1, gpt-oss-120b)",
     }.items():
         with pytest.raises(ConfigError) as error:
             parse_run([*DUMMY, "--scenarios=interactive", *argv.split()])

@@ -186,6 +186,18 @@ def test_llama3() -> None:
             0.99,
             {"rougeL": 21.449934, "exact_match": 89.232165, "tokens_per_sample": 616.212},
         ),
+        (
+            "llama3.1-8b",
+            0.99,
+            {
+                "rouge1": 38.391408,
+                "rouge2": 15.748425,
+                "rougeL": 24.250743,
+                "rougeLsum": 35.43507,
+                "gen_len": 7350879.6,
+            },
+        ),
+        ("deepseek-r1", 0.99, {"exact_match": 80.544618, "tokens_per_sample": 3497.60466}),
     ],
 )
 def test_targets_are_the_checkers(benchmark: str, target: float, least: dict[str, float]) -> None:
@@ -193,14 +205,15 @@ def test_targets_are_the_checkers(benchmark: str, target: float, least: dict[str
     checks = {c.name: c for c in check(accuracy, dict(least), target)}
     assert {name: c.at_least for name, c in checks.items()} == pytest.approx(least, rel=1e-9)
     limits = {"llama2-70b": 323.895, "mixtral-8x7b": 160.49, "llama3.1-405b": 753.148}
-    assert checks["tokens_per_sample"].at_most == pytest.approx(limits[benchmark])
+    limits |= {"llama3.1-8b": 8984408.4, "deepseek-r1": 4274.85014}
+    assert checks[accuracy.length].at_most == pytest.approx(limits[benchmark])
     assert not any(c.passed for c in check(accuracy, {}, target))
     assert not any(
         c.passed for c in check(accuracy, {name: value - 0.01 for name, value in least.items()}, target)
     )
     above = {name: value + 0.01 for name, value in least.items()}
     assert all(c.passed for c in check(accuracy, above, target))
-    assert not all(c.passed for c in check(accuracy, {**above, "tokens_per_sample": 1000.0}, target))
+    assert not all(c.passed for c in check(accuracy, {**above, accuracy.length: 1e7}, target))
 
 
 # --- the command ---
@@ -237,6 +250,34 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "2 answers, target 99.9 % of the reference" in out
     assert re.search(r"tokens_per_sample +5.0000  no +at least 265.0050, at most 323.8950", out)
+
+
+def test_scores_of_the_references_evaluator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """deepseek-r1: lengths are ours, the score is what the evaluator printed about these answers."""
+    run = tiny(tmp_path / "run", benchmarks=["deepseek-r1"], accuracy_target=0.99)
+    assert cli.main(["accuracy", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "exact_match: not scored: run language/deepseek-r1/eval_accuracy.py of mlcommons/inference" in out
+    assert "exact_match" not in (run / "accuracy.txt").read_text()
+    printed = tmp_path / "printed.txt"
+    report = "noise\n\nResults\n\n{'exact_match': 81.25, 'tokens_per_sample': 5.0, 'num-samples': 2}\n"
+    printed.write_text(report)
+    assert cli.main(["accuracy", str(run), "--evaluated", str(printed)]) == 0
+    text = (run / "accuracy.txt").read_text()
+    assert "'exact_match': 81.25" in text and "'tokens_per_sample': 5.0" in text
+    assert text.endswith(f"\nhash={digest(run / 'mlperf_log_accuracy.json')}\n")
+    assert re.search(r"exact_match +81.2500  ok", capsys.readouterr().out)
+    for wrong, message in (
+        (report.replace("'num-samples': 2", "'num-samples': 4388"), "its num-samples is 4388, this run's 2"),
+        (report.replace("5.0", "6.2"), "its tokens_per_sample is 6.2, this run's 5"),
+        ("Traceback (most recent call last)", "no 'exact_match': <number> in it"),
+    ):
+        printed.write_text(wrong)
+        assert cli.main(["accuracy", str(run), "--evaluated", str(printed)]) == 2
+        assert message in capsys.readouterr().err
+    other = tiny(tmp_path / "other")
+    assert cli.main(["accuracy", str(other), "--evaluated", str(printed)]) == 2
+    assert "are scored without it" in capsys.readouterr().err
 
 
 def test_mixtral_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.config.options import parse_run
 from mpillm.loadgen.logs import LoggedAnswer, read_answers
-from mpillm.submission.test06 import check_test06, prepare_audit
+from mpillm.submission.compliance_tests import compliance_of, prepare_audit
+from mpillm.submission.test06 import check_test06
 from tests.helpers.run_directories import log_entry, make_run, write
 
 EOS = 2
@@ -87,6 +88,50 @@ def test_audit_config(tmp_path: Path) -> None:
     assert not settings.sample_concatenate_permutation
 
 
+@pytest.mark.parametrize(("name", "n"), [("TEST07", 990), ("TEST09", 6396)])
+def test_audit_config_of_all_answers(name: str, n: int, tmp_path: Path) -> None:
+    import mlperf_loadgen as lg
+
+    settings = lg.TestSettings()
+    settings.scenario = lg.TestScenario.Offline
+    assert settings.FromConfig(prepare_audit(name, None, tmp_path), "*", "Offline", 2) == 0
+    assert settings.performance_issue_unique and settings.min_query_count == n
+    assert settings.mode == lg.TestMode.PerformanceOnly and settings.min_duration_ms == 0
+    logged = {"effective_accuracy_log_sampling_target": settings.accuracy_log_sampling_target}
+    assert compliance_of({**logged, "effective_test_mode": "PerformanceOnly"}) == name
+    assert compliance_of({**logged, "effective_test_mode": "AccuracyOnly"}) is None
+    assert f"min_query_count = {min(n, 12)}\n" in Path(prepare_audit(name, None, tmp_path, 12)).read_text()
+
+
+@pytest.mark.parametrize(("tokens", "passed"), [(1150, False), (1151, True), (1406, True), (1407, False)])
+def test_test09(tokens: int, passed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The mean length counts: one answer is longer, one shorter."""
+    log = [log_entry(0, [7] * (tokens + 9)), log_entry(1, [7] * (tokens - 9))]
+    run = make_run(tmp_path / "run", "TEST09", answers=log, benchmarks=["gpt-oss-120b"])
+    assert cli.main(["compliance", str(run)]) == (0 if passed else 4)
+    text = (run / "TEST09" / "verify_output_len.txt").read_text()
+    assert f"Mean output tokens: {tokens}.00" in text and f"TEST {'PASS' if passed else 'FAIL'}" in text
+    assert "TEST09: 2 answers" in capsys.readouterr().out
+    for name in ("accuracy/mlperf_log_accuracy.json", "performance/run_1/mlperf_log_detail.txt"):
+        assert (run / "TEST09" / name).read_bytes() == (run / Path(name).name).read_bytes()
+    assert cli.main(["compliance", str(run), "--evaluated", "x"]) == 2
+    assert "TEST09 takes no --evaluated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("score", "passed"), [("60.697", False), ("60.698", True)])
+def test_test07(score: str, passed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", "TEST07", answers=[log_entry(0, [7])], benchmarks=["gpt-oss-120b"])
+    assert cli.main(["compliance", str(run)]) == 2
+    assert "TEST07 needs what the reference's evaluator printed" in capsys.readouterr().err
+    printed = tmp_path / "printed.txt"
+    printed.write_text(f"noise\n\n'exact_match': {score}\n")
+    assert cli.main(["compliance", str(run), "--evaluated", str(printed)]) == (0 if passed else 4)
+    text = (run / "TEST07" / "verify_accuracy.txt").read_text()
+    assert f"'exact_match': {score}" in text and f"TEST {'PASS' if passed else 'FAIL'}" in text
+    printed.write_text("Traceback")
+    assert cli.main(["compliance", str(run), "--evaluated", str(printed)]) == 2
+
+
 def test_audit_config_of_ones_own(tmp_path: Path) -> None:
     own = tmp_path / "own.config"
     own.write_text("*.*.min_query_count = 3\n")
@@ -135,7 +180,7 @@ def test_command_when_a_check_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["performance"], "is not a TEST06 run: start one with --compliance_test TEST06"),
+        (["performance"], "is not a compliance run: start one with --compliance_test TEST06"),
         (["empty"], "LoadGen logged no answer"),
         (["nowhere"], "no such run directory"),
         (["empty", "--end_ids", "2,x"], "--end_ids 2,x: expected token ids"),

@@ -16,6 +16,7 @@ import pytest
 
 from mpillm import cli
 from mpillm.loadgen.logs import digest
+from mpillm.workloads import get
 from mpillm.workloads.rounds import ROUNDS
 from tests.helpers.official_checker import STOPS, check_submission, listed, needs_checker
 from tests.helpers.run_directories import FULL_SIZE, MACHINE, SAMPLES, log_entry, make_run
@@ -52,6 +53,17 @@ LLAMA3_1_8B: dict[str, Any] = {
     "config": {"benchmarks": ["llama3.1-8b"], "accuracy_target": 0.99},
     "scores": SCORES_8B,
 }
+OF_R1 = dict.fromkeys(OF_MIXTRAL, 4388) | {LATENCIES[1]: 70_000_000}
+R1: dict[str, Any] = {
+    "config": {"benchmarks": ["deepseek-r1"], "accuracy_target": 0.99},
+    "scores": {"exact_match": 81.4, "tokens_per_sample": 3886.2},
+}
+OF_OSS = dict.fromkeys(OF_MIXTRAL, 6396) | {LATENCIES[1]: 70_000_000}
+OSS: dict[str, Any] = {
+    "config": {"benchmarks": ["gpt-oss-120b"], "accuracy_target": 0.99},
+    "scores": {"exact_match": 82.5, "tokens_per_sample": 9000.0},
+    "of_accuracy": {"effective_accuracy_sample_count": 4395},
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,8 @@ class Case:
     scenarios: tuple[str, ...] = BOTH
     without: tuple[str, ...] = ()  # kinds of runs
     test06: str | None = None  # verify_accuracy.txt, in the place of our own; empty: none
+    test07: float = 61.5  # what the evaluator found
+    of_accuracy: Mapping[str, Any] = field(default_factory=dict)  # as `detail`, of accuracy runs only
     error: str = ""  # kind of run in whose log LoadGen has an error
     measurements: Mapping[str, str] = field(
         default_factory=lambda: {"starting_weights_filename": "llama", "weight_data_types": "fp8"}
@@ -211,6 +225,32 @@ CASES = {
         detail=OF_8B,
         **LLAMA3_1_8B | {"scores": {**SCORES_8B, "rougeLsum": 35.435}},
     ),
+    "deepseek-r1 in v6.1": same((), detail=OF_R1, scenarios=("Offline", "Server", "Interactive"), **R1),
+    "deepseek-r1 in v6.0": same((), detail={**OF_R1, **V60}, version="v6.0", **R1),
+    "deepseek-r1 with a low score": closed_only(
+        each("accuracy_result_check"),
+        detail=OF_R1,
+        **R1 | {"scores": {"exact_match": 80.5, "tokens_per_sample": 3886.2}},
+    ),
+    "deepseek-r1 with short answers": closed_only(
+        each("accuracy_result_check"),
+        detail=OF_R1,
+        **R1 | {"scores": {"exact_match": 81.4, "tokens_per_sample": 3497.0}},
+    ),
+    "gpt-oss-120b in v6.1": same((), detail=OF_OSS, scenarios=("Offline", "Server", "Interactive"), **OSS),
+    "gpt-oss-120b in v6.0": same((), detail={**OF_OSS, **V60}, version="v6.0", **OSS),
+    "gpt-oss-120b with too few answers": same(
+        each("dataset_check"),
+        detail=OF_OSS,
+        **OSS | {"of_accuracy": {"effective_accuracy_sample_count": 6396}},
+    ),
+    "TEST07 failed": closed_only(each("accuracy_check"), detail=OF_OSS, test07=50.5, **OSS),
+    "TEST07 was not run": closed_only(
+        each("dir_exists_check", "accuracy_check"), detail=OF_OSS, without=("TEST07",), **OSS
+    ),
+    "TEST09 was not run": closed_only(
+        each("dir_exists_check", "accuracy_check"), detail=OF_OSS, without=("TEST09",), **OSS
+    ),
     "an accuracy target of no benchmark": Case(STOPPED, UNKNOWN_BENCHMARK, config={"accuracy_target": 0.995}),
 }
 
@@ -223,13 +263,17 @@ def make(folder: Path, case: Case) -> list[Path]:
         config = dict(case.config)
         if scenario == "Interactive":
             config["benchmarks"] = [f"{config.get('benchmarks', ['llama2-70b'])[0]}-interactive"]
-        answers = [log_entry(i, [5, 6, 2], None if loadgens == "Offline" else [5]) for i in range(3)]
-        for kind in ("performance", "accuracy", "TEST06"):
+        length = 1200 if "gpt-oss-120b" in case.config.get("benchmarks", ()) else 3
+        answers = [
+            log_entry(i, [5] * (length - 1) + [2], None if loadgens == "Offline" else [5]) for i in range(3)
+        ]
+        tests = get(config.get("benchmarks", ["llama2-70b"])[0]).compliance
+        for kind in ("performance", "accuracy", *tests):
             if kind in case.without:
                 continue
             path = make_run(
                 *(folder / f"{scenario}-{kind}", kind, loadgens, answers),
-                detail={**FULL_SIZE, **case.detail},
+                detail={**FULL_SIZE, **case.detail, **(case.of_accuracy if kind == "accuracy" else {})},
                 machine=case.machine,
                 **config,
             )
@@ -237,6 +281,12 @@ def make(folder: Path, case: Case) -> list[Path]:
                 (path / "accuracy.txt").write_text(
                     f"\nResults\n\n{case.scores}\n\nhash={digest(path / 'mlperf_log_accuracy.json')}\n"
                 )
+            if kind == "TEST07":
+                (folder / "printed.txt").write_text(f"'exact_match': {case.test07}\n")
+                words = ["compliance", str(path), "--evaluated", str(folder / "printed.txt")]
+                assert cli.main(words) == (0 if case.test07 > 60 else 4)
+            if kind == "TEST09":
+                assert cli.main(["compliance", str(path)]) == 0
             if kind == "TEST06" and case.test06 != "":
                 assert cli.main(["compliance", str(path)]) == 0
                 if case.test06 is not None:

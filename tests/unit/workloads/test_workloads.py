@@ -19,6 +19,7 @@ from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import write_dataset
 from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.engine.model.model_config import PRESETS
 from mpillm.engine.model.model_info import model_info
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
 from mpillm.submission.references import read_references
@@ -32,6 +33,10 @@ OFFICIAL = {
     "llama3.1-405b-interactive": ("llama3_1-405b-interactive", 8313, 2000, 4500, 80),
     "llama3.1-8b": ("llama3_1-8b", 13368, 128, 2000, 100),
     "llama3.1-8b-interactive": ("llama3_1-8b-interactive", 13368, 128, 500, 30),
+    "deepseek-r1": ("deepseek-r1", 4388, 20000, 2000, 80),
+    "deepseek-r1-interactive": ("deepseek-r1-interactive", 4388, 20000, 1500, 15),
+    "gpt-oss-120b": ("gpt-oss-120b", 6396, 10240, 3000, 80),
+    "gpt-oss-120b-interactive": ("gpt-oss-120b-interactive", 6396, 10240, 2000, 15),
 }
 
 
@@ -89,7 +94,11 @@ def test_official_values(name: str) -> None:
     assert config.max_output_len == max_output_len and config.min_output_len == (
         2 if name == "mixtral-8x7b" else 1
     )
-    assert config.temperature == 0 and config.end_ids and config.core_type == "torch"
+    assert (
+        config.temperature == (1 if name.startswith("gpt-oss") else 0)
+        and config.end_ids
+        and config.core_type == "torch"
+    )
     assert config.stop_words == ([[13, 13940, 28832, 13]] if name == "mixtral-8x7b" else None)
     settings = loadgen(config, n_samples)
     assert settings["model"] == model and settings["performance_sample_count"] == n_samples
@@ -104,7 +113,9 @@ def test_official_values(name: str) -> None:
     assert "has 100 samples, but a test of" in loadgen(config, 100)["error"]
 
 
-@pytest.mark.parametrize("name", ["llama2-70b", "mixtral-8x7b", "llama3.1-405b", "llama3.1-8b"])
+@pytest.mark.parametrize(
+    "name", ["llama2-70b", "mixtral-8x7b", "llama3.1-405b", "llama3.1-8b", "deepseek-r1", "gpt-oss-120b"]
+)
 def test_official_values_offline(name: str) -> None:
     settings = loadgen(options(name, "--offline_expected_qps", "37.5", scenario="Offline"), OFFICIAL[name][1])
     assert (
@@ -112,6 +123,17 @@ def test_official_values_offline(name: str) -> None:
         and settings["target_qps"] == 37.5
         and settings["ttft_latency_ms"] is None
     )
+
+
+def test_an_accuracy_run_with_a_data_set_of_its_own() -> None:
+    """gpt-oss-120b: 4,395 samples and longer answers; TEST07's has 990 samples."""
+    config = options("gpt-oss-120b", "--test_mode", "AccuracyOnly", scenario="Offline")
+    assert (config.max_output_len, config.max_seq_len) == (32768, 98304 + 32768)
+    assert "needs 4395" in loadgen(config, 4394)["error"] and "error" not in loadgen(config, 4395)
+    config = options("gpt-oss-120b", "--compliance_test", "TEST07", scenario="Offline")
+    assert config.max_output_len == 10240 and loadgen(config, 990)["performance_sample_count"] == 990
+    with pytest.raises(ConfigError, match="gpt-oss-120b is asked for TEST07 and TEST09"):
+        options("gpt-oss-120b", "--compliance_test", "TEST06")
 
 
 def test_an_interactive_benchmark_is_a_server_test_unless_told_otherwise() -> None:
@@ -147,7 +169,8 @@ def test_presets_fit_the_workloads(name: str) -> None:
     """Lengths, end tokens and stop words are those of the preset with the full model's shape, and of the tiny
     one."""
     preset = name.removesuffix("-interactive")
-    for scale in ("full", "tiny"):
+    scales = ("full", "tiny") if (PRESETS / f"{preset}.json").is_file() else ("tiny",)
+    for scale in scales:
         workload = workloads.get(name, scale)
         defaults = {field.name: value for field, value in defaults_of(workload, "Server").items()}
         model_path = preset if scale == "full" else workload.model_path

@@ -1,0 +1,155 @@
+"""MLCommons' compliance tests: the LoadGen settings of their runs, and how a finished run is verified.
+
+Settings, bounds and files are those of mlcommons/inference, compliance/TEST06, TEST07 and TEST09
+(`audit.config`, `run_verification.py`). Each is a performance run whose answers LoadGen logs.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.files import as_writable, write_text
+from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, LoggedAnswer, read_answers, read_detail
+from mpillm.report.run_directory import RunDirectory
+from mpillm.submission.test06 import check_test06
+
+# They override every other LoadGen setting; the sample indices follow no permutation.
+_ALL = {"mode": 2, "accuracy_log_rng_seed": 720381539243781796, "min_duration": 0}
+_ALL |= {"sample_concatenate_permutation": 0}
+_SETTINGS: dict[str, dict[str, int]] = {
+    "TEST06": {**_ALL, "accuracy_log_sampling_target": 100, "min_query_count": 100},
+    # Each sample of its own data set once.
+    "TEST07": {
+        **_ALL,
+        "accuracy_log_sampling_target": 990,
+        "min_query_count": 990,
+        "performance_issue_unique": 1,
+    },
+    "TEST09": {
+        **_ALL,
+        "accuracy_log_sampling_target": 10000,
+        "min_query_count": 6396,
+        "performance_issue_unique": 1,
+    },
+}
+_BY_SAMPLED = {settings["accuracy_log_sampling_target"]: name for name, settings in _SETTINGS.items()}
+TEST07_LEAST = 60.698  # exact match, in percent, on its data set
+TEST09_BOUNDS = (1150.38, 1406.02)  # mean tokens of an answer: 90 and 110 % of the reference's 1,278.20
+
+FILES = {"TEST06": "verify_accuracy.txt", "TEST07": "verify_accuracy.txt", "TEST09": "verify_output_len.txt"}
+"""What a verification writes into its folder, by test."""
+_RULE = "=" * 80
+
+
+def prepare_audit(
+    compliance_test: str | None, audit_conf: str | None, run_directory: Path, n_samples: int | None = None
+) -> str:
+    """Write a compliance run's ``audit.config``; return its path, or "" for another run. Raises OSError.
+
+    `n_samples`: of a scaled-down data set, which has fewer than a test asks for.
+    """
+    kept = run_directory / "audit.config"
+    if audit_conf:
+        try:
+            text = Path(audit_conf).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"--audit_conf {audit_conf}: {error.strerror}", about=["audit_conf"]) from error
+        if Path(audit_conf).resolve() != kept.resolve():
+            kept.write_bytes(text)
+    elif compliance_test:
+        settings = dict(_SETTINGS[compliance_test])
+        if n_samples is not None and "performance_issue_unique" in settings:
+            settings["min_query_count"] = min(n_samples, settings["min_query_count"])
+        lines = (f"*.*.{key} = {value}\n" for key, value in settings.items())
+        kept.write_text("".join(lines), encoding="utf-8")
+    else:
+        return ""  # a file that an earlier run left is not this run's
+    return str(kept)
+
+
+def compliance_of(detail: Mapping[str, Any]) -> str | None:
+    """Return the test of a run from its detailed log, wherever LoadGen's settings came from; None if none."""
+    if detail.get("effective_test_mode") != "PerformanceOnly":
+        return None
+    return _BY_SAMPLED.get(int(detail.get("effective_accuracy_log_sampling_target") or 0))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a verification found: a file's text, and whether the test is passed."""
+
+    test: str
+    samples: int
+    passed: bool
+    text: str
+
+
+def verify(run: RunDirectory, end_ids: Sequence[int], evaluated: str | None = None) -> Verified:
+    """Verify a compliance run and write the test's folder in it.
+
+    `evaluated`: for TEST07, a file with what the reference's evaluator printed. Raises ConfigError if it is
+    no such run, it failed, or its log was cut.
+    """
+    detail = read_detail(run.path)
+    test = compliance_of(detail)
+    if test is None:
+        raise ConfigError(f"{run.path} is not a compliance run: start one with --compliance_test TEST06")
+    if (evaluated is not None) != (test == "TEST07"):
+        needs = "needs what the reference's evaluator printed: --evaluated FILE (docs/submission.md)"
+        raise ConfigError(
+            f"{run.path}: TEST07 {needs}" if evaluated is None else f"{test} takes no --evaluated"
+        )
+    answers = read_answers(run.path / ACCURACY)
+    if test == "TEST06":
+        found = check_test06(answers, str(detail["effective_scenario"]), end_ids)
+        result = Verified(test, found.samples, found.passed, found.text())
+    else:
+        result = _test07(answers, Path(str(evaluated))) if test == "TEST07" else _test09(answers)
+    folder = run.path / test
+    with as_writable(folder):
+        (folder / "accuracy").mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(run.path / ACCURACY, folder / "accuracy" / ACCURACY)
+        if test != "TEST06":
+            (folder / "performance" / "run_1").mkdir(parents=True, exist_ok=True)
+            for name in (DETAIL, SUMMARY):
+                shutil.copyfile(run.path / name, folder / "performance" / "run_1" / name)
+        write_text(folder / FILES[test], result.text)
+    return result
+
+
+def _test07(answers: Sequence[LoggedAnswer], printed: Path) -> Verified:
+    """Check that answers of a performance run are right: exact match on a data set of its own."""
+    try:
+        text = printed.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"--evaluated {printed}: {error.strerror}") from None
+    if (match := re.search(r"'exact_match':\s*([\d.]+)", text)) is None:
+        raise ConfigError(f"--evaluated {printed}: no 'exact_match': <number> in it")
+    score = float(match[1])
+    passed = score >= TEST07_LEAST
+    lines = ["", _RULE, "TEST07 Verification Summary", _RULE, f"Accuracy score: {score}"]
+    lines += [f"Accuracy threshold: {TEST07_LEAST}", f"Accuracy check pass: {passed}", _verdict(passed), ""]
+    return Verified("TEST07", len(answers), passed, text + "\n".join(lines))
+
+
+def _test09(answers: Sequence[LoggedAnswer]) -> Verified:
+    """Check that answers of a performance run are not cut: their mean length."""
+    lengths = [len(answer.tokens) for answer in answers]
+    mean, (least, most) = sum(lengths) / len(lengths), TEST09_BOUNDS
+    passed = least <= mean <= most
+    lines = [_RULE, "TEST09: Verify Output Token Length in Performance Mode", _RULE, ""]
+    lines += [f"Total samples: {len(lengths)}", f"Mean output tokens: {mean:.2f}"]
+    lines += [f"Min output tokens: {min(lengths)}", f"Max output tokens: {max(lengths)}"]
+    lines += [f"Min threshold: {least}", f"Max threshold: {most}", f"Min check pass: {mean >= least}"]
+    lines += [f"Max check pass: {mean <= most}", "", _verdict(passed), ""]
+    return Verified("TEST09", len(lengths), passed, "\n".join(lines))
+
+
+def _verdict(passed: bool) -> str:
+    return "TEST PASS" if passed else "TEST FAIL"
