@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from .config import DisaggConfig, ServerConfig
@@ -77,6 +78,12 @@ class WorldPlan:
 
     ranks: tuple[RankPlan, ...]
     instances: tuple[InstancePlan, ...]
+    config: DisaggConfig
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it is made from, which of thousands of ranks is a thirtieth."""
+        nodes = [(node, sum(1 for _ in ranks)) for node, ranks in groupby(rank.node for rank in self.ranks)]
+        return _made_again, (self.config, nodes)
 
     @property
     def world_size(self) -> int:
@@ -140,7 +147,12 @@ def plan(config: DisaggConfig, world_size: int, nodes: Sequence[str] | None = No
                 rank, (*roles, instance.role), instance.index, index, tp_rank, pp_rank, ep_rank, node, device
             )
         )
-    return WorldPlan(tuple(ranks), instances)
+    return WorldPlan(tuple(ranks), instances, config)
+
+
+def _made_again(config: DisaggConfig, nodes: Sequence[tuple[str, int]]) -> WorldPlan:
+    names = [name for name, count in nodes for _ in range(count)]
+    return plan(config, len(names), names)
 
 
 def parse_nodes(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -325,3 +326,14 @@ def test_parse_nodes() -> None:
 def test_parse_nodes_names_what_is_wrong(text: str) -> None:
     with pytest.raises(ConfigError, match=r"nodes: .* must be host:slots"):
         parse_nodes(text)
+
+
+@pytest.mark.parametrize("nodes", [["a", "b", "a", "b", "a", "b", "b", "a"], ["a"] * 8])
+def test_a_plan_is_sent_as_what_it_is_made_from(nodes: list[str]) -> None:
+    """It arrives as it was, and is small for any number of ranks."""
+    made = plan(generate("disaggregated", 8, ctx_tp_size=2), 8, nodes)
+    assert pickle.loads(pickle.dumps(made)) == made
+    large = plan(
+        generate("aggregated", 4098, tensor_parallelism=2), 4098, [f"n{i // 8}" for i in range(4098)]
+    )
+    assert len(pickle.dumps(large)) < 16_000
