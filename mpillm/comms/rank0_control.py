@@ -101,6 +101,7 @@ class Rank0Control:
             int, float
         ] = {}  # ranks of lost instances, and when (time.monotonic) they are killed
         self._seen_cut = 0
+        self._lost_by_mpi: frozenset[int] = frozenset()  # asked for in the end only
         self.lifelines: Lifelines | None = None  # of ranks whose processes rank 0 can't see
         ARRIVED.handle(self._transport, self._on_arrived)
         BEAT.handle(self._transport, self._on_beat)
@@ -154,7 +155,7 @@ class Rank0Control:
 
     def cut(self) -> frozenset[int]:
         """Return the ranks elsewhere whose process has ended, whether or not they have said BYE."""
-        return self.lifelines.ended if self.lifelines else frozenset()
+        return self._lost_by_mpi | self.lifelines.ended if self.lifelines else self._lost_by_mpi
 
     def _is_expected(self, rank: int) -> bool:
         """Return whether the rank should be there."""
@@ -192,6 +193,9 @@ class Rank0Control:
         end = time.monotonic() + self._time_to_settle(failures)
         while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
             self._transport.dispatch_whoever_is_lost()
+        if any(failure.code == ExitCode.INSTANCE_LOST for failure in (*failures, *self._failures.values())):
+            # Before all ranks have their lifelines, MPI alone may know who it is.
+            self._lost_by_mpi = self._transport.known_losses()
         if gone := self.losses(self.gone()):
             said = {failure.rank: failure for failure in failures}
             return tuple(said.get(failure.rank, failure) for failure in gone)

@@ -191,6 +191,18 @@ class Transport:
         except MPI.Exception:
             self.acknowledge_losses()
 
+    def known_losses(self) -> frozenset[int]:
+        """Return the members of which MPI (ULFM) knows that their process has ended; none without ULFM."""
+        try:
+            failed = self.comm.Get_failed()
+        except (MPI.Exception, NotImplementedError):
+            return frozenset()
+        group = self.comm.Get_group()
+        ranks = failed.Translate_ranks(None, group)
+        group.Free()
+        failed.Free()
+        return frozenset(ranks)
+
     def acknowledge_losses(self) -> None:
         """Stop ULFM from reporting the lost members: it does so at every call until they are acknowledged."""
         self.comm.Ack_failed()

@@ -89,7 +89,10 @@ def python_on(hosts: Hosts, host: str, word: str) -> list[int]:
     """Return the processes on a host that run the program with this word in their command lines."""
     found = []
     for pid in hosts.processes(host):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
         if b"mpillm" in words and word.encode() in words and b"python" in words[0]:
             found.append(pid)
     return sorted(found)

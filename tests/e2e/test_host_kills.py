@@ -1,0 +1,89 @@
+"""A whole host is lost, or the daemon through which mpirun reaches it (make test-hosts, as root)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_instance_loss import OUTPUT, PACE, TEST, check_answers, check_told, wait_for_answers
+from tests.helpers.clusters import OnHosts, or_skip, python_on
+from tests.helpers.support import INSTANCE_LOST, Command, Samples, Starter, make_samples, wait_until
+from tools.hosts import Hosts, hosts
+
+pytestmark = pytest.mark.hosts
+
+WITHIN_S = 120.0  # hosts that share two cores start slowly
+LOST = "h2"
+WHERE = "h1:2,h2:2,h3:2"  # harness and leader, and two executors on each of the others
+
+
+@pytest.fixture
+def on_hosts(one: Starter) -> Iterator[OnHosts]:
+    """Make three hosts for one test, which may end them."""
+    with or_skip(hosts(3)) as made:
+        yield OnHosts(made, one)
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Samples:
+    return make_samples(tmp_path / "few.jsonl", [1 + 37 * i % 293 for i in range(64)])
+
+
+def _kill_ranks(made: Hosts) -> None:
+    for pid in python_on(made, LOST, "run"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _kill_daemon(made: Hosts) -> None:
+    for pid in made.processes(LOST):
+        if Path(f"/proc/{pid}/comm").read_text().strip() == "prted":
+            os.kill(pid, signal.SIGKILL)
+
+
+HITS: dict[str, Callable[[Hosts], None]] = {
+    "its ranks": _kill_ranks,
+    "its daemon": _kill_daemon,
+    "its power": lambda made: made.cut_power(LOST),
+}
+
+
+def _wait(command: Command, phase: str) -> None:
+    if phase == "load":
+        wait_until(lambda: (command.log_dir / "ranks.json").exists(), "the ranks to have joined", WITHIN_S)
+    else:
+        wait_for_answers(command, 8)
+
+
+@pytest.mark.parametrize("policy", ["fail", "continue"])
+@pytest.mark.parametrize("phase", ["load", "test"])
+@pytest.mark.parametrize("hit", HITS)
+def test_a_host_is_lost(on_hosts: OnHosts, few: Samples, hit: str, phase: str, policy: str) -> None:
+    """The run ends, says so, and leaves nothing; or it goes on, which Open MPI's mpirun allows as long as its
+    daemons are all there."""
+    words = ["run", "--core_type", "dummy", "--dataset_path", few.path, *TEST, *PACE]
+    words += ["--enable_chunked_context", "true", "--heartbeat_timeout", 10, "--grace", 3]
+    command = on_hosts.start(WHERE, *words, "--on_instance_loss", policy)
+    _wait(command, phase)
+    HITS[hit](on_hosts.hosts)
+    ended = command.end(WITHIN_S)
+    assert "Traceback" not in ended.err, ended
+    left = ("h1", "h3") if hit == "its power" else ("h1", LOST, "h3")
+    wait_until(
+        lambda: not any(python_on(on_hosts.hosts, host, "run") for host in left), "the end of all ranks"
+    )
+    if hit == "its ranks" and phase == "test" and policy == "continue":
+        check_answers(ended, [few.answer(i, OUTPUT) for i in range(64)])
+        check_told(ended, [0, 1])
+        return
+    assert ended.result["status"] == "FAILED", ended
+    if hit == "its ranks":
+        ended.must(INSTANCE_LOST)
+        assert {failure["rank"] for failure in ended.result["failures"]} <= {2, 3}, ended
+    else:  # mpirun tells which host it has lost, and ends the other ranks, at times before rank 0 knows
+        assert ended.code in (INSTANCE_LOST, 128 + signal.SIGTERM), ended
