@@ -47,7 +47,6 @@ class RunTelemetry:
                     ("latency", totals.latency),
                 )
             },
-            "requests": totals.requests.to_json(since),
             "ranks": {str(rank): noted for rank, noted in sorted(self.ranks.items())},
         }
         write_text(path, json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")

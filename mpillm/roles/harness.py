@@ -28,7 +28,6 @@ from mpillm.errors import Failure, RunError
 from mpillm.loadgen.sut import LoadGenTest, Query, sample_responses
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
-from mpillm.telemetry.request_sample import RequestSample
 
 _MAX_BATCH = 1024  # requests per message
 _NO_MEMORY = (
@@ -71,7 +70,6 @@ class Totals:
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
     latency: Histogram = field(default_factory=Histogram)  # from issue to the whole answer
-    requests: RequestSample = field(default_factory=RequestSample)
     losses: dict[int, LossCosts] = field(default_factory=dict)  # by instance that was lost with open requests
 
     @property
@@ -127,7 +125,6 @@ class Harness(Role):
         self._pending: deque[Query] = deque()
         self._totals = totals
         self._log = log
-        self._requests = totals.requests
         # By slot.
         self._retried: dict[int, LossCosts] = {}  # those under way that were sent again
         self._free = np.zeros(0, np.uint32)
@@ -279,7 +276,6 @@ class Harness(Role):
         self._totals.tpot.add((now - self._first_at[slots[several]]) / (lengths[several] - 1))
         totals = self._totals
         totals.latency.add(now - self._issued_at[slots])
-        self._requests.answered(slots, self._issued_at, self._first_at, now)
         if self._retried:
             for slot in slots.tolist():
                 if (loss := self._retried.pop(slot, None)) is not None:

@@ -8,17 +8,24 @@ answer. A rank is a process, its lanes are threads.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 from collections.abc import Iterator
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
 from mpillm.files import write_text
 from mpillm.report.page.facts import Facts, facts_of
+from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 
 _PHASES, _STEPS, _HANDOFFS, _REQUESTS = 1, 2, 3, 100  # threads; those of requests follow the last
+_MOST_REQUESTS = 2000
 _SAMPLED = {"cpu_s": "CPU cores", "rss_bytes": "memory, MiB"}
 _GPU = {"power_w": "GPU power, W", "sm_mhz": "GPU clock, MHz", "temperature_c": "GPU, °C", "load": "GPU load"}
 
@@ -86,15 +93,29 @@ def _instances(run: RunFiles, facts: Facts, at: Any) -> Iterator[dict[str, Any]]
 
 
 def _requests(run: RunFiles, at: Any) -> Iterator[dict[str, Any]]:
-    """Yield requests on rank 0, a thread for each slot; a flow leads from a request's wait to its answer."""
-    noted = run.telemetry.get("requests") or {}
-    columns = [noted.get(name) or [] for name in ("slot", "issued", "first", "answered")]
-    seen: set[int] = set()
-    for number, (slot, issued, first, answered) in enumerate(zip_longest(*columns, fillvalue=0)):
-        thread = _REQUESTS + int(slot)
-        if thread not in seen:
-            seen.add(thread)
-            yield _named("thread_name", 0, thread, f"requests {int(slot)}")
+    """Yield requests on rank 0, each on a thread where no other is open.
+
+    A flow leads from a request's wait to its answer. Of many requests every so many-th.
+    """
+    with contextlib.suppress(ConfigError):  # none was answered
+        rows = read_requests(run.path)
+        yield from _on_threads(rows[:: -(-len(rows) // _MOST_REQUESTS) or 1], at)
+
+
+def _on_threads(rows: NDArray[np.void], at: Any) -> Iterator[dict[str, Any]]:
+    """Yield the events of requests: `request_log.RECORD`, in order of issue."""
+    ends = rows["issued"] + rows["latency"]
+    firsts = np.where(np.isnan(rows["ttft"]), ends, rows["issued"] + rows["ttft"])
+    threads: list[tuple[float, int]] = []  # a heap: when each thread's last request ended
+    for number, (issued, first, answered) in enumerate(
+        zip(rows["issued"].tolist(), firsts.tolist(), ends.tolist(), strict=True)
+    ):
+        if threads and threads[0][0] <= issued:
+            thread = heapq.heapreplace(threads, (answered, threads[0][1]))[1]
+        else:
+            thread = _REQUESTS + len(threads)
+            heapq.heappush(threads, (answered, thread))
+            yield _named("thread_name", 0, thread, f"requests {thread - _REQUESTS}")
         flow = {"cat": "request", "id": number, "pid": 0, "tid": thread, "name": "request"}
         yield _span("to first token", 0, thread, at(issued), at(first))
         yield flow | {"ph": "s", "ts": at(issued)}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mpillm.cli import main
 from mpillm.report.page.facts import Facts
 from mpillm.report.page.page import page, write_page
+from mpillm.report.request_log import RECORD
 from mpillm.report.run_files import RunFiles
 from tests.helpers.run_directories import make_run, write
 
@@ -116,7 +119,6 @@ def run(tmp_path: Path) -> Path:
             "tokens": [0, 900, 2000],
         },
         "cdf": {"ttft": {"ms": [50.0, 100.0, 250.0], "share": [0.1, 0.5, 1.0]}},
-        "requests": {"slot": [0, 1], "issued": [0, 0], "first": [1, 2], "answered": [5, 2]},
         "ranks": {
             "0": noted(EMPTY),
             "1": noted(spans(0, 3, 0), gpu_watts=100.0),
@@ -124,6 +126,9 @@ def run(tmp_path: Path) -> Path:
         },
     }
     write(path / "telemetry.json", telemetry)
+    # One with its first token after a second, one whose only token came with its end.
+    rows = [(0.0, 1.0, 5.0, 0, 9, 0), (0.0, math.nan, 2.0, 1, 1, 0), (2.5, 0.5, 1.0, 2, 2, 0)]
+    (path / "requests.bin").write_bytes(np.array(rows, RECORD).tobytes())
     return path
 
 
@@ -207,7 +212,9 @@ def test_the_trace_has_a_process_per_rank(run: Path) -> None:
     }
     assert sum(e["dur"] for e in events if e["name"] == "decode") == pytest.approx(9e6)
     assert min(e["ts"] for e in events if "ts" in e) == 0
-    assert [e["ph"] for e in events if e["name"] == "request"] == ["s", "f", "s"]
+    assert [e["ph"] for e in events if e["name"] == "request"] == ["s", "f", "s", "s", "f"]
+    lanes = [e["tid"] for e in events if e["name"] == "to first token"]
+    assert lanes[2] == lanes[1] != lanes[0], "the third began after the second had ended"
 
 
 FILES = (

@@ -10,7 +10,6 @@ import pytest
 
 from mpillm.telemetry.rank_sampler import COLUMNS, RankSampler
 from mpillm.telemetry.recorder import KINDS, Lane, Recorder, Spell
-from mpillm.telemetry.request_sample import RequestSample
 from mpillm.telemetry.series import Series
 
 
@@ -86,15 +85,3 @@ def test_a_sample_has_this_process_s_time_and_memory() -> None:
     assert tuple(found) == COLUMNS
     assert found["cpu_s"][1] >= found["cpu_s"][0] > 0
     assert 1 << 20 < found["rss_bytes"][0] < 1 << 40
-
-
-def test_requests_of_low_slots_are_noted() -> None:
-    log = RequestSample()
-    issued, first = np.array([1.0, 2.0] + [0.0] * 98), np.array([1.5, 0.0] + [0.0] * 98)
-    log.answered(np.array([0, 1, 99], np.uint32), issued, first, 3.0)
-    assert log.to_json(1.0) == {
-        "answered": [2.0, 2.0],
-        "issued": [0.0, 1.0],
-        "first": [0.5, 2.0],
-        "slot": [0.0, 1.0],
-    }
