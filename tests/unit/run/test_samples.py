@@ -157,6 +157,6 @@ def test_a_full_workload_says_which_data_set_it_lacks(
     monkeypatch.chdir(tmp_path)
     workload = workloads.get(name)
     with pytest.raises(ConfigError) as error:
-        load(tmp_path, "--benchmarks", name, "--scenarios", "Server", models=(Model(200_000),))
+        load(tmp_path, "--benchmarks", name, "--scenarios", "Server", models=(Model(201_088),))
     for word in (workload.dataset_path, "input_ids_padded.npy", "input_lens.npy", workload.frame_file):
         assert word in str(error.value)
