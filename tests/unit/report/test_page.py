@@ -127,8 +127,8 @@ def run(tmp_path: Path) -> Path:
     }
     write(path / "telemetry.json", telemetry)
     # One with its first token after a second, one whose only token came with its end.
-    rows = [(0.0, 1.0, 5.0, 0, 9, 0), (0.0, math.nan, 2.0, 1, 1, 0), (2.5, 0.5, 1.0, 2, 2, 0)]
-    (path / "requests.bin").write_bytes(np.array(rows, RECORD).tobytes())
+    requests = [(0.0, 1.0, 5.0, 0, 9, 0), (0.0, math.nan, 2.0, 1, 1, 0), (2.5, 0.5, 1.0, 2, 2, 0)]
+    (path / "requests.bin").write_bytes(np.array(requests, RECORD).tobytes())
     return path
 
 
