@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 _LEAST_S = 1e-6
 _RATIO = 1.002  # between bin edges: a percentile is within 0.1 % of the true one
 _BINS = int(np.ceil(np.log(1e6 / _LEAST_S) / np.log(_RATIO)))
+_TOGETHER = 256  # calls of `add` that are counted at once: NumPy takes 20 µs, however few there are
 
 
 class Histogram:
@@ -16,15 +17,26 @@ class Histogram:
     def __init__(self) -> None:
         self._counts = np.zeros(_BINS, np.int64)
         self._sum = 0.0
+        self._added: list[NDArray[np.float64]] = []  # not counted yet
 
     def add(self, seconds: NDArray[np.float64]) -> None:
-        """Count durations, shape [n]."""
+        """Count durations, shape [n]; the array is kept."""
+        self._added.append(seconds)
+        if len(self._added) >= _TOGETHER:
+            self._count()
+
+    def _count(self) -> None:
+        if not self._added:
+            return
+        seconds = np.concatenate(self._added)
+        self._added.clear()
         bins = np.log(np.maximum(seconds, _LEAST_S) / _LEAST_S) / np.log(_RATIO)
         np.add.at(self._counts, np.clip(bins.astype(np.int64), 0, _BINS - 1), 1)
         self._sum += float(seconds.sum())
 
     def cdf_ms(self, most: int = 300) -> dict[str, list[float]]:
         """Return ``ms`` and ``share`` of the durations that are at most so long; at most `most` points."""
+        self._count()
         bins = np.flatnonzero(self._counts)
         shares = np.cumsum(self._counts)[bins] / max(1, int(self._counts.sum()))
         if len(bins) > most:  # at equal steps of the share, and the ends
@@ -37,6 +49,7 @@ class Histogram:
 
     def summary_ms(self) -> dict[str, float] | None:
         """p50, p90, p99 and mean in milliseconds; None without durations."""
+        self._count()
         total = int(self._counts.sum())
         if total == 0:
             return None

@@ -285,8 +285,8 @@ class Harness(Role):
         totals.tokens += int(lengths.sum())
         totals.ended = now
         if self._log is not None:
-            first = np.where(self._first_at[slots] > 0, self._first_at[slots], np.nan)
-            began = totals.started
+            began, first = totals.started, self._first_at[slots]
+            first[first == 0] = np.nan
             self._log.add(
                 self._issued_at[slots] - began,
                 first - began,
