@@ -163,7 +163,10 @@ with hosts(1) as made:
 
 def runs(pid: int) -> bool:
     """Return whether a process is there, and more than a zombie."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it may end at any moment
+        return False
 
 
 def test_hosts_end_with_their_maker(three: Hosts) -> None:
