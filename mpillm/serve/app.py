@@ -240,8 +240,8 @@ class Service:
             return web.json_response(shapes.whole(choices, pieces))
         finally:
             for choice in choices:
-                if half is not None:
-                    half.ended(choice.answer)
+                if half is not None and arrival is not None:
+                    half.ended(choice.answer, arrival)
                 self._requests.give_up(choice.answer)  # unless it has ended
 
     def _open(

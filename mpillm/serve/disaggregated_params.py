@@ -190,9 +190,11 @@ class Half:
         """Note that a request whose KV cache was fetched is on its way."""
         self._arrivals[answer.id] = arrival
 
-    def ended(self, answer: Answer) -> None:
+    def ended(self, answer: Answer, arrival: Arrival) -> None:
         """Note that its handler has ended, whether or not its instance has taken the cache."""
-        self._arrivals.pop(answer.id, None)
+        # The id may be another request's by now.
+        if self._arrivals.get(answer.id) is arrival:
+            del self._arrivals[answer.id]
 
 
 def _wrong(name: str, what: str) -> ApiError:
