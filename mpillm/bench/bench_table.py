@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from mpillm.bench.whole_runs import run_in
 from mpillm.config.values import Values
 from mpillm.configurator.parsers import flag_dict, fraction
 from mpillm.fields import Field, positive, seconds
-from mpillm.files import read_object
 
 # Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
 # 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html
@@ -153,24 +151,13 @@ def _run(config: Options, model: str, n_in: int, n_out: int, n_samples: int) -> 
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryDirectory(prefix="mpillm-table-") as folder:
-        log_dir = Path(folder) / "run"
-        mpirun = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(config.ranks)]
-        command = [*mpirun, "run", *words, "--log_dir", str(log_dir)]
         try:
-            ended = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=config.run_deadline,
+            ended = run_in(
+                Path(folder) / "run", ("-n", str(config.ranks)), words, deadline_s=config.run_deadline
             )
-        except subprocess.TimeoutExpired:
-            return _failed(f"not done after --run_deadline {config.run_deadline:g} s")
-        if not (log_dir / "result.json").is_file():
-            return _failed(
-                " | ".join(ended.stdout.strip().splitlines()[-3:]) or f"exit code {ended.returncode}"
-            )
-        return read_object(log_dir / "result.json")
+        except ConfigError as error:
+            return _failed(str(error))
+        return ended.result or _failed(" | ".join(ended.tail.splitlines()[-3:]) or f"exit code {ended.code}")
 
 
 def _failed(cause: str) -> dict[str, Any]:

@@ -8,23 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
 from mpillm.experiments.intervals import Paired
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
-from mpillm.experiments.table import table
-from mpillm.experiments.typed import (
+from mpillm.experiments.series import (
     GROUP,
     SeriesOptions,
-    checked,
     mpirun_words,
     parse_series,
     series_folder,
-    shown,
 )
+from mpillm.experiments.table import table
 from mpillm.fields import Field
 from mpillm.files import write_json
+from mpillm.report.run_directory import path_shown
 
 
 class Options(SeriesOptions):
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         sides = {name: [*both, *shlex.split(text)] for name, text in zip("AB", texts, strict=True)}
     except ValueError as error:
         raise ConfigError(f"ab: {error}, in {texts[0]!r} or {texts[1]!r}") from None
-    configs = {name: checked(side) for name, side in sides.items()}
+    configs = {name: parse_run(side) for name, side in sides.items()}
     if configs["A"].scenario != configs["B"].scenario:
         raise ConfigError(
             f"ab: A is scenario {configs['A'].scenario}, B is {configs['B'].scenario}: they have no figure in"
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     default = "tokens_per_second" if configs["A"].scenario == "Offline" else "latency_mean"
     metric = options.metric or default
     folder = series_folder(options, "ab").absolute()
-    print(f"A: {texts[0]}\nB: {texts[1]}\n{options.pairs} pairs, in {shown(folder)}", flush=True)
+    print(f"A: {texts[0]}\nB: {texts[1]}\n{options.pairs} pairs, in {path_shown(folder)}", flush=True)
     pairs = run_pairs(folder, ranks, sides, options.pairs, lambda line: print(f"  {line}", flush=True))
     verdict = judge(pairs, metric)
     rows = [["pair", "A", "B", "B/A"]]

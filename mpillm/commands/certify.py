@@ -7,15 +7,15 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from launch import mpirun
-from mpillm.commands.rerun import again, ranks_of
 from mpillm.config.values import Values, collect
-from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields import BY_NAME
+from mpillm.fields.mpirun import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
 from mpillm.files import as_writable, write_json
 from mpillm.report.certificate import CERTIFICATE, certificate, certificate_table
+from mpillm.report.repeat import repeated
 from mpillm.report.run_files import RunFiles
 
 BESIDE = "certify"  # the run's folder in the run directory
@@ -28,7 +28,7 @@ class _Options(Values):
     """Options of ``certify``."""
 
     log_dir = OutputFields.log_dir
-    mpirun = Field("mpirun", 'options of mpirun, as one word: "--host a:4,b:4"', default="", group="certify")
+    mpirun_options = MPIRUN_OPTIONS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,12 +45,12 @@ def main(argv: Sequence[str]) -> int:
     run = RunFiles.read(Path(parser.parse_args(argv).run_dir))
     if not run.result.get("samples") or not run.result.get("loadgen_result"):
         raise ConfigError(f"{run.path}: this run has no result of LoadGen, so there is nothing to certify")
-    words, _ = again(run)
+    words, _ = repeated(run)
     folder = Path(options.log_dir or run.path / BESIDE)
     length = max(1, round(run.result["tokens"] / run.result["samples"]))
     words = [*_of_the_test(words), "--core_type", "dummy", "--core_options", f"output_mean:{length}"]
     words += ["--log_dir", str(folder)]
-    code = mpirun.main([*options.mpirun.split(), "-n", str(ranks_of(run)), "run", *words])
+    code = mpirun.main(["-n", str(run.world_size), *options.mpirun_options, "run", *words])
     if code != ExitCode.DONE:
         return code
     found = certificate(run, RunFiles.read(folder))

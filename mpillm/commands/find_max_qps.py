@@ -7,23 +7,23 @@ from dataclasses import asdict
 from pathlib import Path
 
 from disagg.errors import ConfigError
+from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
 from mpillm.experiments.goodput import parse_goodput
 from mpillm.experiments.rate_search import Tried, find_max_rate
 from mpillm.experiments.rate_tests import RateTests
-from mpillm.experiments.typed import (
+from mpillm.experiments.series import (
     GROUP,
     SeriesOptions,
-    checked,
     mpirun_words,
     parse_series,
     series_folder,
-    shown,
 )
 from mpillm.fields import Field, seconds
 from mpillm.files import write_json
+from mpillm.report.run_directory import path_shown
 
 
 class Options(SeriesOptions):
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         *words,
         *([] if any(word.startswith("--scenarios") for word in words) else ["--scenarios=Server"]),
     ]
-    config = checked([*typed, "--server_target_qps=1"] if not _has_rate(words) else typed)
+    config = parse_run([*typed, "--server_target_qps=1"] if not _has_rate(words) else typed)
     tests = RateTests(
         series_folder(options, "find-max-qps").absolute(),
         mpirun_words(options, config),
@@ -84,9 +84,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"measuring the capacity: all queries at once, for {tests.short_s:g} s", flush=True)
         start = tests.capacity()
         print(f"  {start:.4g} answers per second", flush=True)
-    print(
-        f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s, in {shown(tests.folder)}"
-    )
+    lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
+    print(f"{lengths}, in {path_shown(tests.folder)}")
     tried: list[Tried] = []
 
     def test(rate: float, full: bool) -> Tried:
@@ -101,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"not VALID at               {found.too_high:.5g} per second")
     for name, value in best.figures.items():
         print(f"{name.replace('_', ' '):<26} {value:.5g}")
-    print(f"confirming run             {shown(Path(best.folder))}")
+    print(f"confirming run             {path_shown(Path(best.folder))}")
     if options.output:
         said = {
             "rate": best.rate,

@@ -8,6 +8,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.bench.whole_runs import run_in
+from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.option_grid import (
@@ -19,19 +20,18 @@ from mpillm.experiments.option_grid import (
     pareto,
     points,
 )
-from mpillm.experiments.table import table
-from mpillm.experiments.typed import (
+from mpillm.experiments.series import (
     GROUP,
     SeriesOptions,
-    checked,
     mpirun_words,
     parse_series,
     series_folder,
-    shown,
 )
+from mpillm.experiments.table import table
 from mpillm.fields import Field
 from mpillm.files import write_json
-from mpillm.report.run_directory import unused
+from mpillm.report.run_directory import path_shown, unused
+from mpillm.report.run_files import RunFiles
 
 _COLUMNS = {
     "status": "",
@@ -70,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
     todo = list(points(grid))
     if len(todo) < 2:
         raise ConfigError("sweep: no option has several values: --max_batch_size 4 8 16, say")
-    mpirun = [mpirun_words(options, checked(point.words)) for point in todo]
+    mpirun = [mpirun_words(options, parse_run(point.words)) for point in todo]
     folder = series_folder(options, "sweep").absolute()
-    print(f"{len(todo)} points, in {shown(folder)}", flush=True)
+    print(f"{len(todo)} points, in {path_shown(folder)}", flush=True)
     found = [
         _point(folder, point, start, f"{i} of {len(todo)}")
         for i, (point, start) in enumerate(zip(todo, mpirun, strict=True), 1)
@@ -89,9 +89,9 @@ def _point(folder: Path, point: Point, mpirun: Sequence[str], number: str) -> di
     where = folder / point.folder
     said = {"options": dict(point.values), "run": str(where)}
     label = " ".join(f"{name}={value}" for name, value in point.values.items())
-    if (result := finished(where)) is not None:
+    if (run := finished(where)) is not None:
         print(f"  {number}  {label}: was there", flush=True)
-        return said | figures(where, result)
+        return said | figures(run)
     if where.exists():  # keep what a failed or cut run left, for its owner to look at
         where.rename(unused(where.with_name(f"{where.name}.incomplete")))
     ended = run_in(where, mpirun, point.words)
@@ -99,7 +99,7 @@ def _point(folder: Path, point: Point, mpirun: Sequence[str], number: str) -> di
         print(f"  {number}  {label}: failed: {ended.failure.splitlines()[0]}", flush=True)
         return said | {"status": "FAILED", "why": ended.failure}
     print(f"  {number}  {label}: {ended.result['status']}", flush=True)
-    return said | figures(where, ended.result)
+    return said | figures(RunFiles.read(where))
 
 
 def _table(todo: Sequence[Point], found: Sequence[dict[str, Any]], front: Sequence[int]) -> str:

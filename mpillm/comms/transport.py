@@ -195,7 +195,7 @@ class Transport:
         """Return the members of which MPI (ULFM) knows that their process has ended; none without ULFM."""
         try:
             failed = self.comm.Get_failed()
-        except (MPI.Exception, NotImplementedError):
+        except (MPI.Exception, NotImplementedError):  # built without ULFM, or by an MPI that has none
             return frozenset()
         group = self.comm.Get_group()
         ranks = failed.Translate_ranks(None, group)

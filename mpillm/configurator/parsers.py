@@ -7,6 +7,7 @@ import enum
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
@@ -108,6 +109,12 @@ def natural(text: str) -> int:
 def integers(text: str) -> tuple[int, ...]:
     """Ints of at least 1, separated by commas."""
     return tuple(map(positive, text.split(",")))
+
+
+@expects("words as in a shell")
+def shell_words(text: str) -> tuple[str, ...]:
+    """Words as in a shell, quoted where they have blanks."""
+    return tuple(shlex.split(text))
 
 
 @expects("token ids separated by commas", _listed)

@@ -92,24 +92,24 @@ def points(grid: Grid) -> Iterator[Point]:
         yield Point({name: values[name] for name in varied}, tuple(words))
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
-    """Return the result of a run that has one; None: it was never run, or is half written, or failed."""
+def finished(folder: Path) -> RunFiles | None:
+    """Return a run that has a result; None: it was never run, or is half written, or failed."""
     try:
-        found = RunFiles.read(folder)
+        run = RunFiles.read(folder)
     except ConfigError:
         return None
-    whole = found.result.get("status") in ("VALID", "INVALID") and "loadgen_result" in found.result
-    return found.result if whole and found.detail else None
+    whole = run.result.get("status") in ("VALID", "INVALID") and "loadgen_result" in run.result
+    return run if whole and run.detail else None
 
 
-def figures(folder: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+def figures(run: RunFiles) -> dict[str, Any]:
     """Return a point's figures: per GPU, or per worker rank where there is none, and per user.
 
     A user sees 1 / (time per output token) tokens per second: its mean over requests.
     """
-    ranks = [rank for rank in RunFiles.read(folder).plan_ranks if rank.get("instance") is not None]
-    machines = RunFiles.read(folder).machines.values()
-    gpus = any(one.get("gpus") for one in machines if isinstance(one, dict))
+    result = run.result
+    ranks = [rank for rank in run.plan_ranks if rank.get("instance") is not None]
+    gpus = any(one.get("gpus") for one in run.machines.values() if isinstance(one, dict))
     tpot, ttft = result.get("tpot_ms") or {}, result.get("ttft_ms") or {}
     per = result["tokens_per_second"] / len(ranks) if ranks else None
     return {

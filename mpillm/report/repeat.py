@@ -11,6 +11,8 @@ from mpillm.config.options import RunConfig, parse_run
 from mpillm.configurator.parsers import Secret
 from mpillm.fields import BY_NAME
 from mpillm.files import as_written, read_json, read_object
+from mpillm.report.run_environment import ENVIRONMENT, describe_environment, differences
+from mpillm.report.run_files import RunFiles
 
 # Files that a run keeps in its directory, by the option that named them.
 _KEPT = {"disagg_config": "disagg.yaml", "user_conf": "user.conf", "audit_conf": "audit.config"}
@@ -43,6 +45,23 @@ def _said(source: str) -> bool:
 def shown(words: list[str]) -> str:
     """Return words for a shell; options stay as they are."""
     return " ".join(shlex.quote(word) for word in words)
+
+
+def repeated(run: RunFiles) -> tuple[list[str], list[str]]:
+    """Return the options that repeat a run, and notes on what is different here: software and options.
+
+    Raises ConfigError if that can't be known.
+    """
+    words, notes = options_again(run.path)
+    if (run.path / ENVIRONMENT).exists():
+        notes = [*differences(read_object(run.path / ENVIRONMENT), describe_environment()), *notes]
+    else:
+        notes.insert(0, f"no {ENVIRONMENT}: nothing is known of the software that it ran with")
+    nodes = {rank.get("node") for rank in run.plan_ranks}
+    if len(nodes) > 1:
+        named = ", ".join(sorted(map(str, nodes)))
+        notes.append(f"it ran on {len(nodes)} nodes ({named}): name as many with --mpirun_options")
+    return words, notes
 
 
 def options_again(run: Path) -> tuple[list[str], list[str]]:

@@ -75,6 +75,14 @@ class RunFiles:
         return self.config.get(option, {}).get("value")
 
     @property
+    def world_size(self) -> int:
+        """Return on how many ranks it was. Raises ConfigError if that is not known."""
+        ranks = self.result.get("world_size", self.plan.get("world_size"))
+        if not isinstance(ranks, int):
+            raise ConfigError(f"{self.path}: neither result.json nor plan.json says how many ranks it had")
+        return ranks
+
+    @property
     def plan_ranks(self) -> list[dict[str, Any]]:
         """Return the plan's ranks: rank, node, roles, instance, device, tp_rank, pp_rank."""
         found = self.plan.get("ranks")

@@ -21,12 +21,16 @@ class GpuMeter:
     """Reads one GPU; what its driver does not say is NaN. The handle stays open with the process."""
 
     def __init__(self, device: int) -> None:
-        """`device`: as this process numbers GPUs. Raises OSError if NVML or the GPU can't be opened."""
+        """`device`: as this process numbers GPUs. Raises OSError if NVML can't read the GPU."""
         nvml = open_nvml()
         handles = visible_handles(nvml) if nvml is not None else []
         if nvml is None or device >= len(handles):
             raise OSError(f"NVML shows no GPU {device}")
         self._nvml, self._handle = nvml, handles[device]
+        try:
+            self.read()
+        except AttributeError as error:
+            raise OSError(f"this NVML is too old: {error}") from None
 
     def read(self) -> tuple[float, ...]:
         """Return `GPU_COLUMNS`: watts, joules since the driver started, MHz, °C, bytes, 0 to 1."""

@@ -10,7 +10,7 @@ from mpillm.serve.open_requests import Answer
 
 
 def test_a_handler_that_ends_late_leaves_the_next_request_with_its_id_alone() -> None:
-    """An id is free with the last row, and the handler of that row's request runs a turn of the loop later."""
+    """An id is free with a request's last row; the request's handler runs a turn of the loop later."""
     arrivals: dict[int, Arrival] = {}
     half = Half("generation", "it", KvFormat("any", 1), "localhost", None, arrivals, 1.0)
     first, second = (Arrival(token, np.zeros(1, np.uint8)) for token in (1, 2))

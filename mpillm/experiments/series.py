@@ -1,8 +1,7 @@
-"""What the commands on several runs have in common: their own options, and the words of each run."""
+"""What the commands that start several runs have in common: options, ranks, folders, and failures."""
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import TypeVar
 
 from disagg.errors import ConfigError
 from mpillm.bench.whole_runs import EndedRun
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import RunConfig
 from mpillm.config.values import Values, complete
 from mpillm.configurator import Configuration
 from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.errors import StageError
 from mpillm.fields import Field, positive
-from mpillm.report.run_directory import path_shown, unused
+from mpillm.fields.mpirun import MPIRUN_OPTIONS
+from mpillm.report.run_directory import unused
 from mpillm.run.in_turn import ranks_of
 
 GROUP = "runs"
@@ -26,9 +26,7 @@ class SeriesOptions(Values):
     """Options of each command that starts several runs."""
 
     n = Field("n", "ranks of each run [default: as many as its options name]", positive, group=GROUP)
-    mpirun_options = Field(
-        "mpirun_options", 'more options of mpirun, as one text: "--hostfile hosts"', default="", group=GROUP
-    )
+    mpirun_options = MPIRUN_OPTIONS
     log_dir = Field(
         "log_dir", "folder for the runs' directories [default: build/runs/TIME-COMMAND]", group=GROUP
     )
@@ -47,14 +45,9 @@ def parse_series(argv: Sequence[str], options: type[S], parser: Parser) -> tuple
     return options(complete(Configuration(options=texts, environ={}), own)), others
 
 
-def checked(words: Sequence[str]) -> RunConfig:
-    """Read words as options of ``run``. Raises ConfigError if one is wrong, before anything is started."""
-    return parse_run([word for word in words if word])
-
-
 def mpirun_words(options: SeriesOptions, config: RunConfig) -> list[str]:
     """Return the options of mpirun for a run with these options."""
-    return ["-n", str(options.n or ranks_of(config)), *shlex.split(options.mpirun_options)]
+    return ["-n", str(options.n or ranks_of(config)), *options.mpirun_options]
 
 
 def series_folder(options: SeriesOptions, command: str) -> Path:
@@ -69,8 +62,3 @@ def must_have_verdict(ended: EndedRun, what: str) -> EndedRun:
         return ended
     kind = ConfigError if ended.code == 2 else StageError
     raise kind(f"{what} failed: {ended.failure}")
-
-
-def shown(folder: Path) -> str:
-    """Return a folder for the console."""
-    return path_shown(folder.absolute())

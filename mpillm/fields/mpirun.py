@@ -1,0 +1,14 @@
+"""The option of commands that start an mpirun of their own."""
+
+from __future__ import annotations
+
+from mpillm.configurator import Field
+from mpillm.configurator.parsers import shell_words
+
+MPIRUN_OPTIONS = Field(
+    "mpirun_options",
+    'more options of mpirun, as one text: "--hostfile hosts"',
+    shell_words,
+    default=(),
+    group="runs",
+)
