@@ -14,7 +14,7 @@ from mpillm.configurator.parsers import positive
 from mpillm.errors import ExitCode
 from mpillm.experiments.intervals import Paired
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
-from mpillm.experiments.series import (
+from mpillm.experiments.run_series import (
     GROUP,
     SeriesOptions,
     mpirun_words,

@@ -11,7 +11,7 @@ from mpillm.config.values import Values, collect
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.fields import BY_NAME
-from mpillm.fields.mpirun import MPIRUN_OPTIONS
+from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
 from mpillm.files import as_writable, write_json
 from mpillm.report.certificate import CERTIFICATE, certificate, certificate_table

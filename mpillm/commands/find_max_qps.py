@@ -14,7 +14,7 @@ from mpillm.errors import ExitCode
 from mpillm.experiments.goodput import parse_goodput
 from mpillm.experiments.rate_search import Tried, find_max_rate
 from mpillm.experiments.rate_tests import RateTests
-from mpillm.experiments.series import (
+from mpillm.experiments.run_series import (
     GROUP,
     SeriesOptions,
     mpirun_words,

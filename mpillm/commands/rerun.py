@@ -12,7 +12,7 @@ from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import boolean
 from mpillm.errors import ExitCode
-from mpillm.fields.mpirun import MPIRUN_OPTIONS
+from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
 from mpillm.report.repeat import repeated
 from mpillm.report.run_files import RunFiles

@@ -20,7 +20,7 @@ from mpillm.experiments.option_grid import (
     pareto,
     points,
 )
-from mpillm.experiments.series import (
+from mpillm.experiments.run_series import (
     GROUP,
     SeriesOptions,
     mpirun_words,

@@ -111,7 +111,7 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
 
 
-@expects("words as in a shell")
+@expects("words as in a shell", shlex.join)
 def shell_words(text: str) -> tuple[str, ...]:
     """Words as in a shell, quoted where they have blanks."""
     return tuple(shlex.split(text))

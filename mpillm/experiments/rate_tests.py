@@ -14,7 +14,7 @@ from mpillm.errors import StageError
 from mpillm.experiments.goodput import good_per_second, late, user_conf
 from mpillm.experiments.hopeless import Watch
 from mpillm.experiments.rate_search import Tried
-from mpillm.experiments.series import must_have_verdict
+from mpillm.experiments.run_series import must_have_verdict
 from mpillm.loadgen.settings import ANY_MODEL
 from mpillm.report.request_log import read_requests
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed

@@ -9,7 +9,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm.bench.whole_runs import run_in
 from mpillm.experiments.intervals import Paired, paired_test
-from mpillm.experiments.series import must_have_verdict
+from mpillm.experiments.run_series import must_have_verdict
 from mpillm.loadgen.logs import latencies_ms
 
 ALPHA = 0.01

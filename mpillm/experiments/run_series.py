@@ -15,7 +15,7 @@ from mpillm.configurator import Configuration
 from mpillm.configurator.command_line import Parser, add_fields
 from mpillm.errors import StageError
 from mpillm.fields import Field, positive
-from mpillm.fields.mpirun import MPIRUN_OPTIONS
+from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.report.run_directory import unused
 from mpillm.run.in_turn import ranks_of
 
