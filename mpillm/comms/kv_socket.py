@@ -38,6 +38,7 @@ class CacheLost(Exception):
 
 @dataclass
 class _Kept:
+    id: int
     key: bytes
     until: float  # time.monotonic()
     cache: Cache | None = None
@@ -55,7 +56,7 @@ class KvStore:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._kept: dict[int, _Kept] = {}
-        self._ids: dict[bytes, int] = {}
+        self._by_key: dict[bytes, _Kept] = {}
         self._fetched: list[int] = []
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -64,9 +65,9 @@ class KvStore:
 
     def open(self, id_: int) -> None:
         """Let the request's cache be asked for from now on; whoever asks waits until it is there."""
-        kept = _Kept(secrets.token_bytes(_KEY_BYTES), time.monotonic() + self._timeout_s)
+        kept = _Kept(id_, secrets.token_bytes(_KEY_BYTES), time.monotonic() + self._timeout_s)
         with self._lock:
-            self._kept[id_], self._ids[kept.key] = kept, id_
+            self._kept[id_] = self._by_key[kept.key] = kept
 
     def key(self, id_: int) -> bytes | None:
         """Return the key of an open request; None if it is not open."""
@@ -81,11 +82,13 @@ class KvStore:
         kept.there.set()
 
     def drop(self, id_: int) -> None:
-        """Keep nothing of the request."""
+        """Keep nothing of the request, nor the word that it was fetched: its id may be used again."""
         with self._lock:
+            if id_ in self._fetched:
+                self._fetched.remove(id_)
             if (kept := self._kept.pop(id_, None)) is None:
                 return
-            del self._ids[kept.key]
+            del self._by_key[kept.key]
         kept.there.set()
 
     def take_fetched(self) -> list[int]:
@@ -122,22 +125,23 @@ class KvStore:
             connection.settimeout(_HELLO_S)
             key = bytes(_received(connection, _KEY_BYTES))
             with self._lock:
-                id_ = self._ids.get(key)
-                kept = None if id_ is None else self._kept[id_]
-            cache = None
+                kept = self._by_key.get(key)
             if kept is not None:
                 kept.there.wait(max(0.0, kept.until - time.monotonic()))
-                cache = kept.cache
-            if id_ is None or cache is None:
+            if kept is None or (cache := kept.cache) is None:
                 connection.sendall(_SIZE.pack(_NOTHING))
                 return
             connection.settimeout(self._timeout_s)
             connection.sendall(_SIZE.pack(cache.nbytes))
             connection.sendall(cache.data)
             if bytes(_received(connection, 1)) == _FETCHED:
-                self.drop(id_)
-                with self._lock:
-                    self._fetched.append(id_)
+                self._note_fetched(kept)
+
+    def _note_fetched(self, kept: _Kept) -> None:
+        with self._lock:
+            if self._by_key.pop(kept.key, None) is not None:  # else it was dropped in the meantime
+                del self._kept[kept.id]
+                self._fetched.append(kept.id)
 
 
 def fetch(host: str, port: int, key: bytes, n_bytes: int, timeout_s: float) -> Cache:

@@ -77,6 +77,27 @@ def test_a_client_that_breaks_off_leaves_the_cache_to_another(store: KvStore) ->
     assert np.array_equal(fetched(store, 1), CACHE)
 
 
+def test_nothing_of_a_dropped_request_touches_the_next_one_with_its_id(store: KvStore) -> None:
+    store.open(5)
+    store.put(5, CACHE)
+    with socket.create_connection((HOST, store.port), TIMEOUT_S) as client:
+        client.sendall(store.key(5) or b"")
+        left = 8 + CACHE.nbytes
+        while left:
+            left -= len(client.recv(left))
+        store.drop(5)  # its time is over, or the client has gone
+        store.open(5)
+        client.sendall(b"\x01")
+        assert client.recv(1) == b"", "the store has read that the first cache is there"
+    assert store.key(5) is not None and store.take_fetched() == []
+
+    store.put(5, CACHE)
+    fetched(store, 5)
+    wait_until(lambda: store.key(5) is None, "the store to let it go")
+    store.drop(5)  # before anybody has asked what is fetched
+    assert store.take_fetched() == []
+
+
 def test_a_cache_that_nobody_fetches() -> None:
     store = KvStore(HOST, 0.0)
     store.open(3)
