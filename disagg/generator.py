@@ -132,9 +132,12 @@ def _counts(
     found = _fit(given, sizes, world_size)
     if found is not None:
         return found
-    needs = [f"{count or 'any number of'} x {size}" for count, size in zip(given, sizes, strict=True)]
+    kinds = ("context", "generation") if mode == "disaggregated" else ("executor",)
+    asked = " and ".join(
+        f"{count or ''} {kind} instance{'s' * (count != 1)} of {size} rank{'s' * (size > 1)}".lstrip()
+        for count, kind, size in zip(given, kinds, sizes, strict=True)
+    )
     works = _sizes_that_work(given, sizes, world_size)
-    asked = f"{mode} instances of {' and '.join(needs)} ranks"
     if None not in given:
         needed = sum((count or 0) * size for count, size in zip(given, sizes, strict=True))
         asked += f" need {needed} worker ranks, which"

@@ -74,6 +74,13 @@ def test_flags_of_aggregated_mode() -> None:
     ("mode", "world_size", "flags", "said"),
     [
         ("disaggregated", 1, {}, "world size: 1;"),
+        (
+            "disaggregated",
+            2,
+            {"gen_tp_size": 2, "num_ctx_servers": 1},
+            "world size: 2; 1 context instance of 1 rank and generation instances of 2 ranks do not fit; must"
+            " be 4 ",
+        ),
         ("disaggregated", 2, {}, "must be 3 "),
         (
             "disaggregated",
