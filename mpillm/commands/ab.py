@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"ab: A would have {ranks[1]} ranks, B {other[1]}: name their number with -n")
     default = "tokens_per_second" if configs["A"].scenario == "Offline" else "latency_mean"
     metric = options.metric or default
-    folder = series_folder(options, "ab").absolute()
+    folder = series_folder(options.log_dir, "ab").absolute()
     print(f"A: {texts[0]}\nB: {texts[1]}\n{options.pairs} pairs, in {path_shown(folder)}", flush=True)
     pairs = run_pairs(folder, ranks, sides, options.pairs, lambda line: print(f"  {line}", flush=True))
     verdict = judge(pairs, metric)

@@ -9,10 +9,13 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
+from mpillm.experiments.compare_page import compare_page
 from mpillm.experiments.compared_runs import ComparedRun, compare
 from mpillm.experiments.intervals import BLOCKS, LEAST_PER_BLOCK
-from mpillm.experiments.table import table
-from mpillm.files import write_json
+from mpillm.experiments.run_series import series_folder
+from mpillm.experiments.table import change_text, run_names, table, value_text
+from mpillm.files import write_json, write_text
+from mpillm.report.run_directory import path_shown
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,6 +29,9 @@ def main(argv: Sequence[str]) -> int:
         epilog="example:\n  python -m mpillm compare build/runs/first build/runs/second",
     )
     parser.add_argument("directories", nargs="*", metavar="DIR", help="run directories, two or more")
+    parser.add_argument(
+        "--log_dir", metavar="DIR", help="folder for the page [default: build/runs/TIME-compare]"
+    )
     parser.add_argument("--output", metavar="FILE", help="write the comparison to this JSON file, too")
     options = parser.parse_args(argv)
     if len(options.directories) < 2:
@@ -37,11 +43,15 @@ def main(argv: Sequence[str]) -> int:
     _print(result)
     if options.output:
         write_json(Path(options.output), result)
+    page = series_folder(options.log_dir, "compare") / "compare.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_text(page, compare_page(result, runs, page.parent))
+    print(f"\npage  {path_shown(page)}")
     return ExitCode.DONE
 
 
 def _print(result: dict[str, Any]) -> None:
-    names = [chr(ord("A") + i) if i < 26 else f"run {i + 1}" for i in range(len(result["runs"]))]
+    names = run_names(len(result["runs"]))
     for name, run in zip(names, result["runs"], strict=True):
         counted = f"{run['samples']:,} samples, {run['errors']} errors"
         print(f"{name}  {run['directory']}: {run['scenario']}, {run['status']}, {counted}")
@@ -56,9 +66,9 @@ def _print(result: dict[str, Any]) -> None:
     rows = [["figure", names[0], *(cell for name in names[1:] for cell in (name, "change"))]]
     for one in result["figures"]:
         first, *others = one["runs"]
-        row = [f"{one['figure']} {one['unit']}".rstrip(), _value(first)]
+        row = [f"{one['figure']} {one['unit']}".rstrip(), value_text(first)]
         for other in others:
-            row += [_value(other), _change(other)]
+            row += [value_text(other), change_text(other)]
         rows.append(row)
     print(table(rows))
     if any(cell and cell["half_width"] is None for one in result["figures"] for cell in one["runs"]):
@@ -67,19 +77,3 @@ def _print(result: dict[str, Any]) -> None:
 
 def _text(value: Any) -> str:
     return "-" if value is None else str(value)
-
-
-def _value(cell: dict[str, Any] | None) -> str:
-    if cell is None:
-        return "-"
-    width = cell["half_width"]
-    return f"{cell['value']:,.4g}" + (f" ± {width:,.2g}" if width is not None else "")
-
-
-def _change(cell: dict[str, Any] | None) -> str:
-    if cell is None or "change" not in cell:
-        return "-"
-    width = cell["change_half_width"]
-    if width is None:
-        return f"{100 * cell['change']:+.1f} %"
-    return f"{100 * cell['change']:+.1f} ± {100 * width:.1f} %{' *' if cell['differs'] else '  '}"

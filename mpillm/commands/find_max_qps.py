@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     config = parse_run([*typed, "--server_target_qps=1"] if not _has_rate(words) else typed)
     tests = RateTests(
-        series_folder(options, "find-max-qps").absolute(),
+        series_folder(options.log_dir, "find-max-qps").absolute(),
         mpirun_words(options, config),
         typed,
         config,

@@ -27,21 +27,12 @@ from mpillm.experiments.run_series import (
     parse_series,
     series_folder,
 )
-from mpillm.experiments.table import table
+from mpillm.experiments.sweep_page import COLUMNS, per, sweep_page
+from mpillm.experiments.table import cell, table, values_text
 from mpillm.fields import Field
-from mpillm.files import write_json
+from mpillm.files import write_json, write_text
 from mpillm.report.run_directory import path_shown, unused
 from mpillm.report.run_files import RunFiles
-
-_COLUMNS = {
-    "status": "",
-    "samples_per_second": "samples/s",
-    "tokens_per_second": "tokens/s",
-    "tokens_per_second_per_gpu": "per {of}",
-    "tokens_per_second_per_user": "per user",
-    "ttft_p99_ms": "TTFT p99 ms",
-    "tpot_p99_ms": "TPOT p99 ms",
-}
 
 
 class Options(SeriesOptions):
@@ -71,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     if len(todo) < 2:
         raise ConfigError("sweep: no option has several values: --max_batch_size 4 8 16, say")
     mpirun = [mpirun_words(options, parse_run(point.words)) for point in todo]
-    folder = series_folder(options, "sweep").absolute()
+    folder = series_folder(options.log_dir, "sweep").absolute()
     print(f"{len(todo)} points, in {path_shown(folder)}", flush=True)
     found = [
         _point(folder, point, start, f"{i} of {len(todo)}")
@@ -81,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     print("\n" + _table(todo, found, front))
     if options.output:
         write_json(Path(options.output), {"points": found, "pareto": front})
+    write_text(folder / "sweep.html", sweep_page(folder, found, front))
+    print(f"\npage  {path_shown(folder / 'sweep.html')}")
     return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in found) else ExitCode.DONE
 
 
@@ -103,11 +96,11 @@ def _point(folder: Path, point: Point, mpirun: Sequence[str], number: str) -> di
 
 
 def _table(todo: Sequence[Point], found: Sequence[dict[str, Any]], front: Sequence[int]) -> str:
-    of = next((one["of"] for one in found if "of" in one), "rank")
+    of = per(found)
     names = list(todo[0].values)
-    rows = [[*names, *(text.format(of=of) for text in _COLUMNS.values()), "Pareto"]]
+    rows = [[*names, *(text.format(of=of) for text in COLUMNS.values()), "Pareto"]]
     for i, (point, one) in enumerate(zip(todo, found, strict=True)):
-        cells = [_cell(one.get(key)) for key in _COLUMNS]
+        cells = [cell(one.get(key)) for key in COLUMNS]
         rows.append([*point.values.values(), *cells, "*" if i in front else ""])
     lines = [table(rows, len(names) + 1)]
     if front:
@@ -122,10 +115,5 @@ def _curve(found: Sequence[dict[str, Any]], front: Sequence[int]) -> list[str]:
         one = found[i]
         per_user, per_gpu = one["tokens_per_second_per_user"], one["tokens_per_second_per_gpu"]
         bar = "#" * max(1, round(40 * per_gpu / most))
-        values = " ".join(f"{name}={value}" for name, value in one["options"].items())
-        lines.append(f"{per_user:>10.4g} per user  {bar:<40} {per_gpu:,.4g}  {values}")
+        lines.append(f"{per_user:>10.4g} per user  {bar:<40} {per_gpu:,.4g}  {values_text(one)}")
     return lines
-
-
-def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)

@@ -64,17 +64,19 @@ def _quantile_ms(of: Callable[[Rows], NDArray[Any]], q: float) -> Callable[[Rows
     return quantile
 
 
-_LATENCIES: dict[str, Callable[[Rows], NDArray[Any]]] = {
+LATENCIES: dict[str, Callable[[Rows], NDArray[Any]]] = {
     "TTFT": lambda rows: rows["ttft"],
     "TPOT": tpot_s,
     "latency": lambda rows: rows["latency"],
 }
+"""Seconds of each request; NaN where it has none."""
+
 FIGURES = (
     Figure("samples/s", "", _per_second(len), by_end=True),
     Figure("tokens/s", "", _per_second(lambda rows: float(rows["tokens"].sum())), by_end=True),
     *(
         Figure(f"{name} {kind}", "ms", figure, issued_over_time=name != "TPOT")
-        for name, of in _LATENCIES.items()
+        for name, of in LATENCIES.items()
         for kind, figure in (
             ("mean", _mean_ms(of)),
             ("p50", _quantile_ms(of, 0.5)),

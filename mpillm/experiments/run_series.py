@@ -50,10 +50,10 @@ def mpirun_words(options: SeriesOptions, config: RunConfig) -> list[str]:
     return ["-n", str(options.n or ranks_of(config)), *options.mpirun_options]
 
 
-def series_folder(options: SeriesOptions, command: str) -> Path:
-    """Return the folder for the runs: --log_dir, or a new one."""
+def series_folder(log_dir: str | None, command: str) -> Path:
+    """Return the folder for what a command writes: --log_dir, or a new one."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path(options.log_dir) if options.log_dir else unused(Path("build/runs") / f"{stamp}-{command}")
+    return Path(log_dir) if log_dir else unused(Path("build/runs") / f"{stamp}-{command}")
 
 
 def must_have_verdict(ended: EndedRun, what: str) -> EndedRun:

@@ -1,8 +1,9 @@
-"""Tables for the terminal."""
+"""Tables for the terminal, and how figures are written in them and on pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -15,3 +16,43 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def run_names(count: int) -> list[str]:
+    """Return what runs are called beside each other: A, B, …"""
+    return [chr(ord("A") + i) if i < 26 else f"run {i + 1}" for i in range(count)]
+
+
+def cell(value: Any) -> str:
+    """Return a figure of a point as text; what is not known is a dash."""
+    return "-" if value is None else figure(value, 4) if isinstance(value, float) else str(value)
+
+
+def figure(value: float, digits: int) -> str:
+    """Return a number rounded to so many digits, without an exponent where it is large: 0.0072, 11,770."""
+    rounded = float(f"{value:.{digits - 1}e}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
+
+
+def values_text(one: Mapping[str, Any]) -> str:
+    """Return the values that make a point: ``max_batch_size=8 …``"""
+    return " ".join(f"{name}={value}" for name, value in one["options"].items())
+
+
+def value_text(cell: Mapping[str, Any] | None) -> str:
+    """Return a figure of a run with its interval."""
+    if cell is None:
+        return "-"
+    width = cell["half_width"]
+    return figure(cell["value"], 4) + (f" ± {figure(width, 2)}" if width is not None else "")
+
+
+def change_text(cell: Mapping[str, Any] | None) -> str:
+    """Return the change of a figure against the first run, with its interval."""
+    if cell is None or "change" not in cell:
+        return "-"
+    change, width = 100 * cell["change"], cell["change_half_width"]
+    decimals = 1 if abs(change) < 100 else 0
+    if width is None:
+        return f"{change:+,.{decimals}f} %"
+    return f"{change:+,.{decimals}f} ± {100 * width:,.{decimals}f} %{' *' if cell['differs'] else '  '}"

@@ -19,11 +19,13 @@ def test_a_sweep_goes_on_where_it_stopped_and_its_runs_compare(one: Starter, tmp
     words = ("sweep", *DUMMY, "--core_options", "ttft_ms:1", "ttft_ms:30", "--log_dir", tmp_path / "sweep")
     first = one.mpillm(*words, "--output", tmp_path / "sweep.json").must(0)
     assert first.out.count(": VALID") == 2 and "Pareto" in first.out
-    runs = sorted(path for path in (tmp_path / "sweep").iterdir())
+    assert "sweep.html" in first.out.splitlines()[-1]
+    runs = sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir())
     assert len(runs) == 2 and all(len(read_requests(run)) == 160 for run in runs)
     assert len(json.loads((tmp_path / "sweep.json").read_text())["points"]) == 2
 
-    compared = one.mpillm("compare", *runs).must(0)
+    compared = one.mpillm("compare", *runs, "--log_dir", tmp_path / "compared").must(0)
+    assert (tmp_path / "compared" / "compare.html").exists()
     assert re.search(r"core_options.ttft_ms +1 +30", compared.out), compared.out
     assert re.search(r"tokens/s .*%", compared.out), compared.out
 

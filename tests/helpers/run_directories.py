@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mpillm.report.request_log import RECORD
+
 SEEDS = {  # of round v6.1
     "effective_qsl_rng_seed": 2085463073848966840,
     "effective_sample_index_rng_seed": 2747215439041700203,
@@ -147,3 +149,18 @@ def make_run(
 
 def write(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def comparable_run(
+    path: Path, ttft_s: float, scenario: str = "Server", n: int = 1000, seed: int = 0, **config: Any
+) -> Path:
+    """Make a run of `n` requests whose first tokens take about `ttft_s`, the same for a `seed`."""
+    make_run(path, scenario=scenario, result={"loadgen_result": "VALID", "samples": n}, **config)
+    rng = np.random.default_rng(seed)
+    rows = np.zeros(n, RECORD)
+    rows["issued"] = np.cumsum(rng.exponential(0.01, n))
+    rows["ttft"] = ttft_s * rng.lognormal(0, 0.1, n)
+    rows["tokens"] = 11
+    rows["latency"] = rows["ttft"] + 0.1
+    rows.tofile(path / "requests.bin")
+    return path

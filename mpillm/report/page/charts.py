@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.report.page.facts import Facts, floats
+from mpillm.report.page.facts import Facts, floats, limits_ms
 
 _MOST_POINTS = 600
 _MOST_SERIES = 16  # the most loaded instances; more are not told apart
@@ -18,15 +18,17 @@ _MB = 1 << 20
 
 @dataclass
 class Chart:
-    """Lines over a common x."""
+    """Lines over a common x, or points."""
 
     name: str  # of its element
     title: str
     unit: str
     x: list[float]
     lines: list[tuple[str, list[float | None], int]] = field(default_factory=list)  # label, y, colour
-    x_label: str = "s"
+    x_label: str = "s"  # ms: a log scale
     limit: tuple[str, float] | None = None  # an x with its label
+    # Of each x: what stands there. Then all are points; those of the first line are joined.
+    names: list[str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -36,6 +38,7 @@ class Chart:
             "x": self.x,
             "lines": [{"label": label, "y": y, "colour": colour} for label, y, colour in self.lines],
             "limit": self.limit,
+            "names": self.names,
         }
 
 
@@ -96,7 +99,7 @@ def _answered(facts: Facts) -> Chart | None:
 
 def distributions(facts: Facts) -> list[Chart]:
     """Return the latencies' cumulative distributions, with LoadGen's limits."""
-    limits = facts.limits_ms()
+    limits = limits_ms(facts.run)
     charts = []
     for key, title in (
         ("ttft", "Time to first token"),

@@ -89,11 +89,6 @@ class Facts:
         loaded = [one for one in self.instances.values() if (one.load or 0) >= _SATURATED]
         return max(loaded, key=lambda one: (one.load or 0, one.share or 0), default=None)
 
-    def limits_ms(self) -> dict[str, float | None]:
-        """Return LoadGen's latency limits, None where it has none."""
-        asked = self.run.result.get("loadgen") or {}
-        return {name: _number(asked.get(f"{name}_latency_ms")) or None for name in ("ttft", "tpot")}
-
     @property
     def gpu_ranks(self) -> list[int]:
         return [rank for rank, noted in self.noted.items() if (noted.get("samples") or {}).get("gpu")]
@@ -139,6 +134,12 @@ class Facts:
             total += ((parts / lasted) * joules)[:, inside].sum(1)
             known |= bool(inside.any())
         return Energy(*total.tolist()) if known else None
+
+
+def limits_ms(run: RunFiles) -> dict[str, float | None]:
+    """Return LoadGen's latency limits, None where it has none."""
+    asked = run.result.get("loadgen") or {}
+    return {name: _number(asked.get(f"{name}_latency_ms")) or None for name in ("ttft", "tpot")}
 
 
 def facts_of(run: RunFiles) -> tuple[Facts, list[str]]:

@@ -1,23 +1,16 @@
-"""`report.html`: a run in one file that needs nothing else, and no network.
-
-Tables and pictures are there without JavaScript; page.js puts uPlot's charts, and lanes that zoom, in their
-place.
-"""
+"""`report.html`: the page of a run."""
 
 from __future__ import annotations
 
-import html
-import json
 import logging
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mpillm import __version__
 from mpillm.files import write_text
 from mpillm.report.page import sections, svg
-from mpillm.report.page.charts import Chart, distributions, machines, over_time
+from mpillm.report.page.charts import distributions, machines, over_time
+from mpillm.report.page.document import CDF, ZOOM, chart_section, document
 from mpillm.report.page.facts import Facts, facts_of
 from mpillm.report.page.lanes import lane_rows, shown_window
 from mpillm.report.page.trace import write_trace
@@ -25,9 +18,6 @@ from mpillm.report.run_directory import PAGE, TELEMETRY, TRACE, path_shown
 from mpillm.report.run_files import RunFiles
 
 _log = logging.getLogger(__name__)
-_ZOOM = "Drag over a chart to zoom, double-click or press 0 to see all again."
-_CDF = "What share of the samples took at most so long. Log scale of time."
-_ASSETS = Path(__file__).parent / "assets"
 
 
 def leave_page(
@@ -84,50 +74,18 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
         made("failures", sections.failures, "", run),
         made("figures", sections.tiles, "", facts, price_per_gpu_hour),
         made("the plan", sections.plan, "", facts),
-        made("charts", _charts, "", "Over time", times, _ZOOM),
-        made("charts", _charts, "", "Latencies", latencies, _CDF),
+        made("charts", chart_section, "", "Over time", times, ZOOM),
+        made("charts", chart_section, "", "Latencies", latencies, CDF),
         made("lanes", _lanes, "", rows, start, end, facts),
-        made("charts", _charts, "", "Processors", hardware, ""),
+        made("charts", chart_section, "", "Processors", hardware, ""),
         made("energy", sections.energy, "", facts, price_per_gpu_hour),
         made("tables", sections.figures, "", facts),
         made("options", sections.options, "", run),
         made("files", sections.files, "", run),
     ]
-    data = {
-        "charts": [chart.to_json() for chart in (*times, *latencies, *hardware)],
-        "lanes": {"rows": rows, "start": start, "end": end, "kinds": run.telemetry.get("kinds") or []},
-    }
-    title = html.escape(f"{run.path.absolute().name}: {run.result.get('status', 'not ended')}")
-    body = [top, sections.missing(notes), *parts]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">\n'
-        f"<style>{_asset('uPlot.min.css')}\n{_asset('page.css')}</style></head>\n<body>\n"
-        f"<main>{''.join(body)}</main>\n"
-        f"<footer>mpillm {__version__}. Charts by uPlot, MIT licence.</footer>\n"
-        f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
-        f"<!-- uPlot:\n{_asset('uPlot.LICENSE.txt')}-->\n"
-        f"<script>{_asset('uPlot.iife.min.js')}</script>\n<script>{_asset('page.js')}</script>\n"
-        "</body></html>\n"
-    )
-
-
-def _charts(title: str, charts: list[Chart], note: str) -> str:
-    if not charts:
-        return ""
-    figures = "".join(
-        f'<figure id="{chart.name}"><figcaption>{html.escape(chart.title)}'
-        f"{f' <small>{html.escape(chart.unit)}</small>' if chart.unit else ''}{_limit(chart)}</figcaption>"
-        f'<div class="still">{svg.lines(chart)}</div></figure>'
-        for chart in charts
-    )
-    said = f'<p class="note js-only">{note}</p>' if note else ""
-    return f'<section><h2>{title}</h2>{said}<div class="charts">{figures}</div></section>'
-
-
-def _limit(chart: Chart) -> str:
-    return f' <small class="limit">limit {svg.short(chart.limit[1])} ms</small>' if chart.limit else ""
+    title = f"{run.path.absolute().name}: {run.result.get('status', 'not ended')}"
+    lanes = {"rows": rows, "start": start, "end": end, "kinds": run.telemetry.get("kinds") or []}
+    return document(title, [top, sections.missing(notes), *parts], (*times, *latencies, *hardware), lanes)
 
 
 def _lanes(rows: list[dict[str, object]], start: float, end: float, facts: Facts) -> str:
@@ -148,13 +106,3 @@ def _lanes(rows: list[dict[str, object]], start: float, end: float, facts: Facts
         f'<ul class="key">{key}</ul>'
         f'<figure id="lanes"><div class="still scroll">{svg.lanes(rows, start, end)}</div></figure></section>'
     )
-
-
-def _embedded(data: object) -> str:
-    """Return JSON that no text in it can end the script element with."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-
-
-@cache
-def _asset(name: str) -> str:
-    return (_ASSETS / name).read_text(encoding="utf-8")

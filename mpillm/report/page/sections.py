@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpillm.report.page import svg
-from mpillm.report.page.facts import Facts, InstanceFacts
+from mpillm.report.page.document import escape, section, table
+from mpillm.report.page.facts import Facts, InstanceFacts, limits_ms
 from mpillm.report.run_directory import PAGE
 from mpillm.report.run_files import RunFiles
 
@@ -20,10 +20,6 @@ _WORDS = {
     "FAILED": "This run failed.",
     "": "This run has left no outcome: it goes on, or was killed.",
 }
-
-
-def escape(value: object) -> str:
-    return html.escape(str(value))
 
 
 def head(facts: Facts) -> str:
@@ -92,7 +88,7 @@ def failures(run: RunFiles) -> str:
 
 def tiles(facts: Facts, price: float | None) -> str:
     """Return the figures that everybody looks for first."""
-    result, limits = facts.run.result, facts.limits_ms()
+    result, limits = facts.run.result, limits_ms(facts.run)
     shown: list[tuple[str, str, str, str]] = []  # label, value, note, class
     for key, label in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
         if (value := result.get(key)) is not None:
@@ -207,7 +203,7 @@ def energy(facts: Facts, price: float | None) -> str:
             ("all", spent.total, generated, "generated token"),
         )
     ]
-    return _section("Energy of the GPUs in the test", ("", "energy", "share", "per token"), rows)
+    return section("Energy of the GPUs in the test", ("", "energy", "share", "per token"), rows)
 
 
 def figures(facts: Facts) -> str:
@@ -253,9 +249,9 @@ def figures(facts: Facts) -> str:
     )
     phases = [(name, f"{seconds:.2f} s") for name, seconds in (result.get("phases_s") or {}).items()]
     return (
-        _section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
-        + _section("Instances", names, instances)
-        + _section("Phases", ("", "took"), phases)
+        section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
+        + section("Instances", names, instances)
+        + section("Phases", ("", "took"), phases)
     )
 
 
@@ -269,11 +265,11 @@ def options(run: RunFiles) -> str:
     rest = [row for row in rows if row not in given]
     names = ("option", "value", "set by")
     folded = (
-        f"<details><summary>{len(rest)} options by default</summary>{_table(names, rest)}</details>"
+        f"<details><summary>{len(rest)} options by default</summary>{table(names, rest)}</details>"
         if rest
         else ""
     )
-    return _section("Options", names, given, folded) if rows else ""
+    return section("Options", names, given, folded) if rows else ""
 
 
 def _is_default(source: Any) -> bool:
@@ -296,16 +292,4 @@ def files(run: RunFiles) -> str:
     return (
         f'<section><h2>Files</h2><p class="note">{escape(said)}. trace.json opens in ui.perfetto.dev.</p>'
         f'<ul class="files">{links}</ul></section>'
-    )
-
-
-def _section(title: str, names: Sequence[str], rows: Sequence[Sequence[Any]], more: str = "") -> str:
-    return f"<section><h2>{title}</h2>{_table(names, rows)}{more}</section>" if rows or more else ""
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    head_cells = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
     )

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from mpillm.cli import main
-from mpillm.report.request_log import RECORD
+from tests.helpers.pages import embedded, loads_nothing, words
+from tests.helpers.run_directories import comparable_run as run
 from tests.helpers.run_directories import make_run
 
 
-def run(
-    path: Path, ttft_s: float, scenario: str = "Server", n: int = 1000, seed: int = 0, **config: Any
-) -> Path:
-    make_run(path, scenario=scenario, result={"loadgen_result": "VALID", "samples": n}, **config)
-    rng = np.random.default_rng(seed)
-    rows = np.zeros(n, RECORD)
-    rows["issued"] = np.cumsum(rng.exponential(0.01, n))
-    rows["ttft"] = ttft_s * rng.lognormal(0, 0.1, n)
-    rows["tokens"] = 11
-    rows["latency"] = rows["ttft"] + 0.1
-    rows.tofile(path / "requests.bin")
-    return path
+@pytest.fixture(autouse=True)
+def pages_lie_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def test_what_differs_is_shown_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,6 +30,30 @@ def test_what_differs_is_shown_first(tmp_path: Path, capsys: pytest.CaptureFixtu
     cells = {one["figure"]: one["runs"][1] for one in said["figures"]}
     assert cells["TTFT mean"]["differs"] and cells["TTFT mean"]["change"] == pytest.approx(1.0, abs=0.05)
     assert not cells["TPOT mean"]["differs"]
+
+
+def test_the_page_shows_options_figures_and_distributions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = run(tmp_path / "a <run>", 0.1, max_batch_size=8)
+    b = run(tmp_path / "b", 0.2, seed=1, max_batch_size=16)
+    (b / "report.html").touch()
+    assert main(["compare", str(a), str(b), "--log_dir", "page"]) == 0
+    assert capsys.readouterr().out.endswith("page  page/compare.html\n")
+    text = (tmp_path / "page" / "compare.html").read_text()
+    assert loads_nothing(text)
+    said = words(tmp_path / "page" / "compare.html")
+    assert said.index("Options that differ") < said.index("max_batch_size 8 16") < said.index("Figures")
+    assert "A a <run>: VALID, 1,000 samples, 0 errors" in said
+    assert re.search(r"TTFT mean ms 100\S* ± \S+ 20\d\S* ± \S+ \+10\d ± \d % \*", said), said
+    # B has a page, A has none; B's first tokens are late, their intervals leave out 0.
+    assert 'href="../b/report.html"' in text and text.count("<a ") == 1
+    assert text.count('class="change differs"') >= 3
+    charts = {one["name"]: one for one in json.loads(embedded(text))["charts"]}
+    ttft = charts["cdf-ttft"]
+    (_, first, _), (_, second, _) = ((one["label"], one["y"], one["colour"]) for one in ttft["lines"])
+    at = next(i for i, x in enumerate(ttft["x"]) if x > 140)
+    assert first[at] > 95 and second[at] < 5, "within 140 ms nearly all of A, hardly any of B"
 
 
 def test_runs_that_are_alike_seldom_differ(tmp_path: Path) -> None:

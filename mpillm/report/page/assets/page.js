@@ -17,23 +17,44 @@
     c.save(); c.strokeStyle = colour("bad"); c.lineWidth = 2 * devicePixelRatio; c.setLineDash([6, 4]);
     c.beginPath(); c.moveTo(x, top); c.lineTo(x, top + height); c.stroke(); c.restore();
   };
+  /** Writes the number of each point beside it. */
+  const pointNumbers = chart => u => {
+    if (!chart.names) return;
+    const c = u.ctx, r = devicePixelRatio;
+    c.save(); c.font = 12 * r + "px system-ui, DejaVu Sans, sans-serif"; c.fillStyle = colour("soft"); c.textAlign = "left";
+    const texts = [];  // of points that lie over each other, one text with all their numbers
+    for (const line of chart.lines) line.y.forEach((y, i) => {
+      if (y == null) return;
+      const at = [u.valToPos(chart.x[i], "x", true), u.valToPos(y, "y", true)], name = chart.names[i].split(" ")[0];
+      const near = texts.find(t => Math.abs(t.at[0] - at[0]) < 12 * r && Math.abs(t.at[1] - at[1]) < 12 * r);
+      if (near) near.name += ", " + name; else texts.push({ at, name });
+    });
+    for (const { at, name } of texts) c.fillText(name, at[0] + 7 * r, at[1] - 6 * r);
+    c.restore();
+  };
+  /** How a chart's x is written, on its axis and in its legend. */
+  const wayOf = chart => chart.names ? { tick: number, said: (v, i) => chart.names[i] ?? "–", label: "point" }
+    : chart.x_label === "ms" ? { tick: time, said: time, label: "within" }
+    : { tick: v => number(v) + " s", said: v => number(v) + " s", label: "at" };
   function draw(chart) {
-    const box = document.getElementById(chart.name), log = chart.x_label === "ms";
+    const box = document.getElementById(chart.name), log = chart.x_label === "ms", way = wayOf(chart);
     const axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 }, font: "12px system-ui, DejaVu Sans, sans-serif" };
-    const say = (u, v) => v == null ? "–" : log ? time(v) : number(v) + " s";
+    const say = (u, v, s, i) => v == null ? "–" : way.said(v, i);
+    const look = i => !chart.names ? { width: 1.7, points: { show: false } } : { width: 1.7, points: { show: true, size: 9, fill: colour("c" + chart.lines[i].colour % 8) }, ...(i ? { paths: () => null } : {}) };
     const x = { time: false, distr: log ? 3 : 1 };
     if (log && chart.limit) x.range = (u, a, b) => uPlot.rangeLog(Math.min(a, chart.limit[1]), Math.max(b, chart.limit[1]), 10, false);
+    if (chart.names) x.range = (u, a, b) => { const room = (b - a) * .08 || b * .2 || 1; return [Math.max(0, a - room), b + room]; };
     const plot = new uPlot({
-      width: box.clientWidth, height: 190,
+      width: box.clientWidth, height: box.closest(".wide") ? 320 : 190,
       scales: { x, y: { range: (u, a, b) => [0, chart.unit.startsWith("%") ? 100 : (b || 1) * 1.06] } },
       axes: [
-        { ...axis, values: log ? (u, vs) => vs.map(v => v == null ? "" : time(v)) : (u, vs) => vs.map(v => number(v) + " s"), space: 60 },
+        { ...axis, values: (u, vs) => vs.map(v => v == null ? "" : way.tick(v)), space: 60, ...(chart.names ? { label: chart.x_label, labelSize: 18, labelFont: axis.font } : {}) },
         { ...axis, size: 48, values: (u, vs) => vs.map(number) }],
       cursor: { drag: { x: true, y: false }, sync: { key: log || box.closest("section") !== document.getElementById("generated")?.closest("section") ? chart.name : "time" } },
       legend: { live: true },
-      series: [{ label: chart.x_label === "s" ? "at" : "within", value: say },
-        ...chart.lines.map(l => ({ label: l.label, stroke: colour("c" + l.colour % 8), width: 1.7, points: { show: false }, spanGaps: true, value: (u, v) => number(v) }))],
-      hooks: { draw: [limitLine(chart)] },
+      series: [{ label: way.label, value: say },
+        ...chart.lines.map((l, i) => ({ ...look(i), label: l.label, stroke: colour("c" + l.colour % 8), spanGaps: true, value: (u, v) => number(v) }))],
+      hooks: { draw: [limitLine(chart), pointNumbers(chart)] },
     }, [chart.x, ...chart.lines.map(l => l.y)], box);
     keys(box, () => [plot.scales.x.min, plot.scales.x.max], (a, b) => plot.setScale("x", { min: a, max: b }), chart.x[0], chart.x[chart.x.length - 1]);
     plots.push([box, plot]);
@@ -56,7 +77,7 @@
   }
 
   // --- lanes ---
-  const lanes = data.lanes, box = document.getElementById("lanes");
+  const lanes = data.lanes || { rows: [], start: 0, end: 0, kinds: [] }, box = document.getElementById("lanes");
   let canvas, tip, from = lanes.start, to = lanes.end;
   const row = 26, axisHeight = 20;
   const labelWidth = () => canvas.clientWidth < 600 ? 92 : 130;

@@ -1,0 +1,127 @@
+"""The page of a comparison: what differs in the options, each figure with its interval, distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpillm.experiments.compared_runs import LATENCIES, ComparedRun
+from mpillm.experiments.table import change_text, run_names, value_text
+from mpillm.report.page.charts import Chart
+from mpillm.report.page.document import CDF, Html, chart_section, document, escape, link_to_run, section
+from mpillm.report.page.facts import limits_ms
+
+_POINTS = 150  # of each run's distribution
+_TITLES = {"TTFT": "Time to first token", "TPOT": "Time per output token", "latency": "End to end"}
+
+
+def compare_page(result: Mapping[str, Any], runs: Sequence[ComparedRun], folder: Path) -> str:
+    """Return the page. `result`: `compare` of the runs; `folder`: where the page will lie, for its links."""
+    names = run_names(len(runs))
+    charts = _distributions(runs, names)
+    title = " against ".join(run.files.path.absolute().name for run in runs)
+    body = (
+        _head(result, names, folder),
+        _options(result, names),
+        _figures(result, names),
+        chart_section("Latencies", charts, CDF),
+    )
+    return document(f"compare: {title}", body, charts)
+
+
+def _head(result: Mapping[str, Any], names: Sequence[str], folder: Path) -> str:
+    rows = "".join(
+        f'<li><i class="c{i % 8}"></i><strong>{name}</strong> '
+        f"{link_to_run(Path(run['directory']), folder, Path(run['directory']).absolute().name)}:"
+        f" {escape(run['status'])}, {run['samples']:,} samples, {run['errors']} errors</li>"
+        for i, (name, run) in enumerate(zip(names, result["runs"], strict=True))
+    )
+    return (
+        f"<header><h1>Runs compared, {escape(result['runs'][0]['scenario'])}</h1>"
+        f'<ul class="runs">{rows}</ul></header>'
+    )
+
+
+def _options(result: Mapping[str, Any], names: Sequence[str]) -> str:
+    rows = [
+        [one["option"], *("-" if value is None else value for value in one["values"])]
+        for one in result["options"]
+    ]
+    if not rows:
+        return "<section><h2>Options that differ</h2><p>None: all are alike.</p></section>"
+    return section("Options that differ", ("option", *names), rows)
+
+
+def _figures(result: Mapping[str, Any], names: Sequence[str]) -> str:
+    changes = [cell for one in result["figures"] for cell in one["runs"] if _known(cell)]
+    reach = max((abs(cell["change"]) + cell["change_half_width"] for cell in changes), default=0.0)
+    rows = []
+    for one in result["figures"]:
+        row = [f"{one['figure']} {one['unit']}".rstrip(), _unbroken(value_text(one["runs"][0]))]
+        for cell in one["runs"][1:]:
+            row += [
+                _unbroken(value_text(cell)),
+                _unbroken(change_text(cell)),
+                _whisker(cell, min(reach, 1.0)),
+            ]
+        rows.append(row)
+    columns = ["figure", names[0]]
+    for name in names[1:]:
+        columns += [name, f"{name} against {names[0]}", ""]
+    note = (
+        '<p class="note">± and the bars: 95 % confidence intervals, from blocks of neighbouring requests of'
+        " each run. * and a coloured bar: the interval of the change leaves out 0. How much two runs of the"
+        " same options differ, one run can't tell: <code>ab</code> measures that.</p>"
+    )
+    return section("Figures", columns, rows, note)
+
+
+def _unbroken(text: str) -> str:
+    return text.strip().replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _known(cell: Mapping[str, Any] | None) -> bool:
+    return cell is not None and cell.get("change_half_width") is not None
+
+
+def _whisker(cell: Mapping[str, Any] | None, reach: float) -> Html:
+    """Return the interval of a change as a picture: 0 in the middle, -reach and +reach at the ends."""
+    if cell is None or not _known(cell) or not reach:
+        return Html("")
+    middle, half = cell["change"], cell["change_half_width"]
+    low, at, high = (
+        100 + 96 * max(-1.0, min(1.0, x / reach)) for x in (middle - half, middle, middle + half)
+    )
+    return Html(
+        f'<svg class="change{" differs" if cell["differs"] else ""}" viewBox="0 0 200 18" aria-hidden="true">'
+        '<line class="zero" x1="100" y1="0" x2="100" y2="18"/>'
+        f'<line x1="{low:.1f}" y1="9" x2="{high:.1f}" y2="9"/>'
+        f'<circle cx="{at:.1f}" cy="9" r="3.5"/></svg>'
+    )
+
+
+def _distributions(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Chart]:
+    charts = []
+    shares = np.linspace(0, 1, _POINTS)
+    for key, of in LATENCIES.items():
+        if (
+            runs[0].scenario == "Offline" and key != "TPOT"
+        ):  # how long a sample waits is its place in the queue
+            continue
+        values = [1e3 * of(run.rows) for run in runs]
+        values = [np.sort(one[np.isfinite(one) & (one > 0)]) for one in values]
+        if not all(map(len, values)):
+            continue
+        x = np.unique(np.concatenate([np.quantile(one, shares) for one in values]).round(4))
+        chart = Chart(f"cdf-{key.lower()}", _TITLES[key], "% of samples", x.tolist(), x_label="ms")
+        for i, (name, one) in enumerate(zip(names, values, strict=True)):
+            share = 100 * np.searchsorted(one.round(4), x, side="right") / len(one)
+            chart.lines.append((name, share.round(2).tolist(), i))
+        limits = {limits_ms(run.files).get(key.lower()) for run in runs}
+        if len(limits) == 1 and (limit := limits.pop()):
+            chart.limit = ("limit", limit)
+        charts.append(chart)
+    return charts

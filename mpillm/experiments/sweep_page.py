@@ -1,0 +1,97 @@
+"""The page of a sweep: the Pareto curve, and the table of all points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpillm.experiments.table import cell, values_text
+from mpillm.report.page.charts import Chart
+from mpillm.report.page.document import chart_section, document, escape, link_to_run, section
+
+COLUMNS = {
+    "status": "",
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_second_per_gpu": "per {of}",
+    "tokens_per_second_per_user": "per user",
+    "ttft_p99_ms": "TTFT p99 ms",
+    "tpot_p99_ms": "TPOT p99 ms",
+}
+"""What the tables of a sweep show of each point; {of}: GPU or rank."""
+
+_NOTE = (
+    "Up and to the right is better. The line is the Pareto curve: no other point has more of both. Point"
+    " at one to read what it is."
+)
+
+
+def sweep_page(folder: Path, found: Sequence[Mapping[str, Any]], front: Sequence[int]) -> str:
+    """Return the page. `found`: the points, as `sweep --output` writes them; `front`: those on the curve."""
+    of = per(found)
+    charts = [chart] if (chart := _curve(found, front, of)) else []
+    failed = sum(one["status"] == "FAILED" for one in found)
+    head = (
+        f"<header><h1>{escape(folder.absolute().name)}</h1><p>{len(found)} points, {len(front)} on the Pareto"
+        f" curve{f', <strong>{failed} failed</strong>' if failed else ''}</p></header>"
+    )
+    curve = chart_section("The Pareto curve", charts, _NOTE, wide=True)
+    if not charts:
+        curve = (
+            '<section class="missing"><h2>No Pareto curve</h2><p>No point has a time per output token:'
+            " answers of one token have none, nor have cores that tell only whole answers.</p></section>"
+        )
+    return document(
+        f"sweep: {folder.absolute().name}", (head, curve, _table(folder, found, front, of)), charts
+    )
+
+
+def per(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return by what throughput is divided: GPU, or rank where there is none."""
+    return next((str(one["of"]) for one in found if "of" in one), "rank")
+
+
+def _table(folder: Path, found: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) -> str:
+    names = list(found[0]["options"])
+    rows = []
+    for i, one in enumerate(found):
+        number = link_to_run(Path(one["run"]), folder, str(i + 1))
+        cells = [cell(one.get(key)) for key in COLUMNS]
+        rows.append([number, *one["options"].values(), *cells, "★" if i in front else ""])
+    columns = ["#", *names, *(text.format(of=of) for text in COLUMNS.values()), "Pareto"]
+    why = "".join(
+        f"<li><strong>{i + 1}</strong> {escape(values_text(one))}<pre>{escape(one['why'])}</pre></li>"
+        for i, one in enumerate(found)
+        if one.get("why")
+    )
+    failed = f'<section class="failed"><h2>What failed</h2><ul>{why}</ul></section>' if why else ""
+    return section("All points", columns, rows) + failed
+
+
+def _curve(found: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) -> Chart | None:
+    known = sorted(
+        (
+            (one["tokens_per_second_per_user"], one["tokens_per_second_per_gpu"], i)
+            for i, one in enumerate(found)
+            if one.get("tokens_per_second_per_user") and one.get("tokens_per_second_per_gpu")
+        ),
+    )
+    if not known:
+        return None
+    return Chart(
+        "pareto",
+        f"tokens/s per {of}, against tokens/s per user",
+        "",
+        [round(x, 4) for x, _, _ in known],
+        [
+            ("Pareto curve", [round(y, 4) if i in front else None for _, y, i in known], 0),
+            *(
+                [("other points", [None if i in front else round(y, 4) for _, y, i in known], 7)]
+                if len(front) < len(known)
+                else []
+            ),
+        ],
+        "tokens/s per user",
+        names=[f"{i + 1} {values_text(found[i])}" for _, _, i in known],
+    )

@@ -1,0 +1,107 @@
+"""The frame of every page, and what pages are made of: sections, tables, charts.
+
+A page is one file that needs nothing else, and no network. Tables and pictures are there without JavaScript;
+page.js puts uPlot's charts, and lanes that zoom, in their place.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mpillm import __version__
+from mpillm.report.page import svg
+from mpillm.report.page.charts import Chart
+from mpillm.report.run_directory import PAGE
+
+ZOOM = "Drag over a chart to zoom, double-click or press 0 to see all again."
+CDF = "What share of the samples took at most so long. Log scale of time."
+_ASSETS = Path(__file__).parent / "assets"
+
+
+class Html(str):
+    """A text that is HTML already: `escape` leaves it as it is."""
+
+    __slots__ = ()
+
+
+def escape(value: object) -> Html:
+    """Return a value as HTML."""
+    return value if isinstance(value, Html) else Html(html.escape(str(value)))
+
+
+def document(
+    title: str, body: Iterable[str], charts: Sequence[Chart], lanes: Mapping[str, Any] | None = None
+) -> str:
+    """Return a whole page. `charts` and `lanes`: what page.js draws where `body` has their elements."""
+    data = {"charts": [chart.to_json() for chart in charts], "lanes": lanes}
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">\n'
+        f"<style>{_asset('uPlot.min.css')}\n{_asset('page.css')}</style></head>\n<body>\n"
+        f"<main>{''.join(body)}</main>\n"
+        f"<footer>mpillm {__version__}. Charts by uPlot, MIT licence.</footer>\n"
+        f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
+        f"<!-- uPlot:\n{_asset('uPlot.LICENSE.txt')}-->\n"
+        f"<script>{_asset('uPlot.iife.min.js')}</script>\n<script>{_asset('page.js')}</script>\n"
+        "</body></html>\n"
+    )
+
+
+def chart_section(title: str, charts: Sequence[Chart], note: str, wide: bool = False) -> str:
+    """Return the charts as a section; `note`: how to use them, for who has JavaScript."""
+    if not charts:
+        return ""
+    figures = "".join(
+        f'<figure id="{chart.name}"><figcaption>{escape(chart.title)}'
+        f"{f' <small>{escape(chart.unit)}</small>' if chart.unit else ''}{_limit(chart)}</figcaption>"
+        f'<div class="still">{svg.lines(chart)}</div></figure>'
+        for chart in charts
+    )
+    said = f'<p class="note js-only">{note}</p>' if note else ""
+    return (
+        f"<section><h2>{escape(title)}</h2>{said}"
+        f'<div class="charts{" wide" if wide else ""}">{figures}</div></section>'
+    )
+
+
+def _limit(chart: Chart) -> str:
+    return f' <small class="limit">limit {svg.short(chart.limit[1])} ms</small>' if chart.limit else ""
+
+
+def link_to_run(run: Path, folder: Path, text: str) -> Html:
+    """Return the run's name, as a link to its page where it has one."""
+    page = run.absolute() / PAGE
+    if not page.exists():
+        return escape(text)
+    return Html(f'<a href="{escape(os.path.relpath(page, folder.absolute()))}">{escape(text)}</a>')
+
+
+def section(title: str, names: Sequence[str], rows: Sequence[Sequence[Any]], more: str = "") -> str:
+    """Return a table under its title; nothing if there are neither rows nor `more`."""
+    return f"<section><h2>{escape(title)}</h2>{table(names, rows)}{more}</section>" if rows or more else ""
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table with a row of names above."""
+    head_cells = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _embedded(data: object) -> str:
+    """Return JSON that no text in it can end the script element with."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")

@@ -1,0 +1,75 @@
+"""The page of a sweep: its curve, its table, and what failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mpillm.experiments.option_grid import pareto
+from mpillm.experiments.sweep_page import sweep_page
+from mpillm.report.page.document import document
+from tests.helpers.pages import embedded, loads_nothing, words
+
+
+def point(size: int, per_user: float | None, per_gpu: float, **more: Any) -> dict[str, Any]:
+    return {
+        "options": {"max_batch_size": str(size)},
+        "run": f"/runs/{size}",
+        "status": "VALID",
+        "tokens_per_second": 4 * per_gpu,
+        "tokens_per_second_per_gpu": per_gpu,
+        "tokens_per_second_per_user": per_user,
+        "of": "GPU",
+        **more,
+    }
+
+
+FAILED = {
+    "options": {"max_batch_size": "32"},
+    "run": "/runs/32",
+    "status": "FAILED",
+    "why": "rank 2 is <gone>",
+}
+
+
+def test_the_curve_joins_the_points_that_no_other_beats(tmp_path: Path) -> None:
+    found = [point(4, 90.0, 100.0), point(8, 50.0, 12_340.0), point(16, 40.0, 50.0), FAILED]
+    text = sweep_page(tmp_path / "runs", found, pareto(found))
+    (tmp_path / "sweep.html").write_text(text)
+    said = words(tmp_path / "sweep.html")
+    assert loads_nothing(text)
+    for part in (
+        "4 points, 2 on the Pareto curve, 1 failed",
+        "tokens/s per GPU, against tokens/s per user",
+        "2 8 VALID - 49,360 12,340 50 - - ★",
+        "3 16 VALID - 200 50 40 - - 4",
+        "32 FAILED",
+        "What failed 4 max_batch_size=32 rank 2 is <gone>",
+    ):
+        assert part in said, said
+    (chart,) = json.loads(embedded(text))["charts"]
+    assert chart["x"] == [40.0, 50.0, 90.0]
+    assert [line["y"] for line in chart["lines"]] == [[None, 12_340.0, 100.0], [50.0, None, None]]
+    assert chart["names"][0] == "3 max_batch_size=16"
+    # Without JavaScript: a line through two points, and three points with their numbers.
+    assert text.count("<polyline") == 1 and text.count("<circle") == 3
+
+
+def test_without_times_per_token_there_is_no_curve(tmp_path: Path) -> None:
+    found = [point(4, None, 100.0), point(8, None, 200.0)]
+    text = sweep_page(tmp_path, found, [])
+    (tmp_path / "sweep.html").write_text(text)
+    assert "No Pareto curve" in words(tmp_path / "sweep.html")
+    assert json.loads(embedded(text))["charts"] == []
+
+
+def test_points_over_each_other_share_a_text(tmp_path: Path) -> None:
+    found = [point(4, 50.0, 100.0), point(8, 50.01, 100.01), point(16, 90.0, 20.0)]
+    assert ">2, 1</text>" in sweep_page(tmp_path, found, pareto(found))
+
+
+def test_data_can_t_end_the_script_of_a_page() -> None:
+    text = document("</title><script>", ["</main>"], [], {"rows": ["</script>"]})
+    assert json.loads(embedded(text))["lanes"] == {"rows": ["</script>"]}
+    assert "<title>&lt;/title&gt;" in text
