@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
@@ -15,18 +14,16 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.fields import Field, integers, not_negative, positive
+from mpillm.telemetry.gpu_meter import GPU_COLUMNS, GpuMeter
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from mpillm.bench.decode_parts import Part, Roofline
     from mpillm.engine.engine import Engine
-    from mpillm.engine.model_part import ModelPart
     from mpillm.engine.sequence import Sequence
     from mpillm.engine.worker import Worker
 
 _WARM_UP = 4  # steps
 _PAUSE_S = 50e-6
-_REPLAYS = 5
 
 
 class Options(Values):
@@ -122,6 +119,8 @@ def bench_decode(config: Options) -> int:
 
     import torch
 
+    from mpillm.bench.decode_parts import decode_parts, measure_roofline, seconds_of
+    from mpillm.engine.kernels import step_kernels
     from mpillm.engine.parallel.groups import Groups
     from mpillm.engine.worker import Worker
 
@@ -137,24 +136,55 @@ def bench_decode(config: Options) -> int:
     dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
     print(f"{gpus[0].name}, {core.model_path}, {dtypes}, KV cache in {info.kv_dtype}")
     print(f"{context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
+    roofline = measure_roofline(worker.part, step_kernels)
+    explained: list[str] = []
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
     print(
         f"  {'batch':>6} {'step ms':>9} {'floor ms':>9} {'ratio':>6}"
         f" {'tokens/s':>9} {'attention':>10} {'products':>9}"
     )
     for batch in batches:
-        steps, n_context = _decode(worker, info, core, batch, context, n_steps)
-        step_s = statistics.median(steps)
-        n_bytes = _weight_bytes(info, batch) + n_context * info.config.kv_bytes_per_token(info.kv_dtype)
+        decoded = _decode(worker, info, core, batch, context, n_steps)
+        step_s, n_tokens = decoded.step_s, context + _WARM_UP + n_steps // 2
+        n_bytes = _weight_bytes(info, batch)
+        n_bytes += batch * n_tokens * info.config.kv_bytes_per_token(info.kv_dtype)
         floor_s = n_bytes / (config.bandwidth * 1e12)
-        attention_s = _attention(worker.part, batch, n_context // batch)
-        products_s = _products(worker.part, batch)
+        parts = decode_parts(worker.part, batch, n_tokens, step_kernels)
+        times = {part: seconds_of(part.work) for part in parts}
+        attention_s, *products_s = times.values()
         print(
             f"  {batch:>6} {step_s * 1e3:>9.3f} {floor_s * 1e3:>9.3f} {step_s / floor_s:>6.2f}"
-            f" {batch / step_s:>9.0f} {attention_s * 1e3:>10.3f} {products_s * 1e3:>9.3f}",
+            f" {batch / step_s:>9.0f} {attention_s * 1e3:>10.3f} {sum(products_s) * 1e3:>9.3f}",
             flush=True,
         )
+        explained.append(_explained(batch, decoded, times, roofline))
+    print(
+        f"roofline: {roofline.bandwidth / 1e12:.2f} TB/s copying, {roofline.peak / 1e12:.0f} TFLOP/s in a"
+        " product of many rows, both measured"
+    )
+    print("\n".join(explained))
     return 0
+
+
+def _explained(batch: int, decoded: Decoded, times: dict[Part, float], roofline: Roofline) -> str:
+    """Return what a step is made of, a line for each part."""
+    lines = [f"batch {batch:<19} {'ms':>9} {'roof ms':>9} {'ratio':>6}  limit"]
+    for part, seconds in times.items():
+        roof = roofline.seconds(part)
+        ratio = f"{seconds / roof:.2f}"
+        lines.append(
+            f"  {part.name:<23} {seconds * 1e3:>9.3f} {roof * 1e3:>9.3f} {ratio:>6}  {roofline.limit(part)}"
+        )
+    rest = decoded.step_s - sum(times.values())
+    lines.append(f"  {'the rest':<23} {rest * 1e3:>9.3f}   norms, rotary embedding, cache, sampler, gaps")
+    lines.append(f"  {'on the host':<23} {decoded.host_s * 1e3:>9.3f}   beside the step before it")
+    if decoded.gpu is not None:
+        mhz, watts = decoded.gpu["sm_mhz"], decoded.gpu["energy_j"] / decoded.gpu["seconds"]
+        joules = watts * decoded.step_s
+        lines.append(
+            f"  {watts:.0f} W, {mhz:.0f} MHz; {joules:.3g} J a step, {1e3 * joules / batch:.3g} mJ a token"
+        )
+    return "\n".join(lines)
 
 
 def _weight_bytes(info: ModelInfo, batch: int) -> int:
@@ -171,28 +201,50 @@ def _weight_bytes(info: ModelInfo, batch: int) -> int:
     return n_bytes
 
 
+class Decoded(NamedTuple):
+    """Consecutive steps of the whole engine: medians."""
+
+    step_s: float  # from one step's tokens to the next one's
+    host_s: float  # this process's work for a step
+    gpu: dict[str, float] | None  # `GPU_COLUMNS` half way, `energy_j` since the warm-up, and its `seconds`
+
+
 def _decode(
     worker: Worker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int
-) -> tuple[list[float], int]:
-    """Measure consecutive steps of the whole engine.
-
-    Returns the seconds between their tokens, and the tokens in the cache half way.
-    """
+) -> Decoded:
     from mpillm.engine.engine import Engine, EngineLimits
 
     engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
     sequences = [_admitted(engine, i, context, _WARM_UP + n_steps + 1) for i in range(batch)]
+    try:
+        meter = GpuMeter(0)
+    except OSError:
+        meter = None
     arrivals: list[float] = []
-    seen = 1
+    host_times: list[float] = []
+    readings: list[tuple[float, dict[str, float]]] = []
+    host_s, seen = 0.0, 1
     while not engine.is_idle():
         if not engine.has_work():
             time.sleep(_PAUSE_S)
+        began = time.perf_counter()
         engine.step()
-        if len(sequences[0].output) > seen:
-            seen = len(sequences[0].output)
-            arrivals.append(time.perf_counter())
-    times = [b - a for a, b in itertools.pairwise(arrivals)][_WARM_UP - 1 :]
-    return times, batch * (context + _WARM_UP + n_steps // 2)
+        host_s += time.perf_counter() - began
+        if len(sequences[0].output) == seen:
+            continue
+        seen = len(sequences[0].output)
+        arrivals.append(time.perf_counter())
+        host_times.append(host_s)
+        host_s = 0.0
+        if meter is not None and seen - 1 in (_WARM_UP, _WARM_UP + n_steps // 2, _WARM_UP + n_steps):
+            readings.append((time.perf_counter(), dict(zip(GPU_COLUMNS, meter.read(), strict=True))))
+    gpu = None
+    if len(readings) == 3:
+        (began, before), (_, half_way), (ended, after) = readings
+        spent = after["energy_j"] - before["energy_j"]
+        gpu = half_way | {"energy_j": spent, "seconds": ended - began}
+    steps = [b - a for a, b in itertools.pairwise(arrivals)][_WARM_UP - 1 :]
+    return Decoded(statistics.median(steps), statistics.median(host_times[_WARM_UP:]), gpu)
 
 
 def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
@@ -206,97 +258,3 @@ def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
     sequence.blocks = blocks
     engine.scheduler.admit(sequence)
     return sequence
-
-
-def _attention(part: ModelPart, batch: int, n_tokens: int) -> float:
-    """Return the seconds for the attention of all layers, over `n_tokens` of each sequence."""
-    import torch
-
-    from mpillm.engine.kernels import step_kernels as kernels
-
-    keys, values, scales = part.cache.keys, part.cache.values, part.cache.scales
-    n_layers, n_blocks, k, size, d = keys.shape
-    per_sequence = -(-n_tokens // size)
-    table = (
-        (1 + torch.randperm(n_blocks - 1, device="cuda")[: batch * per_sequence])
-        .view(batch, per_sequence)
-        .to(torch.int32)
-    )
-    slots, positions = torch.arange(batch, device="cuda"), torch.full((batch,), n_tokens - 1, device="cuda")
-    n_heads = part.model.config.n_heads
-    qkv = torch.randn(batch, n_heads + 2 * k, d, device="cuda").to(part.dtype)
-    out = qkv.new_empty(batch, n_heads * d)
-
-    def work() -> None:
-        for layer in range(n_layers):
-            held = keys[layer], values[layer], None if scales is None else scales[layer]
-            kernels.decode_attention(qkv, *held, table, slots, positions, out, n_heads)
-
-    return _graph_time(work)
-
-
-def _products(part: ModelPart, batch: int) -> float:
-    """Return the seconds for all matrix products with weights."""
-    import torch
-
-    from mpillm.engine.kernels import fp8_kernels
-    from mpillm.engine.kernels import step_kernels as kernels
-    from mpillm.engine.model.transformer import Mixture
-
-    model, dtype = part.model, part.dtype
-    assert model.lm_head is not None
-    inputs: dict[tuple[int, int], Tensor] = {}
-    products: list[Callable[[], Tensor]] = []
-
-    def add(linear: Any, n_rows: int, *choice: Any, may_be_rounded: bool = True) -> None:
-        """Add a product. Before all but `o`, the engine rounds the input to fp8 if the product takes that."""
-        shape = n_rows, linear.in_features
-        if shape not in inputs:
-            inputs[shape] = torch.randn(shape, device="cuda").to(dtype)
-        x: Any = inputs[shape]
-        if may_be_rounded and not choice and linear.rounds(n_rows):
-            x = fp8_kernels.quantize_rows(x)
-        product = linear if choice else linear.unscaled  # as the engine takes it
-        products.append(lambda: product(x, *choice))
-
-    with torch.inference_mode():
-        for layer in model.layers:
-            mlp, n_pairs, choice = layer.mlp, batch, []
-            if isinstance(mlp, Mixture):
-                n_chosen, n_experts = model.config.n_experts_per_token, model.config.n_experts
-                choice = [
-                    kernels.route(torch.randn(batch, n_experts, device="cuda"), n_chosen, range(n_experts))
-                ]
-                n_pairs = batch * n_chosen
-                add(mlp.router, batch)
-            add(layer.qkv, batch)
-            add(layer.o, batch, may_be_rounded=False)
-            add(mlp.gate_up, batch, *choice)
-            add(mlp.down, n_pairs, *choice)
-        add(model.lm_head, batch)
-
-    def work() -> None:
-        for product in products:
-            product()
-
-    return _graph_time(work)
-
-
-def _graph_time(work: Callable[[], None]) -> float:
-    """Return the seconds for a replay of `work` as a CUDA graph."""
-    import torch
-
-    with torch.inference_mode():
-        work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        graph.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(_REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / _REPLAYS

@@ -152,7 +152,8 @@ class Worker:
             logits = logits.float()
         if step.not_end and len(self._forbidden):
             rows = to_device(step.not_end, logits.device)
-            logits[rows[:, None], self._forbidden] = -torch.inf
+            # Assigning a number would wait for the device: PyTorch copies it there from the host.
+            logits.index_put_((rows[:, None], self._forbidden), logits.new_full((), -torch.inf))
         if step.sampling is not None:
             whole = self._whole(logits)
             # A GPU's sums may differ in the last bits from rank to rank; the choice must not.

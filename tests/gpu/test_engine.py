@@ -121,6 +121,26 @@ def test_a_mixture_is_a_graph_like_any_model() -> None:
         assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 61
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_step_never_waits_for_the_device(sampled: bool) -> None:
+    """Whatever its requests ask for: contexts, decode, answers that may not end yet, every way to sample."""
+    core = make_core("tiny-llama", gpu_bytes=8 << 30, device=0, end_ids=(1, 2), max_num_tokens=50)
+    ways: dict[str, Any] = {"temperature": 0.7, "top_k": [0, 20] * 5, "top_p": [1, 1, 0.7, 0.9, 1] * 2}
+    batch = make_batch(random_prompts([30] * 10), min_output=N_OUTPUT - 1, **(ways if sampled else {}))
+    worker: Any = core.engine.worker
+    run = worker.run
+
+    def without_waiting(step: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    worker.run = without_waiting
+    assert sorted(map(len, answer(core, batch))) == [N_OUTPUT] * 10
+
+
 def forget_kernels() -> None:
     """Forget them as in a new process; what Triton has on disk stays."""
     for module in (kernels, attention_kernels, fp8_kernels, expert_kernels):

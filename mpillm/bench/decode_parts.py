@@ -1,0 +1,167 @@
+"""The operations of a decode step, alone: what each takes, and what the GPU's roofline leaves it.
+
+The roofline (Williams, Waterman and Patterson, 2009): no operation is faster than the larger of its bytes
+over the memory's bandwidth and its floating-point operations over the peak, both measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpillm.engine.dtypes import N_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mpillm.engine.model_part import ModelPart
+
+_REPLAYS = 5
+_COPIED = 1 << 30  # bytes
+_MANY_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class Part:
+    """An operation in all layers."""
+
+    name: str
+    work: Callable[[], None]
+    n_bytes: float  # that it reads and writes at least
+    n_flops: float
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What the GPU reaches."""
+
+    bandwidth: float  # bytes/s
+    peak: float  # FLOP/s
+
+    def seconds(self, part: Part) -> float:
+        """Return the least time for a part."""
+        return max(part.n_bytes / self.bandwidth, part.n_flops / self.peak)
+
+    def limit(self, part: Part) -> str:
+        """Return what limits it there."""
+        by_memory = part.n_bytes / self.bandwidth >= part.n_flops / self.peak
+        return "memory" if by_memory else "arithmetic"
+
+
+def measure_roofline(part: ModelPart, kernels: Any) -> Roofline:
+    """Copy a gigabyte, and multiply `_MANY_ROWS` rows with a layer's weights as the engine does."""
+    halves = torch.empty(2, _COPIED, dtype=torch.uint8, device=part.device)
+    bandwidth = halves.nbytes / seconds_of(lambda: halves[0].copy_(halves[1]))
+    (product,) = [one for one in _products(part, _MANY_ROWS, kernels) if one.name == "qkv"]
+    return Roofline(bandwidth, product.n_flops / seconds_of(product.work))
+
+
+def decode_parts(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> list[Part]:
+    """Return what a step of `batch` sequences with `n_tokens` in the cache each is made of.
+
+    Norms, rotary embedding, cache writes and the choice of a token are not among them.
+    """
+    return [_attention(part, batch, n_tokens, kernels), *_products(part, batch, kernels)]
+
+
+def _attention(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> Part:
+    keys, values, scales = part.cache.keys, part.cache.values, part.cache.scales
+    n_layers, n_blocks, n_kv_heads, size, head_dim = keys.shape
+    per_sequence, n_heads = -(-n_tokens // size), part.model.config.n_heads
+    chosen = 1 + torch.randperm(n_blocks - 1, device=part.device)[: batch * per_sequence]
+    table = chosen.view(batch, per_sequence).to(torch.int32)
+    slots = torch.arange(batch, device=part.device)
+    positions = torch.full((batch,), n_tokens - 1, device=part.device)
+    qkv = torch.randn(batch, n_heads + 2 * n_kv_heads, head_dim, device=part.device).to(part.dtype)
+    out = qkv.new_empty(batch, n_heads * head_dim)
+
+    def work() -> None:
+        for layer in range(n_layers):
+            held = keys[layer], values[layer], None if scales is None else scales[layer]
+            kernels.decode_attention(qkv, *held, table, slots, positions, out, n_heads)
+
+    held_bytes = batch * n_tokens * 2 * n_kv_heads * head_dim * keys.element_size()
+    return Part(
+        "attention",
+        work,
+        n_layers * (held_bytes + (qkv.numel() + out.numel()) * qkv.element_size()),
+        n_layers * 4 * batch * n_tokens * n_heads * head_dim,
+    )
+
+
+def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
+    """Return the products with weights: those of the layers, by name, and the head."""
+    from mpillm.engine.model.transformer import Mixture
+
+    model = part.model
+    assert model.lm_head is not None
+    width = N_BYTES[part.info.dtype] if part.info.quantization == "none" else 1
+    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Mixture)]
+    choice, n_pairs, n_hit = [], n_rows, 1.0
+    if mixtures:
+        n_experts, n_chosen = part.info.config.n_experts, part.info.config.n_experts_per_token
+        scores = torch.randn(n_rows, n_experts, device=part.device)
+        choice, n_pairs = [kernels.route(scores, n_chosen, range(n_experts))], n_rows * n_chosen
+        n_hit = n_experts * (1 - (1 - n_chosen / n_experts) ** n_rows)
+    inputs: dict[tuple[int, int], Tensor] = {}
+
+    def products(
+        name: str, linears: list[Any], rows: int, chosen: list[Any], may_be_rounded: bool = True
+    ) -> Part:
+        """Before all but `o`, the engine rounds the input to fp8 if the product takes that."""
+        of = linears[0]
+        shape = rows, of.in_features
+        if shape not in inputs:
+            inputs[shape] = torch.randn(shape, device=part.device).to(part.dtype)
+        x: Any = inputs[shape]
+        if may_be_rounded and not chosen and of.rounds(rows):
+            from mpillm.engine.kernels import fp8_kernels
+
+            x = fp8_kernels.quantize_rows(x)
+
+        def work() -> None:
+            for linear in linears:
+                (linear if chosen else linear.unscaled)(x, *chosen)  # as the engine takes it
+
+        pairs = n_pairs if chosen else rows
+        weights = of.in_features * of.out_features * (n_hit if chosen else 1)
+        of_weights = N_BYTES[part.info.dtype] if name in ("head", "router") else width
+        moved = (rows * of.in_features + pairs * of.out_features) * N_BYTES[part.info.dtype]
+        n = len(linears)
+        return Part(
+            name,
+            work,
+            n * (weights * of_weights + moved),
+            n * 2 * pairs * of.in_features * of.out_features,
+        )
+
+    mlps = [layer.mlp for layer in model.layers]
+    return [
+        products("qkv", [layer.qkv for layer in model.layers], n_rows, []),
+        products("o", [layer.o for layer in model.layers], n_rows, [], may_be_rounded=False),
+        *([products("router", [mlp.router for mlp in mixtures], n_rows, [])] if mixtures else []),
+        products("gate_up", [mlp.gate_up for mlp in mlps], n_rows, choice),
+        products("down", [mlp.down for mlp in mlps], n_pairs, choice),
+        products("head", [model.lm_head], n_rows, []),
+    ]
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds for a replay of `work` as a CUDA graph."""
+    with torch.inference_mode():
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / _REPLAYS

@@ -1,0 +1,67 @@
+"""The parts of a decode step and their roofline, with plain kernels; `bench engine` measures on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpillm.bench.bench_decode import Decoded, _explained
+from mpillm.bench.decode_parts import Part, Roofline, decode_parts
+from mpillm.engine.model_part import ModelPart
+from tests.helpers import plain_kernels
+from tests.helpers.torch_cores import make_core
+
+BATCH, N_TOKENS = 6, 40
+
+
+@pytest.fixture(params=["tiny-llama", "tiny-mixtral"])
+def part(request: pytest.FixtureRequest) -> ModelPart:
+    core = make_core(request.param, dtype="float32")
+    return core.engine.worker.part
+
+
+def test_what_each_part_reads_and_computes(part: ModelPart) -> None:
+    parts = {one.name: one for one in decode_parts(part, BATCH, N_TOKENS, plain_kernels)}
+    with torch.inference_mode():
+        for one in parts.values():
+            one.work()
+    c = part.info.config
+    q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    rows_per_expert = c.n_experts_per_token if c.n_experts else 1
+    flops = {
+        "attention": 4 * BATCH * N_TOKENS * q * c.n_layers,
+        "qkv": 2 * BATCH * c.hidden_size * (q + 2 * kv) * c.n_layers,
+        "o": 2 * BATCH * q * c.hidden_size * c.n_layers,
+        "gate_up": 2 * BATCH * rows_per_expert * c.hidden_size * 2 * c.intermediate_size * c.n_layers,
+        "down": 2 * BATCH * rows_per_expert * c.hidden_size * c.intermediate_size * c.n_layers,
+        "head": 2 * BATCH * c.hidden_size * c.vocab_size,
+    }
+    if c.n_experts:
+        flops["router"] = 2 * BATCH * c.hidden_size * c.n_experts * c.n_layers
+    assert {name: one.n_flops for name, one in parts.items()} == flops
+    assert parts["o"].n_bytes == 4 * c.n_layers * (q * c.hidden_size + BATCH * (q + c.hidden_size))
+    cached = 4 * c.n_layers * 2 * BATCH * N_TOKENS * kv
+    assert parts["attention"].n_bytes == cached + 4 * c.n_layers * BATCH * (2 * q + 2 * kv)
+    all_experts = 4 * c.n_layers * c.n_experts * 3 * c.hidden_size * c.intermediate_size
+    if c.n_experts:
+        assert parts["gate_up"].n_bytes + parts["down"].n_bytes < all_experts, "not every expert is chosen"
+
+
+def _nothing() -> None:
+    pass
+
+
+def test_the_roofline_names_the_limit() -> None:
+    roofline = Roofline(bandwidth=100.0, peak=1000.0)
+    reads, computes = Part("reads", _nothing, 200.0, 10.0), Part("computes", _nothing, 1.0, 5000.0)
+    assert (roofline.seconds(reads), roofline.limit(reads)) == (2.0, "memory")
+    assert (roofline.seconds(computes), roofline.limit(computes)) == (5.0, "arithmetic")
+    gpu = {"sm_mhz": 1700.0, "energy_j": 700.0, "seconds": 2.0}
+    text = _explained(4, Decoded(10.0, 0.5, gpu), {reads: 3.0, computes: 6.0}, roofline)
+    assert [line.split() for line in text.splitlines()][1:4] == [
+        ["reads", "3000.000", "2000.000", "1.50", "memory"],
+        ["computes", "6000.000", "5000.000", "1.20", "arithmetic"],
+        ["the", "rest", "1000.000", *["norms,", "rotary", "embedding,", "cache,", "sampler,", "gaps"]],
+    ]
+    assert "350 W, 1700 MHz; 3.5e+03 J a step, 8.75e+05 mJ a token" in text
+    assert "W," not in _explained(4, Decoded(10.0, 0.5, None), {reads: 3.0}, roofline)
