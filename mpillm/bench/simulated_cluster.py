@@ -199,6 +199,10 @@ class ControlledCluster:
         with simulated(self.clock, rank0_control):
             self._wire.deliver(source, Tag.FAILED, FAILED.write(failure))
 
+    def end(self, rank: int) -> None:
+        """Let a rank's process end."""
+        self._lifelines.ended |= {rank}
+
     def notices(self, rank: int, beats_every_s: float, ended: bool) -> float:
         """Return how many seconds pass until the loss of a rank is known.
 
@@ -206,7 +210,7 @@ class ControlledCluster:
         """
         lost_at = self.clock.now
         if ended:
-            self._lifelines.ended |= {rank}
+            self.end(rank)
         try:
             self.live(1000.0, beats_every_s, rank)
         except RunError:

@@ -339,6 +339,8 @@ class Rank0Control:
         self.phase_started = time.monotonic()
         if phase != PHASES[-1]:
             self.phase = PHASES[PHASES.index(phase) + 1]
+        else:  # they leave as soon as they hear of it, which may be before rank 0 looks for its own release
+            self._byes.update(left)
         RELEASE.send_all(self._transport, left, Release(phase, value))
 
     def _on_beat(self, source: int, beat: Beat) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from mpillm.bench.simulated_cluster import ControlledCluster, plan_of
 from mpillm.errors import Failure, RunError
+from mpillm.phases import PHASES, Phase
 
 BEATS_S = 0.5
 STOPPED = 3
@@ -39,3 +40,18 @@ def test_an_instance_that_is_silent_while_all_ranks_beat_is_blamed() -> None:
     with pytest.raises(RunError) as error:
         cluster.live(2.0, BEATS_S)
     assert [failure.rank for failure in error.value.failures] == [plan.instances[2].leader]
+
+
+@pytest.mark.parametrize("phase", PHASES[-2:])
+def test_only_a_rank_that_was_released_from_the_last_phase_may_end(phase: Phase) -> None:
+    """After a loss no rank waits for rank 0 in MPI_Finalize: it may be gone before rank 0 looks again."""
+    cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=60.0)
+    for before in PHASES[: PHASES.index(phase) + 1]:
+        cluster.arrive(before)
+    cluster.end(5)
+    if phase == PHASES[-1]:
+        cluster.live(2.0, BEATS_S)
+        return
+    with pytest.raises(RunError) as error:
+        cluster.live(2.0, BEATS_S)
+    assert [failure.rank for failure in error.value.failures] == [5]
