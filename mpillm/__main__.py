@@ -1,7 +1,9 @@
 """``python -m mpillm``"""
 
+import gc
 import sys
 
-from mpillm.cli import main
+gc.disable()  # importing makes many objects and no garbage
+from mpillm.cli import main  # noqa: E402
 
 sys.exit(main())

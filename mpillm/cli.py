@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -165,7 +166,9 @@ def _run(argv: Sequence[str]) -> int:
         if name not in ("run-llm-server", "mpirun"):
             drop_launch_type(name)
     with _stoppable():
-        return int(importlib.import_module(module_of(name)).main(list(argv[1:])))
+        command = importlib.import_module(module_of(name))
+        gc.enable()  # see __main__
+        return int(command.main(list(argv[1:])))
 
 
 @contextlib.contextmanager

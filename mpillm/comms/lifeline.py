@@ -10,8 +10,6 @@ its power. Then the missing heartbeats do.
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
 import selectors
 import socket
 import struct
@@ -50,6 +48,8 @@ class Lifelines:
 
     def __init__(self, hosts: tuple[str, ...]) -> None:
         """Open a port. Raises OSError if none can be."""
+        import secrets  # as hmac below: for rank 0 alone, and only with several hosts
+
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._listener = socket.create_server(
             ("", 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
@@ -84,6 +84,8 @@ class Lifelines:
             hello = b""
         self._events.unregister(connection)
         if len(hello) == _HELLO.size:
+            import hmac
+
             key, rank = _HELLO.unpack(hello)
             if hmac.compare_digest(key, self.address.key):
                 self._watch(connection, lambda: self._listen(connection, rank))

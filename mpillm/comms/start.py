@@ -17,6 +17,7 @@ from launch.environment import EXIT_FILE, clean_environment, tell_exit_code, tol
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.siblings import stopped_ranks
 from mpillm.comms.communicators import RunComms
+from mpillm.comms.node_barrier import wait_for_node
 from mpillm.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def _world(command: Sequence[str], *, spawns: bool) -> MPI.Intracomm:
         with warnings.catch_warnings():
             # mpi4py warns on every rank; `check_world` reports it once.
             warnings.simplefilter("ignore", RuntimeWarning)
+            wait_for_node()
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     world = MPI.COMM_WORLD
     check_world(library, (world.size, world.rank), command)

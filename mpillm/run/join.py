@@ -25,7 +25,7 @@ from mpillm.devices import OwnGpu, assign
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.report.console import rank_list
 from mpillm.run.choose_samples import load_samples
-from mpillm.run.rank_roles import check_handoff, check_sections, core_configs, what_runs
+from mpillm.run.rank_roles import check_flags, check_handoff, check_sections, core_configs, what_runs
 from mpillm.workloads.rounds import why_not
 
 
@@ -112,6 +112,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     notes = [*filter(None, [config.passed_over()]), *([] if core_class.is_client else check_sections(config))]
     plan = disagg.plan(yaml, len(ranks), [reports[rank].host for rank in ranks])
     gpus = assign(config.device, plan, [reports[rank].gpus for rank in ranks]) if core_class.uses_gpus else {}
+    check_flags(config, plan)
     cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
     with config.autoapply():
         models = [core_class.check(core) for core in cores]

@@ -16,7 +16,6 @@ from mpillm.comms.communicators import Communicators, handoff_ranks
 from mpillm.comms.messages import Setup
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
-from mpillm.config.backends import TrtllmHarnessConfig
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_values import (
     CORE,
@@ -32,9 +31,7 @@ from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import OwnGpu
 from mpillm.errors import Failure
-from mpillm.roles.context import Context
 from mpillm.roles.follower import Follower
-from mpillm.roles.generation import Generation
 from mpillm.roles.importer import Importer
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
@@ -55,6 +52,14 @@ def core_configs(
     return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
 
 
+def check_flags(config: RunConfig, plan: WorldPlan) -> None:
+    """Raise ConfigError if flags contradict each other, or the limits that the engine was built for."""
+    from mpillm.config.backends import TrtllmHarnessConfig  # takes time to import: rank 0 checks for all
+
+    for section in dict.fromkeys(_SECTIONS[instance.role] for instance in plan.instances):
+        config.of(section).build(TrtllmHarnessConfig)
+
+
 def _core_config(
     config: RunConfig, plan: WorldPlan, rank: int, gpus: dict[int, OwnGpu], node_ranks: int
 ) -> CoreConfig:
@@ -64,7 +69,6 @@ def _core_config(
     node_ranks = config.part.node_ranks if config.part else node_ranks
     config = config.of(_SECTIONS[instance.role])
     values = {place.in_core or place.field.name: config[place.field] for place in CORE}
-    config.build(TrtllmHarnessConfig)  # checks the limits against those that the engine was built for
     return CoreConfig(
         core_type=config.core_type,
         role=_CORE_ROLES[instance.role],
@@ -273,9 +277,13 @@ def _instance_role(
     n = max(len(contexts), len(generations))
     pairs = {(contexts[k % len(contexts)].index, generations[k % len(generations)].index) for k in range(n)}
     if instance.role == "ctx":
+        from mpillm.roles.context import Context  # as generation: for ranks of disaggregated runs alone
+
         receivers = {i.index: i.leader for i in generations}
         mine = sorted(generation for context, generation in pairs if context == instance.index)
         return Context(core, route, leader, instance.index, receivers, mine)
+    from mpillm.roles.generation import Generation
+
     senders = {i.leader: i.index for i in contexts}
     return Generation(
         core,

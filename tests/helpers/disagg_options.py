@@ -12,7 +12,7 @@ from mpillm.config.disagg_values import CORE, ROUTER
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import RunConfig, parse_run
 from mpillm.cores.base import CoreConfig
-from mpillm.run.rank_roles import core_configs, what_runs
+from mpillm.run.rank_roles import check_flags, core_configs, what_runs
 from tests.helpers.configured import DUMMY
 
 TORCH = ["--core_type", "torch"]
@@ -36,5 +36,6 @@ def given(file: Path, *options: str, core: list[str] = DUMMY, **content: Any) ->
 def cores(config: RunConfig, ranks: int) -> tuple[DisaggConfig, list[CoreConfig]]:
     yaml = disagg_config(config, ranks)
     plan = disagg.plan(yaml, ranks)
+    check_flags(config, plan)
     made = core_configs(config, plan, [instance.leader for instance in plan.instances], {})
     return what_runs(config, yaml, plan, made), made

@@ -18,7 +18,7 @@ from mpillm.config.options import RunConfig, parse_run
 from mpillm.config.resolution import resolve
 from mpillm.configurator.found import DEFAULT, Found, Level, Origin
 from mpillm.fields import FIELDS
-from mpillm.run.rank_roles import core_configs
+from mpillm.run.rank_roles import check_flags, core_configs
 from tests.helpers.configured import DUMMY
 
 TORCH = ["--core_type", "torch", "--model_path", "tiny-llama"]
@@ -72,7 +72,9 @@ def test_the_environment_is_laid_over_key_by_key(monkeypatch: pytest.MonkeyPatch
 
 def core(config: RunConfig) -> Any:
     yaml = disagg_config(config, 2)
-    (made,) = core_configs(config, disagg.plan(yaml, 2), [1], {})
+    plan = disagg.plan(yaml, 2)
+    check_flags(config, plan)
+    (made,) = core_configs(config, plan, [1], {})
     return made
 
 

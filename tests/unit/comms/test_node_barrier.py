@@ -1,0 +1,69 @@
+"""The barrier before MPI starts: callers in one process."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+
+import pytest
+
+from mpillm.comms import node_barrier
+from mpillm.comms.node_barrier import meet
+
+N = 5
+LONG_S = 120.0
+
+
+def arrive(name: str, n: int, came: list[int]) -> threading.Thread:
+    def come() -> None:
+        meet(name, n)
+        came.append(1)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    return thread
+
+
+def test_nobody_goes_on_before_the_last_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_barrier, "_PATIENCE_S", LONG_S)
+    name = secrets.token_hex(8)
+    came: list[int] = []
+    threads = [arrive(name, N, came) for _ in range(N - 1)]
+    time.sleep(0.2)
+    assert not came
+    for thread in [*threads, arrive(name, N, came)]:
+        thread.join(LONG_S)
+    assert len(came) == N
+
+
+def test_who_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI_Init waits for the rest."""
+    monkeypatch.setattr(node_barrier, "_PATIENCE_S", 0.5)
+    came: list[int] = []
+    name = secrets.token_hex(8)
+    for thread in [arrive(name, N, came) for _ in range(N - 1)]:
+        thread.join(LONG_S)
+    assert len(came) == N - 1
+
+
+def test_the_first_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections close, and the others go on."""
+    monkeypatch.setattr(node_barrier, "_PATIENCE_S", LONG_S)
+    name = secrets.token_hex(8)
+    with socket.socket(socket.AF_UNIX) as first:
+        first.bind(f"\0{name}".encode())
+        first.listen(N)
+        came: list[int] = []
+        thread = arrive(name, N, came)
+        first.accept()[0].close()
+    thread.join(LONG_S)
+    assert came
+
+
+def test_without_open_mpi_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_barrier, "meet", lambda name, n: pytest.fail("waits"))
+    monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_SIZE", raising=False)
+    monkeypatch.setenv("PMIX_NAMESPACE", "slurm.pmix.7.0")
+    node_barrier.wait_for_node()
