@@ -155,6 +155,16 @@ def facts_of(run: RunFiles) -> tuple[Facts, list[str]]:
     return Facts(replace(run, **lacking)), said
 
 
+def unrecorded(facts: Facts) -> list[str]:
+    """Return what nobody recorded of a run that failed, a line for each."""
+    if facts.run.result.get("status") != "FAILED" or facts.noted or not facts.run.telemetry:
+        return []
+    return [
+        "what each rank did, its CPU, memory and GPU: ranks tell it when a test is over, and this run failed"
+        " before"
+    ]
+
+
 def _strip(steps: dict[str, list[float]], test_s: float) -> list[float]:
     """Return for each of equal pieces of the test which share of it the spans cover."""
     starts, ends, busy = (floats(steps.get(name) or []) for name in ("start", "end", "busy_s"))

@@ -11,7 +11,7 @@ from mpillm.files import write_text
 from mpillm.report.page import sections, svg
 from mpillm.report.page.charts import distributions, machines, over_time
 from mpillm.report.page.document import CDF, ZOOM, chart_section, document
-from mpillm.report.page.facts import Facts, facts_of
+from mpillm.report.page.facts import Facts, facts_of, unrecorded
 from mpillm.report.page.lanes import lane_rows, shown_window
 from mpillm.report.page.trace import write_trace
 from mpillm.report.run_directory import PAGE, TELEMETRY, TRACE, path_shown
@@ -53,7 +53,7 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
     if price_per_gpu_hour is None:
         price_per_gpu_hour = run.value("price_per_gpu_hour")
     facts, damaged = facts_of(run)
-    notes = [*run.missing, *damaged]
+    notes = [*run.missing, *damaged, *unrecorded(facts)]
 
     def made(what: str, part: Callable[..., Any], empty: Any, *arguments: object) -> Any:
         """Return a part of the page; `empty` if the files that it is made of are damaged."""

@@ -157,6 +157,8 @@ def plan(facts: Facts) -> str:
 
 
 def _said(facts: Facts, worst: InstanceFacts | None) -> str:
+    if worst is None and facts.run.result.get("status") == "FAILED":  # what it is was not seen to its end
+        return "The plan"
     if worst is None:
         known = any(one.load is not None for one in facts.instances.values())
         return "No instance was the bottleneck" if known else "The plan"
@@ -166,7 +168,8 @@ def _said(facts: Facts, worst: InstanceFacts | None) -> str:
 def _card(one: InstanceFacts, is_worst: bool) -> str:
     verb = "computing" if one.knows_steps else "holding requests"
     share = "" if one.share is None else f"<b>{100 * one.share:.0f} %</b> {verb}"
-    waited = "" if not one.waited else f" · requests waited {100 * one.waited:.0f} % of the time"
+    waited = "" if not one.waited else f"requests waited {100 * one.waited:.0f} % of the time"
+    said = " · ".join(filter(None, (share, waited)))
     ranks = f"rank {one.ranks[0]}" if len(one.ranks) == 1 else f"ranks {one.ranks[0]} to {one.ranks[-1]}"
     flag = '<em class="flag">bottleneck</em>' if is_worst else ""
     lost = '<em class="flag">lost</em>' if one.lost else ""
@@ -175,7 +178,7 @@ def _card(one: InstanceFacts, is_worst: bool) -> str:
         f'<div class="card heat{level}{" worst" if is_worst else ""}">'
         f'<b class="name"><i class="c{one.number % 8}"></i>'
         f"{escape(one.name)}</b> <small>{ranks}</small>{flag}{lost}"
-        f"{svg.strip(one.strip) if one.strip else ''}<p>{share}{waited}</p></div>"
+        f"{svg.strip(one.strip) if one.strip else ''}<p>{said}</p></div>"
     )
 
 

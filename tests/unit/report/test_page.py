@@ -242,6 +242,16 @@ def test_a_killed_run_has_a_page(tmp_path: Path) -> None:
         assert part in said
 
 
+def test_a_run_that_failed_in_its_test_says_that_it_has_no_lanes(run: Path) -> None:
+    telemetry = json.loads((run / "telemetry.json").read_text())
+    write(run / "telemetry.json", telemetry | {"ranks": {}})
+    result = json.loads((run / "result.json").read_text())
+    write(run / "result.json", result | {"status": "FAILED", "phase": "test"})
+    said = words(write_page(run))
+    assert "What is missing here what each rank did, its CPU, memory and GPU: ranks tell it when" in said
+    assert "Over time" in said and "bottleneck" not in said
+
+
 def test_a_million_requests_make_no_larger_page(run: Path) -> None:
     telemetry = json.loads((run / "telemetry.json").read_text())
     long = {name: 100 * values for name, values in telemetry["ranks"]["2"]["steps"].items()}
