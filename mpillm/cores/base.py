@@ -8,7 +8,7 @@ work (one engine step, one look at a socket) and returns what has become ready.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -93,6 +93,9 @@ class LLMCore(ABC):
         """Be cheap: weights and sockets are for `load`. `comms`: the instance's; None: one rank."""
         self.config = config
         self.comms = comms
+        self.wake: Callable[[], None] = lambda: None
+        """Wakes the rank, which then looks at `has_work`. Any thread may call it. The run sets it before
+        `load`."""
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelLimits | None:
@@ -196,7 +199,7 @@ class LLMCore(ABC):
         """Return whether `poll_responses` has something to do now (False lets the rank sleep)."""
 
     def quiet_s(self) -> float:
-        """Return for how many seconds `has_work` and `poll_kv` change only by a call or a message.
+        """Return for how many seconds `has_work` and `poll_kv` change only by a call, a message, or `wake`.
 
         Asked after `has_work` was False. The rank sleeps so long, or until a message comes; 0: it looks again
         within 1.2 ms.

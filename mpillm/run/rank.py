@@ -229,6 +229,7 @@ class Rank:
             partial(session.make_harness, wake=self._doorbell.ring_own) if session else None,
             session.make_half if session else None,
             self._control.report,
+            self._doorbell.ring_own,
         )
         if route:
             self._loop.pollers.append(route.dispatch)

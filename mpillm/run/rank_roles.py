@@ -217,10 +217,12 @@ def make_roles(
     make_harness: Callable[[Transport, int], Role] | None,
     make_half: Callable[[LLMCore, Transport, int, int], InstanceRole | None] | None,
     report: Callable[[Failure], None],
+    wake: Callable[[], None],
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
-    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`: see `Leader`.
+    `make_harness`, `make_half`: see `rank0.RunSession`; given on its rank. `report`: see `Leader`; `wake`:
+    see `LLMCore`.
     """
     plan = setup.plan
     rank = comms.control.rank
@@ -231,6 +233,7 @@ def make_roles(
         (core_config,) = core_configs(config, plan, [rank], setup.gpus)
         with config.of(_SECTIONS[plan.instances[me.instance].role]).autoapply():
             core = core_class(core_config, comms.instance)
+        core.wake = wake
         roles.append(_instance_role(core, plan, rank, route, comms, make_half, setup.outlives_losses))
     if route is not None and "leader" in me.roles:
         from mpillm.roles.leader import Leader  # only one rank needs it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, 
 from tests.helpers.support import wait_until
 
 FIRST, FINAL, CANCELLED = ResponseFlag.FIRST, ResponseFlag.FINAL, ResponseFlag.CANCELLED
+LONG_S = 60.0
 PROMPTS = [[1], [2, 3], [5, 6, 7], [20] * 50]
 
 
@@ -85,6 +87,22 @@ class Rows:
         wait_until(lambda: len(self.poll()) >= n, f"{n} answers")
         assert set(self.poll().values()) == {1}
         return self.rows
+
+
+def sleeping(core: LLMCore, n: int) -> Counter[int]:
+    """Take rows until `n` requests have ended, as a rank that sleeps: look only when its core says so.
+
+    Returns how often each has ended.
+    """
+    rang = threading.Event()
+    core.wake = rang.set
+    rows = Rows(core)
+    while len(ended := rows.poll()) < n:
+        quiet_s = core.quiet_s()
+        if quiet_s > 0:
+            assert rang.wait(min(quiet_s, LONG_S)) or quiet_s < LONG_S, f"not woken in {LONG_S:g} s"
+            rang.clear()
+    return ended
 
 
 def failure(core: LLMCore) -> str:

@@ -21,7 +21,9 @@ _END_S = 5.0
 class ClientThread:
     """Runs coroutines and functions on its loop. `error`: an uncaught exception there, which is a bug."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, failed: Callable[[], None] = lambda: None) -> None:
+        """`failed` is called on the thread when there is an `error`."""
+        self._failed = failed
         self.error: BaseException | None = None
         self._loop = new_loop()
         self._loop.set_exception_handler(self._uncaught)
@@ -34,6 +36,7 @@ class ClientThread:
 
     def _uncaught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.error = self.error or context.get("exception") or RuntimeError(context["message"])
+        self._failed()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Return or raise what `work` does. Raises TimeoutError after `timeout_s`."""

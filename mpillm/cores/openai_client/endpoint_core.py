@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import resource
 import time
 from collections import deque
@@ -162,7 +163,7 @@ class TrtllmEndpointCore(LLMCore):
             self._tokenizer = None if isinstance(tokenizer, ByteTokenizer) else tokenizer
         _allow_files(self._at_once * len(self._urls))
         self._endpoints = [Endpoint(url) for url in self._urls]
-        self._thread = ClientThread("mpillm-http")
+        self._thread = ClientThread("mpillm-http", self.wake)
         self._client = Client(
             self._endpoints,
             self,
@@ -263,6 +264,9 @@ class TrtllmEndpointCore(LLMCore):
             or (self._thread is not None and self._thread.error is not None)
         )
 
+    def quiet_s(self) -> float:
+        return self._handed_on + _GATHER_S - time.perf_counter() if self._rows else math.inf
+
     def poll_responses(self) -> Batch | None:
         if self._failed is not None:
             raise RunError(Failure(str(self._failed), self.config.rank))
@@ -317,7 +321,7 @@ class TrtllmEndpointCore(LLMCore):
         """Report the first token, unless it is also the last."""
         self._statistics.prompt_tokens += len(call.prompt)
         if self._client.stream and call.answer.finish_reason is None and (tokens := self._tokens(call)):
-            self._rows.append((call.id, 1, int(ResponseFlag.FIRST), tokens[:1]))
+            self._add(call.id, ResponseFlag.FIRST, tokens[:1])
             self._first[call.id] = tokens[0]
 
     def on_done(self, call: Call) -> None:
@@ -335,14 +339,21 @@ class TrtllmEndpointCore(LLMCore):
         counts["other_answer_length"] += answer.completion_tokens not in (None, len(tokens))
         if self._client.stream:
             self._statistics.add(call, len(tokens))
-        self._rows.append((call.id, len(tokens), int(flags), tokens))
+        self._add(call.id, flags, tokens)
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
         self._failed = self._failed or error
+        self.wake()
 
     def on_cancelled(self, call: Call) -> None:
         self._first.pop(call.id, None)
-        self._rows.append((call.id, 0, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED), []))
+        self._add(call.id, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
+
+    def _add(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
+        is_first = not self._rows  # otherwise the main thread knows of some, or is about to look
+        self._rows.append((id_, len(tokens), int(flags), tokens))
+        if is_first:
+            self.wake()
 
 
 class TrtllmDisaggCore(TrtllmEndpointCore):

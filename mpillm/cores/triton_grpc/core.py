@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -213,6 +214,10 @@ class TritonGrpcCore(LLMCore):
             bool(self._calls) and now >= self._next_watch
         )
 
+    def quiet_s(self) -> float:
+        due = min(self._next_rows if self._rows else math.inf, self._next_watch if self._calls else math.inf)
+        return due - time.monotonic()
+
     def poll_responses(self) -> Batch | None:
         self._watch()
         if not self._rows:
@@ -230,7 +235,7 @@ class TritonGrpcCore(LLMCore):
             if (call := self._calls.pop(number, None)) is not None:
                 call.stream.open.discard(number)
                 self._stop(number, call)
-                self._rows.append((id_, 0, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED), []))
+                self._add(id_, int(ResponseFlag.FINAL | ResponseFlag.CANCELLED), [])
 
     def _stop(self, number: int, call: _Call) -> None:
         """Have the server end a request."""
@@ -298,7 +303,7 @@ class TritonGrpcCore(LLMCore):
                 return
             self._done(int(response.id), call, flags, call.tokens)
         elif is_first:
-            self._rows.append((call.id, 1, _FIRST, call.tokens[:1]))
+            self._add(call.id, _FIRST, call.tokens[:1])
 
     def _fail(self, number: int, call: _Call, error: str) -> None:
         if self._done(number, call, _FINAL | _ERROR, []):
@@ -312,5 +317,11 @@ class TritonGrpcCore(LLMCore):
             return False  # cancelled or given up meanwhile
         self._numbers.pop(call.id, None)
         call.stream.open.discard(number)
-        self._rows.append((call.id, len(tokens), flags, tokens))
+        self._add(call.id, flags, tokens)
         return True
+
+    def _add(self, id_: int, flags: int, tokens: list[int]) -> None:
+        is_first = not self._rows  # otherwise the main thread knows of some, or is about to look
+        self._rows.append((id_, len(tokens), flags, tokens))
+        if is_first:
+            self.wake()

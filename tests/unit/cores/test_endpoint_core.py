@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from mpillm.comms.messages import RequestFlag
 from mpillm.cores.clients import share_of
 from mpillm.cores.openai_client.endpoint_core import TrtllmEndpointCore
+from mpillm.errors import RunError
 from tests.helpers.endpoint_cores import (
     CANCELLED,
     FINAL,
@@ -15,7 +18,9 @@ from tests.helpers.endpoint_cores import (
     SERVER,
     Rows,
     core_of,
+    refuses,
     requests,
+    sleeping,
     started,
 )
 from tests.helpers.scripted_server import (
@@ -78,6 +83,24 @@ def test_the_first_token_does_not_wait_for_the_last() -> None:
         assert metrics is not None and (metrics.generated_tokens, metrics.running) == (1, 1)
         core.cancel([10, 11])
         assert rows.until(1)[1:] == [(10, FINAL | CANCELLED, [])]
+
+
+@pytest.mark.parametrize("options", [[], [SERVER]], ids=["Offline", "Server"])
+def test_a_rank_that_sleeps_is_woken(options: list[str]) -> None:
+    with ScriptedServer() as server, started(server, *options) as core:
+        core.enqueue(requests())
+        assert set(sleeping(core, len(PROMPTS)).values()) == {1}
+        assert core.quiet_s() == math.inf
+        core.enqueue(requests([[1]], id=30))
+        assert sleeping(core, 1) == {30: 1}
+
+
+def test_a_rank_that_sleeps_is_woken_by_a_failure() -> None:
+    with ScriptedServer() as server, started(server) as core:
+        server.completions = refuses("prompt")
+        core.enqueue(requests([[1]]))
+        with pytest.raises(RunError):
+            sleeping(core, 1)
 
 
 def test_what_a_request_says() -> None:
