@@ -350,9 +350,8 @@ class TrtllmEndpointCore(LLMCore):
         self._add(call.id, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
 
     def _add(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
-        is_first = not self._rows  # otherwise the main thread knows of some, or is about to look
         self._rows.append((id_, len(tokens), int(flags), tokens))
-        if is_first:
+        if len(self._rows) == 1:  # else the main thread, which takes all, knows of an earlier one
             self.wake()
 
 
