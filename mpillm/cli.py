@@ -37,6 +37,7 @@ COMMANDS = {
     "compare": "compare runs: options, then figures with confidence intervals",
     "ab": "run two sets of options in turns, and say whether the difference is real",
     "sweep": "run a grid of options, resumable, with a Pareto curve",
+    "advise": "propose how to use some GPUs for a test: instances, layouts, contexts to generation",
     "triton-client": "send requests to a Triton server, and print the answers",
     "e2e-test": "check and time the models around an engine behind Triton",
     "rerun": "repeat the run of a run directory, and say what is different",

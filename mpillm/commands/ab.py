@@ -16,7 +16,7 @@ from mpillm.experiments.intervals import Paired
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import (
     GROUP,
-    SeriesOptions,
+    RankedOptions,
     mpirun_words,
     parse_series,
     series_folder,
@@ -27,7 +27,7 @@ from mpillm.files import write_json
 from mpillm.report.run_directory import path_shown
 
 
-class Options(SeriesOptions):
+class Options(RankedOptions):
     """Options of ``ab``."""
 
     pairs = Field("pairs", "pairs of runs, three or more", positive, default=5, group=GROUP)

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from disagg.errors import ConfigError
 from mpillm.config.options import parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import fraction
 from mpillm.errors import ExitCode
-from mpillm.experiments.goodput import parse_goodput
+from mpillm.experiments.goodput import GOODPUT, parse_goodput, take_goodput
 from mpillm.experiments.rate_search import Tried, find_max_rate
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import (
     GROUP,
-    SeriesOptions,
+    RankedOptions,
     mpirun_words,
     parse_series,
     series_folder,
@@ -26,17 +25,10 @@ from mpillm.files import write_json
 from mpillm.report.run_directory import path_shown
 
 
-class Options(SeriesOptions):
+class Options(RankedOptions):
     """Options of ``find-max-qps``."""
 
-    goodput = Field(
-        "goodput",
-        "limits in place of the workload's, milliseconds at the 99th percentile: ttft:500 tpot:50 e2el:9000,"
-        " or AIPerf's names time_to_first_token, inter_token_latency, request_latency; a latency that is not"
-        " named has no limit",
-        group=GROUP,
-        argparse_opts={"nargs": "+"},
-    )
+    goodput = GOODPUT
     tolerance = Field(
         "tolerance",
         "end when a rate is VALID and one at most this share above it is not",
@@ -63,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm find-max-qps -n 2 --core_type dummy --core_options ttft_ms:20,tpot_ms:5"
         " --min_duration 30 --goodput ttft:500 tpot:50",
     )
-    argv, limits = _take_goodput(argv)
+    argv, limits = take_goodput(argv)
     options, words = parse_series(argv, Options, parser)
     typed = [
         *words,
@@ -110,26 +102,6 @@ def main(argv: Sequence[str]) -> int:
         }
         write_json(Path(options.output), said)
     return ExitCode.DONE
-
-
-def _take_goodput(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split off the words of --goodput: vLLM's are several words, AIPerf's one with blanks."""
-    kept: list[str] = []
-    limits: list[str] = []
-    taking = False
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if name == "--goodput":
-            taking = not equals
-            limits += [value] if equals else []
-        elif taking and not word.startswith("-"):
-            limits.append(word)
-        else:
-            taking = False
-            kept.append(word)
-    if any(word.partition("=")[0] == "--goodput" for word in argv) and not limits:
-        raise ConfigError("--goodput: expected limits, as ttft:500 tpot:50")
-    return kept, limits
 
 
 def _has_rate(words: Sequence[str]) -> bool:

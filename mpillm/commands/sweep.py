@@ -13,6 +13,7 @@ from mpillm.configurator.command_line import Parser
 from mpillm.errors import ExitCode
 from mpillm.experiments.option_grid import (
     Point,
+    curve,
     figures,
     finished,
     grid_of_words,
@@ -22,7 +23,7 @@ from mpillm.experiments.option_grid import (
 )
 from mpillm.experiments.run_series import (
     GROUP,
-    SeriesOptions,
+    RankedOptions,
     mpirun_words,
     parse_series,
     series_folder,
@@ -35,7 +36,7 @@ from mpillm.report.run_directory import path_shown, unused
 from mpillm.report.run_files import RunFiles
 
 
-class Options(SeriesOptions):
+class Options(RankedOptions):
     """Options of ``sweep``."""
 
     grid = Field(
@@ -104,16 +105,5 @@ def _table(todo: Sequence[Point], found: Sequence[dict[str, Any]], front: Sequen
         rows.append([*point.values.values(), *cells, "*" if i in front else ""])
     lines = [table(rows, len(names) + 1)]
     if front:
-        lines += ["", f"Pareto curve: tokens/s per {of} against tokens/s per user", *_curve(found, front)]
+        lines += ["", *curve(found, front, [values_text(one) for one in found], of)]
     return "\n".join(lines)
-
-
-def _curve(found: Sequence[dict[str, Any]], front: Sequence[int]) -> list[str]:
-    most = max(found[i]["tokens_per_second_per_gpu"] for i in front)
-    lines = []
-    for i in front:
-        one = found[i]
-        per_user, per_gpu = one["tokens_per_second_per_user"], one["tokens_per_second_per_gpu"]
-        bar = "#" * max(1, round(40 * per_gpu / most))
-        lines.append(f"{per_user:>10.4g} per user  {bar:<40} {per_gpu:,.4g}  {values_text(one)}")
-    return lines

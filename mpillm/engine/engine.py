@@ -41,11 +41,16 @@ class EngineLimits:
 
 
 class StepCounts(NamedTuple):
-    """Of a step: sequences in their context and generating ones, and the tokens of the former."""
+    """Of a step: sequences in their context and generating ones, and the tokens of the former.
+
+    The pairs are those of a token and one that it attends to, of all sequences of a kind.
+    """
 
     contexts: int
     generations: int
     context_tokens: int
+    context_pairs: int = 0
+    generation_pairs: int = 0
 
 
 class Engine:
@@ -79,6 +84,7 @@ class Engine:
         self._in_flight: deque[tuple[list[Sequence], list[Sequence], Sampled | None]] = deque()
         self._begun: deque[tuple[float, StepCounts]] = deque()  # when each of them was, and what it holds
         self._ended = 0.0  # when the last step's tokens were there
+        self._goes_on = False  # the next step could be planned then
         self.recorder: Recorder | None = None
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
         # Tokens computed, of contexts (again after a preemption) and of answers.
@@ -207,11 +213,14 @@ class Engine:
                 self._peers.send_plan(step)
             for sequence in sampled:
                 sequence.n_unread += 1
-            contexts = context_tokens = 0
+            contexts = context_tokens = context_pairs = generation_pairs = 0
             for sequence, n_new in plan:
                 if sequence.n_cached - n_new < len(sequence.prompt):
                     contexts += 1
                     context_tokens += n_new
+                    context_pairs += n_new * (2 * sequence.n_cached - n_new + 1) // 2
+                else:
+                    generation_pairs += sequence.n_cached
                 most = 1 if sequence.hand_over else sequence.max_output
                 sequence.in_flight = not self.worker.steps.n_ahead or sequence.n_output >= most
             self.prompt_tokens += context_tokens
@@ -219,7 +228,9 @@ class Engine:
             tokens_to_come = self.worker.run(step)
             if plan:
                 self.n_steps += 1
-                self.last_step = StepCounts(contexts, len(plan) - contexts, context_tokens)
+                self.last_step = StepCounts(
+                    contexts, len(plan) - contexts, context_tokens, context_pairs, generation_pairs
+                )
                 self._begun.append((begun, self.last_step))
                 self._in_flight.append((sequences, sampled, tokens_to_come))
         progress: list[Progress] = []
@@ -238,6 +249,7 @@ class Engine:
             for sequence, at in zip(sampled, range(0, len(numbers), width or 1), strict=True):
                 if p := self._append(sequence, numbers[at], numbers[at + 1 : at + width]):
                     progress.append(p)
+            self._goes_on = self.scheduler.can_plan()
         progress += [Progress(sequence, is_first=False, is_final=True) for sequence in self._cancelled]
         self._cancelled.clear()
         return progress
@@ -246,7 +258,9 @@ class Engine:
         """Note a step that has ended. One that began during another counts from that one's end."""
         now = time.perf_counter()
         if self.recorder is not None:
-            self.recorder.step(max(begun, self._ended), now, *counts)
+            self.recorder.step(max(begun, self._ended), now, *counts[:3])
+            since = self._ended if self._goes_on else max(begun, self._ended)
+            self.recorder.costs.add(now - since, *counts)
         self._ended = now
 
     def _has_tokens(self) -> bool:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
+from mpillm.experiments.run_series import GROUP
+from mpillm.fields import Field
 from mpillm.report.request_log import read_requests
 
 # vLLM's names (`vllm bench serve --goodput`), AIPerf's (`aiperf profile --goodput`), and what they are here.
@@ -21,6 +23,35 @@ NAMES = {
     "request_latency": "e2el",
 }
 _NO_LIMIT_MS = 10**9
+
+GOODPUT = Field(
+    "goodput",
+    "limits in place of the workload's, milliseconds at the 99th percentile: ttft:500 tpot:50 e2el:9000,"
+    " or AIPerf's names time_to_first_token, inter_token_latency, request_latency; a latency that is not"
+    " named has no limit",
+    group=GROUP,
+    argparse_opts={"nargs": "+"},
+)
+
+
+def take_goodput(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split off the words of --goodput: vLLM's are several words, AIPerf's one with blanks."""
+    kept: list[str] = []
+    limits: list[str] = []
+    taking = False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name == "--goodput":
+            taking = not equals
+            limits += [value] if equals else []
+        elif taking and not word.startswith("-"):
+            limits.append(word)
+        else:
+            taking = False
+            kept.append(word)
+    if any(word.partition("=")[0] == "--goodput" for word in argv) and not limits:
+        raise ConfigError("--goodput: expected limits, as ttft:500 tpot:50")
+    return kept, limits
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, int]:

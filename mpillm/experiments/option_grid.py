@@ -138,3 +138,16 @@ def pareto(found: Sequence[Mapping[str, Any]]) -> list[int]:
             best = per_gpu
             front.append(i)
     return front[::-1]
+
+
+def curve(
+    found: Sequence[Mapping[str, Any]], front: Sequence[int], labels: Sequence[str], of: str
+) -> list[str]:
+    """Return the Pareto curve as lines to print; `of`: whose tokens, GPU or rank."""
+    most = max(found[i]["tokens_per_second_per_gpu"] for i in front)
+    lines = [f"Pareto curve: tokens/s per {of} against tokens/s per user"]
+    for i in front:
+        per_user, per_gpu = (found[i][f"tokens_per_second_per_{one}"] for one in ("user", "gpu"))
+        bar = "#" * max(1, round(40 * per_gpu / most))
+        lines.append(f"{per_user:>10.4g} per user  {bar:<40} {per_gpu:,.4g}  {labels[i]}")
+    return lines

@@ -25,12 +25,17 @@ GROUP = "runs"
 class SeriesOptions(Values):
     """Options of each command that starts several runs."""
 
-    n = Field("n", "ranks of each run [default: as many as its options name]", positive, group=GROUP)
     mpirun_options = MPIRUN_OPTIONS
     log_dir = Field(
         "log_dir", "folder for the runs' directories [default: build/runs/TIME-COMMAND]", group=GROUP
     )
     output = Field("output", "write the figures to this JSON file, too", group=GROUP)
+
+
+class RankedOptions(SeriesOptions):
+    """Of those whose runs have one number of ranks."""
+
+    n = Field("n", "ranks of each run [default: as many as its options name]", positive, group=GROUP)
 
 
 S = TypeVar("S", bound=SeriesOptions)
@@ -45,7 +50,7 @@ def parse_series(argv: Sequence[str], options: type[S], parser: Parser) -> tuple
     return options(complete(Configuration(options=texts, environ={}), own)), others
 
 
-def mpirun_words(options: SeriesOptions, config: RunConfig) -> list[str]:
+def mpirun_words(options: RankedOptions, config: RunConfig) -> list[str]:
     """Return the options of mpirun for a run with these options."""
     return ["-n", str(options.n or ranks_of(config)), *options.mpirun_options]
 

@@ -66,7 +66,7 @@ def _server(settings: Any, n_samples: int) -> Forecast:
     least, wanted_s, limits = settings.min_query_count, settings.min_duration_ms / 1000, []
     if settings.performance_issue_unique:
         least, wanted_s, limits = loaded, 0.0, [f"performance_issue_unique ({loaded:,} samples)"]
-    times = _arrivals(settings, max(wanted_s, settings.max_duration_ms / 1000), least)
+    times = arrivals(settings, max(wanted_s, settings.max_duration_ms / 1000), least)
     queries = max(least, 1 + _before(times, wanted_s, rate) if wanted_s else 1)
     if settings.sample_concatenate_permutation:  # whole passes over the data set
         queries = math.ceil(queries / loaded) * loaded
@@ -180,7 +180,7 @@ def _judged(
     return Forecast(line, queries, needed, obstacles)
 
 
-def _arrivals(settings: Any, seconds: float, queries: int) -> NDArray[np.float64]:
+def arrivals(settings: Any, seconds: float, queries: int) -> NDArray[np.float64]:
     """When LoadGen issues the queries of a Server test: seconds, float64.
 
     All within `seconds`, and at least `queries`; empty if these are too many to simulate. Arrivals are

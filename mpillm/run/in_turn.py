@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
     if several or not config.log_dir:
         log_dir = log_dir / name if config.log_dir else log_dir.with_name(f"{log_dir.name}-{name}")
     words = [
-        *_without_ours(argv),
+        *without(argv, _OURS),
         f"--scenarios={config.scenario}",
         *([f"--benchmarks={config.benchmark_name}"] if config.benchmark else []),
     ]
@@ -84,14 +84,14 @@ def ranks_of(config: RunConfig) -> int:
     return disagg.ranks_for(workers)
 
 
-def _without_ours(argv: Sequence[str]) -> list[str]:
-    """Return the options as typed, without those that this module sets for each test."""
+def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return the options as typed, without those of these names."""
     kept: list[str] = []
-    ours = False  # whether the word is the name or a value of such an option
+    drop = False  # whether the word is the name or a value of such an option
     for word in argv:
         if word.startswith("--"):
-            ours = word[2:].partition("=")[0].replace("-", "_") in _OURS
-        if not ours:
+            drop = word[2:].partition("=")[0].replace("-", "_") in names
+        if not drop:
             kept.append(word)
     return kept
 

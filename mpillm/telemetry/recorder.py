@@ -8,6 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.telemetry.step_sums import StepSums
+
 Kind = Literal["context", "decode", "mixed", "busy", "handoff"]
 KINDS: tuple[Kind, ...] = ("context", "decode", "mixed", "busy", "handoff")
 """A step with contexts only, with generating sequences only, or with both (or such steps together); requests
@@ -101,6 +103,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.steps, self.handoffs = Lane(), Lane()
+        self.costs = StepSums()  # on ranks that lead an instance whose core tells its steps
         self.phases: list[tuple[str, float, float]] = []
         self.context_s = self.decode_s = self.busy_s = self.handoff_s = 0.0
         self.knows_steps = False
@@ -137,4 +140,5 @@ class Recorder:
         most = max(64, min(_MOST_SPANS, _MOST_OF_ALL_RANKS // n_ranks))
         phases = [[name, round(start - since, 4), round(end - since, 4)] for name, start, end in self.phases]
         lanes = {"steps": self.steps.to_json(since, most), "handoffs": self.handoffs.to_json(since, most)}
-        return {"phases": phases, "knows_steps": self.knows_steps, **lanes}
+        known = {"phases": phases, "knows_steps": self.knows_steps}
+        return known | lanes | {"costs": self.costs.to_json()}

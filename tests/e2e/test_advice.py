@@ -190,7 +190,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         says="rouge1",
     ),
     r".* (rerun|certify) .*": Elsewhere("tests/e2e/test_rerun.py"),
-    r".* (find-max-qps|ab|sweep) .*|.* compare (DIR|build/runs/first) .*": Elsewhere(
+    r".* (advise|find-max-qps|ab|sweep) .*|.* compare (DIR|build/runs/first) .*": Elsewhere(
         "several runs each: tests/e2e/test_experiments.py"
     ),
     r".* (accuracy|compliance) {}": Elsewhere(

@@ -81,3 +81,21 @@ def test_a_sweep_that_is_killed_goes_on(one: Starter, tmp_path: Path) -> None:
 def typed(one: Starter, *words: object) -> Command:
     """Start ``python -m mpillm WORDS``."""
     return one.command([one.python, "-m", "mpillm", *words])
+
+
+def test_advice_is_calibrated_predicted_and_verified(one: Starter, tmp_path: Path) -> None:
+    """Two instances have twice the slots of one that another computes the contexts for."""
+    words = ("advise", "--total_gpus", 2, "--core_type", "dummy", "--core_options", "ttft_ms:60,tpot_ms:6")
+    limits = ("--max_output_len", 4, "--max_batch_size", 4, "--min_query_count", 32)
+    told = tmp_path / "advice.json"
+    ended = one.mpillm(*words, *limits, "--verify", 1, "--log_dir", tmp_path / "runs", "--output", told).must(
+        0
+    )
+    assert "1. 2 x tp 1, max_batch_size 4: " in ended.out and "Pareto curve" in ended.out, ended.out
+    found = json.loads(told.read_text())
+    assert len(found["predicted"]) == 2 * 3  # modes, batch sizes
+    assert [one["options"].split("--mode=")[1].split()[0] for one in found["best"]] == ["aggregated"]
+    (verified,) = found["verified"]
+    assert (Path(verified["run"]) / "result.json").exists()
+    run = re.search(r"mpirun -n 3 (run .*)", ended.out)
+    assert run is not None and "--mode=aggregated" in run[1] and run[1].count("max_batch_size") == 1

@@ -31,6 +31,13 @@ DUMMY = ("-n", "2", "--core_type", "dummy")
         ),
         (("ab", "", "--max_batch_size 0", *DUMMY), "--max_batch_size"),
         (("ab", "", "", *DUMMY, "--pairs", "2"), "--pairs 2: three or more"),
+        (("advise", *DUMMY[2:], "--total_gpus", "0"), "--total_gpus"),
+        (("advise", *DUMMY[2:], "--tensor_parallelism", "2"), "advise proposes it; leave it out"),
+        (("advise", *DUMMY[2:], "--goodput", "itl:5"), "--goodput itl:5: no latency"),
+        (("advise", "--core_type", "trtllm_endpoint"), "its servers are started elsewhere"),
+        (("advise", "--model_path", "tiny-llama", "--scenarios", "Server"), "needs --server_target_qps"),
+        (("advise", *DUMMY[2:], "--test_mode", "AccuracyOnly"), "advise is about performance"),
+        (("advise", *DUMMY[2:], "--scenarios", "SingleStream"), "only Offline and Server"),
     ],
 )
 def test_it_is_said(

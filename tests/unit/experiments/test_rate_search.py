@@ -11,7 +11,7 @@ import pytest
 from mpillm.errors import StageError
 from mpillm.experiments.hopeless import hopeless, queue_slope
 from mpillm.experiments.rate_search import Tried, find_max_rate
-from mpillm.loadgen.forecast import _arrivals
+from mpillm.loadgen.forecast import arrivals
 from mpillm.report.request_log import RECORD
 from mpillm.workloads.early_stopping import most_late, queries_needed
 
@@ -27,7 +27,7 @@ class Queue:
 
     def records(self, rate: float, seconds: float) -> np.ndarray:
         settings = SimpleNamespace(server_target_qps=rate, schedule_rng_seed=SEED)
-        times = _arrivals(settings, seconds, 662)
+        times = arrivals(settings, seconds, 662)
         times = times[: max(662, int(np.searchsorted(times, seconds)) + 1)]
         free = [0.0] * self.servers
         rows = np.zeros(len(times), RECORD)

@@ -18,7 +18,7 @@ LOADGEN = """
 import json, re, sys, tempfile
 from pathlib import Path
 import mlperf_loadgen as lg
-from mpillm.loadgen.forecast import _arrivals, forecast
+from mpillm.loadgen.forecast import arrivals, forecast
 from mpillm.loadgen.logs import advice, read_detail
 from mpillm.loadgen.settings import log_settings
 
@@ -37,7 +37,7 @@ for case in json.loads(sys.argv[1]):
         detail, said = read_detail(Path(folder)), advice(Path(folder))
     made = detail["generated_query_count"]
     is_server = settings.scenario == lg.TestScenario.Server
-    due = _arrivals(settings, 0, made + 1)[made] * 1e9 if is_server else None
+    due = arrivals(settings, 0, made + 1)[made] * 1e9 if is_server else None
     ours = {"lines": told.lines(), "queries": told.queries, "needed": told.needed}
     more = re.findall(r"at least (\\d+) more", " ".join(said))
     theirs = {"detail": detail, "due": due, "more": more}

@@ -1,0 +1,258 @@
+"""``python -m mpillm advise``: predict every way to use some GPUs, propose the best, and verify them."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import disagg
+from disagg.errors import ConfigError
+from mpillm.bench.whole_runs import run_in
+from mpillm.config.options import RunConfig, parse_run
+from mpillm.configurator.command_line import Parser
+from mpillm.cores.registry import BackendRegistry
+from mpillm.errors import ExitCode
+from mpillm.experiments.advise.calibration import Calibrator
+from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
+from mpillm.experiments.advise.other_load import OtherLoad
+from mpillm.experiments.advise.planning import plan_of, prepared
+from mpillm.experiments.goodput import GOODPUT, parse_goodput, take_goodput
+from mpillm.experiments.option_grid import curve, figures, pareto
+from mpillm.experiments.run_series import (
+    GROUP,
+    SeriesOptions,
+    must_have_verdict,
+    parse_series,
+    series_folder,
+)
+from mpillm.experiments.table import table
+from mpillm.fields import Field, positive
+from mpillm.files import write_json
+from mpillm.loadgen.issue_order import issue_order
+from mpillm.report.run_directory import path_shown
+from mpillm.report.run_files import RunFiles
+from mpillm.run.in_turn import without
+
+if TYPE_CHECKING:
+    from mpillm.experiments.advise.prediction import Prediction
+    from mpillm.run.join import Planned, Prepared
+
+_PROPOSED = 3
+_OURS = (  # options of `run` that a proposal sets
+    *("disagg_config", "num_ctx_servers", "ctx_tp_size", "ctx_pp_size", "num_gen_servers", "gen_tp_size"),
+    *("gen_pp_size", "tensor_parallelism", "pipeline_parallelism", "world_size"),
+)
+
+
+class Options(SeriesOptions):
+    """Options of ``advise``."""
+
+    total_gpus = Field(
+        "total_gpus",
+        "GPUs to use, or worker ranks where there is no GPU; control ranks come besides",
+        positive,
+        default=2,
+        group=GROUP,
+    )
+    goodput = GOODPUT
+    verify = Field(
+        "verify",
+        "run so many of the best proposals, and print the errors of the predictions"
+        f" [without a number: {_PROPOSED}]",
+        positive,
+        group=GROUP,
+        argparse_opts={"nargs": "?", "const": str(_PROPOSED)},
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Calibrate, predict, propose and, if asked to, verify; print all."""
+    parser = Parser(
+        prog="mpillm advise",
+        description="Propose how to use some GPUs for a test: instances, their layouts, aggregated or"
+        " disaggregated, contexts to generation instances, and max_batch_size. About a minute of short runs"
+        " calibrates a simulation of the whole test; takes all options of run. A --mode that is given is the"
+        " only one that is considered, --max_batch_size is the largest.",
+        epilog="examples:\n"
+        "  python -m mpillm advise --total_gpus 2 --model_path tiny-llama --max_batch_size 16 --verify\n"
+        "  python -m mpillm advise --total_gpus 8 --benchmarks llama2-70b --scenarios Server"
+        " --server_target_qps 20 --model_path DIR --goodput ttft:2000 tpot:200",
+    )
+    argv, limits = take_goodput(argv)
+    options, words = parse_series(argv, Options, parser)
+    config = parse_run(words)
+    _check(config)
+    ranks = options.total_gpus
+    limits_ms: dict[str, float] = {**parse_goodput(limits)}
+    folder = series_folder(options.log_dir, "advise").absolute()
+    found, test, calibrator = _plans(words, config, ranks, folder, options)
+    dataset = test.dataset
+    issued = issue_order(test.settings, len(dataset))
+    settings = test.settings.to_json()
+    limits_ms = limits_ms or {
+        name: ms for name in ("ttft", "tpot") if (ms := settings.get(f"{name}_latency_ms")) is not None
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"calibrating with short runs, in {path_shown(folder)}", flush=True)
+    began = time.monotonic()
+    calibration = calibrator.calibrate(list(found), ranks)
+    print(f"  took {time.monotonic() - began:.0f} s", flush=True)
+    from mpillm.experiments.advise.prediction import Load, best, predict
+
+    most = np.full(len(dataset), config.max_output_len, np.int64)
+    if dataset.output_lengths is not None:
+        most = np.minimum(most, dataset.output_lengths)
+    load = Load(issued, dataset.lengths(), most)
+    began = time.monotonic()
+    predicted = [predict(one, planned, calibration, load, limits_ms) for one, planned in found.items()]
+    took = time.monotonic() - began
+    print(f"{len(predicted)} ways to use {ranks} {_of(found)}s, simulated in {took:.1f} s\n")
+    print(_pareto(predicted, _of(found)))
+    chosen = best(predicted, options.verify or _PROPOSED)
+    print("\n" + _proposals(chosen[:_PROPOSED], words, ranks, limits_ms))
+    verified = []
+    if options.verify:
+        print(f"\nverifying the best {len(chosen)}", flush=True)
+        verified = [_verify(folder, i, one, words, ranks) for i, one in enumerate(chosen, 1)]
+        print("\n" + _errors(chosen, verified))
+    if options.output:
+        write_json(
+            Path(options.output),
+            {
+                "calibration": calibration.to_json(),
+                "predicted": [_said(one, words) for one in predicted],
+                "best": [_said(one, words) for one in chosen],
+                "verified": verified,
+            },
+        )
+    return ExitCode.DONE
+
+
+def _check(config: RunConfig) -> None:
+    """Raise ConfigError for what can't be advised on."""
+    for name in _OURS:
+        if config.given(name):
+            raise ConfigError(f"{config.named(name)}: advise proposes it; leave it out", about=[name])
+    if BackendRegistry.get(config.core_type).is_client:
+        raise ConfigError(
+            f"{config.named('core_type')}: its servers are started elsewhere, in a layout of their own;"
+            " advise plans instances in the ranks"
+        )
+    if config.test_mode != "PerformanceOnly":
+        raise ConfigError(f"{config.named('test_mode')}: advise is about performance")
+
+
+def _plans(
+    words: Sequence[str], config: RunConfig, ranks: int, folder: Path, options: Options
+) -> tuple[dict[Candidate, Planned], Prepared, Calibrator]:
+    """Return the candidates that can run with their plans, the prepared test, and what calibrates.
+
+    Raises ConfigError if none can run.
+    """
+    modes = [config.mode] if config.given("mode") else ["aggregated", "disaggregated"]
+    plans: dict[Candidate, Planned] = {}
+    refused: dict[str, str] = {}
+    largest = plan_of([*words, "--mode=aggregated"], ranks).cores[0].max_batch_size
+    # Without a model an instance of several ranks is no faster than one of one rank.
+    allowed = layouts(ranks) if BackendRegistry.get(config.core_type).needs_model else [ONE_RANK]
+    for candidate in candidates(ranks, allowed, modes, largest):
+        try:
+            plans[candidate] = plan_of([*words, *candidate.words()], ranks)
+        except ConfigError as error:
+            refused[str(candidate)] = str(error).splitlines()[0]
+    for shape, why in refused.items():
+        print(f"{shape}: left out: {why}")
+    if not plans:
+        raise ConfigError("no way to use the ranks is possible: " + "; ".join(refused.values()))
+    planned = next(iter(plans.values()))
+
+    def for_data() -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    test = prepared(planned, for_data)
+    calibrator = Calibrator(
+        folder,
+        options.mpirun_options or (),
+        words,
+        planned.cores[0].n_threads,
+        largest,
+        test.settings.model,
+        config.user_conf,
+        test.dataset.lengths().tolist(),
+        lambda line: print(line, flush=True),
+    )
+    return plans, test, calibrator
+
+
+def _of(found: dict[Candidate, Planned]) -> str:
+    return "GPU" if next(iter(found.values())).gpus else "rank"
+
+
+def _label(candidate: Candidate) -> str:
+    return f"{candidate}, max_batch_size {candidate.max_batch_size}"
+
+
+def _pareto(predicted: Sequence[Prediction], of: str) -> str:
+    found = [one.figures for one in predicted]
+    front = pareto(found)
+    if not front:
+        return "no Pareto curve: answers of one token have no tokens/s per user"
+    return "\n".join(curve(found, front, [_label(one.candidate) for one in predicted], of))
+
+
+def _command(candidate: Candidate, words: Sequence[str], ranks: int) -> str:
+    n, options = disagg.ranks_for(ranks), [*without(words, ("mode", "max_batch_size")), *candidate.words()]
+    return f"python -m mpillm mpirun -n {n} run {shlex.join(options)}"
+
+
+def _proposals(
+    chosen: Sequence[Prediction], words: Sequence[str], ranks: int, limits_ms: dict[str, Any]
+) -> str:
+    lines = []
+    for i, one in enumerate(chosen, 1):
+        figures = one.figures
+        said = f"{figures['tokens_per_second']:,.4g} tokens/s, TTFT p99 {figures['ttft_p99_ms']:,.4g} ms"
+        if figures["tpot_p99_ms"] is not None:
+            said += f", TPOT p99 {figures['tpot_p99_ms']:,.4g} ms"
+        if limits_ms:
+            share = one.good_per_second / figures["samples_per_second"]
+            said += f", {share:.1%} of requests within the limits"
+        lines += [f"{i}. {_label(one.candidate)}: {said}", f"   {_command(one.candidate, words, ranks)}"]
+    if limits_ms:
+        lines.insert(0, "limits: " + ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in limits_ms.items()))
+    return "\n".join(lines)
+
+
+def _verify(folder: Path, i: int, one: Prediction, words: Sequence[str], ranks: int) -> dict[str, Any]:
+    where = folder / f"verify-{i:02d}"
+    load = OtherLoad()
+    ended = run_in(where, ["-n", str(disagg.ranks_for(ranks))], [*words, *one.candidate.words()])
+    found = figures(RunFiles.read(must_have_verdict(ended, _label(one.candidate)).folder))
+    predicted = one.figures["tokens_per_second"]
+    error = predicted / found["tokens_per_second"] - 1
+    print(
+        f"  {i}  {_label(one.candidate)}: {found['status']}, prediction {error:+.1%}{load.said()}", flush=True
+    )
+    return {"run": str(where), "error": error, "other_processes_cores": load.cores(), **found}
+
+
+def _errors(chosen: Sequence[Prediction], verified: Sequence[dict[str, Any]]) -> str:
+    rows = [["", "tokens/s predicted", "measured", "error", "per user predicted", "measured"]]
+    for one, found in zip(chosen, verified, strict=True):
+        both = [
+            (one.figures[name], found[name]) for name in ("tokens_per_second", "tokens_per_second_per_user")
+        ]
+        cells = ["-" if value is None else f"{value:,.4g}" for pair in both for value in pair]
+        rows.append([_label(one.candidate), *cells[:2], f"{found['error']:+.1%}", *cells[2:]])
+    return table(rows)
+
+
+def _said(one: Prediction, words: Sequence[str]) -> dict[str, Any]:
+    options = shlex.join([*words, *one.candidate.words()])
+    return {"options": options, **one.figures, "good_requests_per_second": one.good_per_second}

@@ -1,0 +1,153 @@
+"""What a candidate is predicted to do: its test is simulated with what the calibration found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.experiments.advise.calibration import Calibration
+from mpillm.experiments.advise.candidates import Candidate
+from mpillm.experiments.advise.simulated_instances import (
+    EngineSize,
+    Instance,
+    Listener,
+    Request,
+    StepInstance,
+)
+from mpillm.experiments.advise.simulated_slots import SlotInstance
+from mpillm.experiments.advise.simulator import Simulation, System, latencies
+from mpillm.loadgen.issue_order import Issued
+
+if TYPE_CHECKING:
+    from mpillm.run.join import Planned
+
+_UNBOUNDED = 1 << 40  # tokens of a KV cache that a core does not have
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a test asks: the samples that LoadGen issues, and their lengths by index in the data set."""
+
+    issued: Issued
+    n_prompt: NDArray[np.int64]
+    max_output: NDArray[np.int64]
+
+    def requests(self, answers: Mapping[int, int]) -> list[Request]:
+        """Return its requests. Answers that the calibration did not see are as long as one that it saw."""
+        shares = [n / self.max_output[i] for i, n in sorted(answers.items()) if i < len(self.max_output)]
+        drawn = np.random.default_rng(0).choice(shares or [1.0], len(self.max_output))
+        n_output = np.maximum(1, np.rint(drawn * self.max_output)).astype(np.int64)
+        for index, n in answers.items():
+            n_output[index] = min(n, self.max_output[index])
+        return [
+            Request(int(self.n_prompt[i]), int(n_output[i]), int(self.max_output[i]), float(at))
+            for i, at in zip(self.issued.indices, self.issued.at, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A candidate's predicted figures."""
+
+    candidate: Candidate
+    figures: Mapping[str, Any]  # the keys of `option_grid.figures`
+    good_per_second: float  # requests that meet all limits; all requests, without limits
+
+
+def predict(
+    candidate: Candidate,
+    planned: Planned,
+    calibration: Calibration,
+    load: Load,
+    limits_ms: Mapping[str, float],
+) -> Prediction:
+    """Simulate the candidate's test; `planned`: its plan. Raises StageError if it would never end."""
+    requests = load.requests(calibration.answers)
+    simulation = Simulation(_system(candidate, planned, calibration), _maker(candidate, planned, calibration))
+    simulation.run(requests)
+    seconds = max(request.ended for request in requests)
+    first, per_token = latencies(requests)
+    whole = np.array([request.ended - request.issued for request in requests])
+    good = np.ones(len(requests), np.bool_)
+    for name, limit in limits_ms.items():
+        value = {"ttft": first, "tpot": per_token, "e2el": whole}[name]
+        good &= ~(value > limit / 1e3)
+    tokens = sum(request.n_output for request in requests) / seconds
+    known = per_token[~np.isnan(per_token)]
+    figures = {
+        "samples_per_second": len(requests) / seconds,
+        "tokens_per_second": tokens,
+        "tokens_per_second_per_gpu": tokens / candidate.ranks,
+        "tokens_per_second_per_user": 1 / float(known.mean()) if len(known) and known.mean() else None,
+        "ttft_p99_ms": 1e3 * float(np.quantile(first, 0.99)),
+        "tpot_p99_ms": 1e3 * float(np.quantile(known, 0.99)) if len(known) else None,
+    }
+    return Prediction(candidate, figures, float(good.sum()) / seconds)
+
+
+def _system(candidate: Candidate, planned: Planned, calibration: Calibration) -> System:
+    caches = [_kv_tokens(planned, i) for i in range(len(planned.cores))]
+    policy, n = planned.config.traffic_distribution_policy, candidate.ctx_instances
+    told = bool(calibration.steps)  # then it grants as the embedded engine does
+    return System(
+        entries=n or candidate.instances,
+        generations=candidate.instances if n else 0,
+        requests=2 * candidate.max_batch_size,
+        tokens=(2 if told else 1) * caches[0],
+        generation_tokens=caches[-1],
+        policy=policy,
+        sharing=calibration.sharing,
+        handoff=calibration.handoff,
+    )
+
+
+def _maker(
+    candidate: Candidate, planned: Planned, calibration: Calibration
+) -> Callable[[bool, Listener, Callable[[float, Callable[[float], None]], None]], Instance]:
+    def make(
+        generates: bool, listener: Listener, at: Callable[[float, Callable[[float], None]], None]
+    ) -> Instance:
+        hands_over = bool(candidate.ctx_instances) and not generates
+        layout = candidate.ctx_layout if hands_over else candidate.layout
+        which = 0 if hands_over or not candidate.ctx_instances else len(planned.cores) - 1
+        core = planned.cores[which]
+        if (slots := calibration.slots.get(layout)) is not None:
+            return SlotInstance(core.max_batch_size, slots, layout.ranks, hands_over, listener, at)
+        size = EngineSize(
+            core.max_batch_size,
+            core.max_num_tokens,
+            _kv_tokens(planned, which),
+            core.tokens_per_block,
+            core.enable_chunked_context,
+            core.batch_scheduler_policy,
+            core.context_chunking_policy,
+        )
+        return StepInstance(size, calibration.steps[layout], layout.ranks, layout.pp, hands_over, listener)
+
+    return make
+
+
+def _kv_tokens(planned: Planned, which: int) -> int:
+    tokens = getattr(planned.models[which], "kv_cache_tokens", None) or planned.cores[which].kv_cache_tokens
+    return int(tokens or _UNBOUNDED)
+
+
+def best(found: Sequence[Prediction], n: int) -> list[Prediction]:
+    """Return the best `n` of different shapes: the most good tokens; among equals (1 %) the fastest user."""
+    shapes: dict[Candidate, Prediction] = {}
+    for one in sorted(found, key=_merit, reverse=True):
+        shapes.setdefault(one.candidate.shape, one)
+    return list(shapes.values())[:n]
+
+
+def _merit(one: Prediction) -> tuple[float, float]:
+    share = one.good_per_second / one.figures["samples_per_second"]
+    good = share * one.figures["tokens_per_second"]
+    # Equal to 1 %: the same whole power of 1.01.
+    return float(np.floor(np.log(max(good, 1e-9)) / np.log(1.01))), one.figures[
+        "tokens_per_second_per_user"
+    ] or 0.0

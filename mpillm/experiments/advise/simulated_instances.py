@@ -1,0 +1,222 @@
+"""A simulated instance of the embedded engine: its own scheduler, on a clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from mpillm.engine.cache.kv_cache import BlockAllocator
+from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.scheduler import Scheduler
+from mpillm.engine.sequence import Sequence
+from mpillm.experiments.advise.step_times import StepTimes
+
+
+@dataclass(eq=False)
+class Request:
+    """A sample under way; times are seconds of the test, -1 until they are known."""
+
+    n_prompt: int
+    n_output: int  # that it will have
+    max_output: int
+    issued: float = 0.0
+    first: float = -1.0
+    ended: float = -1.0
+    entry: int = -1  # instances, by position in their pools
+    generation: int = -1
+
+    @property
+    def needs(self) -> int:
+        """KV tokens that the leader counts for it."""
+        return self.n_prompt + self.max_output
+
+
+@dataclass(frozen=True)
+class EngineSize:
+    """What bounds the steps of an engine, in the words of its options."""
+
+    max_batch_size: int
+    max_num_tokens: int
+    kv_cache_tokens: int
+    tokens_per_block: int
+    chunked: bool
+    policy: str
+    chunking: str
+
+
+class Instance(Protocol):
+    """An instance: it answers requests, computes contexts, or continues answers."""
+
+    ranks: int
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        ...
+
+    def poll(self, now: float) -> None:
+        """Begin what can begin."""
+        ...
+
+    def work(self) -> float | None:
+        """Return the seconds of work until something ends, alone on its cores; None: it waits."""
+        ...
+
+    def advance(self, seconds: float, now: float) -> None:
+        """Do so much of that work; `now`: when it is done."""
+        ...
+
+    def reserve(self, request: Request) -> bool:
+        """Return whether there is room now for a request whose context is computed elsewhere."""
+        ...
+
+    def admit(self, request: Request) -> None:
+        """Continue a request that has room here."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """Give back what a request holds here, which continues elsewhere."""
+        ...
+
+
+class Listener(Protocol):
+    """Who hears of an instance's requests."""
+
+    def started(self, request: Request) -> None:
+        """A context has its memory: its receiver can be asked."""
+
+    def computed(self, request: Request, now: float) -> None:
+        """The first token is there."""
+
+    def ended(self, request: Request, now: float) -> None:
+        """The last token is there."""
+
+
+class StepInstance:
+    """An engine: `Scheduler` plans its steps, `StepTimes` says how long they take."""
+
+    def __init__(
+        self,
+        size: EngineSize,
+        times: StepTimes,
+        ranks: int,
+        stages: int,
+        hands_over: bool,
+        listener: Listener,
+    ) -> None:
+        self.ranks = ranks
+        self._times = times
+        self._size = size
+        self._depth = stages
+        self._hands_over = hands_over
+        self._listener = listener
+        self._scheduler = Scheduler(
+            BlockAllocator(size.kv_cache_tokens // size.tokens_per_block),
+            size.tokens_per_block,
+            size.max_batch_size,
+            size.max_num_tokens,
+            size.chunked,
+            stages,
+            size.policy,
+            size.chunking,
+        )
+        self._in_flight: deque[list[tuple[Sequence, bool]]] = deque()  # and whether it gets a token
+        self._costs: deque[float] = deque()  # of each of them
+        self._sequences: dict[int, tuple[Sequence, Request]] = {}  # by the sequence's id
+        self._ids: dict[int, int] = {}  # of sequences, by the identity of their request
+        self._reserved: dict[int, list[int]] = {}  # blocks, by the identity of a request
+        self._offered: set[int] = set()
+        self._n_added = 0
+
+    def add(self, request: Request) -> None:
+        self._scheduler.add(self._sequence(request))
+
+    def poll(self, now: float) -> None:
+        while len(self._in_flight) < self._depth and (plan := self._scheduler.plan()):
+            self._begin(plan)
+        if self._hands_over:
+            self._scheduler.start_ahead()
+            for sequence in [s for s in self._scheduler.running if s.id not in self._offered]:
+                self._offered.add(sequence.id)
+                self._listener.started(self._sequences[sequence.id][1])
+
+    def work(self) -> float | None:
+        return self._costs[0] if self._costs else None
+
+    def advance(self, seconds: float, now: float) -> None:
+        self._costs[0] -= seconds
+        if self._costs[0] > 1e-12:
+            return
+        self._costs.popleft()
+        step = self._in_flight.popleft()
+        for sequence, _ in step:
+            sequence.in_flight = False
+        for sequence, gets_token in step:
+            if gets_token:
+                self._append(sequence, now)
+
+    def reserve(self, request: Request) -> bool:
+        blocks = self._scheduler.reserve(request.n_prompt, request.n_prompt + request.max_output - 1)
+        if blocks is None:
+            return False
+        self._reserved[id(request)] = blocks
+        return True
+
+    def admit(self, request: Request) -> None:
+        sequence = self._sequence(request)
+        sequence.output, sequence.n_cached = [0], request.n_prompt
+        sequence.blocks = self._reserved.pop(id(request))
+        self._scheduler.admit(sequence)
+
+    def release(self, request: Request) -> None:
+        if (blocks := self._reserved.pop(id(request), None)) is not None:
+            self._scheduler.give_up(blocks, request.n_prompt + request.max_output - 1)
+            return
+        sequence, _ = self._sequences.pop(self._ids.pop(id(request)))
+        self._scheduler.free(sequence)
+
+    def _sequence(self, request: Request) -> Sequence:
+        sequence = Sequence(
+            id=self._n_added,
+            prompt=[0] * request.n_prompt,
+            max_output=request.max_output,
+            min_output=0,
+            sampling=SamplingParams(),
+            hand_over=self._hands_over,
+        )
+        self._n_added += 1
+        self._sequences[sequence.id] = sequence, request
+        self._ids[id(request)] = sequence.id
+        return sequence
+
+    def _begin(self, plan: list[tuple[Sequence, int]]) -> None:
+        contexts = context_tokens = context_pairs = generations = generation_pairs = 0
+        step = []
+        for sequence, n in plan:
+            sequence.n_cached += n
+            sequence.in_flight = True
+            if sequence.n_cached - n < len(sequence.prompt):
+                contexts += 1
+                context_tokens += n
+                context_pairs += n * (2 * sequence.n_cached - n + 1) // 2
+            else:
+                generations += 1
+                generation_pairs += sequence.n_cached
+            step.append((sequence, sequence.n_uncached == 0))
+        held = contexts, context_tokens, context_pairs, generations, generation_pairs
+        alone = 1.0 if self._in_flight else self._times.alone
+        self._in_flight.append(step)
+        self._costs.append(alone * self._times.seconds(held))
+
+    def _append(self, sequence: Sequence, now: float) -> None:
+        request = self._sequences[sequence.id][1]
+        sequence.output.append(0)
+        if len(sequence.output) == 1:
+            self._listener.computed(request, now)
+        ends = len(sequence.output) >= request.n_output
+        if ends or sequence.hand_over:
+            self._scheduler.drop(sequence)
+        if ends and not sequence.hand_over:
+            self._scheduler.free(sequence)
+            del self._sequences[sequence.id], self._ids[id(request)]
+            self._listener.ended(request, now)

@@ -1,0 +1,68 @@
+"""What `advise` fits: times of steps by what they hold, slower beside others, and lines through points."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpillm.experiments.advise.step_times import FEATURES, Line, Sharing, StepTimes, fit, slowdown
+from mpillm.telemetry.step_sums import StepSums
+
+TRUE = StepTimes((5e-3, 1e-3, 2e-4, 1e-8, 3e-4, 1e-6))
+
+
+def measured(factor: float = 1.0, noise: float = 0.0) -> dict[str, list[float]]:
+    sums, draw = StepSums(), np.random.default_rng(1)
+    for _ in range(400):
+        n = int(draw.integers(1, 64))
+        contexts = int(draw.integers(0, 3))
+        tokens = contexts * int(draw.integers(20, 400))
+        pairs, seen = tokens * 200, n * int(draw.integers(10, 900))
+        seconds = factor * TRUE.seconds((contexts, tokens, pairs, n, seen))
+        sums.add(seconds * (1 + noise * draw.standard_normal()), contexts, n, tokens, pairs, seen)
+    return sums.to_json()
+
+
+def test_a_linear_cost_is_found_from_sums_of_steps() -> None:
+    """A bin's mean is on the line, however wide it is."""
+    found = fit([measured()])
+    for held in ((0, 0, 0, 1, 50), (0, 0, 0, 64, 30_000), (2, 500, 100_000, 32, 9000)):
+        assert found.seconds(held) == pytest.approx(TRUE.seconds(held), rel=1e-3)
+
+
+def test_no_part_of_a_step_takes_less_than_no_time() -> None:
+    found = fit([measured(noise=0.3)])
+    assert min(found.coefficients) >= 0
+    assert found.seconds((1, 200, 40_000, 32, 9000)) == pytest.approx(
+        TRUE.seconds((1, 200, 40_000, 32, 9000)), rel=0.2
+    )
+
+
+def test_what_no_step_held_costs_nothing() -> None:
+    sums = StepSums()
+    for n in range(1, 9):
+        sums.add(0.01 + 0.001 * n, 0, n, 0, 0, 0)
+    found = fit([sums.to_json()])
+    assert found.coefficients == pytest.approx((0.01, 0, 0, 0, 0.001, 0))
+    assert len(found.coefficients) == 1 + len(FEATURES)
+
+
+def test_steps_beside_others_take_so_many_times_as_long() -> None:
+    assert slowdown(TRUE, [measured(1.7)]) == pytest.approx(1.7)
+    assert slowdown(TRUE, [measured(0.9)]) == 1.0
+
+
+def test_sharing_grows_with_each_rank_that_computes() -> None:
+    sharing = Sharing(4, 2.5)
+    assert [sharing.slowdown(busy, 1) for busy in (1, 2, 4)] == [1.0, 1.5, 2.5]
+    assert sharing.slowdown(4, 4) == 1.0  # an instance of all ranks was measured so
+    assert Sharing().slowdown(3, 1) == 1.0
+
+
+def test_a_line_ignores_a_disturbed_point() -> None:
+    tokens = [10.0, 20.0, 40.0, 80.0, 100.0]
+    seconds = [0.1 + 0.002 * n for n in tokens]
+    seconds[1] = 9.0
+    assert Line.through(tokens, seconds) == Line(pytest.approx(0.1), pytest.approx(0.002))  # type: ignore[arg-type]
+    assert Line.through([5.0, 5.0], [0.3, 0.3]) == Line(0.3)
+    assert Line.through([1.0, 2.0], [-0.1, -0.2]) == Line(0.0)

@@ -1,0 +1,23 @@
+"""Sums over steps of about the same size."""
+
+from __future__ import annotations
+
+from mpillm.telemetry.step_sums import COLUMNS, StepSums
+
+
+def test_sums_stay_true_and_few() -> None:
+    sums = StepSums()
+    for n in range(1, 5000):
+        sums.add(0.5, 1, n, 3 * n, n * n, 7)
+    found = sums.to_json()
+    assert tuple(found) == COLUMNS and len(found["n"]) < 300
+    assert sum(found["n"]) == 4999 and sum(found["seconds"]) == 4999 / 2
+    assert sum(found["generations"]) == sum(range(5000))
+    assert sum(found["generation_pairs"]) == 7 * 4999
+
+
+def test_small_steps_are_apart() -> None:
+    sums = StepSums()
+    for n in (1, 2, 2, 15):
+        sums.add(1.0, 0, n, 0, 0, 0)
+    assert sums.to_json()["generations"] == [1, 4, 15]
