@@ -85,7 +85,7 @@ def sample_responses(
 
     `tokens` must outlive the responses.
     """
-    addresses = (starts * 4 + tokens.ctypes.data).tolist()
+    addresses = (starts * 4 + tokens.__array_interface__["data"][0]).tolist()
     sizes = (lengths * 4).tolist()
     make = lg.QuerySampleResponse
     return [make(*fields) for fields in zip(ids.tolist(), addresses, sizes, lengths.tolist(), strict=True)]

@@ -29,6 +29,10 @@ from mpillm.loadgen.sut import LoadGenTest, Query, sample_responses
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 
+# Plain numbers: NumPy takes three times as long for an operation on flags.
+_IGNORE_STOP = int(RequestFlag.IGNORE_STOP)
+_FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
+_CONTEXT_DONE, _LOST = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.LOST)
 _MAX_BATCH = 1024  # requests per message
 _NO_MEMORY = (
     "out of memory: it lists all queries before the test; lower --min_query_count, --min_duration"
@@ -199,7 +203,7 @@ class Harness(Role):
         rows["seed"] = (indices + (self._sampling.seed * 1_000_003 & 0xFFFFFFFF)) & 0xFFFFFFFF
         rows["generation"] = NO_INSTANCE
         if self._dataset.ignores_stop is not None:
-            rows["flags"] = self._dataset.ignores_stop[indices] * np.uint32(RequestFlag.IGNORE_STOP)
+            rows["flags"] = self._dataset.ignores_stop[indices] * np.uint32(_IGNORE_STOP)
         self._window -= n
         QUERY.send(self._route, self._leader, Batch(rows, tokens))
 
@@ -234,21 +238,27 @@ class Harness(Role):
     def _on_answers(self, source: int, batch: Batch) -> None:
         now = time.perf_counter()
         ids, flags = batch.rows["id"], batch.rows["flags"]
-        if flags[0] & ResponseFlag.LOST:
+        if flags[0] & _LOST:
             self._send_again(ids, int(batch.tokens[0]), now)
             return
-        starts, lengths = batch.offsets()[:-1], batch.rows["n_tokens"].astype(np.int64)
-        final = (flags & ResponseFlag.FINAL) != 0
+        lengths = batch.rows["n_tokens"].astype(np.int64)
+        starts = lengths.cumsum() - lengths
+        any_flag = int(np.bitwise_or.reduce(flags))
+        final = (flags & _FINAL) != 0
         # FINAL from the generation instance may overtake FIRST from the context instance: then it brings the
         # first token, too. FIRST before FINAL, because one message may hold both of an answer.
-        for kind in (flags & ResponseFlag.FIRST) != 0, final:
+        for flag in _FIRST, _FINAL:
+            if not any_flag & flag:
+                continue
+            kind = final if flag == _FINAL else (flags & _FIRST) != 0
             first = kind & self._active[ids] & (self._first_at[ids] == 0) & (lengths > 0)
             if first.any():
                 self._on_first(ids[first], batch.tokens, starts[first], now)
-        if final.any():
-            errors = (flags[final] & ResponseFlag.ERROR) != 0
+        if any_flag & _FINAL:
+            errors = (flags[final] & _ERROR) != 0
             self._on_final(ids[final], batch.tokens, starts[final], lengths[final], errors, now)
-        self._let_go(ids, flags)
+        if any_flag & (_FINAL | _CONTEXT_DONE):
+            self._let_go(ids, flags, final)
 
     def _on_first(
         self, slots: NDArray[np.uint32], tokens: NDArray[np.int32], starts: NDArray[np.int64], now: float
@@ -269,7 +279,7 @@ class Harness(Role):
         errors: NDArray[np.bool_],
         now: float,
     ) -> None:
-        if not self._active[slots].all() or len(np.unique(slots)) != len(slots):
+        if not self._active[slots].all() or (len(slots) > 1 and len(np.unique(slots)) != len(slots)):
             raise RunError(Failure("a sample was answered twice"))
         self._active[slots] = False
         several = (lengths > 1) & (self._first_at[slots] > 0)
@@ -302,16 +312,19 @@ class Harness(Role):
                 self._on_answer(index, tokens[start : start + length])
         self._test.complete(sample_responses(self._sample_ids[slots], tokens, starts, lengths))
 
-    def _let_go(self, slots: NDArray[np.uint32], flags: NDArray[np.uint32]) -> None:
+    def _let_go(self, slots: NDArray[np.uint32], flags: NDArray[np.uint32], final: NDArray[np.bool_]) -> None:
         """Free the slots of which no instance will send anything again.
 
         A request that was handed over ends twice, in either order: FINAL from one instance, CONTEXT_DONE from
         the other.
         """
-        final, handed_over = (flags & ResponseFlag.FINAL) != 0, (flags & ResponseFlag.CONTEXT_DONE) != 0
-        # The answer ended with its first token: nothing was handed over.
-        alone = final & ((flags & ResponseFlag.FIRST) != 0)
-        self._held[slots] -= np.where(alone, self._holders, (final | handed_over).astype(np.int64))
-        freed = slots[(final | handed_over) & (self._held[slots] == 0)]
+        if self._holders == 1:
+            freed = slots[final]
+        else:
+            ended = final | ((flags & _CONTEXT_DONE) != 0)
+            # The answer ended with its first token: nothing was handed over.
+            alone = final & ((flags & _FIRST) != 0)
+            self._held[slots] -= np.where(alone, self._holders, ended.astype(np.int64))
+            freed = slots[ended & (self._held[slots] == 0)]
         if len(freed):
             self._free = np.concatenate([self._free, freed])
