@@ -46,6 +46,7 @@ COMMANDS = {
     "accuracy": "score the answers of an accuracy run",
     "compliance": "check a run of a compliance test: TEST06, TEST07, TEST09",
     "submission": "arrange runs as a submission to MLPerf Inference",
+    "endpoints-submission": "measure a curve at fixed concurrency, for a submission to MLPerf Endpoints",
     "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
     "fetch-model": "fetch a small real model",
     "bench": "measure: bench routing, engine, core-model, load, dataset, agreement, handoff",

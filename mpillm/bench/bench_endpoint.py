@@ -15,17 +15,15 @@ import numpy as np
 
 from disagg.errors import ConfigError, about, nearest
 from launch.environment import clean_environment
+from mpillm.bench.endpoint_client import EndpointClient
 from mpillm.bench.load_test import LoadTest, arrivals
 from mpillm.bench.serving_report import DETAILS, GOODPUT, numbers, table
 from mpillm.config.values import Values
 from mpillm.configurator.parsers import at_least_one, boolean, flag_dict, rate
-from mpillm.cores.openai_client.client import Client
-from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.dialect import Sampling
-from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
-from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
+from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, Limits, Synthetic, load_dataset
-from mpillm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import Field, not_negative, positive, seconds
 from mpillm.files import write_json
@@ -33,10 +31,8 @@ from mpillm.files import write_json
 # What is not said: of a test, and of --null.
 _TEST: dict[str, Any] = {"num_prompts": 1000, "max_concurrency": None, "input_len": 1024.0, "output_len": 128}
 _NULL: dict[str, Any] = {"num_prompts": 20_000, "max_concurrency": 64, "input_len": 128.0, "output_len": 16}
-_ASK_S = 60.0  # for the model's name, and for the first token
 _END_S = 10.0  # for the server of --null
 _BUSY = 0.8  # of a core: a client near all of it measures itself
-_DAY_S = 86400.0
 
 
 class Options(Values):
@@ -161,10 +157,6 @@ def _measure(
     config: Options, url: str, tokenizer: Tokenizer, dataset: Dataset, values: dict[str, Any]
 ) -> tuple[dict[str, Any], LoadTest]:
     """Return what was asked and how long it took, and what became of each request."""
-    try:
-        endpoint = Endpoint(url)
-    except ValueError as error:
-        raise ConfigError(f"--url {error}", about=["url"]) from None
     n, at_once = values["num_prompts"], values["max_concurrency"]
     prompts = [dataset.sample(i % len(dataset)) for i in range(n)]
     sampling = Sampling(
@@ -174,35 +166,19 @@ def _measure(
     first = prompts[: config.num_warmups]
     warm_up = LoadTest(first, np.zeros(len(first)), sampling, at_once)
     test = LoadTest(prompts, due, sampling, at_once)
-    thread = ClientThread("mpillm-http")
-    client = Client(
-        [endpoint],
-        warm_up,
-        lambda prompt: tokenizer.decode(prompt, keep_special=True),
-        stream=True,
-        silence_s=config.stall_timeout,
-        retry_s=0.0,
-    )
-    try:
-        thread.run(until_ready(endpoint, config.ready_deadline), config.ready_deadline + _ASK_S)
-        model = find_model(endpoint, config.model, config.model_path, _ASK_S)
-        endpoint.model = thread.run(model, 2 * _ASK_S)
-        has_tokenizer = not isinstance(tokenizer, ByteTokenizer)
-        thread.run(choose_dialect(endpoint, has_tokenizer, _ASK_S), 2 * _ASK_S)
-        print(f"{endpoint.url}, model {endpoint.model}: {endpoint.dialect.name}", flush=True)
-        thread.run(warm_up.run(client), _DAY_S)
-        cpu_s = thread.cpu_s()
-        duration = thread.run(test.run(client), _DAY_S)
-        busy = (thread.cpu_s() - cpu_s) / duration
-    finally:
-        thread.post(client.close)
-        thread.stop()
+    with EndpointClient(
+        url, tokenizer, config.model, config.model_path, config.ready_deadline, config.stall_timeout
+    ) as client:
+        client.run(warm_up)
+        cpu_s = client.cpu_s()
+        duration = client.run(test)
+        busy = (client.cpu_s() - cpu_s) / duration
     return {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai",
         "backend": "openai",
         "label": None,
-        "model_id": endpoint.model,
+        "model_id": client.endpoint.model,
         "tokenizer_id": config.model_path,
         "num_prompts": n,
         "request_rate": config.request_rate or "inf",

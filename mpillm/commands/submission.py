@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from mpillm.errors import ExitCode
 from mpillm.fields.results import OutputFields
 from mpillm.submission.checker import rejected
 from mpillm.submission.package import Submission, check_accuracy_file
-from mpillm.submission.rules import MEASUREMENTS
+from mpillm.submission.rules import MEASUREMENTS, folder_name
 from mpillm.submission.runs import group, read_run
 from mpillm.submission.summary import summary
 from mpillm.submission.system import (
@@ -81,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     options = collect(argv, _Options, parser)
     if not options.output:
         raise ConfigError("mpillm submission: --output is missing: the folder to write to")
-    submitter = _name("submitter", options.submitter)
+    submitter = folder_name("submitter", options.submitter)
     paths = [Path(path) for path in parser.parse_args(argv).run_dirs]
     for path in paths:
         if sum(path.resolve() == other.resolve() for other in paths) > 1:
@@ -89,7 +88,9 @@ def main(argv: Sequence[str]) -> int:
     runs = [read_run(path) for path in paths]
     results = group(runs)
     same_system(runs)
-    system_name = _name("system_name", options.system_name or runs[0].directory.config.get("system_name"))
+    system_name = folder_name(
+        "system_name", options.system_name or runs[0].directory.config.get("system_name")
+    )
     system = overlay(
         system_description(runs[0], submitter, options.division, system_name),
         options.system_description,
@@ -106,12 +107,3 @@ def main(argv: Sequence[str]) -> int:
     print(submission.write(Path(options.output), options.force))
     print(summary(submission, runs[0].round, problems, Path(options.output)))
     return ExitCode.TEST_FAILED if problems else ExitCode.DONE
-
-
-def _name(option: str, value: str | None) -> str:
-    """Return an option's value that becomes a folder's name."""
-    if not value:
-        raise ConfigError(f"mpillm submission: --{option} is missing")
-    if not re.fullmatch(r"[\w][\w.+-]*", value):
-        raise ConfigError(f"--{option} {value}: must be a folder name of letters, digits and . _ + -")
-    return value

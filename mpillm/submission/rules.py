@@ -6,6 +6,7 @@ The facts are from the submission checker in mlcommons/inference
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -123,3 +124,12 @@ MEASUREMENTS = (
     "weight_data_types",
     "weight_transformations",
 )
+
+
+def folder_name(option: str, value: str | None) -> str:
+    """Return an option's value that becomes a folder's name. Raises ConfigError if it can't."""
+    if not value:
+        raise ConfigError(f"--{option} is missing")
+    if not re.fullmatch(r"[\w][\w.+-]*", value):
+        raise ConfigError(f"--{option} {value}: must be a folder name of letters, digits and . _ + -")
+    return value

@@ -115,6 +115,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench endpoint --url .*": Elsewhere(
         "a server must be there: tests/unit/bench/test_bench_endpoint.py"
     ),
+    r".* endpoints-submission --url .*": Elsewhere(
+        "a server must be there: tests/unit/commands/test_endpoints_submission.py"
+    ),
     r".* bench endpoint --null": Elsewhere(
         "20,000 requests; tests/unit/bench/test_bench_endpoint.py sends 100"
     ),

@@ -1,0 +1,310 @@
+"""``python -m mpillm endpoints-submission``: a curve of points at fixed concurrency, for MLPerf Endpoints."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from disagg.errors import ConfigError
+from mpillm import workloads
+from mpillm.bench.endpoint_client import EndpointClient
+from mpillm.bench.load_test import FixedConcurrency
+from mpillm.config.values import Values, collect
+from mpillm.configurator import Field
+from mpillm.configurator.command_line import Parser
+from mpillm.configurator.parsers import integers, one_of, positive, seconds
+from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.cores.openai_client.endpoint import EndpointError
+from mpillm.data.dataset import Dataset, Limits, load_dataset
+from mpillm.data.preprocessed.loader import loader_of
+from mpillm.data.tiny_dataset import REFERENCES, write_dataset
+from mpillm.data.tokenizer import load_tokenizer
+from mpillm.errors import ExitCode
+from mpillm.files import read_object, write_json
+from mpillm.report.run_directory import path_shown
+from mpillm.submission.endpoint_points import (
+    ACCURACY,
+    CONFIG,
+    POINT,
+    POWER,
+    SUMMARY,
+    WARMUP,
+    Curve,
+    accuracy_results,
+    request_logs,
+    result_summary,
+    write_shared,
+    write_yaml,
+)
+from mpillm.submission.endpoint_rules import (
+    BENCHMARKS,
+    DIVISIONS,
+    POINTS,
+    SEED_SETS,
+    Regions,
+    default_points,
+    min_duration_s,
+    next_cohort,
+    sample_order,
+)
+from mpillm.submission.references import read_references
+from mpillm.submission.rouge import need_libraries
+from mpillm.submission.rules import folder_name
+from mpillm.submission.scores import METRICS, Answer, Row
+from mpillm.workloads.workload import Workload
+
+_GROUP = "submission"
+
+
+class _Options(Values):
+    """Options of ``endpoints-submission``."""
+
+    url = Field("url", "the server: host:port, or a URL of http or https", group=_GROUP)
+    model = Field("model", "the model's name at the server [default: the only one]", group=_GROUP)
+    model_path = Field("model_path", "a folder with the model's tokenizer, for text", group=_GROUP)
+    benchmarks = Field("benchmarks", "the workload", one_of(*BENCHMARKS), group=_GROUP)
+    model_scale = Field(
+        "model_scale", "tiny: a scaled-down data set", one_of("full", "tiny"), default="full", group=_GROUP
+    )
+    dataset_path = Field("dataset_path", "the data set, with its reference answers", group=_GROUP)
+    max_supported_concurrency = Field(
+        "max_supported_concurrency", "the highest concurrency of the curve", positive, group=_GROUP
+    )
+    concurrency = Field(
+        "concurrency",
+        "the points, with commas between them [default: seven, evenly on a log scale]",
+        integers,
+        group=_GROUP,
+    )
+    min_duration = Field(
+        "min_duration", "of each point [default: 600 s up to 32 at once, 1200 s above]", seconds, group=_GROUP
+    )
+    submitter = Field("submitter", "your organisation, and its folder's name", group=_GROUP)
+    system_name = Field("system_name", "the system's name, and its folder's", group=_GROUP)
+    submission_id = Field("submission_id", "the folder below the submitter's", default="1", group=_GROUP)
+    division = Field("division", "the division", one_of(*DIVISIONS), default=DIVISIONS[0], group=_GROUP)
+    system_description = Field(
+        "system_description", "a JSON file with what system_desc.json says of the hardware", group=_GROUP
+    )
+    system_power = Field(
+        "system_power", "a JSON file with the system's power, system_power.json", group=_GROUP
+    )
+    disclosure = Field("disclosure", "a JSON file with more fields of each point.yaml", group=_GROUP)
+    src = Field("src", "a folder with the implementation's code and its README.md", group=_GROUP)
+    docs = Field("docs", "a folder with documents", group=_GROUP)
+    seed_set = Field("seed_set", "the published seeds", one_of(*SEED_SETS), default="A", group=_GROUP)
+    target_cohort = Field("target_cohort", "YYYY-MM-C0 or C1 [default: next month's C0]", group=_GROUP)
+    output = Field("output", "the folder that the submission is made in", group=_GROUP)
+    ready_deadline = Field(
+        "ready_deadline", "longest time until the server is ready", seconds, default=600.0, group=_GROUP
+    )
+    stall_timeout = Field(
+        "stall_timeout", "longest silence of a server that owes answers", seconds, default=300.0, group=_GROUP
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure the points that have no result yet, and write the files of all.
+
+    NOT_READY if the server is not; TEST_FAILED if requests failed, or an accuracy could not be measured.
+    """
+    parser = Parser(
+        prog="mpillm endpoints-submission",
+        description="Measure a curve for MLPerf Endpoints: points at fixed concurrency of any"
+        " OpenAI-compatible server, and the accuracy in each region, as a folder that"
+        " `endpoints-submission-cli check-submission` reads. Points that have a result there are not"
+        " measured again.",
+        epilog="example:\n  python -m mpillm endpoints-submission --url localhost:8000 --benchmarks"
+        " llama3.1-8b --model_path DIR --max_supported_concurrency 256 --submitter Us --system_name 8xH200"
+        " --system_description system.json --system_power power.json --output build/endpoints",
+    )
+    options = collect(argv, _Options, parser)
+    needed = ("url", "benchmarks", "max_supported_concurrency", "submitter", "system_name", "output")
+    if missing := [name for name in needed if not options.values[name]]:
+        raise ConfigError(f"endpoints-submission needs --{', --'.join(missing)}")
+    curve, points, workload = _curve(options)
+    try:
+        failed = _measure(options, curve, points, workload)
+    except EndpointError as error:
+        print(f"mpillm: {error}", file=sys.stderr)
+        return ExitCode.NOT_READY
+    root = curve.root(Path(options.output or ""))
+    curve.finish(Path(options.output or ""), points)
+    said = f"{options.benchmarks} on {options.url}, measured with `mpillm endpoints-submission`.\n"
+    write_shared(root, _folder(options.src), _folder(options.docs), said)
+    if options.system_power:
+        write_json(root / "results" / curve.system / POWER, read_object(Path(options.system_power)))
+    print(f"\nsubmission  {path_shown(root)}\ncheck it    endpoints-submission-cli check-submission {root}")
+    for line in curve.left_to_submitter(options.system_power is not None):
+        print(f"yours       {line}")
+    for line in failed:
+        print(f"mpillm: {line}", file=sys.stderr)
+    return ExitCode.TEST_FAILED if failed else ExitCode.DONE
+
+
+def _curve(options: _Options) -> tuple[Curve, list[int], Workload]:
+    name, c_max = options.benchmarks or "", options.max_supported_concurrency or 0
+    points = sorted({*(options.concurrency or default_points(c_max))})
+    if points[-1] != c_max:
+        raise ConfigError(
+            f"--concurrency: the highest is {points[-1]}; must be {c_max}, which stands for Offline"
+        )
+    regions = Regions.of(c_max, points[0])
+    if len(points) < POINTS:
+        print(f"{len(points)} points: a submission needs {POINTS}")
+    workload = workloads.get(name, options.model_scale)
+    given = {
+        option: read_object(Path(file)) if (file := options.values[option]) else {}
+        for option in ("system_description", "disclosure")
+    }
+    return (
+        Curve(
+            folder_name("submitter", options.submitter),
+            folder_name("submission_id", options.submission_id),
+            folder_name("system_name", options.system_name),
+            options.division,
+            BENCHMARKS[name],
+            c_max,
+            regions,
+            options.seed_set,
+            options.target_cohort or next_cohort(date.today()),
+            workload.n_samples,
+            given["system_description"],
+            given["disclosure"],
+        ),
+        points,
+        workload,
+    )
+
+
+def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: Workload) -> list[str]:
+    """Measure the points, and return what failed, a line for each."""
+    output, failed = Path(options.output or ""), []
+    scored = curve.regions.accuracy_points(points)
+    if workload.accuracy.metric == "by_reference":
+        failed.append(f"no accuracy: {workload.name} is scored by {workload.accuracy.evaluator}")
+        scored = []
+    todo = [
+        c
+        for c in points
+        if not (curve.folder(output, c) / SUMMARY).exists()
+        or (c in scored and not (curve.folder(output, c) / ACCURACY).exists())
+    ]
+    for c in sorted({*points} - {*todo}):
+        print(f"{c:>6} at once  was there")
+    if not todo:
+        return failed
+    tokenizer = load_tokenizer(Path(options.model_path) if options.model_path else None)
+    path = _dataset_path(options, workload, curve.root(output).parent / "dataset")
+    limits = Limits(max_output_len=workload.max_output_len)
+    dataset = load_dataset(path if path.suffix == ".jsonl" else loader_of(path, workload), tokenizer, limits)
+    rows: Sequence[Row] = ()
+    if scored:
+        need_libraries()
+        rows = read_references(workload, str(path / REFERENCES if workload.scaled else path))
+    with EndpointClient(
+        options.url or "",
+        tokenizer,
+        options.model,
+        options.model_path,
+        options.ready_deadline,
+        options.stall_timeout,
+    ) as client:
+        for c in todo:
+            failed += _point(options, curve, c, client, dataset, workload)
+            if c in scored:
+                failed += _accuracy(curve.folder(output, c), curve, c, client, dataset, rows, workload)
+    return failed
+
+
+def _point(
+    options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, workload: Workload
+) -> list[str]:
+    folder = curve.folder(Path(options.output or ""), c)
+    folder.mkdir(parents=True, exist_ok=True)
+    lasts = options.min_duration if options.min_duration is not None else min_duration_s(c)
+    prompts = [dataset.sample(i) for i in range(len(dataset))]
+    sampling = Sampling(workload.max_output_len, temperature=0.0, seed=1, ignore_eos=False)
+    seeds = SEED_SETS[curve.seed_set]
+    order = sample_order(len(prompts), seeds["sample_index_rng_seed"])
+    warm_up = FixedConcurrency(prompts, order, sampling, c, c)
+    took = client.run(warm_up)
+    warmed = sum(not record.error for record in warm_up.records)
+    write_json(folder / WARMUP, request_logs(warm_up.records))
+    test = FixedConcurrency(prompts, order, sampling, c, len(prompts), lasts)
+    started = time.time()
+    duration = client.run(test)
+    summary = result_summary(test.records, duration, started)
+    write_yaml(
+        folder / POINT,
+        curve.point(
+            c,
+            lasts,
+            {
+                "duration_s": round(took, 3),
+                "requests_issued": c,
+                "requests_completed": warmed,
+                "data_source": f"samples of {dataset.name}",
+                "concurrency": c,
+                "logs_retained": True,
+                "link_logs": WARMUP,
+            },
+        ),
+    )
+    write_yaml(folder / CONFIG, {name: value for name, value in options.values.items() if value is not None})
+    write_json(folder / SUMMARY, summary)
+    per_user = f"  {summary['tps_per_user']:.4g} per user" if "tps_per_user" in summary else ""
+    print(
+        f"{c:>6} at once  {len(test.records):,} requests in {duration:.1f} s"
+        f"  {summary['system_tps']:.4g} tokens/s{per_user}",
+        flush=True,
+    )
+    return _errors(test, f"{c} at once")
+
+
+def _accuracy(
+    folder: Path,
+    curve: Curve,
+    c: int,
+    client: EndpointClient,
+    dataset: Dataset,
+    rows: Sequence[Row],
+    workload: Workload,
+) -> list[str]:
+    prompts = [dataset.sample(i) for i in range(len(dataset))]
+    sampling = Sampling(workload.max_output_len, temperature=0.0, seed=1, ignore_eos=False)
+    test = FixedConcurrency(prompts, iter(range(len(prompts))), sampling, c, len(prompts))
+    client.run(test)
+    if lost := _errors(test, f"{c} at once, accuracy"):
+        return lost
+    answers = [Answer(record.text, record.output_len) for record in test.records]
+    scores = METRICS[workload.accuracy.metric](answers, [rows[i] for i in test.indices])
+    write_json(folder / ACCURACY, accuracy_results(curve.benchmark.dataset, len(answers), scores))
+    said = ", ".join(f"{name} {value:.4g}" for name, value in scores.values.items())
+    print(f"{'':>16} accuracy: {said}", flush=True)
+    return []
+
+
+def _errors(test: FixedConcurrency, what: str) -> list[str]:
+    errors = [record.error for record in test.records if record.error]
+    return [f"{what}: {len(errors)} requests failed: {errors[0]}"] if errors else []
+
+
+def _dataset_path(options: _Options, workload: Workload, made: Path) -> Path:
+    if options.dataset_path:
+        return Path(options.dataset_path)
+    if workload.scaled:
+        write_dataset(workload, made)
+        return made
+    return Path(workload.dataset_path)
+
+
+def _folder(text: str | None) -> Path | None:
+    if text is None:
+        return None
+    if not Path(text).is_dir():
+        raise ConfigError(f"{text}: no such folder")
+    return Path(text)

@@ -1,0 +1,186 @@
+"""The files of a submission to MLPerf Endpoints: what each point measured, and what it discloses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from mpillm import __version__
+from mpillm.bench.load_test import Record
+from mpillm.files import read_json, write_json, write_text
+from mpillm.submission.endpoint_rules import SEED_SETS, Benchmark, Regions
+from mpillm.submission.scores import Scores
+
+SUMMARY, ACCURACY, POINT, CONFIG, SYSTEM, POWER, WARMUP = (
+    "result_summary.json",
+    "accuracy_results.json",
+    "point.yaml",
+    "config.yaml",
+    "system_desc.json",
+    "system_power.json",
+    "warmup.json",
+)
+_PERCENTILES = (1, 5, 10, 25, 50, 75, 80, 90, 95, 97, 99, 99.9)
+_NS = 1e9
+
+
+def result_summary(records: Sequence[Record], duration_s: float, started: float) -> dict[str, Any]:
+    """Return `result_summary.json`. Times are nanoseconds; `started`: seconds since 1970."""
+    good = [record for record in records if not record.error]
+    tokens = sum(record.output_len for record in good)
+    tpot = [record.tpot * _NS for record in good if record.output_len > 1]
+    summary: dict[str, Any] = {
+        "version": f"mpillm {__version__}",
+        "git_sha": None,
+        "test_started_at": round(started * _NS),
+        "n_samples_issued": len(records),
+        "n_samples_completed": len(good),
+        "n_samples_failed": len(records) - len(good),
+        "duration_ns": round(duration_s * _NS),
+        "qps": len(good) / duration_s,
+        "system_tps": tokens / duration_s,
+        "ttft": _statistics([record.ttft * _NS for record in good]),
+        "tpot": _statistics(tpot),
+        "latency": _statistics([record.latency * _NS for record in good]),
+        "output_sequence_lengths": _statistics([record.output_len for record in good]),
+    }
+    if p90 := summary["tpot"]["percentiles"].get("90"):
+        summary["tps_per_user"] = _NS / p90
+    return summary
+
+
+def request_logs(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return what became of each request, in seconds; `sent` is from the first one's."""
+    first = min((record.start for record in records), default=0.0)
+    return [
+        {
+            "sent": record.start - first,
+            "ttft": record.ttft,
+            "latency": record.latency,
+            "output_len": record.output_len,
+            "error": record.error,
+        }
+        for record in records
+    ]
+
+
+def _statistics(values: Sequence[float]) -> dict[str, Any]:
+    if not values:
+        return {"total": 0, "percentiles": {}}
+    array = np.asarray(values, np.float64)
+    return {
+        "total": float(array.sum()),
+        "min": float(array.min()),
+        "max": float(array.max()),
+        "median": float(np.median(array)),
+        "avg": float(array.mean()),
+        "std_dev": float(array.std()),
+        "percentiles": {f"{p:g}": float(np.percentile(array, p)) for p in _PERCENTILES},
+    }
+
+
+def accuracy_results(dataset: str, n_samples: int, scores: Scores) -> dict[str, Any]:
+    """Return `accuracy_results.json`, of one pass over a data set."""
+    entry = {"dataset_name": dataset, "num_samples": n_samples, "n_repeats": 1, "score": scores.values}
+    return {dataset: entry}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What the points of a curve have in common."""
+
+    submitter: str
+    submission_id: str
+    system: str
+    division: str
+    benchmark: Benchmark
+    c_max: int
+    regions: Regions
+    seed_set: str
+    target_cohort: str
+    least: int  # samples of a point
+    system_description: Mapping[str, Any]  # the submitter's
+    disclosure: Mapping[str, Any]  # the submitter's, of each point.yaml
+
+    def root(self, output: Path) -> Path:
+        """Return the folder of the submission."""
+        return output / self.submitter / self.submission_id
+
+    def folder(self, output: Path, concurrency: int) -> Path:
+        """Return the folder of a point."""
+        return self.root(output) / "results" / self.system / self.benchmark.model / f"r{concurrency}"
+
+    def point(self, concurrency: int, min_duration_s: float, warmup: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `point.yaml`; what the submitter discloses goes over it."""
+        return {
+            "concurrency": concurrency,
+            "region": self.regions.region(concurrency),
+            "offline": "elected" if concurrency == self.c_max else "none",
+            "dataset": self.benchmark.dataset,
+            "dataset_name": self.benchmark.dataset,
+            "dataset_type": "Performance",
+            "dataset_link": self.benchmark.dataset_link,
+            "division": self.division,
+            "max_supported_concurrency": self.c_max,
+            "model_name": self.benchmark.model,
+            "link_to_model": self.benchmark.link_to_model,
+            "seed_set": self.seed_set,
+            "target_cohort": self.target_cohort,
+            "shared_src": "src/endpoint",
+            "shared_docs": "docs",
+            "runtime_settings": {
+                "load_pattern": "concurrency",
+                "min_duration_ms": round(1000 * min_duration_s),
+                "min_sample_count": self.least,
+                "stream_all_chunks": True,
+                "runtime": dict(SEED_SETS[self.seed_set]),
+            },
+            "warmup": dict(warmup),
+        } | dict(self.disclosure)
+
+    def left_to_submitter(self, has_power: bool) -> list[str]:
+        """Return what only the submitter can say and has not, a line for each."""
+        said = []
+        if not self.system_description:
+            said.append("system_desc.json: the hardware (--system_description)")
+        if "model_precision" not in self.disclosure:
+            said.append("point.yaml: model_precision (--disclosure)")
+        if self.division == "Standardized" and not has_power:
+            said.append("system_power.json: the system's power (--system_power)")
+        return said
+
+    def finish(self, output: Path, concurrencies: Sequence[int]) -> None:
+        """Write what depends on the whole curve: the system's description beside each point."""
+        folders = [self.folder(output, c) for c in concurrencies]
+        rates = [read_json(folder / SUMMARY)["system_tps"] for folder in folders]
+        for folder, rate in zip(folders, rates, strict=True):
+            description = dict(self.system_description) | {
+                "system_name": self.system,
+                "division": self.division,
+                "max_supported_concurrency": self.c_max,
+                "tps_utilization": rate / max(rates) if max(rates) else 0.0,
+            }
+            write_json(folder / SYSTEM, description)
+
+
+def write_yaml(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a mapping as YAML, in its order."""
+    plain = json.loads(json.dumps(value, default=str))  # YAML writes no tuples and paths
+    write_text(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def write_shared(root: Path, source: Path | None, docs: Path | None, said: str) -> None:
+    """Write `src/endpoint` and `docs`: the submitter's folders, or what ran, in a README."""
+    for given, place in ((source, root / "src" / "endpoint"), (docs, root / "docs")):
+        place.mkdir(parents=True, exist_ok=True)
+        if given is not None:
+            shutil.copytree(given, place, dirs_exist_ok=True)
+        if not (place / "README.md").exists():
+            write_text(place / "README.md", said)

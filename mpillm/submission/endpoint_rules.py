@@ -1,0 +1,122 @@
+"""What MLPerf Endpoints asks of a curve: points, regions, durations, seeds.
+
+Source: MLCommons' endpoints-submission-cli 1.5.3, and the paragraphs of the rules that its checks name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+
+from disagg.errors import ConfigError
+
+ULTRA_LOW = 32
+"""The highest concurrency that may be the lowest of a curve; up to it a point takes 600 s."""
+
+POINTS = 7
+"""Fewest points of a curve, without a run of its own for Offline."""
+
+DIVISIONS = ("Standardized", "Serviced", "RDI")
+_SHORT_S, _LONG_S = 600.0, 1200.0
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How MLPerf Endpoints names a workload, and the data set that its points are measured with."""
+
+    model: str
+    dataset: str
+    link_to_model: str
+    dataset_link: str
+
+
+BENCHMARKS = {
+    "llama3.1-8b": Benchmark(
+        "llama3_1-8b",
+        "cnn_dailymail",
+        "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct",
+        "https://huggingface.co/datasets/abisee/cnn_dailymail",
+    ),
+    "gpt-oss-120b": Benchmark(
+        "gpt-oss-120b",
+        "mlperf_gpt_oss_performance",
+        "https://huggingface.co/openai/gpt-oss-120b",
+        "https://github.com/mlcommons/inference/tree/master/language/gpt-oss-120b",
+    ),
+    "deepseek-r1": Benchmark(
+        "deepseek-r1",
+        "mlperf_deepseek_r1",
+        "https://huggingface.co/deepseek-ai/DeepSeek-R1",
+        "https://github.com/mlcommons/inference/tree/master/language/deepseek-r1",
+    ),
+}
+"""By our names of the workloads."""
+
+SEED_SETS = {
+    "A": {
+        "scheduler_rng_seed": 10487924139932647040,
+        "sample_index_rng_seed": 586478644936801402,
+        "model_seed": 9315206023656308754,
+    }
+}
+"""The sets that MLCommons published for the cohort 2026-10-C1 and the three after it."""
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Where the regions of a curve end; each begins after the one before."""
+
+    low_latency: int
+    low_concurrency: int
+    med_concurrency: int
+    high_concurrency: int
+
+    @staticmethod
+    def of(c_max: int, c_min: int) -> Regions:
+        """Cut a curve into regions, by thirds of a logarithm (§5.5). Raises ConfigError out of range."""
+        if c_max <= ULTRA_LOW:
+            raise ConfigError(f"--max_supported_concurrency {c_max}: must be more than {ULTRA_LOW}")
+        if not 1 <= c_min <= ULTRA_LOW:
+            raise ConfigError(f"--concurrency: the lowest is {c_min}; must be 1 to {ULTRA_LOW}")
+        third = math.log2(c_max - c_min) / 3
+        return Regions(c_min, round(c_min + 2**third), round(c_min + 2 ** (2 * third)), c_max)
+
+    def region(self, concurrency: int) -> str | None:
+        """Return the name of the region that it is in; None above the curve."""
+        for name, end in vars(self).items():
+            if concurrency <= end:
+                return str(name)
+        return None
+
+    def accuracy_points(self, concurrencies: Sequence[int]) -> list[int]:
+        """Return the points whose accuracy is measured: one in each region, the last at the curve's end,
+        which counts for Offline, too (§4.3, §5.7.2)."""
+        first = {self.region(c): c for c in sorted(concurrencies, reverse=True)}
+        return sorted({*first.values()} - {first.get("high_concurrency")} | {max(concurrencies)})
+
+
+def default_points(c_max: int) -> list[int]:
+    """Return evenly spaced concurrencies, by their logarithms, that lie in all regions."""
+    return sorted({round(c) for c in np.geomspace(1, c_max, POINTS)})
+
+
+def min_duration_s(concurrency: int) -> float:
+    """Return how long a point must take (§6.2)."""
+    return _SHORT_S if concurrency <= ULTRA_LOW else _LONG_S
+
+
+def next_cohort(today: date) -> str:
+    """Return the cohort of the next month; a submission names its own with --target_cohort."""
+    year, month = (today.year + 1, 1) if today.month == 12 else (today.year, today.month + 1)
+    return f"{year}-{month:02d}-C0"
+
+
+def sample_order(n: int, seed: int) -> Iterator[int]:
+    """Yield the indices of samples without end: all of them, in another order each time."""
+    random = np.random.default_rng(seed)
+    while True:
+        yield from random.permutation(n).tolist()

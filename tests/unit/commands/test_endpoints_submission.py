@@ -1,0 +1,78 @@
+"""A curve for MLPerf Endpoints, of a server whose answers cost nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mpillm.bench.bench_endpoint import null_server
+from mpillm.cli import main
+
+WORDS = ("--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--submitter", "Us", "--system_name", "Box")
+
+
+def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "system.json").write_text('{"system_size": "1 node", "division": "RDI"}')
+    (tmp_path / "disclosure.json").write_text('{"model_precision": "fp8", "region": "submitters_choice"}')
+    words = (*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48")
+    files = ["--system_description", str(tmp_path / "system.json")]
+    files += ["--disclosure", str(tmp_path / "disclosure.json"), "--concurrency", "1,4,10,48"]
+    with null_server() as url:
+        command = ["endpoints-submission", "--url", url, *words, *files, "--min_duration", "0.01"]
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert "4 points: a submission needs 7" in out
+        assert "yours       system_power.json" in out and "model_precision" not in out
+        root = tmp_path / "made" / "Us" / "1"
+        curve = root / "results" / "Box" / "llama3_1-8b"
+        assert (root / "src" / "endpoint" / "README.md").exists() and (root / "docs").is_dir()
+        assert {path.name for path in curve.iterdir()} == {"r1", "r4", "r10", "r48"}
+        rates = []
+        for folder in curve.iterdir():
+            point = yaml.safe_load((folder / "point.yaml").read_text())
+            assert f"r{point['concurrency']}" == folder.name
+            assert point["offline"] == ("elected" if folder.name == "r48" else "none")
+            assert point["model_precision"] == "fp8" and point["region"] == "submitters_choice"
+            summary = json.loads((folder / "result_summary.json").read_text())
+            assert summary["n_samples_completed"] == summary["n_samples_issued"] >= 26
+            assert len(json.loads((folder / "warmup.json").read_text())) == point["concurrency"]
+            accuracy = json.loads((folder / "accuracy_results.json").read_text())
+            assert accuracy["cnn_dailymail"]["num_samples"] == 26
+            system = json.loads((folder / "system_desc.json").read_text())
+            assert system["system_size"] == "1 node" and system["division"] == "Standardized"
+            rates.append((summary["system_tps"], system["tps_utilization"]))
+        assert max(rates)[1] == 1.0 and all(rate / max(rates)[0] == pytest.approx(u) for rate, u in rates)
+        before = (curve / "r4" / "result_summary.json").read_bytes()
+        (curve / "r10" / "result_summary.json").unlink()
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert out.count("was there") == 3 and re.search(r"10 at once  \d+ requests", out)
+        assert (curve / "r4" / "result_summary.json").read_bytes() == before
+
+
+def test_wrong_curves_are_refused_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["endpoints-submission", "--url", "127.0.0.1:1", *WORDS, "--output", str(tmp_path)]
+    for words, message in (
+        ([], "needs --max_supported_concurrency"),
+        (["--max_supported_concurrency", "32"], "must be more than 32"),
+        (
+            ["--max_supported_concurrency", "64", "--concurrency", "40,64"],
+            "the lowest is 40; must be 1 to 32",
+        ),
+        (["--max_supported_concurrency", "64", "--concurrency", "1,63"], "the highest is 63; must be 64"),
+        (
+            ["--max_supported_concurrency", "64", "--system_description", "none.json"],
+            "none.json: no such file",
+        ),
+    ):
+        assert main([*base, *words]) == 2
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main([*base, "--max_supported_concurrency", "64", "--ready_deadline", "0.1"]) == 3
+    assert "127.0.0.1:1" in capsys.readouterr().err

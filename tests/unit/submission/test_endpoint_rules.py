@@ -1,0 +1,82 @@
+"""The regions of a curve of MLPerf Endpoints, its points, and the figures of one."""
+
+from __future__ import annotations
+
+from datetime import date
+from itertools import islice
+
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.bench.load_test import Record
+from mpillm.submission.endpoint_points import request_logs, result_summary
+from mpillm.submission.endpoint_rules import (
+    Regions,
+    default_points,
+    min_duration_s,
+    next_cohort,
+    sample_order,
+)
+
+
+def test_regions_are_thirds_of_a_logarithm() -> None:
+    regions = Regions.of(1024, 16)
+    # 16 + 1008 ** (1/3) = 26.03, 16 + 1008 ** (2/3) = 116.5
+    assert vars(regions) == {
+        "low_latency": 16,
+        "low_concurrency": 26,
+        "med_concurrency": 117,
+        "high_concurrency": 1024,
+    }
+    assert [regions.region(c) for c in (16, 17, 26, 27, 1025)] == [
+        "low_latency",
+        "low_concurrency",
+        "low_concurrency",
+        "med_concurrency",
+        None,
+    ]
+    for c_max, c_min in ((32, 1), (64, 33), (64, 0)):
+        with pytest.raises(ConfigError):
+            Regions.of(c_max, c_min)
+
+
+@pytest.mark.parametrize("c_max", [33, 48, 256, 1024, 10_000])
+def test_the_points_by_default_lie_in_all_regions(c_max: int) -> None:
+    points = default_points(c_max)
+    regions = Regions.of(c_max, points[0])
+    assert len(points) == 7 and points[-1] == c_max
+    assert {regions.region(c) for c in points} == {*vars(regions)}
+    scored = regions.accuracy_points(points)
+    assert [regions.region(c) for c in scored] == [*vars(regions)] and scored[-1] == c_max
+
+
+def test_durations_and_cohorts() -> None:
+    assert [min_duration_s(c) for c in (1, 32, 33)] == [600, 600, 1200]
+    assert next_cohort(date(2026, 11, 3)) == "2026-12-C0"
+    assert next_cohort(date(2026, 12, 3)) == "2027-01-C0"
+
+
+def test_each_pass_has_all_samples_in_an_order_of_its_own() -> None:
+    order = sample_order(50, 7)
+    first, second = list(islice(order, 50)), list(islice(order, 50))
+    assert sorted(first) == sorted(second) == list(range(50)) and first != second
+    assert first == list(islice(sample_order(50, 7), 50))
+
+
+def test_figures_are_in_nanoseconds_and_leave_out_failures() -> None:
+    good = [
+        Record(5, start=1.0 + i, ttft=0.1, latency=0.1 + 0.01 * 9, output_len=10, itl=[0.01] * 9)
+        for i in range(3)
+    ]
+    summary = result_summary([*good, Record(5, start=9.0, error="gone")], 2.0, 1.7e9)
+    counts = [summary[f"n_samples_{name}"] for name in ("issued", "completed", "failed")]
+    assert counts == [4, 3, 1] and summary["duration_ns"] == 2_000_000_000
+    assert summary["system_tps"] == 15.0
+    assert summary["ttft"]["percentiles"]["90"] == pytest.approx(1e8)
+    assert summary["tps_per_user"] == pytest.approx(100.0)
+    assert [one["sent"] for one in request_logs(good)] == [0.0, 1.0, 2.0]
+
+
+def test_answers_of_one_token_have_no_time_per_token() -> None:
+    summary = result_summary([Record(5, ttft=0.1, latency=0.1, output_len=1)], 1.0, 1.7e9)
+    assert "tps_per_user" not in summary and summary["tpot"] == {"total": 0, "percentiles": {}}
