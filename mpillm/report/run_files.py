@@ -61,7 +61,8 @@ class RunFiles:
             reader.read("plan.json", _KNOWN_BY["plan.json"], dict),
             [rank for rank in ranks if isinstance(rank, dict)],
             reader.read("machines.json", "the machines", dict) if result.get("loadgen_result") else {},
-            reader.rows(TIMELINE) if result.get("status") else [],
+            # A server writes none.
+            reader.rows(TIMELINE) if result.get("status") not in (None, "SERVED") else [],
             reader.read(TELEMETRY, "activity of ranks, latencies, CPUs and GPUs", dict),
             read_detail(path),
         )

@@ -92,7 +92,8 @@ def _answered(facts: Facts) -> Chart | None:
     for name, key, colour in (("issued", "issued", 7), ("answered", "samples", 6)):
         counts = floats(progress[key])
         chart.lines.append((name, _listed(_rate(grid, seconds, counts)), colour))
-    if facts.run.result.get("scenario") == "Offline":  # all are issued at once: that line says nothing
+    # Offline all are issued at once, and a server counts none: that line says nothing.
+    if facts.run.result.get("scenario") == "Offline" or not any(progress["issued"]):
         del chart.lines[0]
     return chart
 

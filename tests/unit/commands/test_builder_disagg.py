@@ -199,7 +199,7 @@ def test_as_many_ranks_as_the_options_make() -> None:
         for_workers(config("--ctx_tp_size=2", "--gen_tp_size=2"), ["a"] * 3)
     with pytest.raises(
         ConfigError,
-        match=r"world size: 5; disaggregated instances of 1 x 2 and 2 x 2 ranks need 6 worker ranks",
+        match="5; 1 context instance of 2 ranks and 2 generation instances of 2 ranks need 6 worker ranks",
     ):
         for_workers(
             config("--num_ctx_servers=1", "--ctx_tp_size=2", "--num_gen_servers=2", "--gen_tp_size=2"),

@@ -17,7 +17,7 @@ from mpillm.report.page.facts import Facts
 from mpillm.report.page.page import page, write_page
 from mpillm.report.request_log import RECORD
 from mpillm.report.run_files import RunFiles
-from tests.helpers.pages import loads_nothing, words
+from tests.helpers.pages import embedded, loads_nothing, words
 from tests.helpers.run_directories import make_run, write
 
 EMPTY: dict[str, list[float]] = {"start": [], "end": [], "busy_s": [], "n": [], "kind": []}
@@ -250,6 +250,20 @@ def test_a_run_that_failed_in_its_test_says_that_it_has_no_lanes(run: Path) -> N
     said = words(write_page(run))
     assert "What is missing here what each rank did, its CPU, memory and GPU: ranks tell it when" in said
     assert "Over time" in said and "bottleneck" not in said
+
+
+def test_a_server_lacks_nothing_that_servers_write(run: Path) -> None:
+    """It has no timeline, and counts what it answers only."""
+    telemetry = json.loads((run / "telemetry.json").read_text())
+    telemetry["progress"]["issued"] = [0, 0, 0]
+    write(run / "telemetry.json", telemetry)
+    result = json.loads((run / "result.json").read_text())
+    write(run / "result.json", result | {"status": "SERVED"})
+    (run / "timeline.jsonl").unlink()
+    said = words(write_page(run))
+    assert "What is missing" not in said and "Answered samples/s" in said
+    charts = json.loads(embedded((run / "report.html").read_text()))["charts"]
+    assert [line["label"] for line in charts[0]["lines"]] == ["answered"]
 
 
 def test_a_million_requests_make_no_larger_page(run: Path) -> None:
