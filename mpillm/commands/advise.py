@@ -113,13 +113,15 @@ def main(argv: Sequence[str]) -> int:
     took = time.monotonic() - began
     print(f"{len(predicted)} ways to use {ranks} {_of(found)}s, simulated in {took:.1f} s\n")
     print(_pareto(predicted, _of(found)))
-    chosen = best(predicted, options.verify or _PROPOSED)
+    chosen = best(predicted, max(_PROPOSED, options.verify or 0))
     print("\n" + _proposals(chosen[:_PROPOSED], words, ranks, limits_ms))
     verified = []
     if options.verify:
-        print(f"\nverifying the best {len(chosen)}", flush=True)
-        verified = [_verify(folder, i, one, words, ranks) for i, one in enumerate(chosen, 1)]
-        print("\n" + _errors(chosen, verified))
+        tried = chosen[: options.verify]
+        print(f"\nverifying the best {len(tried)}", flush=True)
+        mpirun = ["-n", str(disagg.ranks_for(ranks)), *options.mpirun_options]
+        verified = [_verify(folder, i, one, words, mpirun) for i, one in enumerate(tried, 1)]
+        print("\n" + _errors(tried, verified))
     if options.output:
         write_json(
             Path(options.output),
@@ -178,7 +180,7 @@ def _plans(
     test = prepared(planned, for_data)
     calibrator = Calibrator(
         folder,
-        options.mpirun_options or (),
+        options.mpirun_options,
         words,
         planned.cores[0].n_threads,
         largest,
@@ -229,10 +231,10 @@ def _proposals(
     return "\n".join(lines)
 
 
-def _verify(folder: Path, i: int, one: Prediction, words: Sequence[str], ranks: int) -> dict[str, Any]:
+def _verify(folder: Path, i: int, one: Prediction, words: Sequence[str], mpirun: list[str]) -> dict[str, Any]:
     where = folder / f"verify-{i:02d}"
     load = OtherLoad()
-    ended = run_in(where, ["-n", str(disagg.ranks_for(ranks))], [*words, *one.candidate.words()])
+    ended = run_in(where, mpirun, [*words, *one.candidate.words()])
     found = figures(RunFiles.read(must_have_verdict(ended, _label(one.candidate)).folder))
     predicted = one.figures["tokens_per_second"]
     error = predicted / found["tokens_per_second"] - 1

@@ -94,7 +94,10 @@ def test_advice_is_calibrated_predicted_and_verified(one: Starter, tmp_path: Pat
     assert "1. 2 x tp 1, max_batch_size 4: " in ended.out and "Pareto curve" in ended.out, ended.out
     found = json.loads(told.read_text())
     assert len(found["predicted"]) == 2 * 3  # modes, batch sizes
-    assert [one["options"].split("--mode=")[1].split()[0] for one in found["best"]] == ["aggregated"]
+    assert [one["options"].split("--mode=")[1].split()[0] for one in found["best"]] == [
+        "aggregated",
+        "disaggregated",
+    ]
     (verified,) = found["verified"]
     assert (Path(verified["run"]) / "result.json").exists()
     run = re.search(r"mpirun -n 3 (run .*)", ended.out)
