@@ -39,14 +39,15 @@ class Endpoint:
 
     def __init__(self, url: str) -> None:
         """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for another."""
-        self.url = url if "://" in url else f"http://{url}"
+        # Messages put a path behind it, which begins with /v1.
+        self.url = re.sub(r"(/v1)?/*$", "", url if "://" in url else f"http://{url}")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url} is not host:port or a URL of http or https")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._path = re.sub(r"(/v1)?/*$", "", parts.path)
+        self._path = parts.path
         key = os.environ.get(API_KEY)
         self._head = (
             f"Host: {parts.netloc.rpartition('@')[2]}\r\n"

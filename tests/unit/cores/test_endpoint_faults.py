@@ -297,3 +297,8 @@ def test_another_server_takes_over() -> None:
         rows = Rows(core).until(10)
         assert sorted(row[2] for row in rows) == [answer_of([i], 4) for i in range(1, 11)]
         assert core.statistics()["retries"] > 0
+
+
+@pytest.mark.parametrize("url", ["host:1", "http://host:1/", "http://host:1/v1", "host:1/v1/"])
+def test_messages_name_a_server_without_the_end_that_each_path_begins_with(url: str) -> None:
+    assert Endpoint(url).url == "http://host:1"
