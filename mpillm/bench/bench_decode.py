@@ -212,7 +212,8 @@ class Decoded(NamedTuple):
 def _decode(
     worker: Worker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int
 ) -> Decoded:
-    from mpillm.engine.engine import Engine, EngineLimits
+    from mpillm.engine.engine import Engine
+    from mpillm.engine.engine_limits import EngineLimits
 
     engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
     sequences = [_admitted(engine, i, context, _WARM_UP + n_steps + 1) for i in range(batch)]

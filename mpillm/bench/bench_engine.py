@@ -139,7 +139,8 @@ def _prompts(info: ModelInfo, config: Options) -> list[list[int]]:
 
 class _Engine:
     def __init__(self, core: CoreConfig, info: ModelInfo) -> None:
-        from mpillm.engine.engine import Engine, EngineLimits
+        from mpillm.engine.engine import Engine
+        from mpillm.engine.engine_limits import EngineLimits
         from mpillm.engine.parallel.groups import Groups
         from mpillm.engine.worker import Worker
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class CoreConfig:
     context_chunking_policy: str = fields.context_chunking_policy.default  # or equal_progress
     batch_scheduler_policy: str = fields.batch_scheduler_policy.default  # or no_evict, static
     enable_kv_cache_reuse: bool = fields.enable_kv_cache_reuse.default
+    speculative_config: Mapping[str, Any] | None = None  # see `engine.speculation`; None: no guesses
     beam_width: int = fields.beam_width.default
     end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
     stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens

@@ -90,6 +90,7 @@ CORE = (
     Place(fields.tokens_per_block, ("kv_cache_config", "tokens_per_block")),
     Place(fields.enable_kv_cache_reuse, ("kv_cache_config", "enable_block_reuse")),
     Place(fields.enable_chunked_context, ("enable_chunked_prefill",)),
+    Place(fields.speculative_config, ("speculative_config",)),
     Place(fields.context_chunking_policy, ("scheduler_config", "context_chunking_policy"), CHUNKING_POLICIES),
     Place(
         fields.batch_scheduler_policy, ("scheduler_config", "capacity_scheduler_policy"), SCHEDULER_POLICIES
@@ -177,7 +178,7 @@ def written(server: ServerConfig, values: Mapping[Place, Any]) -> ServerConfig:
             continue
         outer, *inner = place.key
         into = known if outer in SERVER else extra
-        stated = place.words.get(value, value)
+        stated = place.words.get(value, value) if place.words else value
         if inner:
             there = known.get(outer, getattr(server, outer)) if outer in SERVER else extra.get(outer)
             stated = {**(there or {}), inner[0]: stated}

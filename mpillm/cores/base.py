@@ -80,6 +80,8 @@ class LLMCore(ABC):
     is_client: ClassVar[bool] = False
     # Answers requests with `logprobs` with LOGPROBS rows.
     gives_logprobs: ClassVar[bool] = False
+    # Honours --speculative_config.
+    speculates: ClassVar[bool] = False
     # ``module:function``: from a RunConfig to the last stage of `generate-engines`.
     engine_stages: ClassVar[str | None] = None
     # ``module:function``: from a RunConfig and the command's words to what `run-llm-server` starts.

@@ -25,6 +25,7 @@ from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
 from mpillm.devices import Gpu
 from mpillm.engine import compilations
 from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
+from mpillm.engine.speculation.draft_model_info import check_speculation
 from mpillm.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class TorchCore(LLMCore):
     needs_model = True
     has_host_end = True
     gives_logprobs = True
+    speculates = True
     engine_stages = "mpillm.builder.torch_engine:engine_stages"
     servers = "mpillm.builder.torch_servers:torch_servers"
     framework = "PyTorch"
@@ -87,7 +89,9 @@ class TorchCore(LLMCore):
 
     @classmethod
     def check(cls, config: CoreConfig) -> ModelInfo:
-        return check_model(config)
+        info = check_model(config)
+        check_speculation(config, info)
+        return info
 
     @classmethod
     def gpus(cls) -> tuple[Gpu, ...]:
@@ -99,7 +103,8 @@ class TorchCore(LLMCore):
     def load(self) -> None:
         import torch
 
-        from mpillm.engine.engine import Engine, EngineLimits
+        from mpillm.engine.engine import Engine
+        from mpillm.engine.engine_limits import EngineLimits
         from mpillm.engine.worker import Follower
 
         c = self.config
@@ -120,7 +125,11 @@ class TorchCore(LLMCore):
                 c.enable_kv_cache_reuse,
                 max_moving_tokens,
             )
-            self._runs = Engine(self.info, limits, worker)
+            engine = self._runs = Engine(self.info, limits, worker)
+            if c.speculative_config and c.role != "context":  # which has only first tokens to compute
+                from mpillm.engine.speculation.start_speculation import start_speculation
+
+                engine.speculation = start_speculation(c, engine.scheduler)
         else:
             self._runs = Follower(worker)
 
@@ -221,7 +230,7 @@ class TorchCore(LLMCore):
         )
 
     def _counts(self) -> dict[str, int]:
-        """Return the counts since the start. Those of reused blocks are there only with reuse."""
+        """Return the counts since the start, of reused blocks and guesses only where there can be some."""
         from mpillm.engine.cache.prefix_cache import PrefixCache
 
         counts = {"preemptions": self.engine.scheduler.preemptions}
@@ -231,6 +240,9 @@ class TorchCore(LLMCore):
         if self.config.role == "context":
             token_bytes = self.info.config.kv_bytes_per_token(self.info.kv_dtype)
             counts["kv_bytes"] = self.engine.handoffs.sent_tokens * token_bytes
+        if (speculation := self.engine.speculation) is not None:
+            counts["drafted_tokens"] = speculation.drafted_tokens
+            counts["accepted_tokens"] = speculation.accepted_tokens
         return counts
 
     def notify_stop(self) -> None:
@@ -273,6 +285,8 @@ class TorchCore(LLMCore):
         return Adapter(weights, config, self.info.config, self.worker.part.dtype)
 
     def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
+        from mpillm.engine.engine_limits import refusal
+
         offsets = requests.offsets()
         for i, row in enumerate(requests.rows):
             sequence = _sequence(row, requests.tokens[offsets[i] : offsets[i + 1]])
@@ -283,13 +297,13 @@ class TorchCore(LLMCore):
                     sequence.salt = special.adapter.salt
                 if special.keeps_context_logits:  # there are none of blocks that others have computed
                     sequence.salt = secrets.token_bytes(16)
-            refusal = self.engine.refusal(sequence)
-            if refusal is None:
+            why = refusal(sequence, self.info, self.engine.limits)
+            if why is None:
                 self.engine.add(sequence)
             else:
-                _log.error("request %d: %s", sequence.id, refusal)
+                _log.error("request %d: %s", sequence.id, why)
                 if sequence.special is not None:
-                    sequence.special.error = refusal
+                    sequence.special.error = why
                 self._refused.append(sequence.id)
 
     def cancel(self, ids: Iterable[int]) -> None:
@@ -318,8 +332,8 @@ class TorchCore(LLMCore):
                 told = sequence.output
             elif is_first:
                 told = sequence.output[:1]  # the second token may be there by now
-            else:
-                told = sequence.output[sequence.n_passed_on :]
+            else:  # if the answer has ended, the rest goes out with its end
+                told = [] if sequence.is_done else sequence.output[sequence.n_passed_on :]
             if is_first and sequence.times:
                 rows.append((sequence.id, 3, _TIMES))
                 tokens += _times(sequence)

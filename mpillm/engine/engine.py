@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,29 +14,16 @@ import torch
 from mpillm.engine.beams import Beams
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.cache.prefix_cache import PrefixCache
+from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.handoff.engine_handoffs import EngineHandoffs
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import Progress, Sequence
+from mpillm.engine.speculation.speculation import Speculation
 from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Step
 from mpillm.engine.worker import Worker
 from mpillm.telemetry.recorder import Recorder
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """How much an engine computes at once, and in which order."""
-
-    max_batch_size: int
-    max_num_tokens: int  # in one step
-    tokens_per_block: int
-    chunked: bool = True
-    policy: str = "max_util"  # see `Scheduler`
-    chunking: str = "first_come_first_served"
-    reuse: bool = False  # share the blocks of a common prefix
-    # Tokens of arriving KV caches that the buffers have room for. One larger cache may arrive alone.
-    max_moving_tokens: int | None = None
 
 
 class StepCounts(NamedTuple):
@@ -75,6 +61,7 @@ class Engine:
             limits.policy,
             limits.chunking,
         )
+        self.speculation: Speculation | None = None
         self.handoffs = EngineHandoffs(self.scheduler, worker, info.max_seq_len, limits.max_moving_tokens)
         self._end_ids = set(info.end_ids)
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
@@ -95,51 +82,8 @@ class Engine:
 
     # --- work ---
 
-    def refusal(self, sequence: Sequence) -> str | None:
-        """Return why this engine can never answer `sequence`, or None."""
-        n = len(sequence.prompt)
-        if n == 0 or sequence.max_output == 0:
-            return (
-                f"{n} prompt tokens and at most {sequence.max_output} output tokens:"
-                " at least one of each is needed"
-            )
-        if not 0 <= min(sequence.prompt) <= max(sequence.prompt) < self.info.vocab_size:
-            return f"a prompt token is not in the vocabulary (0 to {self.info.vocab_size - 1})"
-        n_total = n + (1 if sequence.hand_over else sequence.max_output)
-        if n_total > self.info.max_seq_len:
-            return (
-                f"{n} prompt tokens and {n_total - n} output tokens"
-                f" exceed max_seq_len {self.info.max_seq_len}"
-            )
-        if n > self.limits.max_num_tokens and not self.limits.chunked:
-            return (
-                f"{n} prompt tokens exceed max_num_tokens {self.limits.max_num_tokens},"
-                " and chunked context is off"
-            )
-        if sequence.width > 1 and (refusal := self._beam_refusal(sequence)):
-            return refusal
-        return sequence.special.refusal(self.info.vocab_size) if sequence.special is not None else None
-
-    def _beam_refusal(self, sequence: Sequence) -> str | None:
-        limits, width = self.limits, sequence.width
-        ends = sequence.special.ends if sequence.special is not None else None
-        size = limits.tokens_per_block
-        n = Beams.blocks_for(len(sequence.prompt), sequence.n_cached_at_most, width, size)
-        if n > self.blocks.n_blocks:
-            there = self.blocks.n_blocks * size
-            return f"beam_width {width} needs {n * size} tokens of KV cache, of which there are {there}"
-        if width > min(limits.max_batch_size, limits.max_num_tokens):
-            return (
-                f"beam_width {width} exceeds max_batch_size {limits.max_batch_size}"
-                f" or max_num_tokens {limits.max_num_tokens}"
-            )
-        n_ends = len(self._end_ids if ends is None else ends)
-        if Beams.candidates(width, n_ends) > self.info.vocab_size:
-            return f"beam_width {width} is too large for a vocabulary of {self.info.vocab_size}"
-        return None
-
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence for which `refusal` returns None."""
+        """Queue a sequence that `engine_limits.refusal` lets pass."""
         if sequence.width > 1 and (special := sequence.special) is not None:
             ends = self._end_ids if special.ends is None else set(special.ends)
             special.not_yet += tuple(ends)
@@ -204,6 +148,8 @@ class Engine:
         later step.
         """
         plan = self.scheduler.plan() if len(self._in_flight) < self._depth else []
+        if plan and self.speculation is not None:
+            plan = self.speculation.add_drafts(plan)
         if plan or self.handoffs.has_orders():
             sequences = [sequence for sequence, _ in plan]
             step, sampled = Step.of(plan)
@@ -245,8 +191,9 @@ class Engine:
                 if sequence.is_cancelled and not sequence.is_done and not sequence.in_flight:
                     self._end_cancelled(sequence)
             numbers, self._arrived = self._arrived, None
-            width = len(numbers) // max(1, len(sampled))  # 1 unless the step has log probabilities
-            for sequence, at in zip(sampled, range(0, len(numbers), width or 1), strict=True):
+            width = len(numbers) // len(sampled) if sampled else 1  # 1 unless it has log probabilities
+            places = zip(sampled, range(0, len(numbers), width), strict=True)
+            for sequence, at in self.speculation.kept(places, numbers) if self.speculation else places:
                 if p := self._append(sequence, numbers[at], numbers[at + 1 : at + width]):
                     progress.append(p)
             self._goes_on = self.scheduler.can_plan()

@@ -24,14 +24,14 @@ if TYPE_CHECKING:  # the module starts MPI
     from mpillm.comms.transport import Buffer
 
 # A step as int32: the head, a row for each span, the spans' blocks, a row for each transfer, the transfers'
-# blocks, the tokens; then a row of `_SAMPLING` for each wanted row, unless all are greedy.
+# blocks, the tokens; then a row of `_SAMPLING` for each wanted row, unless all are greedy. As `Step.of` makes
+# them, a span's last rows are wanted, and the first of those are the ones that must not get an end token.
 _HEAD = 5  # spans, transfers, tokens, whether there are rows of `_SAMPLING`, `Step.logprobs`
-_SPAN = 6  # slot, cached, new, blocks told before, blocks told now, wanted
+_SPAN = 7  # slot, cached, new, blocks told before, blocks told now, rows wanted, how many must not end
 _TRANSFER = 6  # kind, ticket, peer, slot, tokens, blocks
 _SAMPLING = np.dtype(
     [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")]
 )
-_NOTHING, _TOKEN, _TOKEN_NOT_END = range(3)  # whether a span's last row is wanted
 
 
 class Notice(NamedTuple):
@@ -42,7 +42,7 @@ class Notice(NamedTuple):
 
 
 def _write_step(step: Step) -> Buffer:
-    wanted = dict.fromkeys(step.wanted, _TOKEN) | {step.wanted[i]: _TOKEN_NOT_END for i in step.not_end}
+    not_end = set(step.not_end)
     numbers = [
         len(step.spans),
         len(step.transfers),
@@ -50,11 +50,13 @@ def _write_step(step: Step) -> Buffer:
         step.sampling is not None,
         step.logprobs,
     ]
-    last = -1
+    end = i = 0  # of the spans so far: rows, and those among `Step.wanted`
     for span in step.spans:
-        last += span.n_new
-        wants = wanted.get(last, _NOTHING)
-        numbers += span.slot, span.n_cached, span.n_new, span.n_told, len(span.blocks), wants
+        end, first = end + span.n_new, i
+        while i < len(step.wanted) and step.wanted[i] < end:
+            i += 1
+        n_not_end = len(not_end.intersection(range(first, i)))
+        numbers += span.slot, span.n_cached, span.n_new, span.n_told, len(span.blocks), i - first, n_not_end
     for span in step.spans:
         numbers += span.blocks
     for t in step.transfers:
@@ -72,15 +74,15 @@ def _write_step(step: Step) -> Buffer:
 def _read_step(buffer: Buffer) -> Step:
     numbers = buffer.view(np.int32)
     n_spans, n_transfers, n_tokens, is_sampled, n_logprobs = numbers[:_HEAD].tolist()
-    step, at, last = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, -1
-    for slot, n_cached, n_new, n_told, n_blocks, wants in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
-        step.spans.append(Span(slot, n_cached, n_new, n_told, numbers[at : at + n_blocks].tolist()))
+    step, at, end = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, 0
+    for row in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
+        slot, n_cached, n_new, n_told, n_blocks, n_wanted, n_not_end = row
+        blocks = numbers[at : at + n_blocks].tolist()
+        step.spans.append(Span(slot, n_cached, n_new, n_told, blocks, is_few=n_wanted > 1))
         at += n_blocks
-        last += n_new
-        if wants == _TOKEN_NOT_END:
-            step.not_end.append(len(step.wanted))
-        if wants != _NOTHING:
-            step.wanted.append(last)
+        end += n_new
+        step.not_end += range(len(step.wanted), len(step.wanted) + n_not_end)
+        step.wanted += range(end - n_wanted, end)
     heads = numbers[at : at + n_transfers * _TRANSFER]
     at += len(heads)
     for kind, ticket, peer, slot, length, n_blocks in heads.reshape(-1, _TRANSFER).tolist():

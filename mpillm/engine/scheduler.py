@@ -122,6 +122,18 @@ class Scheduler:
             self.drop(sequence)
             self.free(sequence)
 
+    def take_ahead(self, sequence: Sequence, n: int) -> int:
+        """Take blocks for up to `n` tokens after the next one of a sequence of the plan: return for how many.
+
+        Never blocks that other sequences may need for their next tokens.
+        """
+        room = len(sequence.blocks) * self._tokens_per_block - sequence.n_cached - 1
+        while room < n and self._blocks.n_free > len(self.running) + self._reserved:
+            sequence.blocks += self._blocks.take(1)
+            self._n_owed -= 1
+            room += self._tokens_per_block
+        return min(room, n)
+
     # --- sequences whose context was computed elsewhere ---
 
     def reserve(self, n_context: int, n_at_most: int) -> list[int] | None:
@@ -144,6 +156,7 @@ class Scheduler:
     def admit(self, sequence: Sequence) -> None:
         """Run a sequence that holds the blocks of a reservation."""
         self._reserved -= 1
+        sequence.n_published = sequence.n_cached // self._tokens_per_block  # nobody here looks for a prompt
         self._stamp(sequence)
         self._take_slot(sequence)
         self.running.append(sequence)
@@ -287,7 +300,7 @@ class Scheduler:
             self.running.remove(youngest)
             self._give_slot_back(youngest)
             self.free(youngest)
-            youngest.n_cached = 0
+            youngest.n_cached = youngest.n_published = 0
             bisect.insort(self.waiting, youngest, key=_arrival)
             self.preemptions += 1
             if youngest is sequence:

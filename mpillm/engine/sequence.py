@@ -31,6 +31,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     n_cached: int = 0
+    draft: list[int] = field(default_factory=list)  # guesses after `output` that a step in flight tests
     n_unread: int = 0  # tokens after `output` from steps in flight, not read by the host yet
     in_flight: bool = False  # in a step whose tokens must come back before its next step
     is_done: bool = False  # drop the tokens that steps in flight still bring
@@ -46,6 +47,7 @@ class Sequence:
     times: bool = False  # the two times above are wanted
     n_reused: int = 0  # blocks that already held its prompt
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
+    n_published: int = 0  # how many of its blocks others can find there
     salt: bytes = b""  # sequences with another one never share blocks, whatever their tokens are
     special: Special | None = None
     width: int = 1  # of its beam search (`special.beams`); 1: there is none

@@ -27,6 +27,7 @@ class Span:
     n_new: int
     n_told: int = 0
     blocks: list[int] = field(default_factory=list)
+    is_few: bool = False  # its tokens are the last one and guesses: a CPU computes them like single ones
 
 
 @dataclass
@@ -51,33 +52,41 @@ class Step:
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
-        """Make the scheduler's plan a step; return it and the sequence of each row that gets a token.
+        """Make a plan a step; return it and the sequence of each row that gets a token.
 
         Counts their tokens as cached and their blocks as told.
         """
         step = Step()
         sampled: list[Sequence] = []
+        places: list[int] = []
         for sequence, n in plan:
             start, sequence.n_cached = sequence.n_cached, sequence.n_cached + n
             if sequence.width > 1 and start >= len(sequence.prompt):
                 step.add_beams(sequence, start, sampled)
+                places += [sequence.n_output] * (len(sampled) - len(places))
                 continue
             n_told, sequence.n_told = sequence.n_told, len(sequence.blocks)
-            step.spans.append(Span(sequence.slot, start, n, n_told, sequence.blocks[n_told:]))
-            step.tokens += sequence.tokens(start, start + n)
+            draft = sequence.draft
+            step.spans.append(Span(sequence.slot, start, n, n_told, sequence.blocks[n_told:], bool(draft)))
+            step.tokens += sequence.tokens(start, start + n - len(draft))
+            step.tokens += draft
             if sequence.special is not None:
                 step.keep_context_logits(sequence, start, n)
                 step.add_adapter(sequence, n)
-            if sequence.n_uncached == 0:
-                if sequence.n_output < sequence.min_output and sequence.width == 1:
-                    step.not_end.append(len(sampled))
-                step.wanted.append(len(step.tokens) - 1)
+            if sequence.n_uncached <= 0:  # below 0 by the draft
                 if sequence.special is not None:
                     step.specials.append((len(sampled), sequence, 0))
-                sampled.append(sequence)
+                first = len(step.tokens) - 1 - len(draft)
+                for i in range(len(draft) + 1):  # the token after the last one, and after each guess
+                    place = sequence.n_output + i
+                    if place < sequence.min_output and sequence.width == 1:
+                        step.not_end.append(len(sampled))
+                    step.wanted.append(first + i)
+                    sampled.append(sequence)
+                    places.append(place)
         if not all(s.sampling.is_greedy for s in sampled):
             step.sampling = [s.sampling for s in sampled]
-            step.places = [s.n_output for s in sampled]
+            step.places = places
         step.logprobs = max((s.wants_logprobs for s in sampled), default=0)
         return step, sampled
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
-from mpillm.configurator.parsers import boolean, fraction, one_of, positive
+from mpillm.configurator.parsers import boolean, flag_dict, fraction, one_of, positive
 
 # The harness's names of policies, and TensorRT-LLM's.
 SCHEDULER_POLICIES = {
@@ -124,6 +124,14 @@ class ModelFields(Options):
         " generation instances do not look up prompts handed over to them",
         boolean,
         default=False,
+        group="model",
+    )
+    speculative_config = Field(
+        "speculative_config",
+        "speculative decoding, with the same answers, as key:value,key:value (docs/speculation.md):"
+        " decoding_type (NGram, Draft_Target), max_draft_len, max_matching_ngram_size, speculative_model,"
+        " max_concurrency; only on CPUs; MLPerf forbids it for all workloads that this engine runs",
+        flag_dict,
         group="model",
     )
     num_threads = Field(

@@ -148,6 +148,10 @@ def _measured_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]
         busy = f"busy {100 * instance['busy_fraction']:.0f} %"
         work = f"{instance['samples']} samples, {instance['tokens']} tokens, {busy}"
         rows.append((f"instance {instance['instance']}", work))
+        if drafted := instance.get("drafted_tokens"):
+            accepted = instance["accepted_tokens"]
+            share = f"{100 * accepted / drafted:.0f} %"
+            rows.append(("", f"speculation: {accepted} of {drafted} guessed tokens were right ({share})"))
         rows += [("", advice) for advice in _advice(instance)]
     return rows
 

@@ -18,6 +18,7 @@ from mpillm.comms.messages import JoinReport
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.disagg_yaml import disagg_config
 from mpillm.config.options import RunConfig
+from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
@@ -26,7 +27,7 @@ from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_setting
 from mpillm.report.console import rank_list
 from mpillm.run.choose_samples import load_samples
 from mpillm.run.rank_roles import check_flags, check_handoff, check_sections, core_configs, what_runs
-from mpillm.workloads.rounds import why_not
+from mpillm.workloads.rounds import why_no_guesses, why_not
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     with config.autoapply():
         models = [core_class.check(core) for core in cores]
     check_handoff(cores, models)
+    _check_speculation(config, core_class, cores)
     yaml = what_runs(config, yaml, plan, cores)
     outlives_losses = config.on_instance_loss == "continue"
     if outlives_losses and (why := _why_a_loss_ends_it(plan, reports[0].versions["MPI"], bool(gpus), serves)):
@@ -125,6 +127,18 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         outlives_losses = False
         notes.append(f"a lost instance ends this server: {why}")
     return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses)
+
+
+def _check_speculation(config: RunConfig, core_class: type[LLMCore], cores: list[CoreConfig]) -> None:
+    """Raise ConfigError if the core does not guess tokens, or the workload's rules forbid it."""
+    about = ["speculative_config"]
+    if not core_class.speculates:
+        if config.given("speculative_config"):
+            why = f"--speculative_config: the {config.core_type} core has no speculative decoding"
+            raise ConfigError(why, about=about)
+    elif config.workload is not None and any(core.speculative_config for core in cores):
+        why = f"--speculative_config: {why_no_guesses(config.workload)}; leave out --benchmarks, or this"
+        raise ConfigError(why, about=about)
 
 
 def _why_a_loss_ends_it(plan: WorldPlan, mpi: str, on_gpus: bool, serves: bool) -> str:

@@ -5,6 +5,7 @@ reference accuracy), ``SUT.py``, ``SUT_VLLM.py`` and deepseek-r1's ``utils/backe
 answers are generated), ``dataset.py`` and ``evaluate-accuracy.py`` there (columns, scores),
 ``loadgen/mlperf.conf`` (LoadGen's names of the models), and
 ``tools/submission/submission_checker/constants.py`` (rounds v6.0 and v6.1: targets, limits, scenarios).
+Draft heads: appendix Speculative Decoding of mlcommons/inference_policies, ``inference_rules.adoc`` there.
 LoadGen itself brings latency limits, sample counts and durations, in the mlperf.conf inside it.
 """
 
@@ -164,6 +165,7 @@ DEEPSEEK_R1 = Workload(
         rounds={"v6.0": ("deepseek-r1",), "v6.1": ("deepseek-r1",)},
         limits=Limits(ttft_ms=2000, tpot_ms=80, target_ms=60_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
+        draft_head="the head of deepseek-ai/DeepSeek-R1 (EAGLE-style, 3 steps, top-k 1)",
     ),
     tiny_model="tiny-llama",
     tiny_divisor=16,
@@ -200,6 +202,7 @@ GPT_OSS_120B = Workload(
         rounds={"v6.0": ("gpt-oss-120b",), "v6.1": ("gpt-oss-120b",)},
         limits=Limits(ttft_ms=3000, tpot_ms=80, target_ms=60_000),
         scenarios=(("Offline",), ("Server", "Interactive")),
+        draft_head="nvidia/gpt-oss-120b-Eagle3-long-context (EAGLE3-style, 3 steps, top-k 1)",
     ),
     tiny_model="tiny-llama",
     tiny_divisor=1024,

@@ -37,6 +37,16 @@ def round_of(seeds: tuple[object, ...]) -> Round | None:
     return next((r for r in ROUNDS if r.seeds == seeds), None)
 
 
+def why_no_guesses(workload: Workload) -> str:
+    """Return why our engine may not compute `workload` with speculative decoding: the rules' reason."""
+    if workload.interactive_of and (head := workload.submission.draft_head):
+        return f"MLPerf's rules allow {workload.name} speculative decoding with {head} only"
+    return (
+        f"MLPerf's rules forbid speculative decoding for {workload.name}: they allow it for the interactive"
+        " forms of deepseek-r1 and gpt-oss-120b only, with a head that they name"
+    )
+
+
 def why_not(workload: Workload, accuracy_target: float, name: str) -> str:
     """Return why a result of `workload` does not count in round `name`; "" if it does."""
     rounds = workload.submission.rounds

@@ -53,6 +53,8 @@ class Submission:
     rounds: Mapping[str, tuple[str, ...]]  # its names of the benchmark, by round
     limits: Limits
     scenarios: tuple[tuple[str, ...], ...]  # a closed datacenter submission needs one of each
+    # The only head that its interactive form may guess tokens with (speculative decoding); "": none
+    draft_head: str = ""
     two_targets: bool = False  # accuracy targets of 99 % and 99.9 %: its names contain the target
 
 

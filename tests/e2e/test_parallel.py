@@ -44,6 +44,9 @@ VARIANTS: dict[str, list[object]] = {
 }
 
 
+SCARCER: list[object] = ["--tokens_per_block", 16, "--kv_cache_tokens", 208]  # for answers that end sooner
+
+
 def layout(tp: int = 1, pp: int = 1, ep: int = 1) -> list[object]:
     return ["--tensor_parallelism", tp, "--pipeline_parallelism", pp, "--moe_expert_parallelism", ep]
 
@@ -143,6 +146,14 @@ def test_layouts(
     assert variant == "default" or instance["preemptions"] > 0, (
         "the cache was not small enough to evict anything"
     )
+
+
+def test_guesses(one: Starter, presets: dict[str, Answers]) -> None:
+    """Speculative decoding changes no token; result.json says what was guessed, and how much was right."""
+    guesses = ["--speculative_config", "decoding_type:NGram,max_draft_len:4"]
+    options = [*layout(pp=2), *VARIANTS["scarce"], *SCARCER, *guesses]
+    instance = check(one, "tiny-llama", 2, presets["tiny-llama"], *options)
+    assert 0 < instance["accepted_tokens"] < instance["drafted_tokens"] and instance["preemptions"] > 0
 
 
 def test_the_answers_differ(presets: dict[str, Answers]) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 
 from mpillm.comms.transport import Buffer
 from mpillm.engine.cache.prefix_cache import PrefixCache
-from mpillm.engine.engine import Engine, EngineLimits
+from mpillm.engine.engine import Engine
+from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.engine_messages import PLAN
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.layout import Layout
@@ -73,13 +74,15 @@ class FakeGroups(Groups):
                     self._last[span.slot] if token == UNREAD else token
                 )
             first += span.n_new
-        ends = np.cumsum([span.n_new for span in step.spans]) - 1
-        spans = [step.spans[int(np.flatnonzero(ends == row)[0])] for row in step.wanted]
+        owners, positions = zip(
+            *((span, span.n_cached + i) for span in step.spans for i in range(span.n_new)), strict=True
+        )
+        spans = [owners[row] for row in step.wanted]
         tokens = [
             next_token(
-                [self._memory[self._tables[s.slot][p // SIZE], p % SIZE] for p in range(s.n_cached + s.n_new)]
+                [self._memory[self._tables[s.slot][p // SIZE], p % SIZE] for p in range(positions[row] + 1)]
             )
-            for s in spans
+            for s, row in zip(spans, step.wanted, strict=True)
         ]
         self._last |= {s.slot: token for s, token in zip(spans, tokens, strict=True)}
         return tokens

@@ -77,15 +77,16 @@ class PrefixCache(BlockAllocator):
     def publish(self, plan: list[tuple[Sequence, int]]) -> None:
         """Note that the step `plan` has started: later steps can find the blocks that it fills."""
         size = self._tokens_per_block
-        for sequence, n_new in plan:
-            n_known = len(sequence.prompt) + len(sequence.output)  # tokens still on a device have no hash
+        for sequence, _ in plan:
+            n_known = len(sequence.prompt) + len(sequence.output)  # not on a device still, nor a guess
             if sequence.width > 1:  # each beam has its own
                 n_known = len(sequence.prompt)
-            first, end = (sequence.n_cached - n_new) // size, min(sequence.n_cached, n_known) // size
+            first, end = sequence.n_published, min(sequence.n_cached, n_known) // size
             hashes = self._hashes(sequence, end) if end > first else []
             for hash_, block in zip(hashes[first:], sequence.blocks[first:end], strict=True):
                 if hash_ not in self._block_of:  # computed by two sequences at once: one block is enough
                     self._block_of[hash_], self._hash_of[block] = block, hash_
+            sequence.n_published = max(first, end)
 
     def _hashes(self, sequence: Sequence, n: int) -> list[bytes]:
         """Return the hashes of its first `n` blocks, all of them full."""

@@ -1,13 +1,8 @@
-"""Attention of one step: sequences that add one token, all at once, and sequences that add several.
+"""Attention of one step: sequences that add one token or a few, all at once, and sequences that add several.
 
-One new token (decode) reads much and computes little. Gathering each sequence's blocks into a padded batch
-costs as much as the attention. So the products run over the blocks in place, as one batched product per step
-and layer; only the scores, `head_dim` times smaller than the cache, are gathered into rows per sequence for
-the softmax, and back.
-
-Several new tokens (context) go through PyTorch's fused attention: together, padded to the longest, when they
-start at position 0 (the causal mask hides the padding behind them), and one by one when a part of the context
-is in the cache already.
+The first kind (decode) is in `decode_attention`. Several new tokens (context) go through PyTorch's fused
+attention: together, padded to the longest, when they start at position 0 (the causal mask hides the padding
+behind them), and one by one when a part of the context is in the cache already.
 """
 
 from __future__ import annotations
@@ -15,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,36 +17,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpillm.engine.cache.kv_cache import NULL_BLOCK, KVCache, rounded, widened
+from mpillm.engine.cache.kv_cache import KVCache, rounded, widened
+from mpillm.engine.model.decode_attention import DecodePlan, Pool
 from mpillm.engine.step import Span
 
 _MAX_PADDING = 1.25  # padded rows over real ones, for contexts computed together
-_MAX_UNOWNED = 1.5  # blocks from the first to the last over blocks wanted, for products in place
-
-
-class _Pool(NamedTuple):
-    """A layer's keys or values."""
-
-    held: Tensor  # [blocks, kv_heads, tokens_per_block, head_dim], of the cache's dtype
-    scales: Tensor | None  # [kv_heads], see `KVCache`
-
-
-@dataclass(frozen=True)
-class _Decode:
-    """Indices of decode's operands.
-
-    N: blocks read, H: query heads, B: sequences, M: blocks of the longest.
-    """
-
-    blocks: Tensor | None  # the N blocks to read; None: the first N, in place
-    n_blocks: int
-    owner: Tensor  # [N] sequence of each block
-    mask: Tensor  # [N * kv_heads, 1, tokens_per_block]: 0, or -inf after the end of a sequence
-    to_rows: Tensor  # [B * H * M] from blocks' scores to sequences' scores
-    to_blocks: Tensor  # [N * H] and back
-    members: Tensor  # blocks of sequence 0, then of sequence 1, ..., as indices into the N
-    starts: Tensor  # [B] where each sequence's blocks begin in `members`
-    n_sequences: int
 
 
 @dataclass(frozen=True)
@@ -101,9 +70,11 @@ class StepAttention:
         self._dtype = dtype
         self._n_heads = n_heads
         self._n_kv_heads, self._size, self._head_dim = cache.keys.shape[2:]
-        n_decode = sum(span.n_new == 1 for span in spans)
-        self._decode = self._plan_decode(spans[:n_decode]) if n_decode else None
-        self._contexts = self._plan_contexts(spans[n_decode:], n_decode)
+        ends = itertools.accumulate(span.n_new for span in spans)
+        placed = [(span, end - span.n_new) for span, end in zip(spans, ends, strict=True)]
+        decode = [(span, row) for span, row in placed if span.n_new == 1 or span.is_few]
+        self._decode = DecodePlan.of(decode, tables, cache, n_heads, dtype) if decode else None
+        self._contexts = self._plan_contexts([(s, row) for s, row in placed if s.n_new > 1 and not s.is_few])
         positions = np.concatenate([np.arange(span.n_cached, span.n_cached + span.n_new) for span in spans])
         blocks = np.concatenate(
             [
@@ -126,8 +97,7 @@ class StepAttention:
                 new.copy_(widened(numbers[:, :, None], new.dtype, scales)[:, :, 0])
         out = qkv.new_empty(len(qkv), h * self._head_dim)
         if self._decode is not None:
-            n = self._decode.n_sequences
-            out[:n] = self._attend_decode(self._decode, qkv[:n, :h], *pools)
+            self._decode.attend(qkv[:, :h], out, *pools)
         for context in self._contexts:
             if isinstance(context, _Together):
                 out[context.real] = self._attend_together(context, qkv)
@@ -137,12 +107,12 @@ class StepAttention:
                 )
         return out
 
-    def _pools(self, layer: int) -> tuple[_Pool, _Pool]:
+    def _pools(self, layer: int) -> tuple[Pool, Pool]:
         """Return the cache's keys and values."""
         scales = self._cache.scales
         return (
-            _Pool(self._cache.keys[layer], None if scales is None else scales[layer, 0]),
-            _Pool(self._cache.values[layer], None if scales is None else scales[layer, 1]),
+            Pool(self._cache.keys[layer], None if scales is None else scales[layer, 0]),
+            Pool(self._cache.values[layer], None if scales is None else scales[layer, 1]),
         )
 
     def _blocks_of(self, span: Span) -> NDArray[np.int64]:
@@ -150,78 +120,13 @@ class StepAttention:
         n_blocks = self._cache.blocks_for(span.n_cached + span.n_new)
         return np.array(self._tables[span.slot][:n_blocks], np.int64)
 
-    # --- one new token ---
-
-    def _plan_decode(self, spans: list[Span]) -> _Decode:
-        h, size, n = self._n_heads, self._size, len(spans)
-        lengths = np.array([span.n_cached + 1 for span in spans])
-        counts = -(-lengths // size)
-        wanted = np.fromiter(
-            itertools.chain.from_iterable(
-                self._tables[span.slot][:c] for span, c in zip(spans, counts, strict=True)
-            ),
-            np.int64,
-        )
-        # Sequences with a common prefix share blocks: each gets a copy, because here a block has one owner.
-        is_shared = np.bincount(wanted).max() > 1
-        in_place = not is_shared and int(wanted.max()) + 1 <= _MAX_UNOWNED * len(wanted) + 1
-        if in_place:
-            members, n_blocks = wanted, int(wanted.max()) + 1
-        else:
-            members, n_blocks = np.arange(1, len(wanted) + 1), len(wanted) + 1
-        longest = int(counts.max())
-        sequence = np.repeat(np.arange(n), counts)
-        starts = np.cumsum(counts) - counts
-        column = np.arange(len(wanted)) - starts[sequence]
-        table = np.full((n, longest), NULL_BLOCK)
-        table[sequence, column] = members
-        owner, owner_column = np.zeros((2, n_blocks), np.int64)
-        owner[members], owner_column[members] = sequence, column
-        mask = np.zeros((n_blocks, size), np.float32)
-        mask[NULL_BLOCK] = -np.inf
-        mask[members] = np.where(
-            column[:, None] * size + np.arange(size) < lengths[sequence][:, None], 0, -np.inf
-        )
-        heads = np.arange(h)
-        to_rows = table[:, None, :] * h + heads[:, None]
-        to_blocks = (owner[:, None] * h + heads) * longest + owner_column[:, None]
-        return _Decode(
-            blocks=None if in_place else torch.from_numpy(np.concatenate([[NULL_BLOCK], wanted])),
-            n_blocks=n_blocks,
-            owner=torch.from_numpy(owner),
-            mask=torch.from_numpy(np.repeat(mask, self._n_kv_heads, axis=0)[:, None]).to(self._dtype),
-            to_rows=torch.from_numpy(to_rows.reshape(-1)),
-            to_blocks=torch.from_numpy(to_blocks.reshape(-1)),
-            members=torch.from_numpy(members),
-            starts=torch.from_numpy(starts),
-            n_sequences=n,
-        )
-
-    def _attend_decode(self, plan: _Decode, q: Tensor, *pools: _Pool) -> Tensor:
-        h, k, d, size = self._n_heads, self._n_kv_heads, self._head_dim, self._size
-        keys, values = (
-            widened(
-                held[: plan.n_blocks] if plan.blocks is None else held.index_select(0, plan.blocks),
-                q.dtype,
-                scales,
-            ).view(-1, size, d)
-            for held, scales in pools
-        )
-        queries = q.index_select(0, plan.owner).view(plan.n_blocks * k, h // k, d)
-        scores = torch.baddbmm(plan.mask, queries, keys.transpose(1, 2), alpha=d**-0.5)
-        rows = scores.view(-1, size).index_select(0, plan.to_rows).view(plan.n_sequences * h, -1).softmax(-1)
-        weights = rows.view(-1, size).index_select(0, plan.to_blocks).view(plan.n_blocks * k, h // k, size)
-        parts = torch.bmm(weights, values).view(plan.n_blocks, h * d)
-        # The sum of each sequence's parts.
-        return torch.embedding_bag(parts, plan.members, plan.starts, mode=0)[0]
-
     # --- several new tokens ---
 
-    def _plan_contexts(self, spans: list[Span], first_row: int) -> list[_Together | _Behind]:
+    def _plan_contexts(self, placed: list[tuple[Span, int]]) -> list[_Together | _Behind]:
+        """`placed`: spans, each with its first row."""
         plans: list[_Together | _Behind] = []
         fresh: list[tuple[int, int]] = []  # tokens, first row
-        row = first_row
-        for span in spans:
+        for span, row in placed:
             if span.n_cached == 0:
                 fresh.append((span.n_new, row))
             else:
@@ -230,7 +135,6 @@ class StepAttention:
                 plans.append(
                     _Behind(row, row + span.n_new, torch.from_numpy(self._blocks_of(span)), n, visible)
                 )
-            row += span.n_new
         fresh.sort(reverse=True)
         while fresh:
             longest, n, real = fresh[0][0], 0, 0
@@ -256,7 +160,7 @@ class StepAttention:
         )
         return out.transpose(1, 2).reshape(len(plan.padded), -1).index_select(0, plan.kept)
 
-    def _attend_behind(self, plan: _Behind, q: Tensor, *pools: _Pool) -> Tensor:
+    def _attend_behind(self, plan: _Behind, q: Tensor, *pools: Pool) -> Tensor:
         seen = (widened(held.index_select(0, plan.blocks), q.dtype, scales) for held, scales in pools)
         keys, values = (
             x.transpose(0, 1).reshape(1, self._n_kv_heads, -1, self._head_dim)[:, :, : plan.n_tokens]

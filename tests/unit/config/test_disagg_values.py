@@ -33,6 +33,10 @@ VALUES: dict[str, tuple[Any, str]] = {
     "enable_chunked_context": (True, "true"),
     "context_chunking_policy": ("EQUAL_PROGRESS", "equal_progress"),
     "batch_scheduler_policy": ("STATIC_BATCH", "static"),
+    "speculative_config": (
+        {"decoding_type": "NGram", "max_draft_len": 4},
+        "decoding_type:NGram,max_draft_len:4",
+    ),
     "beam_width": (1, "1"),
     "dtype": ("bfloat16", "bfloat16"),
     "load_format": ("dummy", "dummy"),
@@ -51,6 +55,7 @@ OTHERS = {
     "enable_chunked_context": "false",
     "context_chunking_policy": "first_come_first_served",
     "batch_scheduler_policy": "no_evict",
+    "speculative_config": "decoding_type:NGram,max_draft_len:5",
     "beam_width": "2",
     "dtype": "float32",
     "load_format": "auto",

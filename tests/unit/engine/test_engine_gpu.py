@@ -20,7 +20,8 @@ from mpillm.comms.transport import Buffer
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import worker as worker_module
-from mpillm.engine.engine import Engine, EngineLimits
+from mpillm.engine.engine import Engine
+from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.engine_messages import PLAN
 from mpillm.engine.gpu_steps import ladder
 from mpillm.engine.model.model_info import check_model

@@ -22,6 +22,7 @@ TRANSFERS = [
     Transfer(Kind.SEND_LAYERS, 9, 1, 2, 0, []),
 ]
 SPANS = [Span(3, 40, 1, 2, [17]), Span(0, 9, 1, 1), Span(5, 0, 4, 0, [4, 2])]
+GUESSED = Step([Span(1, 7, 3, 2, [8], is_few=True), Span(0, 3, 2, 1)], [5, 6, 7, 8, 9], [0, 1, 2, 4], [0, 1])
 GREEDY = Step(SPANS, [-1, 7, 8, 9, 10, 11], [0, 5], [1])
 SAMPLED = Step(
     SPANS[:1],
@@ -33,7 +34,13 @@ SAMPLED = Step(
     TRANSFERS[:1],
 )
 SENT: dict[Tag, list[Any]] = {
-    Tag.PLAN: [GREEDY, SAMPLED, Step(transfers=TRANSFERS), Step(SPANS[2:], [1, 2, 3, 4], logprobs=21)],
+    Tag.PLAN: [
+        GREEDY,
+        SAMPLED,
+        GUESSED,
+        Step(transfers=TRANSFERS),
+        Step(SPANS[2:], [1, 2, 3, 4], logprobs=21),
+    ],
     Tag.TOKENS: [[0, 128255], []],
     Tag.MOVED: [[2**31 - 1], []],
     Tag.NCCL_ID: [bytes(range(128))],

@@ -11,6 +11,7 @@ import pytest
 
 from mpillm.engine.cache.kv_cache import BlockAllocator
 from mpillm.engine.cache.prefix_cache import PrefixCache
+from mpillm.engine.engine_limits import refusal
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.step import Step
 from tests.helpers.hashing_engine import (
@@ -45,7 +46,7 @@ def test_every_answer_is_right_and_every_block_comes_back(
     ended: dict[int, bool] = {}  # whether the end was that of a cancelled one
     for _ in range(20_000):
         if to_come and random.random() < 0.3:
-            assert engine.refusal(to_come[0]) is None
+            assert refusal(to_come[0], engine.info, engine.limits) is None
             engine.add(to_come.popleft())
         if random.random() < 0.15:
             n_added = len(sequences) - len(to_come)

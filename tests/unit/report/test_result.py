@@ -84,6 +84,15 @@ def test_evictions_are_told_with_what_avoids_them() -> None:
     ]
 
 
+def test_what_was_guessed() -> None:
+    instances = [
+        {**SLOW["per_instance"][0], "drafted_tokens": n, "accepted_tokens": n // 3} for n in (300, 0)
+    ]
+    rows = summary_rows(SLOW | {"per_instance": instances}, parse_run([]), "run")
+    told = [value for _, value in rows if "guessed" in value]
+    assert told == ["speculation: 100 of 300 guessed tokens were right (33 %)"]
+
+
 def test_a_client_that_is_the_limit_says_so() -> None:
     """So do tokens that were not the server's, and requests that were sent twice."""
     instance: dict[str, Any] = SLOW["per_instance"][0]

@@ -96,6 +96,28 @@ def test_ranks_must_be_alike() -> None:
         plan_run(config, joined(config, digest=other.digest(), values=other.values))
 
 
+def test_speculative_decoding_where_rules_or_the_core_forbid_it() -> None:
+    guesses = ["--speculative_config", "decoding_type:NGram,max_draft_len:4", "--device", "cpu"]
+    tiny = ["--model_path", "tiny-llama", "--load_format", "dummy"]
+    config = parse_run([*tiny, *guesses])
+    (core,) = plan_run(config, joined(config, 2)).cores
+    assert core.speculative_config == {"decoding_type": "NGram", "max_draft_len": 4}
+    named = "--speculative_config: MLPerf's rules forbid speculative decoding for llama2-70b: they allow it"
+    for options, why in (
+        (["--benchmarks", "llama2-70b", "--model_scale", "tiny"], named),
+        (
+            ["--benchmarks", "deepseek-r1-interactive", "--model_scale", "tiny"],
+            "--speculative_config: MLPerf's rules allow deepseek-r1-interactive speculative decoding with the"
+            " head of deepseek-ai/DeepSeek-R1",
+        ),
+        (DUMMY, "--speculative_config: the dummy core has no speculative decoding"),
+    ):
+        config = parse_run([*options, *guesses])
+        with pytest.raises(ConfigError) as error:
+            plan_run(config, joined(config, 2))
+        assert str(error.value).startswith(why) and "speculative_config" in error.value.about
+
+
 def test_who_asks_to_outlive_a_loss_hears_that_it_is_impossible() -> None:
     """The default of `serve` is told in the plan, an option that was given is an error."""
     why = "Some MPI 1 does not outlive a lost rank; Open MPI 5 does (ULFM)"

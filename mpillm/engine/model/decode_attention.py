@@ -1,0 +1,163 @@
+"""Attention of sequences that add one token, or a few, to cached ones: all at once, over the blocks in place.
+
+That reads much and computes little. Gathering each sequence's blocks into a padded batch costs as much as
+the attention. So the products run over the blocks in place, as one batched product per step and layer; only
+the scores, `head_dim` times smaller than the cache, are gathered into rows per sequence for the softmax, and
+back.
+
+Several rows of a sequence (its last token and guesses for the next) are more rows of the same products, each
+with a mask of its own; sequences with fewer rows than others repeat their last one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpillm.engine.cache.kv_cache import NULL_BLOCK, KVCache, widened
+from mpillm.engine.step import Span
+
+_MAX_UNOWNED = 1.5  # blocks from the first to the last over blocks wanted, for products in place
+
+
+class Pool(NamedTuple):
+    """A layer's keys or values."""
+
+    held: Tensor  # [blocks, kv_heads, tokens_per_block, head_dim], of the cache's dtype
+    scales: Tensor | None  # [kv_heads], see `KVCache`
+
+
+class _Rows(NamedTuple):
+    """Several rows of each sequence: B sequences with Q rows each, the missing ones repeated."""
+
+    n: int  # Q
+    padded: Tensor  # [B * Q] rows of the step
+    kept: Tensor  # where in `padded` the rows `real` are
+    real: Tensor
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Indices of the products' operands.
+
+    N: blocks read, K: KV heads, H: query heads of all rows of a sequence (by KV head, row, head),
+    B: sequences, M: blocks of the longest.
+    """
+
+    blocks: Tensor | None  # the N blocks to read; None: the first N, in place
+    n_blocks: int
+    owner: Tensor  # [N] sequence of each block
+    mask: Tensor  # [N * K, 1 or H / K, tokens_per_block]: 0, or -inf after the end of a sequence
+    to_rows: Tensor  # [B * H * M] from blocks' scores to sequences' scores
+    to_blocks: Tensor  # [N * H] and back
+    members: Tensor  # blocks of sequence 0, then of sequence 1, ..., as indices into the N
+    starts: Tensor  # [B] where each sequence's blocks begin in `members`
+    n_sequences: int
+    rows: _Rows | None  # None: the step's first B rows, one of each
+
+    @staticmethod
+    def of(
+        placed: list[tuple[Span, int]],
+        tables: Mapping[int, list[int]],
+        cache: KVCache,
+        n_heads: int,
+        dtype: torch.dtype,
+    ) -> DecodePlan:
+        """`placed`: spans, each with its first row in the step. `tables`, `dtype`: see `StepAttention`."""
+        spans = [span for span, _ in placed]
+        n_kv_heads, size = cache.keys.shape[2:4]
+        n, n_rows = len(spans), max(span.n_new for span in spans)
+        h = n_heads * n_rows
+        # How many tokens each row of a sequence sees.
+        last = np.array([span.n_new - 1 for span in spans])
+        visible = np.array([span.n_cached + 1 for span in spans])[:, None] + np.minimum(
+            np.arange(n_rows), last[:, None]
+        )
+        counts = -(-visible[:, -1] // size)
+        wanted = np.fromiter(
+            itertools.chain.from_iterable(
+                tables[span.slot][:c] for span, c in zip(spans, counts, strict=True)
+            ),
+            np.int64,
+        )
+        # Sequences with a common prefix share blocks: each gets a copy, because here a block has one owner.
+        is_shared = np.bincount(wanted).max() > 1
+        in_place = not is_shared and int(wanted.max()) + 1 <= _MAX_UNOWNED * len(wanted) + 1
+        if in_place:
+            members, n_blocks = wanted, int(wanted.max()) + 1
+        else:
+            members, n_blocks = np.arange(1, len(wanted) + 1), len(wanted) + 1
+        longest = int(counts.max())
+        sequence = np.repeat(np.arange(n), counts)
+        starts = np.cumsum(counts) - counts
+        column = np.arange(len(wanted)) - starts[sequence]
+        table = np.full((n, longest), NULL_BLOCK)
+        table[sequence, column] = members
+        owner, owner_column = np.zeros((2, n_blocks), np.int64)
+        owner[members], owner_column[members] = sequence, column
+        mask = np.zeros((n_blocks, n_rows, size), np.float32)
+        mask[NULL_BLOCK] = -np.inf
+        places = column[:, None] * size + np.arange(size)
+        mask[members] = np.where(places[:, None] < visible[sequence][:, :, None], 0, -np.inf)
+        if n_rows > 1:  # one for each of a KV head's query heads
+            mask = np.repeat(mask, n_heads // n_kv_heads, axis=1)
+        heads = np.arange(h)
+        to_rows = table[:, None, :] * h + heads[:, None]
+        to_blocks = (owner[:, None] * h + heads) * longest + owner_column[:, None]
+        return DecodePlan(
+            blocks=None if in_place else torch.from_numpy(np.concatenate([[NULL_BLOCK], wanted])),
+            n_blocks=n_blocks,
+            owner=torch.from_numpy(owner),
+            mask=torch.from_numpy(np.repeat(mask, n_kv_heads, axis=0)).to(dtype),
+            to_rows=torch.from_numpy(to_rows.reshape(-1)),
+            to_blocks=torch.from_numpy(to_blocks.reshape(-1)),
+            members=torch.from_numpy(members),
+            starts=torch.from_numpy(starts),
+            n_sequences=n,
+            rows=_rows(np.array([row for _, row in placed]), last, n_rows) if n_rows > 1 else None,
+        )
+
+    def attend(self, q: Tensor, out: Tensor, *pools: Pool) -> None:
+        """Write to `out` [rows, heads * head_dim] what the rows of `q` [rows, heads, head_dim] attend to."""
+        h, d = q.shape[1:]
+        k, size = pools[0].held.shape[1:3]
+        keys, values = (
+            widened(
+                held[: self.n_blocks] if self.blocks is None else held.index_select(0, self.blocks),
+                q.dtype,
+                scales,
+            ).view(-1, size, d)
+            for held, scales in pools
+        )
+        rows, n = self.rows, self.n_sequences
+        if rows is not None:
+            q = q.index_select(0, rows.padded).view(n, rows.n, k, h // k, d).transpose(1, 2)
+            h *= rows.n
+            q = q.reshape(n, h, d)
+        queries = q.index_select(0, self.owner).view(self.n_blocks * k, h // k, d)
+        scores = torch.baddbmm(self.mask, queries, keys.transpose(1, 2), alpha=d**-0.5)
+        weights = scores.view(-1, size).index_select(0, self.to_rows).view(n * h, -1).softmax(-1)
+        weights = weights.view(-1, size).index_select(0, self.to_blocks).view(self.n_blocks * k, h // k, size)
+        parts = torch.bmm(weights, values).view(self.n_blocks, h * d)
+        # The sum of each sequence's parts.
+        attended = torch.embedding_bag(parts, self.members, self.starts, mode=0)[0]
+        if rows is None:
+            out[:n] = attended
+        else:
+            attended = attended.view(n, k, rows.n, -1).transpose(1, 2).reshape(n * rows.n, -1)
+            out[rows.real] = attended.index_select(0, rows.kept)
+
+
+def _rows(first: NDArray[np.int64], last: NDArray[np.int64], n: int) -> _Rows:
+    """`first`: each sequence's first row in the step; `last`: how many follow."""
+    padded = first[:, None] + np.minimum(np.arange(n), last[:, None])
+    kept = np.flatnonzero(np.arange(n) <= last[:, None])
+    padded = padded.reshape(-1)
+    return _Rows(n, torch.from_numpy(padded), torch.from_numpy(kept), torch.from_numpy(padded[kept]))

@@ -1,0 +1,56 @@
+"""Prompt lookup: guess that what followed the last tokens before will follow them again.
+
+As Saxena's prompt lookup decoding (2023), vLLM's `ngram` and TensorRT-LLM's `NGram` with `is_use_oldest`: of
+the last `longest` to 1 tokens the most that occur earlier in the sequence count, and their first occurrence.
+"""
+
+from __future__ import annotations
+
+from mpillm.engine.sequence import Sequence
+
+
+class NGrams:
+    """The n-grams of one sequence's tokens, each with where it was first followed by a token."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
+
+    def read(self, sequence: Sequence) -> None:
+        """Take the tokens that have come since the last call."""
+        tokens, n_prompt = self._tokens, len(sequence.prompt)
+        n_read = len(tokens)
+        tokens += sequence.prompt[n_read:]
+        tokens += sequence.output[max(0, n_read - n_prompt) :]
+        for at in range(max(1, n_read), len(tokens)):
+            for n in range(1, min(self._longest, at) + 1):
+                self._after.setdefault(tuple(tokens[at - n : at]), at)
+
+    def guess(self, most: int) -> list[int]:
+        """Return up to `most` tokens; none if even the last token is new."""
+        tokens = self._tokens
+        for n in range(min(self._longest, len(tokens)), 0, -1):
+            if (at := self._after.get(tuple(tokens[-n:]))) is not None:
+                return tokens[at : at + most]
+        return []
+
+
+class NGramDrafter:
+    """Implements `speculation.Drafter`. It reads each token once, and computes nothing."""
+
+    def __init__(self, longest: int) -> None:
+        """`longest`: tokens of the longest n-gram."""
+        self._longest = longest
+        self._of: dict[Sequence, NGrams] = {}
+
+    def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        for ended in [sequence for sequence in self._of if sequence.is_done]:
+            del self._of[ended]
+        drafts = []
+        for sequence, most in wanted:
+            if (ngrams := self._of.get(sequence)) is None:
+                ngrams = self._of[sequence] = NGrams(self._longest)
+            ngrams.read(sequence)
+            drafts.append(ngrams.guess(most))
+        return drafts

@@ -1,0 +1,81 @@
+"""Test guesses: a step computes a sequence's last token and the guesses after it, and keeps what is right.
+
+Each row gets the token that the model chooses there. As long as that is the guess, the next row's token is
+right, too, so the answer is the one without guesses, token for token, whether the choice is greedy or
+sampled: a sampled token depends on its logits, its request's seed and its place only. Keys and values of
+wrong guesses stay in the sequence's own blocks until its next tokens overwrite them; other sequences can find
+a block only once the host knows all of its tokens (`PrefixCache.publish`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from mpillm.engine.scheduler import Scheduler
+from mpillm.engine.sequence import Sequence
+
+
+class Drafter(Protocol):
+    """What guesses: `NGramDrafter`, `DraftModel`."""
+
+    def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return guesses for what follows each sequence: up to that many tokens, or none."""
+        ...
+
+
+class Speculation:
+    """Adds guesses to steps, and takes what the model makes of them."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        max_num_tokens: int,
+        max_draft_len: int,
+        max_concurrency: int | None = None,
+    ) -> None:
+        """`max_num_tokens`: of a step; the rest as `SpeculativeConfig`."""
+        self._drafter = drafter
+        self._scheduler = scheduler
+        self._max_num_tokens = max_num_tokens
+        self._max_draft_len = max_draft_len
+        self._max_concurrency = max_concurrency
+        self.drafted_tokens = self.accepted_tokens = 0
+
+    def add_drafts(self, plan: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Return the scheduler's plan with guesses, in as many tokens and blocks as it leaves free."""
+        if self._max_concurrency is not None and len(self._scheduler.running) > self._max_concurrency:
+            return plan
+        chosen = [
+            s for s, n in plan if n == s.n_uncached == 1 and s.output and s.special is None and s.width == 1
+        ]
+        share = (self._max_num_tokens - sum(n for _, n in plan)) // max(1, len(chosen))
+        longest = min(share, self._max_draft_len)
+        wanted = [(s, most) for s in chosen if (most := min(longest, s.max_output - len(s.output) - 1)) > 0]
+        if not wanted:
+            return plan
+        for (sequence, _), draft in zip(wanted, self._drafter.draft(wanted), strict=True):
+            sequence.draft = draft[: self._scheduler.take_ahead(sequence, len(draft))]
+        return sorted(((s, n + len(s.draft)) for s, n in plan), key=lambda entry: entry[1] != 1)
+
+    def kept(
+        self, rows: Iterable[tuple[Sequence, int]], numbers: list[int]
+    ) -> Iterator[tuple[Sequence, int]]:
+        """Yield those of a step's rows whose token counts: its sequence, and where in `numbers` the token is.
+
+        The caller appends each token before it takes the next.
+        """
+        rows = iter(rows)
+        for sequence, at in rows:
+            draft, sequence.draft = sequence.draft, []
+            places = [at, *(at for _, at in itertools.islice(rows, len(draft)))]
+            n = 0
+            while n < len(draft) and draft[n] == numbers[places[n]]:
+                n += 1
+            sequence.n_cached -= len(draft) - n
+            self.drafted_tokens += len(draft)
+            for i, place in enumerate(places[: n + 1]):
+                self.accepted_tokens += i < n and not sequence.is_done
+                yield sequence, place

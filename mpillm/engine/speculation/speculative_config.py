@@ -1,0 +1,52 @@
+"""--speculative_config: names and meanings are those of TensorRT-LLM's `speculative_config`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from disagg.errors import ConfigError, about, nearest
+
+NGRAM, DRAFT_TARGET = "NGram", "Draft_Target"
+_OF_TYPE = {NGRAM: ("max_matching_ngram_size",), DRAFT_TARGET: ("speculative_model",)}
+_OPTION = "--speculative_config"
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How the engine guesses tokens."""
+
+    decoding_type: str
+    max_draft_len: int  # tokens guessed at once
+    max_matching_ngram_size: int = 2  # NGram: tokens whose earlier occurrence is looked for, at most
+    speculative_model: str = ""  # Draft_Target: a folder or preset, of the same vocabulary
+    max_concurrency: int | None = None  # guess nothing while more sequences run
+
+    @classmethod
+    @about("speculative_config")
+    def read(cls, said: Mapping[str, Any]) -> SpeculativeConfig:
+        """Return what an option or a YAML says. Raises ConfigError for a wrong name or value."""
+        kind = said.get("decoding_type")
+        if kind not in _OF_TYPE:
+            raise ConfigError(
+                f"{_OPTION} decoding_type {kind}: the torch core has {' and '.join(_OF_TYPE)}"
+                f"{nearest(str(kind), _OF_TYPE)}"
+            )
+        known = ("decoding_type", "max_draft_len", "max_concurrency", *_OF_TYPE[kind])
+        for name, value in said.items():
+            if name not in known:
+                raise ConfigError(
+                    f"{_OPTION} {name}: decoding_type {kind} of the torch core has {', '.join(known)}"
+                    f"{nearest(name, known)}"
+                )
+            is_text = name in ("decoding_type", "speculative_model")
+            if not (isinstance(value, str) and value if is_text else type(value) is int and value > 0):
+                wanted = "a path" if is_text else "a whole number of at least 1"
+                raise ConfigError(f"{_OPTION} {name} {value}: must be {wanted}")
+        for field in dataclasses.fields(cls):
+            needed = field.default is dataclasses.MISSING or field.name == "speculative_model"
+            if needed and field.name in known and field.name not in said:
+                raise ConfigError(f"{_OPTION}: decoding_type {kind} needs {field.name}")
+        return cls(**said)

@@ -1,0 +1,52 @@
+"""Runs with speculative decoding give the tokens of transformers, in any layout.
+
+A quick one is in test_parallel.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mpillm.configurator.parsers import flag_dict
+from tests.helpers.support import Starter
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.e2e.test_handoff_layouts import LAYOUTS, sections
+from tests.e2e.test_handoff_layouts import check as check_pair
+from tests.e2e.test_parallel import N_PROMPTS, SCARCER, VARIANTS, Answers, check, layout, preset_answers
+
+NGRAM = "decoding_type:NGram,max_draft_len:4"
+DRAFT = "decoding_type:Draft_Target,max_draft_len:3,speculative_model:tiny-llama"  # the model itself
+N_NEW = 40
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return preset_answers("tiny-llama", tmp_path_factory.mktemp("tiny-llama"), N_PROMPTS, N_NEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [NGRAM, DRAFT], ids=["NGram", "Draft_Target"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layouts(one: Starter, answers: Answers, tp: int, pp: int, variant: str, how: str) -> None:
+    options = [*layout(tp, pp), *VARIANTS[variant], "--speculative_config", how]
+    options += SCARCER if variant == "scarce" else []
+    instance = check(one, "tiny-llama", tp * pp, answers, *options)
+    assert 0 < instance["accepted_tokens"] <= instance["drafted_tokens"]
+    assert how == NGRAM or instance["accepted_tokens"] == instance["drafted_tokens"]
+    assert variant == "default" or instance["preemptions"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [NGRAM, DRAFT], ids=["NGram", "Draft_Target"])
+@pytest.mark.parametrize(("context", "generation"), [("tp1", "tp1"), ("tp2", "pp2"), ("pp2", "tp2")])
+def test_disaggregated(one: Starter, answers: Answers, context: str, generation: str, how: str) -> None:
+    """The YAML asks for it in the generation section; no context instance guesses."""
+    shapes = LAYOUTS[context], LAYOUTS[generation]
+    file = sections(one.folder / "run.yaml", *shapes, speculative_config=flag_dict(how))
+    ranks = sum(tp * pp for tp, pp, _ in shapes)
+    first, second = check_pair(one, "tiny-llama", answers, file, ranks, n_new=N_NEW)
+    assert "drafted_tokens" not in first and 0 < second["accepted_tokens"] <= second["drafted_tokens"]
