@@ -17,7 +17,6 @@ from mpillm.config.options import RunConfig, parse_run
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
-from mpillm.experiments.advise.calibration import Calibrator
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
 from mpillm.experiments.advise.other_load import OtherLoad
 from mpillm.experiments.advise.planning import plan_of, prepared
@@ -39,6 +38,7 @@ from mpillm.report.run_files import RunFiles
 from mpillm.run.in_turn import without
 
 if TYPE_CHECKING:
+    from mpillm.experiments.advise.calibration import Calibrator
     from mpillm.experiments.advise.prediction import Prediction
     from mpillm.run.join import Planned, Prepared
 
@@ -178,6 +178,8 @@ def _plans(
         return folder
 
     test = prepared(planned, for_data)
+    from mpillm.experiments.advise.calibration import Calibrator
+
     calibrator = Calibrator(
         folder,
         options.mpirun_options,

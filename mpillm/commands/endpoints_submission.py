@@ -40,7 +40,6 @@ from mpillm.submission.endpoint_points import (
     write_yaml,
 )
 from mpillm.submission.endpoint_rules import (
-    BENCHMARKS,
     DIVISIONS,
     POINTS,
     SEED_SETS,
@@ -54,9 +53,11 @@ from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.rules import folder_name
 from mpillm.submission.scores import METRICS, Answer, Row
+from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Workload
 
 _GROUP = "submission"
+_BENCHMARKS = {name: named for name, workload in WORKLOADS.items() if (named := workload.endpoints)}
 
 
 class _Options(Values):
@@ -65,7 +66,7 @@ class _Options(Values):
     url = Field("url", "the server: host:port, or a URL of http or https", group=_GROUP)
     model = Field("model", "the model's name at the server [default: the only one]", group=_GROUP)
     model_path = Field("model_path", "a folder with the model's tokenizer, for text", group=_GROUP)
-    benchmarks = Field("benchmarks", "the workload", one_of(*BENCHMARKS), group=_GROUP)
+    benchmarks = Field("benchmarks", "the workload", one_of(*_BENCHMARKS), group=_GROUP)
     model_scale = Field(
         "model_scale", "tiny: a scaled-down data set", one_of("full", "tiny"), default="full", group=_GROUP
     )
@@ -166,7 +167,7 @@ def _curve(options: _Options) -> tuple[Curve, list[int], Workload]:
             folder_name("submission_id", options.submission_id),
             folder_name("system_name", options.system_name),
             options.division,
-            BENCHMARKS[name],
+            _BENCHMARKS[name],
             c_max,
             regions,
             options.seed_set,

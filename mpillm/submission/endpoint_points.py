@@ -15,8 +15,9 @@ import yaml
 from mpillm import __version__
 from mpillm.bench.load_test import Record
 from mpillm.files import read_json, write_json, write_text
-from mpillm.submission.endpoint_rules import SEED_SETS, Benchmark, Regions
+from mpillm.submission.endpoint_rules import SEED_SETS, Regions
 from mpillm.submission.scores import Scores
+from mpillm.workloads.workload import Endpoints
 
 SUMMARY, ACCURACY, POINT, CONFIG, SYSTEM, POWER, WARMUP = (
     "result_summary.json",
@@ -100,7 +101,7 @@ class Curve:
     submission_id: str
     system: str
     division: str
-    benchmark: Benchmark
+    benchmark: Endpoints
     c_max: int
     regions: Regions
     seed_set: str

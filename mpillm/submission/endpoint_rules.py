@@ -24,38 +24,6 @@ DIVISIONS = ("Standardized", "Serviced", "RDI")
 _SHORT_S, _LONG_S = 600.0, 1200.0
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """How MLPerf Endpoints names a workload, and the data set that its points are measured with."""
-
-    model: str
-    dataset: str
-    link_to_model: str
-    dataset_link: str
-
-
-BENCHMARKS = {
-    "llama3.1-8b": Benchmark(
-        "llama3_1-8b",
-        "cnn_dailymail",
-        "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct",
-        "https://huggingface.co/datasets/abisee/cnn_dailymail",
-    ),
-    "gpt-oss-120b": Benchmark(
-        "gpt-oss-120b",
-        "mlperf_gpt_oss_performance",
-        "https://huggingface.co/openai/gpt-oss-120b",
-        "https://github.com/mlcommons/inference/tree/master/language/gpt-oss-120b",
-    ),
-    "deepseek-r1": Benchmark(
-        "deepseek-r1",
-        "mlperf_deepseek_r1",
-        "https://huggingface.co/deepseek-ai/DeepSeek-R1",
-        "https://github.com/mlcommons/inference/tree/master/language/deepseek-r1",
-    ),
-}
-"""By our names of the workloads."""
-
 SEED_SETS = {
     "A": {
         "scheduler_rng_seed": 10487924139932647040,

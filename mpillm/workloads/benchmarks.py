@@ -11,7 +11,7 @@ LoadGen itself brings latency limits, sample counts and durations, in the mlperf
 
 from __future__ import annotations
 
-from mpillm.workloads.workload import Accuracy, Columns, Limits, Submission, Workload
+from mpillm.workloads.workload import Accuracy, Columns, Endpoints, Limits, Submission, Workload
 
 LLAMA2_70B = Workload(
     name="llama2-70b",
@@ -137,6 +137,12 @@ LLAMA3_1_8B = Workload(
     ),
     tiny_model="tiny-llama",
     tiny_divisor=20,
+    endpoints=Endpoints(
+        "llama3_1-8b",
+        "cnn_dailymail",
+        "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct",
+        "https://huggingface.co/datasets/abisee/cnn_dailymail",
+    ),
 )
 
 DEEPSEEK_R1 = Workload(
@@ -169,6 +175,12 @@ DEEPSEEK_R1 = Workload(
     ),
     tiny_model="tiny-llama",
     tiny_divisor=16,
+    endpoints=Endpoints(
+        "deepseek-r1",
+        "mlperf_deepseek_r1",
+        "https://huggingface.co/deepseek-ai/DeepSeek-R1",
+        "https://github.com/mlcommons/inference/tree/master/language/deepseek-r1",
+    ),
 )
 
 GPT_OSS_120B = Workload(
@@ -206,6 +218,12 @@ GPT_OSS_120B = Workload(
     ),
     tiny_model="tiny-llama",
     tiny_divisor=1024,
+    endpoints=Endpoints(
+        "gpt-oss-120b",
+        "mlperf_gpt_oss_performance",
+        "https://huggingface.co/openai/gpt-oss-120b",
+        "https://github.com/mlcommons/inference/tree/master/language/gpt-oss-120b",
+    ),
 )
 
 WORKLOADS = {

@@ -59,6 +59,16 @@ class Submission:
 
 
 @dataclass(frozen=True)
+class Endpoints:
+    """How MLPerf Endpoints names a workload, and the data set that its points are measured with."""
+
+    model: str
+    dataset: str
+    link_to_model: str
+    dataset_link: str
+
+
+@dataclass(frozen=True)
 class Workload:
     """One benchmark. Lengths are in tokens."""
 
@@ -88,6 +98,7 @@ class Workload:
     # If an accuracy run has a data set of its own: its samples, and the longest answer there.
     accuracy_samples: int | None = None
     accuracy_output_len: int | None = None
+    endpoints: Endpoints | None = None  # if MLPerf Endpoints has it
     interactive_of: str = ""  # the workload of which this is the interactive form
     loadgen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options, by scenario
     scaled: str = ""  # what is smaller than in the benchmark; empty: nothing
@@ -111,5 +122,6 @@ class Workload:
             members=(f"{self.members[0]}_INTERACTIVE",),
             loadgen_model=self.loadgen_model + FORM,
             scenarios=("Server",),
+            endpoints=None,
             interactive_of=self.name,
         )
