@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -178,11 +179,10 @@ def _explained(batch: int, decoded: Decoded, times: dict[Part, float], roofline:
     rest = decoded.step_s - sum(times.values())
     lines.append(f"  {'the rest':<23} {rest * 1e3:>9.3f}   norms, rotary embedding, cache, sampler, gaps")
     lines.append(f"  {'on the host':<23} {decoded.host_s * 1e3:>9.3f}   beside the step before it")
-    if decoded.gpu is not None:
-        mhz, watts = decoded.gpu["sm_mhz"], decoded.gpu["energy_j"] / decoded.gpu["seconds"]
-        joules = watts * decoded.step_s
+    if not math.isnan(joules := decoded.watts * decoded.step_s):
         lines.append(
-            f"  {watts:.0f} W, {mhz:.0f} MHz; {joules:.3g} J a step, {1e3 * joules / batch:.3g} mJ a token"
+            f"  {decoded.watts:.0f} W, {decoded.sm_mhz:.0f} MHz; {joules:.3g} J a step,"
+            f" {1e3 * joules / batch:.3g} mJ a token"
         )
     return "\n".join(lines)
 
@@ -206,7 +206,8 @@ class Decoded(NamedTuple):
 
     step_s: float  # from one step's tokens to the next one's
     host_s: float  # this process's work for a step
-    gpu: dict[str, float] | None  # `GPU_COLUMNS` half way, `energy_j` since the warm-up, and its `seconds`
+    watts: float  # NaN where the driver does not say
+    sm_mhz: float  # half way, likewise
 
 
 def _decode(
@@ -239,13 +240,12 @@ def _decode(
         host_s = 0.0
         if meter is not None and seen - 1 in (_WARM_UP, _WARM_UP + n_steps // 2, _WARM_UP + n_steps):
             readings.append((time.perf_counter(), dict(zip(GPU_COLUMNS, meter.read(), strict=True))))
-    gpu = None
+    watts = sm_mhz = math.nan
     if len(readings) == 3:
         (began, before), (_, half_way), (ended, after) = readings
-        spent = after["energy_j"] - before["energy_j"]
-        gpu = half_way | {"energy_j": spent, "seconds": ended - began}
+        watts, sm_mhz = (after["energy_j"] - before["energy_j"]) / (ended - began), half_way["sm_mhz"]
     steps = [b - a for a, b in itertools.pairwise(arrivals)][_WARM_UP - 1 :]
-    return Decoded(statistics.median(steps), statistics.median(host_times[_WARM_UP:]), gpu)
+    return Decoded(statistics.median(steps), statistics.median(host_times[_WARM_UP:]), watts, sm_mhz)
 
 
 def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:

@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from disagg.errors import ConfigError
 from mpillm.bench.bench_decode import Options, bench_decode
+from mpillm.bench.other_load import DISTURBS, OtherLoad
 from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.config.core_config import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
 
 _STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one batch
-
-_QUIET_CORES = 0.1  # other processes that use more disturb the figures
 
 
 DESCRIPTION = (
@@ -80,7 +77,7 @@ def main(config: Options) -> int:
     baseline.static(prompts[:_STATIC_BATCH], 2, _STATIC_BATCH)
     # With all prompts: these determine its cache and its threads.
     baseline.continuous(prompts, config.output_len)
-    started_all, others = time.perf_counter(), _others_cpu_s()
+    load = OtherLoad()
     for i in range(config.repeats):
         for name, answer in contenders.items():
             print(f"  round {i + 1} of {config.repeats}: {name}", file=sys.stderr, flush=True)
@@ -89,7 +86,7 @@ def main(config: Options) -> int:
             times[name].append(time.perf_counter() - started)
         times["products"].append(engine.products())
 
-    others = (_others_cpu_s() - others) / (time.perf_counter() - started_all)
+    others = load.cores()
 
     mean = statistics.mean(map(len, prompts))
     lengths = f"{mean:.0f} tokens on average, {config.output_len} new tokens each"
@@ -111,19 +108,12 @@ def main(config: Options) -> int:
     )
     print(
         f"  other processes used {others:.2f} cores meanwhile"
-        + (": the figures are disturbed" if others > _QUIET_CORES else "")
+        + (": the figures are disturbed" if others > DISTURBS else "")
     )
     for name in list(contenders)[1:]:
         same = sum(a == b for a, b in zip(answers["engine"], answers[name], strict=True))
         print(f"  answers equal to {name}: {same} of {len(prompts)}")
     return 0
-
-
-def _others_cpu_s() -> float:
-    """Return the CPU time of this machine's other processes since it started, seconds."""
-    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    waiting = machine.idle + getattr(machine, "iowait", 0.0)
-    return float(sum(machine) - waiting - own.user - own.system)
 
 
 def _prompts(info: ModelInfo, config: Options) -> list[list[int]]:

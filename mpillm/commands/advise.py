@@ -12,13 +12,14 @@ import numpy as np
 
 import disagg
 from disagg.errors import ConfigError
+from mpillm.bench.other_load import OtherLoad
 from mpillm.bench.whole_runs import run_in
 from mpillm.config.options import RunConfig, parse_run
 from mpillm.configurator.command_line import Parser
+from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
-from mpillm.experiments.advise.other_load import OtherLoad
 from mpillm.experiments.advise.planning import plan_of, prepared
 from mpillm.experiments.goodput import GOODPUT, parse_goodput, take_goodput
 from mpillm.experiments.option_grid import curve, figures, pareto
@@ -75,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="mpillm advise",
         description="Propose how to use some GPUs for a test: instances, their layouts, aggregated or"
-        " disaggregated, contexts to generation instances, and max_batch_size. About a minute of short runs"
-        " calibrates a simulation of the whole test; takes all options of run. A --mode that is given is the"
+        " disaggregated, contexts to generation instances, and max_batch_size. Short runs, a minute or more,"
+        " calibrate a simulation of the whole test; takes all options of run. A --mode that is given is the"
         " only one that is considered, --max_batch_size is the largest.",
         epilog="examples:\n"
         "  python -m mpillm advise --total_gpus 2 --model_path tiny-llama --max_batch_size 16 --verify\n"
@@ -144,6 +145,12 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(
             f"{config.named('core_type')}: its servers are started elsewhere, in a layout of their own;"
             " advise plans instances in the ranks"
+        )
+    core = BackendRegistry.get(config.core_type)
+    if core.needs_model and core.record_steps is LLMCore.record_steps:
+        raise ConfigError(
+            f"{config.named('core_type')}: it does not tell what its steps hold and take, from which advise"
+            " predicts; torch does"
         )
     if config.test_mode != "PerformanceOnly":
         raise ConfigError(f"{config.named('test_mode')}: advise is about performance")

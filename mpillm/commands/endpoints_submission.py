@@ -191,7 +191,7 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
     todo = [
         c
         for c in points
-        if not (curve.folder(output, c) / SUMMARY).exists()
+        if not _is_measured(curve.folder(output, c))
         or (c in scored and not (curve.folder(output, c) / ACCURACY).exists())
     ]
     for c in sorted({*points} - {*todo}):
@@ -215,10 +215,29 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
         options.stall_timeout,
     ) as client:
         for c in todo:
-            failed += _point(options, curve, c, client, dataset, workload)
-            if c in scored:
+            if not _is_measured(curve.folder(output, c)):
+                failed += _point(options, curve, c, client, dataset, workload)
+            if c in scored and not (curve.folder(output, c) / ACCURACY).exists():
                 failed += _accuracy(curve.folder(output, c), curve, c, client, dataset, rows, workload)
     return failed
+
+
+def _is_measured(folder: Path) -> bool:
+    """Return whether a point has a result, of which no request failed."""
+    file = folder / SUMMARY
+    return file.exists() and not read_object(file)["n_samples_failed"]
+
+
+def _sampling(curve: Curve, workload: Workload) -> Sampling:
+    """Return how answers are chosen; of the published seed the bits that every server takes."""
+    said = workload.sampling
+    return Sampling(
+        workload.max_output_len,
+        temperature=said.get("temperature", 0.0),
+        top_k=int(said.get("top_k", 0)),
+        top_p=said.get("top_p", 1.0),
+        seed=SEED_SETS[curve.seed_set]["model_seed"] & 0x7FFFFFFF,
+    )
 
 
 def _point(
@@ -228,7 +247,7 @@ def _point(
     folder.mkdir(parents=True, exist_ok=True)
     lasts = options.min_duration if options.min_duration is not None else min_duration_s(c)
     prompts = [dataset.sample(i) for i in range(len(dataset))]
-    sampling = Sampling(workload.max_output_len, temperature=0.0, seed=1, ignore_eos=False)
+    sampling = _sampling(curve, workload)
     seeds = SEED_SETS[curve.seed_set]
     order = sample_order(len(prompts), seeds["sample_index_rng_seed"])
     warm_up = FixedConcurrency(prompts, order, sampling, c, c)
@@ -276,7 +295,7 @@ def _accuracy(
     workload: Workload,
 ) -> list[str]:
     prompts = [dataset.sample(i) for i in range(len(dataset))]
-    sampling = Sampling(workload.max_output_len, temperature=0.0, seed=1, ignore_eos=False)
+    sampling = _sampling(curve, workload)
     test = FixedConcurrency(prompts, iter(range(len(prompts))), sampling, c, len(prompts))
     client.run(test)
     if lost := _errors(test, f"{c} at once, accuracy"):

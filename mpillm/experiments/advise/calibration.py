@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 import disagg
+from mpillm.bench.other_load import OtherLoad
 from mpillm.bench.whole_runs import run_in
 from mpillm.experiments.advise.candidates import Candidate, Layout
-from mpillm.experiments.advise.other_load import OtherLoad
 from mpillm.experiments.advise.simulated_slots import SlotTimes
 from mpillm.experiments.advise.step_times import Line, Sharing, StepTimes, fit, slowdown
 from mpillm.experiments.run_series import must_have_verdict

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import disagg
 from mpillm.comms.messages import JoinReport
-from mpillm.config.options import RunConfig, parse_run
+from mpillm.config.options import parse_run
 from mpillm.cores.registry import BackendRegistry
 
 if TYPE_CHECKING:
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 _NODE = "this-node"
 
 
-def plan_here(config: RunConfig, worker_ranks: int) -> Planned:
-    """Return the plan of a run with so many worker ranks on this node.
+def plan_of(words: Sequence[str], worker_ranks: int) -> Planned:
+    """Return the plan of a run with these options and so many worker ranks on this node.
 
-    Raises ConfigError if the ranks, the model or the memory do not allow it.
+    Raises ConfigError if the options, the ranks, the model or the memory do not allow it.
     """
+    config = parse_run(words)
     import mpi4py
 
     mpi4py.rc.initialize = False  # this process starts runs; it is no rank of one
@@ -33,11 +34,6 @@ def plan_here(config: RunConfig, worker_ranks: int) -> Planned:
         _NODE, 0, 0.0, {"MPI": "Open MPI v5"}, digest=config.digest(), values=config.values, gpus=gpus
     )
     return plan_run(config, dict.fromkeys(range(disagg.ranks_for(worker_ranks)), report))
-
-
-def plan_of(words: Sequence[str], worker_ranks: int) -> Planned:
-    """As `plan_here`, from a command line of ``run``."""
-    return plan_here(parse_run(words), worker_ranks)
 
 
 def prepared(planned: Planned, folder: Callable[[], Path]) -> Prepared:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from mpillm.experiments.advise.simulated_instances import (
     StepInstance,
 )
 from mpillm.experiments.advise.simulated_slots import SlotInstance
-from mpillm.experiments.advise.simulator import Simulation, System, latencies
+from mpillm.experiments.advise.simulator import At, Make, Simulation, System, latencies
 from mpillm.loadgen.issue_order import Issued
 
 if TYPE_CHECKING:
@@ -105,12 +105,8 @@ def _system(candidate: Candidate, planned: Planned, calibration: Calibration) ->
     )
 
 
-def _maker(
-    candidate: Candidate, planned: Planned, calibration: Calibration
-) -> Callable[[bool, Listener, Callable[[float, Callable[[float], None]], None]], Instance]:
-    def make(
-        generates: bool, listener: Listener, at: Callable[[float, Callable[[float], None]], None]
-    ) -> Instance:
+def _maker(candidate: Candidate, planned: Planned, calibration: Calibration) -> Make:
+    def make(generates: bool, listener: Listener, at: At) -> Instance:
         hands_over = bool(candidate.ctx_instances) and not generates
         layout = candidate.ctx_layout if hands_over else candidate.layout
         which = 0 if hands_over or not candidate.ctx_instances else len(planned.cores) - 1

@@ -36,7 +36,10 @@ class System:
     handoff: Line = NO_TIME  # from the first token, and room at the receiver, to the KV cache's arrival
 
 
-Make = Callable[[bool, Listener, Callable[[float, Callable[[float], None]], None]], Instance]
+At = Callable[[float, Callable[[float], None]], None]
+"""Asks to be called at a time, with it."""
+
+Make = Callable[[bool, Listener, At], Instance]
 """Makes an instance: whether it is a generation instance, who hears of it, and a way to ask for a time."""
 
 

@@ -22,9 +22,8 @@ class StepTimes:
     """
 
     coefficients: tuple[float, ...]
-    alone: float = (
-        1.0  # factor on a step that begins while no other is in flight, and goes through all stages
-    )
+    alone: float = 1.0
+    """A factor on steps that begin while no other is in flight: they pass all stages before the next one."""
 
     def seconds(self, held: Sequence[float]) -> float:
         """Return the time of a step that holds this much: the values of `FEATURES`."""

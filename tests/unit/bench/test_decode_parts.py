@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -56,12 +58,15 @@ def test_the_roofline_names_the_limit() -> None:
     reads, computes = Part("reads", _nothing, 200.0, 10.0), Part("computes", _nothing, 1.0, 5000.0)
     assert (roofline.seconds(reads), roofline.limit(reads)) == (2.0, "memory")
     assert (roofline.seconds(computes), roofline.limit(computes)) == (5.0, "arithmetic")
-    gpu = {"sm_mhz": 1700.0, "energy_j": 700.0, "seconds": 2.0}
-    text = _explained(4, Decoded(10.0, 0.5, gpu), {reads: 3.0, computes: 6.0}, roofline)
+    text = _explained(
+        4, Decoded(10.0, 0.5, watts=350.0, sm_mhz=1700.0), {reads: 3.0, computes: 6.0}, roofline
+    )
     assert [line.split() for line in text.splitlines()][1:4] == [
         ["reads", "3000.000", "2000.000", "1.50", "memory"],
         ["computes", "6000.000", "5000.000", "1.20", "arithmetic"],
         ["the", "rest", "1000.000", *["norms,", "rotary", "embedding,", "cache,", "sampler,", "gaps"]],
     ]
     assert "350 W, 1700 MHz; 3.5e+03 J a step, 8.75e+05 mJ a token" in text
-    assert "W," not in _explained(4, Decoded(10.0, 0.5, None), {reads: 3.0}, roofline)
+    assert "W," not in _explained(
+        4, Decoded(10.0, 0.5, watts=math.nan, sm_mhz=math.nan), {reads: 3.0}, roofline
+    )

@@ -11,6 +11,8 @@ import yaml
 
 from mpillm.bench.bench_endpoint import null_server
 from mpillm.cli import main
+from mpillm.commands import endpoints_submission
+from mpillm.cores.openai_client.dialect import Sampling
 
 WORDS = ("--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--submitter", "Us", "--system_name", "Box")
 
@@ -52,6 +54,32 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
         out = capsys.readouterr().out
         assert out.count("was there") == 3 and re.search(r"10 at once  \d+ requests", out)
         assert (curve / "r4" / "result_summary.json").read_bytes() == before
+        (curve / "r4" / "accuracy_results.json").unlink()
+        failed = curve / "r48" / "result_summary.json"
+        failed.write_text(json.dumps({**json.loads(failed.read_text()), "n_samples_failed": 1}))
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert out.count("was there") == 2 and "48 at once" in out and "4 at once  26" not in out
+        assert (curve / "r4" / "result_summary.json").read_bytes() == before
+        assert (curve / "r4" / "accuracy_results.json").exists()
+        assert json.loads(failed.read_text())["n_samples_failed"] == 0
+
+
+@pytest.mark.parametrize(("name", "temperature"), [("llama3.1-8b", 0.0), ("gpt-oss-120b", 1.0)])
+def test_answers_are_chosen_as_the_workload_says(
+    name: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sampling] = []
+
+    def noted(prompts: object, order: object, sampling: Sampling, *more: object) -> None:
+        asked.append(sampling)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(endpoints_submission, "FixedConcurrency", noted)
+    words = [*WORDS, "--benchmarks", name, "--output", str(tmp_path), "--max_supported_concurrency", "48"]
+    with null_server() as url, pytest.raises(KeyboardInterrupt):
+        endpoints_submission.main([*words, "--url", url])
+    assert [sampling.temperature for sampling in asked] == [temperature]
 
 
 def test_wrong_curves_are_refused_before_anything_is_sent(
