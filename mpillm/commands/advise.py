@@ -16,6 +16,7 @@ from mpillm.bench.other_load import OtherLoad
 from mpillm.bench.whole_runs import run_in
 from mpillm.config.options import RunConfig, parse_run
 from mpillm.configurator.command_line import Parser
+from mpillm.core_names import DEFAULT
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
@@ -150,7 +151,7 @@ def _check(config: RunConfig) -> None:
     if core.needs_model and core.record_steps is LLMCore.record_steps:
         raise ConfigError(
             f"{config.named('core_type')}: it does not tell what its steps hold and take, from which advise"
-            " predicts; torch does"
+            f" predicts; {DEFAULT} does"
         )
     if config.test_mode != "PerformanceOnly":
         raise ConfigError(f"{config.named('test_mode')}: advise is about performance")
