@@ -21,6 +21,15 @@ import yaml
 Parameters = list[str]
 
 _BINDINGS = ("cpp/tensorrt_llm/nanobind", "cpp/tensorrt_llm/pybind")
+# What of the bindings is called, or filled in, by what runs here.
+_CALLED = (
+    "BatchingType", "CapacitySchedulerPolicy", "CommunicationMode", "CommunicationType",
+    "ContextChunkingPolicy", "DynamicBatchConfig", "Executor", "ExecutorConfig",
+    "ExtendedRuntimePerfKnobConfig", "FinishReason", "InflightBatchingStats", "IterationStats",
+    "KvCacheConfig", "KvCacheStats", "ModelType", "MpiComm", "OrchestratorConfig", "OutputConfig",
+    "ParallelConfig", "Request", "RequestType", "Response", "Result", "SamplingConfig",
+    "SchedulerConfig", "StaticBatchingStats",
+)  # fmt: skip
 # What of the Python sources is called, or filled in, by what runs here.
 _PYTHON = {
     "tensorrt_llm/llmapi/llm.py": ("BaseLLM",),
@@ -43,6 +52,7 @@ _TOOLS = {
     ),
 }
 _SERVE = "tests/unittest/api_stability/references/trtllm_serve_cli.yaml"
+_SERVE_COMMANDS = "tensorrt_llm/commands/serve.py"  # of releases without that file
 
 
 # --- bindings: pybind11's and nanobind's `class_`, `enum_` and their chains of `.def` ---
@@ -163,7 +173,8 @@ def python(text: str, wanted: tuple[str, ...]) -> dict[str, Any]:
             public = {
                 method.name: _signature(method)
                 for method in methods
-                if not method.name.startswith("_") or method.name == "__init__"
+                if (not method.name.startswith("_") or method.name == "__init__")
+                and not any("validator" in ast.unparse(mark) for mark in method.decorator_list)
             }
             properties = [
                 method.name
@@ -214,6 +225,27 @@ def options(text: str) -> list[str]:
     return sorted(dict.fromkeys(found))
 
 
+def commands(text: str) -> dict[str, list[str]]:
+    """Return the options of each command of a program that is written with click."""
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(ast.parse(text)):
+        marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+        calls = [(ast.unparse(mark.func), mark.args) for mark in marks if isinstance(mark, ast.Call)]
+        said = {
+            kind: [
+                str(one.value)
+                for name, args in calls
+                if name == f"click.{kind}"
+                for one in args
+                if isinstance(one, ast.Constant)
+            ]
+            for kind in ("command", "option")
+        }
+        if said["command"]:
+            found[said["command"][0]] = sorted(word for word in said["option"] if word.startswith("-"))
+    return found
+
+
 def record(folder: Path, version: str) -> dict[str, Any]:
     """Everything of one version."""
     made: dict[str, Any] = {"version": version, "files": [], "bindings": {}, "python": {}, "tools": {}}
@@ -225,7 +257,8 @@ def record(folder: Path, version: str) -> dict[str, Any]:
     for root in _BINDINGS:
         for path in sorted((folder / root).rglob("*.cpp")):
             if path.parent.name == "executor" or path.name == "bindings.cpp":
-                made["bindings"] |= bindings(read(path.relative_to(folder).as_posix()))
+                found = bindings(read(path.relative_to(folder).as_posix()))
+                made["bindings"] |= {name: spec for name, spec in found.items() if name in _CALLED}
     for name, wanted in _PYTHON.items():
         if (folder / name).is_file():
             made["python"] |= python(read(name), wanted)
@@ -237,6 +270,10 @@ def record(folder: Path, version: str) -> dict[str, Any]:
             made["tools"][f"trtllm-serve {command}"] = sorted(
                 flag for option in about["options"].values() for flag in option["flags"]
             )
+    elif (folder / _SERVE_COMMANDS).is_file():
+        made["tools"] |= {
+            f"trtllm-serve {name}": flags for name, flags in commands(read(_SERVE_COMMANDS)).items()
+        }
     return made
 
 

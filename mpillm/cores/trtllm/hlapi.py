@@ -89,6 +89,13 @@ class TrtllmHlApiCore(LLMCore):
     def load(self) -> None:
         from mpi4py import MPI
 
+        package = importlib.import_module("tensorrt_llm")
+        if (version := package.__version__).startswith("0."):
+            raise ConfigError(
+                f"--core_type {self.config.core_type}: TensorRT-LLM {version} has another LLM class;"
+                " use 1.0 or later, or --core_type trtllm_executor with an engine",
+                about=["core_type"],
+            )
         comm = MPI.COMM_SELF if self.comms is None else self.comms.instance
         if MPI.COMM_WORLD.size == 1:
             # tensorrt_llm/executor/executor.py: it would start a process with MPI, and not use our session.
@@ -97,7 +104,7 @@ class TrtllmHlApiCore(LLMCore):
         if not self._leads:
             self._start(self._serve)
             return
-        self._sampling = importlib.import_module("tensorrt_llm").SamplingParams
+        self._sampling = package.SamplingParams
         self._ends = library.end_ids(self.config)
         try:
             module = importlib.import_module(_LLM[self._harness.backend_type])

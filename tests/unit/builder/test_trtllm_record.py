@@ -3,7 +3,6 @@ interface."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,16 @@ from launch import trtllm_serve
 from launch.disagg_servers import disaggregated_servers
 from mpillm.builder.trtllm_options import BUILD, CONVERT, QUANTIZE, Tool
 from mpillm.cli import main
+from tests.helpers.trtllm_records import NEWEST, OLDEST, RELEASES, WHOLE, record
 
-RECORD = json.loads((Path(__file__).parents[2] / "data/trtllm/record.json").read_text(encoding="utf-8"))
 LACKING = {"quantize.py": {"export_format"}}  # docs/pipeline.md says so
 
 
+@pytest.mark.parametrize("release", [NEWEST, WHOLE])
 @pytest.mark.parametrize("tool", [QUANTIZE, CONVERT, BUILD], ids=lambda tool: tool.name)
-def test_the_options_of_its_tools(tool: Tool) -> None:
+def test_the_options_of_its_tools(tool: Tool, release: str) -> None:
     """The record has every option that a person may give or that a field of ours sets."""
-    there = {option.removeprefix("--") for option in RECORD["tools"][tool.name]}
+    there = {option.removeprefix("--") for option in record(release)["tools"][tool.name]}
     ours = {*tool.options, *tool.ours}
     # The sizes are the checkpoint's: trtllm-build is not told them, and quantize.py has no experts'
     # parallelism.
@@ -33,8 +33,10 @@ def test_the_options_of_its_tools(tool: Tool) -> None:
     assert len(ours & there) > 20, "or the record is empty"
 
 
-def test_the_flags_of_trtllm_serve(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_flags_of_trtllm_serve(release: str, tmp_path: Path) -> None:
     """The record has every flag that `run-llm-server` writes."""
+    tools = record(release)["tools"]
     config = disagg.parse("model: m\ncontext_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:2']}")
     sizes = (
         "backend",
@@ -60,7 +62,7 @@ def test_the_flags_of_trtllm_serve(tmp_path: Path) -> None:
         words = words[words.index("trtllm-serve") + 1 :]
         flags = [word for word in words[1:] if word.startswith("-")]
         passed += len(flags)
-        assert {*flags} <= {*RECORD["tools"][f"trtllm-serve {words[0]}"]}
+        assert {*flags} <= {*tools[f"trtllm-serve {words[0]}"]}
     assert passed == 17
 
 
@@ -72,11 +74,13 @@ def keys(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
             yield from keys(inner, (*path, name))
 
 
-def fields(name: str) -> set[str]:
+def fields(python: Mapping[str, Any], name: str) -> set[str]:
     """Return the fields of a class of LLM arguments, those of its bases included."""
-    spec = RECORD["python"].get(name)
-    return (
-        {field.rstrip("=") for field in spec["fields"]}.union(*map(fields, spec["bases"])) if spec else set()
+    spec = python.get(name)
+    if not spec:
+        return set()
+    return {field.rstrip("=") for field in spec["fields"]}.union(
+        *(fields(python, base) for base in spec["bases"])
     )
 
 
@@ -87,10 +91,19 @@ NESTED = {
 }
 
 
+LATER = {  # than 0.20, which has pydantic pass over them in silence: docs/pipeline.md says so
+    ("kv_cache_config", "tokens_per_block"),
+    ("kv_cache_config", "dtype"),
+    ("cache_transceiver_config", "backend"),
+}
+
+
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("backend", "arguments"), [("pytorch", "TorchLlmArgs"), ("cpp", "TrtLlmArgs")])
 def test_the_keys_of_a_generated_yaml(
     backend: str,
     arguments: str,
+    release: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -126,18 +139,18 @@ def test_the_keys_of_a_generated_yaml(
     ]
     assert main(line) == 0
     made = yaml.safe_load(capsys.readouterr().out)
-    top = {name.rstrip("=") for name in RECORD["python"]["extract_disagg_cfg"]["parameters"]}
+    python = record(release)["python"]
+    top = {name.rstrip("=") for name in python["extract_disagg_cfg"]["parameters"]}
     # extract_router_config
-    section = {name.rstrip("=") for name in RECORD["python"]["extract_ctx_gen_cfgs"]["parameters"]} | {
-        "router"
-    }
-    found = [*keys(made)]
+    section = {name.rstrip("=") for name in python["extract_ctx_gen_cfgs"]["parameters"]} | {"router"}
+    found, lacking = [*keys(made)], set()
     for path in found:
         outer, inner = (path[0], path[1:]) if path[0].endswith("_servers") else ("", path)
         if len(inner) == 0 or inner[0] == "router":
             assert outer in top
         elif len(inner) == 1:
-            assert inner[0] in fields(arguments) | (section if outer else top), path
-        else:
-            assert inner[1] in fields(NESTED[inner[0]]), path
+            assert inner[0] in fields(python, arguments) | (section if outer else top), path
+        elif inner[1] not in fields(python, NESTED[inner[0]]):
+            lacking.add(inner)
+    assert lacking <= (LATER if release == OLDEST else set())
     assert len(found) > 20, "or nothing was looked at"

@@ -6,124 +6,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, RequestFlag, ResponseFlag
-from mpillm.config.core_config import CoreConfig
-from mpillm.config.options import parse_run
-from mpillm.cores.base import LLMCore
-from mpillm.cores.registry import BackendRegistry
+from mpillm.comms.messages import RequestFlag, ResponseFlag
 from mpillm.errors import RunError
 from tests.helpers.support import wait_until
+from tests.helpers.trtllm_cores import CORES, SINGLE, batch, rows_of
 
-CORES = ("trtllm_executor", "trtllm_hlapi")
+pytestmark = pytest.mark.usefixtures("stand_in")
 FIRST, FINAL, CANCELLED = ResponseFlag.FIRST, ResponseFlag.FINAL, ResponseFlag.CANCELLED
 REFUSED = 666
-SINGLE = "TLLM_WORKER_USE_SINGLE_PROCESS"
-STAND_INS = Path(__file__).parents[2] / "helpers/stand_ins"
-
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let these tests import the stand-in, made anew for each."""
-    monkeypatch.syspath_prepend(str(STAND_INS))
-    monkeypatch.setenv(SINGLE, "0")
-    monkeypatch.delenv(SINGLE)  # which a core may set, until the test ends
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
-        del sys.modules[name]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return an engine's folder and a Hugging Face folder in one, of which only configurations are read."""
-    build = {
-        "max_batch_size": 4,
-        "max_input_len": 48,
-        "max_seq_len": 64,
-        "max_num_tokens": 32,
-        "max_beam_width": 1,
-    }
-    both = {
-        "build_config": build,
-        "pretrained_config": {"vocab_size": 1000, "mapping": {"tp_size": 1, "pp_size": 1}},
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps({**both, "vocab_size": 1000, "max_position_embeddings": 64, "eos_token_id": 7})
-    )
-    return tmp_path
-
-
 Make = Callable[..., Any]
-
-
-@pytest.fixture
-def make(folder: Path) -> Iterator[Make]:
-    """Return a loaded core; `options` are those of a command line."""
-    made: list[LLMCore] = []
-
-    def core(name: str, *options: str, check: bool = False, **more: Any) -> Any:
-        line = [f"--core_type={name}", f"--engine_dir={folder}", f"--model_path={folder}", *options]
-        config = parse_run(line)
-        core_config = CoreConfig(
-            name,
-            engine_dir=str(folder),
-            model_path=str(folder),
-            options=config.core_options,
-            **{
-                "end_ids": (7,),
-                "max_batch_size": 4,
-                "enable_chunked_context": config.enable_chunked_context,
-                **more,
-            },
-        )
-        with config.autoapply():
-            if check:
-                return BackendRegistry.get(name).check(core_config)
-            made.append(BackendRegistry.get(name)(core_config))
-        made[-1].load()
-        made[-1].run_health_check()
-        return made[-1]
-
-    yield core
-    for one in made:
-        one.notify_stop()
-
-
-def batch(*prompts: list[int], **columns: int | float) -> Batch:
-    rows = np.zeros(len(prompts), REQUEST)
-    rows["id"] = np.arange(len(prompts))
-    rows["n_tokens"] = [len(prompt) for prompt in prompts]
-    rows["max_output"], rows["top_p"], rows["generation"] = 4, 1, NO_INSTANCE
-    for name, value in columns.items():
-        rows[name] = value
-    return Batch(rows, np.array([token for prompt in prompts for token in prompt], np.int32))
-
-
-def rows_of(core: LLMCore, n_final: int) -> list[tuple[int, ResponseFlag, list[int]]]:
-    """Return every row until so many requests have ended."""
-    found: list[tuple[int, ResponseFlag, list[int]]] = []
-
-    def ended() -> bool:
-        if core.has_work() and (responses := core.poll_responses()) is not None:
-            for response in responses.split():
-                (row,) = response.rows
-                found.append((int(row["id"]), ResponseFlag(int(row["flags"])), response.tokens.tolist()))
-        return sum(FINAL in flags for _, flags, _ in found) >= n_final
-
-    wait_until(ended, f"{n_final} answers")
-    return found
 
 
 @pytest.mark.parametrize("name", CORES)
@@ -318,7 +216,7 @@ def test_an_engine_says_no_end_tokens(make: Make, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", CORES)
 def test_without_the_library(make: Make, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(STAND_INS)])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("helpers/stand_ins")])
     with pytest.raises(
         ConfigError,
         match=rf"^--core_type {name} needs the package 'tensorrt_llm': pip install 'mpillm\[trtllm\]'",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
 from typing import Any
 
-RECORD: dict[str, Any] = json.loads(
-    (Path(__file__).parents[3] / "data/trtllm/record.json").read_text(encoding="utf-8")
-)
+from tests.helpers.trtllm_records import NEWEST, STAND_IN, record
+
+RECORD: dict[str, Any] = record(os.environ.get(STAND_IN, NEWEST))
 REFUSED = 666
 
 
