@@ -9,6 +9,8 @@ from typing import Any
 from mpillm.cores.openai_client.event_stream import EventStream
 
 _DONE = b"[DONE]"
+_MOST_BYTES = 1 << 28  # of an answer in one piece
+_MOST_PIECES = 64  # of text, for each token that was asked for
 _FAILED = ("abort", "error", "cancelled")  # finish reasons that mean no answer: vLLM's, TensorRT-LLM's
 
 
@@ -19,15 +21,16 @@ class AnswerError(Exception):
 class Answer:
     """One answer as it arrives. Times are time.perf_counter() at the socket."""
 
-    def __init__(self, stream: bool) -> None:
+    def __init__(self, stream: bool, max_tokens: int) -> None:
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.finish_reason: str | None = None
         self.prompt_tokens: int | None = None  # as the server counts, if it does
         self.completion_tokens: int | None = None
         self.times: list[float] = []  # of each piece of the stream that brought tokens
+        self._max_tokens = max_tokens
         self._events = EventStream() if stream else None
-        self._whole: list[bytes] = []
+        self._whole = bytearray()
 
     @property
     def text(self) -> str:
@@ -44,7 +47,9 @@ class Answer:
         Raises AnswerError or ValueError if it is not part of an answer.
         """
         if self._events is None:
-            self._whole.append(data)
+            self._whole += data
+            if len(self._whole) > _MOST_BYTES:
+                raise AnswerError(f"its answer is longer than {_MOST_BYTES} bytes")
             return
         events = self._events.feed(data)
         if len(events) > 1 and (messages := _together(events)) is not None:
@@ -60,7 +65,7 @@ class Answer:
         Raises AnswerError or ValueError if the answer has not ended, or has no token.
         """
         if self._events is None:
-            self._take(b"".join(self._whole), at)
+            self._take(bytes(self._whole), at)
         else:
             for event in self._events.finish():
                 self._take(event, at)
@@ -89,12 +94,14 @@ class Answer:
             for choice in message.get("choices") or ():
                 self._choose(choice, at)
             if (usage := message.get("usage")) is not None:
-                self.prompt_tokens = usage.get("prompt_tokens")
-                self.completion_tokens = usage.get("completion_tokens")
+                self.prompt_tokens = _count(usage.get("prompt_tokens"))
+                self.completion_tokens = _count(usage.get("completion_tokens"))
         except (AttributeError, TypeError) as error:
             raise AnswerError(f"it sent JSON that is not a completion: {data[:80]!r} ({error})") from None
 
     def _choose(self, choice: Mapping[str, Any], at: float) -> None:
+        if choice.get("index"):
+            raise TypeError("one choice was asked for")
         tokens, text = choice.get("token_ids"), choice.get("text")
         if tokens:
             for token in tokens:
@@ -102,11 +109,21 @@ class Answer:
                     raise TypeError("token ids are whole numbers")
             self.tokens += tokens
         if text:
+            if not isinstance(text, str):
+                raise TypeError("text is a string")
             self.texts.append(text)
         if tokens or text:
             self.times.append(at)
+        if len(self.tokens) > self._max_tokens or len(self.times) > _MOST_PIECES * self._max_tokens:
+            raise AnswerError(f"it goes on after the {self._max_tokens} tokens that were asked for")
         if choice.get("finish_reason") is not None:
             self.finish_reason = choice["finish_reason"]
+
+
+def _count(value: Any) -> int | None:
+    if value is None or type(value) is int:
+        return value
+    raise TypeError("usage has whole numbers")
 
 
 def _together(events: list[bytes]) -> list[Any] | None:
@@ -132,8 +149,10 @@ def error_text(message: Mapping[str, Any]) -> str:
     return str(inner)[:300]
 
 
-def failure_text(status: int, reply: bytes) -> str:
-    """Return a reply other than 200 OK in a few words."""
+def failure_text(status: int, reply: bytes, location: str | None = None) -> str:
+    """Return a reply other than 200 OK in a few words; `location`: the header of that name."""
+    if location is not None and 300 <= status < 400:
+        return f"HTTP {status}: it redirects to {location[:200]}; name the server that answers"
     try:
         message = json.loads(reply)
     except ValueError:

@@ -46,8 +46,8 @@ class Call:
 
     __slots__ = (
         "_client", "_reply", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "heard_at", "id", "prompt", "retries", "retry_after", "sampling", "sent_at",
-        "status", "submitted_at",
+        "failing_since", "heard_at", "id", "location", "prompt", "retries", "retry_after", "sampling",
+        "sent_at", "status", "submitted_at",
     )  # fmt: skip
 
     def __init__(self, client: Client, id_: int, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -57,7 +57,6 @@ class Call:
         self.submitted_at = self.sent_at = self.heard_at = self.ended_at = self.failing_since = 0.0
         self.retries = 0
         self.endpoint: Endpoint | None = None
-        self.answer = Answer(client.stream)
         self._client = client
         self._begin()
 
@@ -65,13 +64,14 @@ class Call:
         self.connection: HttpConnection | None = None
         self.status = 0
         self.retry_after: str | None = None
+        self.location: str | None = None
+        self.answer = Answer(self._client.stream, self.sampling.max_tokens)
         self._reply: list[bytes] = []
         self._reused = False
 
     def again(self) -> None:
         """Forget the failed attempt."""
         self.retries += 1
-        self.answer = Answer(self._client.stream)
         self._begin()
 
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
@@ -89,16 +89,21 @@ class Call:
         assert self.endpoint is not None
         self.endpoint.heard_at = self.heard_at = time.perf_counter()
         self.status, self.retry_after = status, headers.get("retry-after")
+        self.location = headers.get("location")
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
+            raise AnswerError(f"it sent a body in Content-Encoding {coding[:30]}, which was not asked for")
 
     def on_body(self, data: bytes, at: float) -> None:
         assert self.endpoint is not None
-        self.endpoint.heard_at = self.heard_at = at
+        self.endpoint.heard_at = at
         if self.status != 200:
             self._reply.append(data)
             return
         answer, client = self.answer, self._client
         had = answer.size
         answer.feed(data, at)
+        if answer.size > had or not client.stream:  # comments and empty events are no part of an answer
+            self.heard_at = at
         if answer.size > had:
             client.generated_tokens += answer.size - had
             if not had:
@@ -175,7 +180,7 @@ class Client:
         if call.status in _BUSY:
             self._again(call, AnswerError(failure_text(call.status, reply)), _seconds(call.retry_after))
         elif call.status != 200:
-            self._fail(call, AnswerError(failure_text(call.status, reply)))
+            self._fail(call, AnswerError(failure_text(call.status, reply, call.location)))
         else:
             try:
                 call.answer.finish(call.ended_at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _PLAIN, _BETWEEN = b"data: ", b"\n\ndata: "
 _FIELDS = (b"event", b"id", b"retry")  # that say nothing of an answer
+_BOM = b"\xef\xbb\xbf"
 
 
 class EventStream:
@@ -12,6 +13,7 @@ class EventStream:
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
+        self._begins = True
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of each event that ends in `data`.
@@ -34,6 +36,8 @@ class EventStream:
         return self.feed(b"\n\n")
 
     def _take(self, line: bytes, events: list[bytes]) -> None:
+        if self._begins:
+            self._begins, line = False, line.removeprefix(_BOM)
         if line.endswith(b"\r"):
             line = line[:-1]
         if line.startswith(b"data:"):

@@ -183,6 +183,8 @@ class HttpConnection(asyncio.Protocol):
                 last = after >= 0
                 if last:
                     start = after + 4
+                elif len(buffer) - end > _MOST_HEAD:
+                    raise HttpError(f"its trailers are longer than {_MOST_HEAD} bytes")
                 break
             if len(buffer) < end + size + 4:
                 break

@@ -41,10 +41,10 @@ async def until_ready(endpoint: Endpoint, deadline_s: float) -> None:
         try:
             status = 0
             for path in ("/health", "/v1/models"):
-                status, _, reply = await endpoint.fetch("GET", path, min(left, _ASK_S))
+                status, headers, reply = await endpoint.fetch("GET", path, min(left, _ASK_S))
                 if status == 200:
                     return
-                last = f"GET {path}: {failure_text(status, reply)}"
+                last = f"GET {path}: {failure_text(status, reply, headers.get('location'))}"
                 if status not in (404, 405):
                     break
         except UntrustedError as error:
@@ -133,7 +133,7 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
         while True:
             try:
                 left = max(0.0, end - time.monotonic())
-                status, _, reply = await endpoint.fetch("POST", COMPLETIONS, left, request)
+                status, headers, reply = await endpoint.fetch("POST", COMPLETIONS, left, request)
             except HttpError as error:
                 raise EndpointError(f"{where}: {error}") from None
             if status not in (429, 503) or end - time.monotonic() < 1:
@@ -141,7 +141,7 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
             await asyncio.sleep(1)
         if status == 200:
             try:
-                (answer := Answer(stream=False)).feed(reply, 0.0)
+                (answer := Answer(stream=False, max_tokens=1)).feed(reply, 0.0)
                 answer.finish(0.0)
             except (AnswerError, ValueError) as error:
                 if dialect is not DIALECTS[-1] and not answer.finish_reason:
@@ -157,7 +157,7 @@ async def choose_dialect(endpoint: Endpoint, has_tokenizer: bool, timeout_s: flo
             endpoint.dialect = dialect
             return
         if not 400 <= status < 500 or status == 429:
-            raise EndpointError(f"{where}: {failure_text(status, reply)}")
+            raise EndpointError(f"{where}: {failure_text(status, reply, headers.get('location'))}")
         if status in (401, 403):
             key = f"the key sent was that in the environment variable {API_KEY}"
             raise EndpointError(f"{where}: {failure_text(status, reply)}; {key}")

@@ -21,6 +21,7 @@ STREAMS = [
     b"".join([*EVENTS, USAGE, END]).replace(b"\n", b"\r\n"),
     b": a comment\n\n" + b"".join(EVENTS) + b"event: x\nid: 1\n" + END,
     b"".join(EVENTS).replace(b"data: ", b"data:") + b"data: {}",  # the end of the stream ends it, too
+    b"\xef\xbb\xbf" + b"".join(EVENTS),  # with a byte order mark, and without [DONE]
     b'data: {"choices":\ndata: [' + json.dumps(choice([9], "t", "stop")["choices"][0]).encode() + b"]}\n\n",
 ]
 WRONG = [
@@ -32,13 +33,17 @@ WRONG = [
     EVENTS[0] + event(choice([-1])) + EVENTS[5],
     EVENTS[0] + event(choice([True])) + EVENTS[5],
     EVENTS[0] + END + b"nonsense\n\n",
+    EVENTS[0] + event({"choices": [{"index": 1, "text": "t"}]}) + EVENTS[5],
+    EVENTS[0] + event({"choices": [{"text": 5}]}) + EVENTS[5],
+    EVENTS[0] + event({"usage": {"completion_tokens": "6"}}) + EVENTS[5],
+    b"".join(EVENTS) + EVENTS[0],  # more than was asked for
     EVENTS[0] + END,  # in the middle
 ]
 
 
 def read(pieces: Iterable[bytes]) -> Answer | str:
     """Return the answer or, if it makes no sense, the reason."""
-    answer = Answer(stream=True)
+    answer = Answer(stream=True, max_tokens=6)
     try:
         for i, piece in enumerate(pieces):
             answer.feed(piece, float(i))
@@ -67,3 +72,11 @@ def test_an_answer_in_any_pieces(stream: bytes, places: list[int]) -> None:
 def test_nonsense_in_any_pieces(stream: bytes, places: list[int]) -> None:
     one = read(bytes([byte]) for byte in stream)
     assert isinstance(one, str) and read(cut(stream, places)) == one
+
+
+def test_text_that_never_ends() -> None:
+    """A server of text can't be held to a number of tokens, but to some number of pieces."""
+    answer = Answer(stream=True, max_tokens=2)
+    with pytest.raises(AnswerError, match=r"^it goes on after the 2 tokens that were asked for$"):
+        for _ in range(1000):
+            answer.feed(event(choice(text="t")), 0.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
@@ -128,6 +129,26 @@ FAULTS: dict[str, tuple[Reply, str]] = {
         "HTTP 500: it broke$",
     ),
     "HTTP 404": (plain({"detail": "no such model"}, "404 Not Found"), "HTTP 404: no such model$"),
+    "a page": (
+        Reply([head(Content_Type="text/html", Content_Length=21) + b"<!doctype html>\n\nHi.\n"]),
+        "it sent a line that is no server-sent event: b'<!doctype html>'$",
+    ),
+    "a redirection": (
+        Reply([head("307 Temporary Redirect", Location="https://other/v1", Content_Length=0)]),
+        "HTTP 307: it redirects to https://other/v1; name the server that answers$",
+    ),
+    "a compressed body": (
+        Reply([head(Content_Encoding="gzip", Content_Length=4) + b"\x1f\x8b\x08\x00"]),
+        "it sent a body in Content-Encoding gzip, which was not asked for$",
+    ),
+    "an answer without an end": (
+        Reply([STREAM, FIRST_TOKEN * 9], "hang"),
+        "it goes on after the 4 tokens that were asked for$",
+    ),
+    "trailers without an end": (
+        Reply([STREAM, FIRST_TOKEN, b"0\r\n" + b"X-More: 1\r\n" * 9000], "hang"),
+        "its trailers are longer than 65536 bytes$",
+    ),
     "what is no HTTP": (
         Reply([b"220 mail.example.org ESMTP\r\n\r\n"]),
         "it sent something that is not HTTP: '220 mai",
@@ -174,15 +195,31 @@ def test_a_server_that_stops_in_the_middle_and_stays_connected() -> None:
         )
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_request_that_hangs_while_others_are_answered(begun: bool) -> None:
+class Comments(list[bytes]):
+    """Pieces of a stream that says only, for ever, that it is still there."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield STREAM
+        while True:
+            time.sleep(0.05)
+            yield chunk(b": wait\n\n")
+
+
+@pytest.mark.parametrize(
+    ("reply", "begun"),
+    [
+        (Reply([], "hang"), False),
+        (Reply([STREAM, FIRST_TOKEN], "hang"), True),
+        (Reply(Comments(), "hang"), False),
+    ],
+    ids=["silent", "begun", "comments"],
+)
+def test_a_request_that_hangs_while_others_are_answered(reply: Reply, begun: bool) -> None:
     """A request that hangs is noticed, begun or not, although the server answers new requests all the
     time."""
 
     def completions(request: Request) -> Reply:
-        if request.json["prompt"] == [1, 2]:
-            return Reply([STREAM, FIRST_TOKEN] if begun else [], "hang")
-        return good(request)
+        return reply if request.json["prompt"] == [1, 2] else good(request)
 
     with ScriptedServer(completions) as server, started(server, SERVER, "--stall_timeout=1") as core:
         core.enqueue(requests([[1, 2]]))
@@ -208,7 +245,7 @@ def test_a_request_that_hangs_while_others_are_answered(begun: bool) -> None:
 def test_a_request_that_waits_for_its_turn_does_not_hang() -> None:
     endpoint, listener = Endpoint("host:1"), cast(Listener, None)
     client = Client([endpoint], listener, str, stream=True, silence_s=10, retry_s=0)
-    call = Call(client, 1, [5], cast(Sampling, None))
+    call = Call(client, 1, [5], Sampling(max_tokens=4))
     assert not client._hangs(call, 1000.0), "it is not sent yet"
     call.endpoint, call.sent_at, call.heard_at = endpoint, 100.0, 100.0
     assert not client._hangs(call, 1000.0), "it is to be sent again"
@@ -232,6 +269,26 @@ def test_dead_in_the_test() -> None:
             f"{server.url}/v1/completions: Connection refused; retried [1-9] times, for at most 0.5 s",
             failure(core),
         )
+
+
+def _unusual(request: Request) -> Reply:
+    """Answer right, in the forms that HTTP and server-sent events allow and few servers use."""
+    if not request.json.get("stream"):
+        return Reply([head("103 Early Hints", Link="</x>"), *good(request).pieces])
+    events = b"".join(event(choice([token], "t")) for token in answer_of(request.json["prompt"], 3))
+    last = event(choice([sum(request.json["prompt"]) + 3], "t", "length"))
+    text = b"\xef\xbb\xbf: hello\r\n\r\nretry: 5\r\nid: 1\r\n" + (events + last).replace(b"\n", b"\r\n")
+    chunks = [b'%x ; name="a;b"\r\n%b\r\n' % (len(part), part) for part in (text[:50], text[50:])]
+    return Reply([head("100 Continue"), STREAM, *chunks, b"000;last\r\nX-Sum: 1\r\nX-More: 2\r\n\r\n"])
+
+
+@pytest.mark.parametrize("scenario", [SERVER, "--scenarios=Offline"])
+def test_answers_in_unusual_forms(scenario: str) -> None:
+    with ScriptedServer(once(_unusual, 99)) as server, started(server, scenario) as core:
+        core.enqueue(requests())
+        ended = [row for row in Rows(core).until(4) if row[1] & FINAL]
+        assert sorted(row[2] for row in ended) == sorted(answer_of(prompt, 4) for prompt in PROMPTS)
+        assert core.statistics()["retries"] == 0
 
 
 # --- what is safe to send again ---
