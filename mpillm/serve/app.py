@@ -21,9 +21,9 @@ from mpillm.roles.half import Arrival
 from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.disaggregated_params import Half
-from mpillm.serve.http_errors import error_response, on_expect, without_what_is_no_http
+from mpillm.serve.http_errors import body_of, error_response, on_expect, without_what_is_no_http
 from mpillm.serve.open_requests import Answer, OpenRequests
-from mpillm.serve.perf_metrics import PerfMetrics
+from mpillm.serve.perf_metrics import PATHS, PerfMetrics
 from mpillm.serve.prometheus import TEXT, ServeMetrics
 from mpillm.serve.protocol import Asked, Served, encode, read
 from mpillm.serve.shapes import DONE, Shapes, error_event
@@ -134,8 +134,12 @@ class Service:
         return response
 
     def _check_key(self, request: web.Request) -> None:
-        """Check the API key as vLLM does: /v1 needs it, /health and /metrics don't."""
-        if self._api_key is None or not request.path.startswith("/v1"):
+        """Check the API key.
+
+        /health, /version and /metrics don't need it, as with vLLM; what tells of single requests, or changes
+        what is told of them, does.
+        """
+        if self._api_key is None or not request.path.startswith(("/v1", *PATHS)):
             return
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(
@@ -209,7 +213,7 @@ class Service:
 
     async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         self._check_open()
-        asked = read(await request.read(), chat, self._served)
+        asked = read(await body_of(request), chat, self._served)
         half = self._half if asked.disaggregated else None
         if half is not None:
             asked = half.check(asked, self._served)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from aiohttp import web
@@ -10,6 +11,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from mpillm.serve.api_error import ApiError
 
 _RETRY_AFTER_S = "1"
+BODY_S = 120.0
+"""How long a client may take to send a body."""
 
 
 def error_response(error: ApiError) -> web.Response:
@@ -18,6 +21,16 @@ def error_response(error: ApiError) -> web.Response:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(error.body(), status=error.status, headers=headers)
+
+
+async def body_of(request: web.Request) -> bytes:
+    """Return the body. Raises ApiError if it does not come in time."""
+    if request.content.is_eof():  # it came with the headers, as almost always
+        return await request.read()
+    try:
+        return await asyncio.wait_for(request.read(), BODY_S)
+    except (asyncio.TimeoutError, TimeoutError):  # two classes in Python 3.10
+        raise ApiError(408, f"the body has not come within {BODY_S:g} s", code="body_too_slow") from None
 
 
 async def on_expect(request: web.Request) -> web.Response | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 import threading
 import time
@@ -23,6 +24,10 @@ _BACKLOG = 1024  # connections not accepted yet
 _LOOK_S = 0.02  # between checks whether the last request has ended
 _CANCEL_S = 5.0  # for ranks to drop what `drain` has cancelled; then phase drain names those that have not
 _STOP_S = 2.0
+IDLE_S = 120.0
+"""How long a connection may stay open without a whole request."""
+_UNREAD_S = 120  # how long a client may leave unread what was sent to it
+_MOST_CONNECTIONS = 1 << 16
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -36,6 +41,9 @@ def bind(host: str, port: int) -> socket.socket:
     made = socket.socket(family, kind, protocol)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The kernel then ends the connection of a client that stays there and reads nothing.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; the accepted ones inherit it
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_S)
         made.bind(address)
     except OSError as error:
         made.close()
@@ -43,6 +51,22 @@ def bind(host: str, port: int) -> socket.socket:
             f"--host {host} --port {port}: {error.strerror}; name another port", about=["host", "port"]
         ) from error
     return made
+
+
+async def listen(app: web.Application, bound: socket.socket) -> tuple[web.AppRunner, web.SockSite]:
+    """Accept connections on a bound socket. Handlers are cancelled when their client has gone: that is how
+    its request ends."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MOST_CONNECTIONS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S, keepalive_timeout=IDLE_S
+    )
+    await runner.setup()
+    site = web.SockSite(runner, bound, backlog=_BACKLOG)
+    await site.start()
+    return runner, site
 
 
 def url(bound: socket.socket) -> str:
@@ -125,13 +149,7 @@ class HttpThread:
 
     async def _start(self) -> None:
         try:
-            # Handlers are cancelled when their client has gone: that is how its request ends.
-            self._runner = web.AppRunner(
-                self._service.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S
-            )
-            await self._runner.setup()
-            self._site = web.SockSite(self._runner, self._socket, backlog=_BACKLOG)
-            await self._site.start()
+            self._runner, self._site = await listen(self._service.app(), self._socket)
             self._listening.set()
         except Exception as error:  # noqa: BLE001 - as in `_run`
             self._fail(error)

@@ -20,14 +20,12 @@ from mpillm.config.options import RunConfig
 from mpillm.errors import ExitCode
 from mpillm.event_loop import new_loop
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
-from mpillm.serve.http_thread import bind, url
+from mpillm.serve.http_thread import bind, listen, url
 from mpillm.serve.leader_service import LeaderService
 from mpillm.serve.workers import Pool, Worker, wait_ready, watch
 
 _log = logging.getLogger("mpillm")
 _POLL_S = 0.1
-_BACKLOG = 1024  # connections not accepted yet
-_STOP_S = 2.0
 
 
 def lead(config: RunConfig) -> int:
@@ -98,12 +96,7 @@ class _Lead:
                 silence_s=config.stall_timeout,
                 max_body_bytes=config.max_body_bytes,
             )
-            runner = web.AppRunner(
-                service.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S
-            )
-            await runner.setup()
-            site = web.SockSite(runner, bound, backlog=_BACKLOG)
-            await site.start()
+            runner, site = await listen(service.app(), bound)
             _say(f"  leading {len(self._workers)} servers at {url(bound)}")
             looking = asyncio.ensure_future(watch(session, self._workers))
             try:

@@ -22,7 +22,7 @@ from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.ask import Ask
 from mpillm.serve.body_values import parse
 from mpillm.serve.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
-from mpillm.serve.http_errors import error_response
+from mpillm.serve.http_errors import body_of, error_response
 from mpillm.serve.leader_metrics import LeaderMetrics
 from mpillm.serve.prometheus import TEXT
 from mpillm.serve.shapes import DONE, error_event
@@ -134,7 +134,7 @@ class LeaderService:
             self.metrics.running -= 1
 
     async def _asked(self, request: web.Request, began: float) -> web.StreamResponse:
-        body = _read(await request.read())
+        body = _read(await body_of(request))
         id_ = next(self._ids)
         asked = {name: value for name, value in body.items() if name != "stream_options"}
         asked |= {

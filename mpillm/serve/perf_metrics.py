@@ -16,8 +16,11 @@ from typing import NamedTuple
 from aiohttp import web
 
 from mpillm.serve.api_error import Json
+from mpillm.serve.http_errors import body_of
 from mpillm.serve.open_requests import Answer
 from mpillm.serve.protocol import read_clock_offset
+
+PATHS = ("/perf_metrics", "/steady_clock_offset")
 
 
 class _Request(NamedTuple):
@@ -37,9 +40,9 @@ class PerfMetrics:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/perf_metrics", self._get),
-            web.get("/steady_clock_offset", self._clock),
-            web.post("/steady_clock_offset", self._set_clock),
+            web.get(PATHS[0], self._get),
+            web.get(PATHS[1], self._clock),
+            web.post(PATHS[1], self._set_clock),
         ]
 
     async def _get(self, request: web.Request) -> web.Response:
@@ -51,7 +54,7 @@ class PerfMetrics:
         return web.json_response({"receive_ts": came_at, "transmit_ts": time.perf_counter()})
 
     async def _set_clock(self, request: web.Request) -> web.Response:
-        self._offset_s = read_clock_offset(await request.read())
+        self._offset_s = read_clock_offset(await body_of(request))
         return web.Response()
 
     @property

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientResponse, ClientSession
-from aiohttp.web import AppRunner, SockSite
 
 from mpillm.data.dataset import Limits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.serve.app import Service
-from mpillm.serve.http_thread import bind, url
+from mpillm.serve.http_thread import bind, listen, url
 from mpillm.serve.protocol import Served
 from tests.helpers.served import World
 
@@ -80,10 +79,8 @@ async def api(
 ) -> AsyncIterator[Api]:
     world = World(7, disaggregated, **core or {})
     service = Service(served, world.open, **options)
-    runner = AppRunner(service.app(), handler_cancellation=True)
-    await runner.setup()
     bound = bind("127.0.0.1", 0)
-    await SockSite(runner, bound).start()
+    runner, _ = await listen(service.app(), bound)
 
     async def turn() -> None:
         while True:

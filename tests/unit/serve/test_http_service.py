@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
+import pytest
+
+from mpillm.serve import http_errors, http_thread
 from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, api, asked, run
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -168,10 +172,53 @@ def test_the_key() -> None:
                 assert (await a.error(401, "/v1/completions", body, **headers))["code"] == "invalid_api_key"
             async with await a.post("/v1/completions", body, Authorization="Bearer sesame") as response:
                 assert response.status == 200
-            async with a.session.get(a.base + "/health") as response:
+            for path, status in (
+                ("/health", 200),
+                ("/metrics", 200),
+                ("/version", 200),
+                ("/v1/models", 401),
+                ("/perf_metrics", 401),
+                ("/steady_clock_offset", 401),
+            ):
+                async with a.session.get(a.base + path) as response:
+                    assert response.status == status
+            await a.error(401, "/steady_clock_offset", {"offset": 5})
+            key = {"Authorization": "Bearer sesame"}
+            async with await a.post("/steady_clock_offset", {"offset": 5}, **key) as response:
                 assert response.status == 200
 
     run(test)
+
+
+def test_clients_that_keep_a_connection_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends a head or a body too slowly, or no request at all, loses the connection."""
+    monkeypatch.setattr(http_thread, "IDLE_S", 0.5)
+    monkeypatch.setattr(http_errors, "BODY_S", 0.5)
+
+    async def test() -> None:
+        async with api() as a:
+            host, port = a.base.removeprefix("http://").split(":")
+            for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(sent)
+                assert await reader.read() == b""
+                writer.close()
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            answer = await reader.readuntil(b"}}")
+            assert answer.startswith(b"HTTP/1.1 408 ") and b"the body has not come within 0.5 s" in answer
+            writer.close()
+            await a.answer("/v1/completions", prompt="x", max_tokens=1)
+
+    run(test)
+
+
+def test_a_client_that_reads_nothing_loses_its_connection() -> None:
+    """The kernel sees to it, on each connection."""
+    bound = http_thread.bind("127.0.0.1", 0)
+    bound.listen()
+    with bound, socket.create_connection(bound.getsockname()), bound.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
 
 
 def test_limits_of_bodies_and_of_the_queue() -> None:
