@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError
 from mpillm.bench.bench_decode import Options, bench_decode
-from mpillm.bench.other_load import DISTURBS, OtherLoad
+from mpillm.bench.other_load import OtherLoad
 from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.config.core_config import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
@@ -86,7 +86,7 @@ def main(config: Options) -> int:
             times[name].append(time.perf_counter() - started)
         times["products"].append(engine.products())
 
-    others = load.cores()
+    others = load.so_far()
 
     mean = statistics.mean(map(len, prompts))
     lengths = f"{mean:.0f} tokens on average, {config.output_len} new tokens each"
@@ -107,8 +107,8 @@ def main(config: Options) -> int:
         " (least of each over the rounds)"
     )
     print(
-        f"  other processes used {others:.2f} cores meanwhile"
-        + (": the figures are disturbed" if others > DISTURBS else "")
+        f"  other processes used {others.processes:.2f} cores meanwhile, the host took {others.stolen:.2f}"
+        + (": the figures are disturbed" if others.degree > 1 else "")
     )
     for name in list(contenders)[1:]:
         same = sum(a == b for a, b in zip(answers["engine"], answers[name], strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm.bench.other_load import OtherLoad
+from mpillm.bench.other_load import least_disturbed
 from mpillm.bench.whole_runs import run_in
 from mpillm.config.options import RunConfig, parse_run
 from mpillm.configurator.command_line import Parser
@@ -70,6 +71,14 @@ class Options(SeriesOptions):
         group=GROUP,
         argparse_opts={"nargs": "?", "const": str(_PROPOSED)},
     )
+    repeats = Field(
+        "repeats",
+        "short runs of each kind, in turns, and runs that verify a proposal, of which the median counts:"
+        " more than one where the machine's speed changes",
+        positive,
+        default=1,
+        group=GROUP,
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
         tried = chosen[: options.verify]
         print(f"\nverifying the best {len(tried)}", flush=True)
         mpirun = ["-n", str(disagg.ranks_for(ranks)), *options.mpirun_options]
-        verified = [_verify(folder, i, one, words, mpirun) for i, one in enumerate(tried, 1)]
+        verified = _verify(folder, tried, words, mpirun, options.repeats)
         print("\n" + _errors(tried, verified))
     if options.output:
         write_json(
@@ -197,6 +206,7 @@ def _plans(
         test.settings.model,
         config.user_conf,
         test.dataset.lengths().tolist(),
+        options.repeats,
         lambda line: print(line, flush=True),
     )
     return plans, test, calibrator
@@ -241,17 +251,28 @@ def _proposals(
     return "\n".join(lines)
 
 
-def _verify(folder: Path, i: int, one: Prediction, words: Sequence[str], mpirun: list[str]) -> dict[str, Any]:
-    where = folder / f"verify-{i:02d}"
-    load = OtherLoad()
-    ended = run_in(where, mpirun, [*words, *one.candidate.words()])
-    found = figures(RunFiles.read(must_have_verdict(ended, _label(one.candidate)).folder))
-    predicted = one.figures["tokens_per_second"]
-    error = predicted / found["tokens_per_second"] - 1
-    print(
-        f"  {i}  {_label(one.candidate)}: {found['status']}, prediction {error:+.1%}{load.said()}", flush=True
-    )
-    return {"run": str(where), "error": error, "other_processes_cores": load.cores(), **found}
+def _verify(
+    folder: Path, tried: Sequence[Prediction], words: Sequence[str], mpirun: list[str], repeats: int
+) -> list[dict[str, Any]]:
+    """Run each `repeats` times, in turns; return the figures of that with the median throughput."""
+
+    def measure(what: Prediction, name: str) -> RunFiles:
+        again = len([*folder.glob(f"{name}*")])
+        where = folder / (name + (f"-again-{again}" if again else ""))
+        ended = run_in(where, mpirun, [*words, *what.candidate.words()])
+        return RunFiles.read(must_have_verdict(ended, _label(what.candidate)).folder)
+
+    found: list[list[dict[str, Any]]] = [[] for _ in tried]
+    for turn in range(1, repeats + 1):
+        for i, one in enumerate(tried):
+            run, others = least_disturbed(partial(measure, one, f"verify-{i + 1:02d}-{turn}"))
+            shown = figures(run)
+            error = one.figures["tokens_per_second"] / shown["tokens_per_second"] - 1
+            label = f"{i + 1}  {_label(one.candidate)}"
+            print(f"  {label}: {shown['status']}, prediction {error:+.1%}{others.said()}", flush=True)
+            said = {"other_processes_cores": others.processes, "stolen_cores": others.stolen}
+            found[i].append({"run": str(run.path), "error": error, **said, **shown})
+    return [sorted(runs, key=lambda run: float(run["tokens_per_second"]))[repeats // 2] for runs in found]
 
 
 def _errors(chosen: Sequence[Prediction], verified: Sequence[dict[str, Any]]) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import disagg
-from mpillm.bench.other_load import OtherLoad
+from mpillm.bench.other_load import least_disturbed
 from mpillm.bench.whole_runs import run_in
-from mpillm.experiments.advise.candidates import Candidate, Layout
+from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, Layout
 from mpillm.experiments.advise.simulated_slots import SlotTimes
 from mpillm.experiments.advise.step_times import Line, Sharing, StepTimes, fit, slowdown
 from mpillm.experiments.run_series import must_have_verdict
@@ -41,7 +42,7 @@ class Calibration:
     def to_json(self) -> dict[str, Any]:
         """Return it for the file of --output."""
         return {
-            "step_seconds": {str(layout): one.coefficients for layout, one in self.steps.items()},
+            "step_seconds": {str(layout): asdict(one) for layout, one in self.steps.items()},
             "request_seconds": {
                 str(layout): [one.first.constant, one.first.per_token, one.per_token]
                 for layout, one in self.slots.items()
@@ -63,6 +64,7 @@ class Calibrator:
     model: str  # as LoadGen names it
     user_conf: str | None
     prompt_tokens: Sequence[int]  # by index in the data set
+    repeats: int  # of each run
     say: Callable[[str], None]
     answers: dict[int, int] = field(default_factory=dict)
 
@@ -71,43 +73,45 @@ class Calibrator:
 
         Raises ConfigError or StageError if a run fails.
         """
-        steps: dict[Layout, StepTimes] = {}
-        slots: dict[Layout, SlotTimes] = {}
-        sharing = Sharing()
         split = [one for one in candidates if one.ctx_instances]
-        for layout in sorted({one.layout for one in candidates} | {one.ctx_layout for one in split}):
-            one = Candidate(layout, 1, self.max_batch_size)
-            alone = self._run(f"{layout}, one request at a time", one, "SingleStream", _ALONE)
-            if not (costs := _costs(alone)):
-                slots[layout] = self._slot_times(alone)
-                continue
-            # More than one request's worth at a time, fewer than all places'.
-            rate = self.max_batch_size / 2 / alone.result["latency_ms"]["mean"] * 1e3
-            full = self._run(f"{layout}, a full batch", one, "Offline", self._many(1, rate))
-            if layout.pp == 1:
-                steps[layout] = fit([*costs, *_costs(full)])
-            else:
-                between = fit(_costs(full))
-                steps[layout] = replace(between, alone=slowdown(between, costs))
-            if layout.ranks == 1 and ranks > 1:
-                every = Candidate(layout, ranks, self.max_batch_size)
-                beside = self._run(f"{ranks} x {layout} at once", every, "Offline", self._many(ranks, rate))
-                sharing = Sharing(ranks, slowdown(steps[layout], _costs(beside)))
-        handoff = Line(0.0)
-        if split:
-            least = min(split, key=lambda one: one.layout.ranks + one.ctx_layout.ranks)
-            pair = replace(least, instances=1, ctx_instances=1, max_batch_size=self.max_batch_size)
-            run = self._run(
-                "a context instance hands over, one request at a time", pair, "SingleStream", _ALONE
-            )
-            handoff = self._handoff(run, steps.get(pair.layout), slots.get(pair.layout))
+        layouts = sorted({one.layout for one in candidates} | {one.ctx_layout for one in split})
+        least = min(split, key=lambda one: one.layout.ranks + one.ctx_layout.ranks, default=None)
+        pair = least and replace(least, instances=1, ctx_instances=1, max_batch_size=self.max_batch_size)
+        alone: dict[Layout, list[RunFiles]] = defaultdict(list)
+        batches: dict[Layout, list[RunFiles]] = defaultdict(list)
+        beside, pairs = [], []
+        # In turns: the machine may be faster at one time than at another.
+        for _ in range(self.repeats):
+            for layout in layouts:
+                one = Candidate(layout, 1, self.max_batch_size)
+                run = self._run(f"{layout}, one request at a time", one, "SingleStream", _ALONE)
+                alone[layout].append(run)
+                if not _costs(run):
+                    continue
+                rate = 1e3 / run.result["latency_ms"]["mean"]
+                for size in sorted({max(1, self.max_batch_size // 4), self.max_batch_size}):
+                    some, n = replace(one, max_batch_size=size), _many(size, rate)
+                    batches[layout].append(self._run(f"{layout}, {size} at a time", some, "Offline", n))
+                if layout.ranks == 1 and ranks > 1:
+                    every, n = replace(one, instances=ranks), ranks * _many(self.max_batch_size, rate)
+                    beside.append(self._run(f"{ranks} x {layout} at once", every, "Offline", n))
+            if pair:
+                what = "a context instance hands over, one request at a time"
+                pairs.append(self._run(what, pair, "SingleStream", _ALONE))
+        steps = {layout: _step_times(layout, alone[layout], runs) for layout, runs in batches.items()}
+        slots = {layout: self._slot_times(alone[layout]) for layout in layouts if layout not in steps}
+        sharing = Sharing(ranks, slowdown(steps[ONE_RANK], _costs(*beside))) if beside else Sharing()
+        handoff = self._handoff(pairs, steps.get(pair.layout), slots.get(pair.layout)) if pair else Line(0.0)
         return Calibration(steps, slots, sharing, handoff, self.answers)
 
-    def _many(self, instances: int, rate: float) -> int:
-        """Return how many requests keep instances busy that answer `rate` per second each, about."""
-        return instances * max(_WAVES * self.max_batch_size, min(_MOST, round(_BUSY_S * rate)))
-
     def _run(self, what: str, candidate: Candidate, scenario: str, queries: int) -> RunFiles:
+        run, others = least_disturbed(lambda: self._measure(what, candidate, scenario, queries))
+        self.say(f"  {what}: {run.result['tokens_per_second']:,.4g} tokens/s{others.said()}")
+        rows = read_requests(run.path)
+        self.answers |= dict(zip(rows["index"].tolist(), rows["tokens"].tolist(), strict=True))
+        return run
+
+    def _measure(self, what: str, candidate: Candidate, scenario: str, queries: int) -> RunFiles:
         number = len([*self.folder.glob("calibration-*")]) // 2 + 1
         folder = self.folder / f"calibration-{number:02d}"
         conf = folder.with_suffix(".conf")
@@ -126,31 +130,27 @@ class Calibrator:
         ]
         options += [f"--min_query_count={queries}", "--min_duration=0", f"--user_conf={conf}"]
         world_size = disagg.ranks_for(candidate.ranks)
-        load = OtherLoad()
-        ended = run_in(folder, ["-n", str(world_size), *self.mpirun], options)
-        must_have_verdict(ended, f"the calibration ({what})")
-        run = RunFiles.read(folder)
-        self.say(f"  {what}: {ended.result['tokens_per_second']:,.4g} tokens/s{load.said()}")
-        rows = read_requests(folder)
-        self.answers |= dict(zip(rows["index"].tolist(), rows["tokens"].tolist(), strict=True))
-        return run
+        must_have_verdict(
+            run_in(folder, ["-n", str(world_size), *self.mpirun], options), f"the calibration ({what})"
+        )
+        return RunFiles.read(folder)
 
-    def _slot_times(self, run: RunFiles) -> SlotTimes:
-        rows = read_requests(run.path)
+    def _slot_times(self, runs: Sequence[RunFiles]) -> SlotTimes:
+        rows = np.concatenate([read_requests(run.path) for run in runs])
         more = rows["tokens"] > 1
         after = (rows["latency"] - rows["ttft"])[more] / (rows["tokens"][more] - 1)
         first = Line.through([self.prompt_tokens[i] for i in rows["index"]], rows["ttft"].tolist())
         return SlotTimes(first, float(np.median(after)) if len(after) else 0.0)
 
-    def _handoff(self, run: RunFiles, steps: StepTimes | None, slots: SlotTimes | None) -> Line:
+    def _handoff(self, runs: Sequence[RunFiles], steps: StepTimes | None, slots: SlotTimes | None) -> Line:
         """Return what passes between a first token and the steps of the other tokens."""
         tokens, seconds = [], []
-        for row in read_requests(run.path):
+        for row in (row for run in runs for row in read_requests(run.path)):
             n_prompt, n = self.prompt_tokens[row["index"]], int(row["tokens"])
             if n < 2:
                 continue
             if steps is not None:
-                expected = sum(steps.seconds((0, 0, 0, 1, n_prompt + i)) for i in range(1, n))
+                expected = sum(steps.seconds((1, 0, 0, 0, n_prompt + i)) for i in range(1, n))
             else:
                 assert slots is not None
                 expected = (n - 1) * slots.per_token
@@ -159,7 +159,20 @@ class Calibrator:
         return Line.through(tokens, seconds) if tokens else Line(0.0)
 
 
-def _costs(run: RunFiles) -> Costs:
+def _many(places: int, rate: float) -> int:
+    """Return how many requests keep so many places busy for long enough; `rate`: of one place alone."""
+    # Places beside each other are slower: by half, about.
+    return max(_WAVES * places, min(_MOST, round(_BUSY_S * rate * places / 2)))
+
+
+def _step_times(layout: Layout, alone: Sequence[RunFiles], batches: Sequence[RunFiles]) -> StepTimes:
+    if layout.pp == 1:
+        return fit(_costs(*alone, *batches))
+    between = fit(_costs(*batches))
+    return replace(between, alone=slowdown(between, _costs(*alone)))
+
+
+def _costs(*runs: RunFiles) -> Costs:
     """Return the `StepSums` of each instance whose core told its steps."""
-    ranks = run.telemetry.get("ranks", {}).values()
+    ranks = [rank for run in runs for rank in run.telemetry.get("ranks", {}).values()]
     return [rank["costs"] for rank in ranks if rank.get("costs", {}).get("n")]

@@ -203,7 +203,7 @@ class StepInstance:
                 generations += 1
                 generation_pairs += sequence.n_cached
             step.append((sequence, sequence.n_uncached == 0))
-        held = contexts, context_tokens, context_pairs, generations, generation_pairs
+        held = generations, contexts, context_tokens, context_pairs, generation_pairs
         alone = 1.0 if self._in_flight else self._times.alone
         self._in_flight.append(step)
         self._costs.append(alone * self._times.seconds(held))

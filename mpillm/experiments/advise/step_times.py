@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,58 +10,81 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FEATURES = ("contexts", "context_tokens", "context_pairs", "generations", "generation_pairs")
-"""Columns of `StepSums` that a step's time is linear in, besides a constant."""
+FEATURES = ("contexts", "context_tokens", "context_pairs", "generation_pairs")
+"""Columns of `StepSums` that a step's time is linear in; its number of generating sequences comes besides."""
+_COUNTED = ("generations", *FEATURES)
 _ROUNDS = 5  # of reweighting: errors relative to what was measured would favour steps that took too short
+_FEW = 10  # steps: so many must have been seen about a number of sequences
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step of one layout: a constant, and so much for each of `FEATURES`.
+    """Seconds of a step of one layout.
 
-    Of several stages, which compute a step each, from the end of one step to that of the next.
+    What its number of generating sequences takes lies on straight lines between the `nodes`, which are such
+    numbers: matrix products of 4 and of 16 rows can take the same time, and twice that of one row. The rest
+    is so much for each of `FEATURES`. Of several stages, which compute a step each, from the end of one step
+    to that of the next.
     """
 
-    coefficients: tuple[float, ...]
+    nodes: tuple[int, ...]
+    at_nodes: tuple[float, ...]  # seconds
+    slopes: tuple[float, ...]  # seconds for each of FEATURES
     alone: float = 1.0
     """A factor on steps that begin while no other is in flight: they pass all stages before the next one."""
 
     def seconds(self, held: Sequence[float]) -> float:
-        """Return the time of a step that holds this much: the values of `FEATURES`."""
-        constant, *slopes = self.coefficients
-        return constant + sum(slope * value for slope, value in zip(slopes, held, strict=True))
+        """Return the time of a step that holds this much: generating sequences, then `FEATURES`."""
+        seconds = float(np.interp(held[0], self.nodes, self.at_nodes))
+        return seconds + sum(slope * value for slope, value in zip(self.slopes, held[1:], strict=True))
 
 
 def fit(costs: Iterable[Mapping[str, Any]]) -> StepTimes:
     """Return what fits the `StepSums` of some runs best.
 
-    The least squares of errors relative to the fit, with coefficients of at least 0; a size counts by its
-    steps.
+    The least squares of errors relative to the fit, with no negative time; a size counts by its steps.
     """
-    x, seconds, n = _rows(costs)
+    held, seconds, n = _rows(costs)
+    nodes = _nodes(held[:, 0], n)
+    x = _columns(held, nodes)
     expected = seconds
     for _ in range(_ROUNDS):
         weights = np.sqrt(n) / expected
         found = _not_negative(x * weights[:, None], seconds * weights)
         expected = np.maximum(x @ found, 1e-9)
-    return StepTimes(tuple(found.tolist()))
+    return StepTimes(nodes, tuple(found[: len(nodes)].tolist()), tuple(found[len(nodes) :].tolist()))
+
+
+def _nodes(generations: NDArray[np.float64], n: NDArray[np.float64]) -> tuple[int, ...]:
+    """Return the fewest sequences, the powers of two about which steps were seen, and the most sequences."""
+    ends = math.floor(generations.min()), math.ceil(generations.max())
+    powers = (2**i for i in range(ends[1].bit_length()))
+    seen = (node for node in powers if n[abs(generations - node) <= node / 4].sum() >= _FEW)
+    return tuple(sorted({*ends, *seen}))
+
+
+def _columns(held: NDArray[np.float64], nodes: Sequence[int]) -> NDArray[np.float64]:
+    """Return `held` with its first column as shares of the two nodes that it lies between."""
+    shares = [np.interp(held[:, 0], nodes, node) for node in np.eye(len(nodes))]
+    return np.column_stack([*shares, held[:, 1:]])
 
 
 def slowdown(times: StepTimes, costs: Iterable[Mapping[str, Any]]) -> float:
     """Return how many times as long the steps in `costs` took as `times` says; at least 1."""
-    x, seconds, n = _rows(costs)
-    expected = float((x @ np.array(times.coefficients) * n).sum())
+    held, seconds, n = _rows(costs)
+    x = _columns(held, times.nodes)
+    expected = float((x @ np.array([*times.at_nodes, *times.slopes]) * n).sum())
     return max(1.0, float((seconds * n).sum()) / expected)
 
 
 def _rows(
     costs: Iterable[Mapping[str, Any]],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return a constant and `FEATURES` per step, seconds per step, and how many steps, by size."""
-    tables = [np.array([one[name] for name in ("n", "seconds", *FEATURES)], np.float64).T for one in costs]
+    """Return what steps held, `_COUNTED` per step, their seconds, and how many they were, by size."""
+    tables = [np.array([one[name] for name in ("n", "seconds", *_COUNTED)], np.float64).T for one in costs]
     rows = np.concatenate([table for table in tables if len(table)])
     n = rows[:, 0]
-    return np.column_stack([np.ones(len(n)), rows[:, 2:] / n[:, None]]), rows[:, 1] / n, n
+    return rows[:, 2:] / n[:, None], rows[:, 1] / n, n
 
 
 def _not_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:

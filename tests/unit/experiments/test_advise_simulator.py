@@ -28,8 +28,8 @@ SIZE = EngineSize(
     chunking="first_come_first_served",
 )
 CONTEXT_S, STEP_S = 0.5, 0.01
-TIMES = StepTimes((STEP_S, CONTEXT_S - STEP_S, 0.0, 0.0, 0.0, 0.0))  # a context alone takes CONTEXT_S
-BY_STEP = StepTimes((STEP_S, 0.0, 0.0, 0.0, 0.0, 0.0))
+BY_STEP = StepTimes((0, 1), (STEP_S, STEP_S), (0.0, 0.0, 0.0, 0.0))
+TIMES = replace(BY_STEP, slopes=(CONTEXT_S - STEP_S, 0.0, 0.0, 0.0))  # a context alone takes CONTEXT_S
 
 
 def system(entries: int = 1, generations: int = 0, **changes: object) -> System:

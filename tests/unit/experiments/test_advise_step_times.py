@@ -8,7 +8,7 @@ import pytest
 from mpillm.experiments.advise.step_times import FEATURES, Line, Sharing, StepTimes, fit, slowdown
 from mpillm.telemetry.step_sums import StepSums
 
-TRUE = StepTimes((5e-3, 1e-3, 2e-4, 1e-8, 3e-4, 1e-6))
+TRUE = StepTimes((0, 1, 64), (5e-3, 5e-3, 25e-3), (1e-3, 2e-4, 1e-8, 1e-6))
 
 
 def measured(factor: float = 1.0, noise: float = 0.0) -> dict[str, list[float]]:
@@ -18,7 +18,7 @@ def measured(factor: float = 1.0, noise: float = 0.0) -> dict[str, list[float]]:
         contexts = int(draw.integers(0, 3))
         tokens = contexts * int(draw.integers(20, 400))
         pairs, seen = tokens * 200, n * int(draw.integers(10, 900))
-        seconds = factor * TRUE.seconds((contexts, tokens, pairs, n, seen))
+        seconds = factor * TRUE.seconds((n, contexts, tokens, pairs, seen))
         sums.add(seconds * (1 + noise * draw.standard_normal()), contexts, n, tokens, pairs, seen)
     return sums.to_json()
 
@@ -26,15 +26,15 @@ def measured(factor: float = 1.0, noise: float = 0.0) -> dict[str, list[float]]:
 def test_a_linear_cost_is_found_from_sums_of_steps() -> None:
     """A bin's mean is on the line, however wide it is."""
     found = fit([measured()])
-    for held in ((0, 0, 0, 1, 50), (0, 0, 0, 64, 30_000), (2, 500, 100_000, 32, 9000)):
+    for held in ((1, 0, 0, 0, 50), (63, 0, 0, 0, 30_000), (32, 2, 500, 100_000, 9000)):
         assert found.seconds(held) == pytest.approx(TRUE.seconds(held), rel=1e-3)
 
 
 def test_no_part_of_a_step_takes_less_than_no_time() -> None:
     found = fit([measured(noise=0.3)])
-    assert min(found.coefficients) >= 0
-    assert found.seconds((1, 200, 40_000, 32, 9000)) == pytest.approx(
-        TRUE.seconds((1, 200, 40_000, 32, 9000)), rel=0.2
+    assert min(*found.at_nodes, *found.slopes) >= 0
+    assert found.seconds((32, 1, 200, 40_000, 9000)) == pytest.approx(
+        TRUE.seconds((32, 1, 200, 40_000, 9000)), rel=0.2
     )
 
 
@@ -43,8 +43,27 @@ def test_what_no_step_held_costs_nothing() -> None:
     for n in range(1, 9):
         sums.add(0.01 + 0.001 * n, 0, n, 0, 0, 0)
     found = fit([sums.to_json()])
-    assert found.coefficients == pytest.approx((0.01, 0, 0, 0, 0.001, 0))
-    assert len(found.coefficients) == 1 + len(FEATURES)
+    assert found.seconds((4, 0, 0, 0, 0)) == pytest.approx(0.014)
+    assert found.slopes == (0, 0, 0, 0)
+    assert len(found.slopes) == len(FEATURES)
+
+
+def test_batches_need_not_take_longer_in_proportion() -> None:
+    """Products of 4 to 16 rows as long as each other, and twice as long as those of one row."""
+    sums = StepSums()
+    for n, seconds in ((1, 0.02), (4, 0.04), (16, 0.04)):
+        for _ in range(100):
+            sums.add(seconds, 0, n, 0, 0, n * 64)
+    found = fit([sums.to_json()])
+    assert found.nodes == (1, 4, 16)
+    for n, seconds in ((1, 0.02), (2, 0.02 + 0.02 / 3), (4, 0.04), (10, 0.04), (16, 0.04)):
+        assert found.seconds((n, 0, 0, 0, n * 64)) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_one_size_alone_is_level() -> None:
+    sums = StepSums()
+    sums.add(0.02, 0, 8, 0, 0, 0)
+    assert [fit([sums.to_json()]).seconds((n, 0, 0, 0, 0)) for n in (1, 8, 9)] == pytest.approx([0.02] * 3)
 
 
 def test_steps_beside_others_take_so_many_times_as_long() -> None:

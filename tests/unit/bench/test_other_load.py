@@ -1,0 +1,50 @@
+"""What others used of the CPUs, and measuring again because of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpillm.bench import other_load
+from mpillm.bench.other_load import Disturbance, least_disturbed
+
+
+@pytest.mark.parametrize(
+    ("used", "said"),
+    [
+        (Disturbance(0.05, 0.01), ""),
+        (Disturbance(0.5, 0.0), "; disturbed: other processes used 0.5 cores"),
+        (Disturbance(0.0, 0.2), "; disturbed: the host took 0.20 cores"),
+        (Disturbance(1.0, 0.2), "; disturbed: other processes used 1.0 cores, the host took 0.20 cores"),
+    ],
+)
+def test_what_disturbs_is_said(used: Disturbance, said: str) -> None:
+    assert used.said() == said
+    assert (used.degree > 1) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("others_s", "kept"),
+    [
+        ([0.0], 0),  # at once undisturbed
+        ([5.0, 0.0], 1),
+        ([5.0, 2.0, 9.0], 1),  # never: the least
+        ([2.0, 5.0, 9.0, 0.0], 0),  # no fourth time
+    ],
+)
+def test_the_least_disturbed_is_kept(
+    monkeypatch: pytest.MonkeyPatch, others_s: list[float], kept: int
+) -> None:
+    now, used = [0.0], [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(other_load, "_others_s", lambda: (used[0], 0.0))
+    measured: list[int] = []
+
+    def measure() -> int:
+        measured.append(len(measured))
+        now[0] += 10.0
+        used[0] += others_s[measured[-1]]
+        return measured[-1]
+
+    found, others = least_disturbed(measure)
+    assert (found, others.processes) == (kept, others_s[kept] / 10.0)
+    assert len(measured) == min(3, len(others_s))
