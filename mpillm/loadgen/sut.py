@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -14,11 +13,8 @@ import mlperf_loadgen as lg
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.event_loop import take_turns
 from mpillm.loadgen.settings import log_settings
-
-# LoadGen's callback waits for the GIL while the event loop runs: Python's default of 5 ms would dominate a
-# latency.
-_SWITCH_INTERVAL_S = 0.0002
 
 
 class Query(NamedTuple):
@@ -49,7 +45,7 @@ class LoadGenTest:
 
     def start(self) -> None:
         """Start the test; `finished` is set when it has ended."""
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        take_turns()
         self._thread.start()
 
     def first_tokens(self, responses: list[Any]) -> None:

@@ -24,7 +24,15 @@ def error_response(error: ApiError) -> web.Response:
 
 
 async def body_of(request: web.Request) -> bytes:
-    """Return the body. Raises ApiError if it does not come in time."""
+    """Return the body.
+
+    Raises ApiError if it does not come in time, is compressed, or says that it is too long.
+    """
+    if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        # To unpack what may become a thousand times as long would keep everybody waiting.
+        raise ApiError(415, f"Content-Encoding {coding[:30]} is not supported: send the body as it is")
+    if (request.content_length or 0) > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size)
     if request.content.is_eof():  # it came with the headers, as almost always
         return await request.read()
     try:

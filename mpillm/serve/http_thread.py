@@ -14,7 +14,7 @@ from aiohttp import web
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
-from mpillm.event_loop import new_loop
+from mpillm.event_loop import new_loop, take_turns
 from mpillm.serve.app import Service
 from mpillm.serve.frontend import Mailbox
 from mpillm.serve.open_requests import OpenRequests
@@ -61,7 +61,12 @@ async def listen(app: web.Application, bound: socket.socket) -> tuple[web.AppRun
         most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MOST_CONNECTIONS)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S, keepalive_timeout=IDLE_S
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_STOP_S,
+        keepalive_timeout=IDLE_S,
+        auto_decompress=False,
     )
     await runner.setup()
     site = web.SockSite(runner, bound, backlog=_BACKLOG)
@@ -95,6 +100,7 @@ class HttpThread:
         self._loop.set_exception_handler(self._on_loop_error)
         mailbox.deliver = self._deliver
         self._thread = threading.Thread(target=self._run, name="mpillm-http", daemon=True)
+        take_turns()
         self._thread.start()
 
     def listen(self) -> None:

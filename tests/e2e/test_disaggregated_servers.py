@@ -99,15 +99,18 @@ class TestFourCommands:
         through = {line["index"]: line["output_tokens"] for line in test.outputs()}
         assert through == {line["index"]: line["output_tokens"] for line in alone.outputs()}
 
-        # A server is killed: its command names it, and its mpirun ends the others; the leader names them.
-        generation = next(pid for pid in workers.pids() if is_server(pid, rank=2))
-        os.kill(generation, signal.SIGKILL)
-        ended = workers.end(TIMEOUT_S, tidy=False)
-        name = f"generation instance 1 at http://localhost:{port + 2}"
-        assert ended.code != DONE and f"worker 2 ({name}) was ended by signal 9" in ended.err
-        status, error = ask(port, **BODY)
-        names = rf"(context instance 0 at http://localhost:{port + 1}|{name})"
-        assert status == 503 and re.match(f"{names} does not answer: ", error["error"]["message"]), error
+        if both.mpi == "mpich":  # what started the workers is killed
+            workers.process.kill()
+            wait_until(lambda: not workers.pids(), f"the processes {workers.pids()} to end", 30)
+        else:  # a server is: its command names it, and its mpirun ends the others; the leader names them
+            generation = next(pid for pid in workers.pids() if is_server(pid, rank=2))
+            os.kill(generation, signal.SIGKILL)
+            ended = workers.end(TIMEOUT_S, tidy=False)
+            name = f"generation instance 1 at http://localhost:{port + 2}"
+            assert ended.code != DONE and f"worker 2 ({name}) was ended by signal 9" in ended.err
+            status, error = ask(port, **BODY)
+            names = rf"(context instance 0 at http://localhost:{port + 1}|{name})"
+            assert status == 503 and re.match(f"{names} does not answer: ", error["error"]["message"]), error
         leader.process.kill()
         wait_until(lambda: not leader.pids(), f"the processes {leader.pids()} to end", 30)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from typing import Any
@@ -225,6 +226,13 @@ def test_limits_of_bodies_and_of_the_queue() -> None:
     async def test() -> None:
         async with api(core={"ttft_ms": HOUR_MS}, max_body_bytes=1000, max_queue_size=3) as a:
             assert "1000 bytes" in (await a.error(413, "/v1/completions", b"x" * 1001))["message"]
+            packed = gzip.compress(b" " * 100_000)
+            error = await a.error(415, "/v1/completions", packed, **{"Content-Encoding": "gzip"})
+            assert error["message"] == "Content-Encoding gzip is not supported: send the body as it is"
+            reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 "), "without waiting for the body"
+            writer.close()
             body = {"prompt": [[1], [2]]}
             waiting = asyncio.ensure_future(a.answer("/v1/completions", **body))
             await a.until(lambda: a.world.open.waiting == 2)
