@@ -21,6 +21,7 @@ BENCHES = {
     "precision": "what types of weights, activations and KV cache cost: nats per token, likeliest"
     " tokens, answers",
     "agreement": "answers and logits of tensor parallel instances against those of one rank",
+    "soak": "a long test: what memory, threads and file descriptors each rank gains",
     "scale": "leader and rank 0 in a simulated cluster of thousands of ranks",
     "dataset": "loading a preprocessed data set: seconds and memory",
     "handoff": "KV caches between two ranks, against plain messages of the same size",

@@ -1,4 +1,4 @@
-"""A rank's CPU time and memory, and its GPU's state, twice a second: where the heartbeat beats."""
+"""What a rank's process uses, and its GPU's state, twice a second: where the heartbeat beats."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from mpillm.telemetry.series import Series
 _MOST_ROWS = 1200  # ten minutes at the rate of the heartbeat, then half as often
 _MOST_OF_ALL_RANKS = 200_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-COLUMNS = ("seconds", "cpu_s", "rss_bytes", "context_s", "decode_s", "busy_s", "handoff_s")
+_WORK = ("context_s", "decode_s", "busy_s", "handoff_s")
+COLUMNS = ("seconds", "cpu_s", "rss_bytes", "threads", "open_files", *_WORK)
 
 
 class RankSampler:
-    """Samples this process. One thread calls `sample`, which takes some 60 us, with a GPU more."""
+    """Samples this process. One thread calls `sample`, which takes some 100 us, with a GPU more."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -29,7 +30,8 @@ class RankSampler:
     def sample(self) -> None:
         """Add a row. Never raises: the heartbeat's thread calls this."""
         now, r = time.perf_counter(), self._recorder
-        self._own.add(now, time.process_time(), _rss(), r.context_s, r.decode_s, r.busy_s, r.handoff_s)
+        process = time.process_time(), _rss(), _entries("task"), _entries("fd")
+        self._own.add(now, *process, r.context_s, r.decode_s, r.busy_s, r.handoff_s)
         if self.meter is not None:
             self._gpu.add(now, *self.meter.read())
 
@@ -47,4 +49,12 @@ def _rss() -> float:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
+        return float("nan")
+
+
+def _entries(folder: str) -> float:
+    """Count this process's threads (``task``) or file descriptors (``fd``, the one for looking included)."""
+    try:
+        return len(os.listdir(f"/proc/self/{folder}"))  # noqa: PTH208 - a third of iterdir's time
+    except OSError:
         return float("nan")

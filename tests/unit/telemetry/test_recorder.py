@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,8 +82,16 @@ def test_what_is_not_known_is_none_in_json() -> None:
 def test_a_sample_has_this_process_s_time_and_memory() -> None:
     sampler = RankSampler(Recorder())
     sampler.sample()
-    sampler.sample()
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    with Path("/proc/self/stat").open(), Path("/proc/self/stat").open():
+        sampler.sample()
+    end.set()
+    thread.join()
     found = sampler.to_json(0.0, 1)
     assert tuple(found) == COLUMNS
     assert found["cpu_s"][1] >= found["cpu_s"][0] > 0
     assert 1 << 20 < found["rss_bytes"][0] < 1 << 40
+    assert found["threads"][1] - found["threads"][0] == 1
+    assert found["open_files"][1] - found["open_files"][0] == 2
