@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,10 @@ _STATES = {
 
 
 _STOPPED = "Tt"
+_GONE = "ZX"
+
+_STARTED_S = 10.0
+"""By then a launcher has started all ranks of a host, of which it has started one."""
 
 
 class Sibling(NamedTuple):
@@ -73,6 +78,41 @@ def stopped_ranks() -> str:
     """Name the ranks of this host that somebody has stopped; "" if none is."""
     found = {rank: sibling for rank, sibling in sorted(siblings().items()) if sibling.state in _STOPPED}
     return ", ".join(f"rank {rank}{_told(sibling)}" for rank, sibling in found.items())
+
+
+class EndedRanks:
+    """Finds the ranks of this host that have ended, among those that have no reason to."""
+
+    def __init__(self) -> None:
+        self._pids: dict[int, int] = {}
+        self._since = time.monotonic()
+
+    def look(self) -> str:
+        """Name the ranks that were there at an earlier look and have ended; "" if none has.
+
+        After a while also those that were never seen, where `ranks_here` knows how many there should be.
+        """
+        ended = sorted(rank for rank, pid in self._pids.items() if not _runs(pid))
+        if ended:
+            return ", ".join(f"rank {rank} (pid {self._pids[rank]}) has ended" for rank in ended)
+        self._pids |= {rank: sibling.pid for rank, sibling in siblings().items()}
+        here, own = ranks_here(), find_launcher()
+        if here is None or len(self._pids) >= here or time.monotonic() < self._since + _STARTED_S:
+            return ""
+        if own is None or own.size != here:
+            return (
+                f"{here - len(self._pids)} of the {here} ranks on this host have ended, or were not started"
+            )
+        missing = sorted(set(range(here)) - self._pids.keys())
+        return ", ".join(f"rank {rank} has ended, or was not started" for rank in missing)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in _GONE
 
 
 def _told(sibling: Sibling) -> str:

@@ -7,15 +7,16 @@ import os
 import select
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.check_world import check_world, library_title, understands
 from launch.environment import EXIT_FILE, clean_environment, tell_exit_code, told_exit_code
 from launch.launcher import EveryRankError, find_launcher, one_of_several
-from launch.siblings import stopped_ranks
+from launch.siblings import EndedRanks, siblings, stopped_ranks
 from mpillm.comms.communicators import RunComms
 from mpillm.comms.node_barrier import wait_for_node
 from mpillm.errors import ExitCode
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _LAUNCHER_GRACE_S = 12.0  # longer than `mpillm mpirun` leaves the other ranks after rank 0 has ended
 _SECOND_S = 2.0  # rank 1 reports this much later than rank 0 would have
+_LOOK_S = 0.5  # while in MPI_Init: how often to look whether the other ranks are there
+_SURE_S = 0.5  # MPI_Init does not end in this time, nor ever, if one is not
 
 
 def mpi_library() -> str:
@@ -53,19 +56,19 @@ def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False
     process ends. Raises EveryRankError if the MPI library is missing
     or unfit, WrongLauncher if the launcher belongs to another MPI.
     """
-    with _deadline(deadline_s):
-        return _world(command, spawns=spawns).Dup()
+    with _deadline(deadline_s) as begins:
+        return _world(command, begins, spawns=spawns).Dup()
 
 
 def start_run(command: Sequence[str], deadline_s: float) -> RunComms:
     """As `start_mpi`, for a run: return what its ranks have in common."""
-    with _deadline(deadline_s):
-        world = _world(command, spawns=False)
+    with _deadline(deadline_s) as begins:
+        world = _world(command, begins, spawns=False)
         return RunComms(world, world.Dup(), world.Dup())
 
 
-def _world(command: Sequence[str], *, spawns: bool) -> MPI.Intracomm:
-    """Return MPI's world, started if it has not been."""
+def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) -> MPI.Intracomm:
+    """Return MPI's world, started if it has not been; `begins` is called just before."""
     library = mpi_library()
     from mpi4py import MPI
 
@@ -78,6 +81,7 @@ def _world(command: Sequence[str], *, spawns: bool) -> MPI.Intracomm:
         with warnings.catch_warnings():
             # mpi4py warns on every rank; `check_world` reports it once.
             warnings.simplefilter("ignore", RuntimeWarning)
+            begins()
             wait_for_node()
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
     world = MPI.COMM_WORLD
@@ -151,12 +155,13 @@ def _skip_networks(spawns: bool) -> None:
 
 
 @contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
+def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
     """End this process if the block, which calls MPI_Init, takes longer than `seconds`.
 
     MPI_Init waits for every rank and holds the GIL, so a child process of rank 0 keeps the time and prints
     the message. If rank 0 is stuck, rank 1's child does so a moment later. The other ranks end silently, long
-    after these should have ended the run.
+    after these should have ended the run. The child also ends the wait for a rank of this host that has
+    ended, once the block has called what it is given: before that, ranks may refuse to start, each by itself.
     """
     launcher = find_launcher()
     rank = launcher.rank or 0 if launcher else 0
@@ -164,7 +169,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         # SIGALRM ends a process that does not handle it.
         signal.setitimer(signal.ITIMER_REAL, seconds + _LAUNCHER_GRACE_S)
         try:
-            yield
+            yield lambda: None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return
@@ -173,27 +178,48 @@ def _deadline(seconds: float) -> Iterator[None]:
     child = os.fork()
     if child == 0:
         os.close(done_end)
-        patience = seconds + (_SECOND_S if rank == 1 else 0)
-        if not select.select([wait_end], [], [], patience)[0]:  # readable, too, once the parent has ended
-            _never_started(seconds, rank)
-            os.kill(parent, signal.SIGKILL)
+        if cause := _cause_to_end(wait_end, seconds, rank):
+            _never_started(cause, rank)
+            # Inside MPI_Init they can't be told anything.
+            for pid in {parent, *(sibling.pid for sibling in siblings().values())}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         os._exit(0)
     os.close(wait_end)
     try:
-        yield
+        yield lambda: _write(done_end)
     finally:
         os.close(done_end)
         os.waitpid(child, 0)
 
 
-def _never_started(seconds: float, rank: int) -> None:
+def _write(pipe: int) -> None:
+    os.write(pipe, b".")
+
+
+def _cause_to_end(pipe: int, seconds: float, rank: int) -> tuple[str, ExitCode] | None:
+    """Wait until the pipe is closed, also by the end of the parent; say why not to wait longer."""
+    end = time.monotonic() + seconds
+    end += _SECOND_S if rank == 1 else 0.0
+    sure_s = _SURE_S + (_SECOND_S if rank == 1 else 0.0)
+    ended: EndedRanks | None = None
+    while (left := end - time.monotonic()) > 0:
+        if select.select([pipe], [], [], min(left, _LOOK_S))[0]:
+            if not os.read(pipe, 1):
+                return None
+            ended = EndedRanks()
+        elif ended is not None and (lost := ended.look()):
+            if select.select([pipe], [], [], sure_s)[0]:
+                return None
+            return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
+    who = stopped_ranks() or "a rank has not started, or can't be reached"
+    return f"MPI_Init did not end within the deadline of {seconds:g} s: {who}", ExitCode.NOT_READY
+
+
+def _never_started(cause: tuple[str, ExitCode], rank: int) -> None:
+    text, code = cause
     exit_file = os.environ.get(EXIT_FILE)
     if rank == 1 and exit_file and told_exit_code(Path(exit_file)) is not None:
         return  # rank 0 has reported it
-    who = stopped_ranks() or "a rank has not started, or can't be reached"
-    print(
-        f"mpillm: failed in phase 'join'\n  MPI_Init did not end within the deadline of {seconds:g} s: {who}",
-        file=sys.stderr,
-        flush=True,
-    )
-    tell_exit_code(ExitCode.NOT_READY)
+    print(f"mpillm: failed in phase 'join'\n  {text}", file=sys.stderr, flush=True)
+    tell_exit_code(code)

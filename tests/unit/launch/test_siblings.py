@@ -6,37 +6,61 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 
 import pytest
 
-from launch.siblings import describe_rank, ranks_here, siblings, stopped_ranks
+from launch.siblings import EndedRanks, describe_rank, ranks_here, siblings, stopped_ranks
+from tests.helpers.support import wait_until
 
 
-def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+    """Yield the processes of three ranks."""
     job = {"PMIX_NAMESPACE": f"test-{os.getpid()}", "OMPI_COMM_WORLD_SIZE": "3"}
     for name, value in (job | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}).items():
         monkeypatch.setenv(name, value)
-    ranks = {
+    made = {
         rank: subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(60)"],
             env={**os.environ, "OMPI_COMM_WORLD_RANK": str(rank)},
         )
-        for rank in (1, 2)
+        for rank in (0, 1, 2)
     }
-    try:
-        ranks[2].send_signal(signal.SIGSTOP)
-        end = time.monotonic() + 30
-        while "rank 2" not in stopped_ranks() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert stopped_ranks() == f"rank 2 (pid {ranks[2].pid} is stopped: kill -CONT {ranks[2].pid})"
-        assert {rank: siblings()[rank].pid for rank in ranks} == {r: p.pid for r, p in ranks.items()}
-        assert describe_rank(1) == f" (pid {ranks[1].pid} runs)"
-        assert (describe_rank(9), ranks_here()) == ("", 3)
-    finally:
-        for process in ranks.values():
-            process.kill()
-            process.wait()
+    yield made
+    for process in made.values():
+        process.kill()
+        process.wait()
+
+
+def test_a_stopped_rank_is_named(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
+    ranks[2].send_signal(signal.SIGSTOP)
+    wait_until(lambda: "rank 2" in stopped_ranks(), "a stopped rank")
+    assert stopped_ranks() == f"rank 2 (pid {ranks[2].pid} is stopped: kill -CONT {ranks[2].pid})"
+    assert {rank: siblings()[rank].pid for rank in ranks} == {r: p.pid for r, p in ranks.items()}
+    assert describe_rank(1) == f" (pid {ranks[1].pid} runs)"
+    assert (describe_rank(9), ranks_here()) == ("", 3)
+
+
+def test_a_rank_that_ends_is_named(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
+    ended = EndedRanks()
+    wait_until(lambda: not ended.look() and siblings().keys() == {0, 1, 2}, "all ranks")
+    assert ended.look() == ""
+    ranks[2].kill()
+    wait_until(ended.look, "a rank that ends")
+    assert ended.look() == f"rank 2 (pid {ranks[2].pid}) has ended"
+
+
+def test_a_rank_that_was_never_there_is_named_later(
+    ranks: dict[int, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks[1].kill()
+    ranks[1].wait()
+    wait_until(lambda: siblings().keys() == {0, 2}, "the other ranks")
+    ended = EndedRanks()
+    assert ended.look() == ""
+    monkeypatch.setattr("launch.siblings._STARTED_S", -1.0)
+    assert ended.look() == "rank 1 has ended, or was not started"
 
 
 def test_without_a_launcher_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
