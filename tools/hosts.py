@@ -1,6 +1,6 @@
 """Several hosts on this machine, made of namespaces.
 
-Each has addresses, a name, process ids, a boot id and /dev/shm of its own, and this machine's files.
+Each has addresses, a name, process ids, a boot id, /dev/shm and TMPDIR of its own, and this machine's files.
 
 Nothing outlives the process that made them: a host is a process (`setpriv`, `unshare`) that dies with its
 parent, whatever ends that; the kernel ends the processes of its pid namespace with it, and then its network
@@ -22,11 +22,14 @@ from pathlib import Path
 HEAD = "head"
 """The host at which a person logs in. It has the bridge."""
 
+# Open MPI's daemons name their folders in TMPDIR after their process ids only, which are much alike on all
+# hosts.
+_TMPDIR = "/dev/shm/tmp"
 _NETWORK = "10.77.0."
 _START_S = 60.0
 _PROGRAMS = ("ip", "mount", "nsenter", "setpriv", "unshare")
 
-_INIT = """\
+_INIT = f"""\
 set -e
 hostname "$0"
 mount -t tmpfs none /dev/shm
@@ -35,6 +38,7 @@ mount --bind /dev/shm/hosts /etc/hosts
 cat /proc/sys/kernel/random/uuid > /dev/shm/boot_id
 mount --bind /dev/shm/boot_id /proc/sys/kernel/random/boot_id
 mount -t tmpfs none /dev/shm
+mkdir {_TMPDIR}
 ip link set lo up
 echo ready
 while :; do sleep 1000; done
@@ -59,7 +63,7 @@ class Hosts:
 
     def on(self, host: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on a host, in the caller's working directory."""
-        return [*_enter(self._pids[host]), *command]
+        return [*_enter(self._pids[host]), "env", f"TMPDIR={_TMPDIR}", *command]
 
     def run(self, host: str, *command: str) -> str:
         """Run a short command on a host; what it printed. NotHere: it failed."""
@@ -88,7 +92,7 @@ class Hosts:
             'while [ "${1#-}" != "$1" ]; do shift; done\n'
             f'case "$1" in\n{cases}'
             '  *) echo "no host $1" >&2; exit 255 ;;\nesac\n'
-            f'shift\nexec {" ".join(_enter("$pid"))} sh -c "$*"\n',
+            f'shift\nexec {" ".join(_enter("$pid"))} env TMPDIR={_TMPDIR} sh -c "$*"\n',
             encoding="ascii",
         )
         path.chmod(0o755)

@@ -10,9 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_instance_loss import OUTPUT, PACE, TEST, check_answers, check_told, wait_for_answers
+from tests.e2e.test_instance_loss import OUTPUT, TEST, check_answers, check_told, wait_for_answers
+from tests.e2e.test_kills_in_phases import EXECUTORS, TIMES
 from tests.helpers.clusters import OnHosts, or_skip, python_on
-from tests.helpers.support import INSTANCE_LOST, Command, Samples, Starter, make_samples, wait_until
+from tests.helpers.support import (
+    INSTANCE_LOST,
+    NOT_READY,
+    Command,
+    Samples,
+    Starter,
+    make_samples,
+    wait_until,
+)
 from tools.hosts import Hosts, hosts
 
 pytestmark = pytest.mark.hosts
@@ -53,30 +62,50 @@ HITS: dict[str, Callable[[Hosts], None]] = {
 }
 
 
-def _wait(command: Command, phase: str) -> None:
-    if phase == "load":
-        wait_until(lambda: (command.log_dir / "ranks.json").exists(), "the ranks to have joined", WITHIN_S)
-    else:
+def _wait(command: Command, on: Hosts, phase: str) -> None:
+    if phase == "join":
+        wait_until(
+            lambda: len(python_on(on, LOST, "run")) == 2 or command.process.poll() is not None,
+            f"ranks on {LOST}",
+            WITHIN_S,
+        )
+    elif phase == "test":
         wait_for_answers(command, 8)
+        return
+    else:
+        before = {"load": "join", "warmup": "health"}[phase]
+        wait_until(
+            lambda: f"\n  {before} " in command.out or command.process.poll() is not None,
+            f"phase {phase}",
+            WITHIN_S,
+        )
+    assert command.process.poll() is None, repr(command.end())
 
 
 @pytest.mark.parametrize("policy", ["fail", "continue"])
-@pytest.mark.parametrize("phase", ["load", "test"])
+@pytest.mark.parametrize("phase", ["join", "load", "warmup", "test"])
 @pytest.mark.parametrize("hit", HITS)
 def test_a_host_is_lost(on_hosts: OnHosts, few: Samples, hit: str, phase: str, policy: str) -> None:
     """The run ends, says so, and leaves nothing; or it goes on, which Open MPI's mpirun allows as long as its
-    daemons are all there."""
-    words = ["run", "--core_type", "dummy", "--dataset_path", few.path, *TEST, *PACE]
+    daemons are all there. A rank of the last host keeps load and warm-up from ending."""
+    hang = f",fault:hang,fault_phase:{phase},fault_rank:5" if phase in ("load", "warmup") else ""
+    words = ["run", "--core_type", "dummy", "--dataset_path", few.path, *TEST, *EXECUTORS]
+    words += ["--core_options", TIMES + hang, "--join_deadline", 20]
     words += ["--enable_chunked_context", "true", "--heartbeat_timeout", 10, "--grace", 3]
     command = on_hosts.start(WHERE, *words, "--on_instance_loss", policy)
-    _wait(command, phase)
+    _wait(command, on_hosts.hosts, phase)
     HITS[hit](on_hosts.hosts)
-    ended = command.end(WITHIN_S)
+    # Ranks without a daemon that are inside MPI_Init end by themselves, some time after the deadline.
+    ended = command.end(WITHIN_S, lingers=WITHIN_S if (hit, phase) == ("its daemon", "join") else 3.0)
     assert "Traceback" not in ended.err, ended
     left = ("h1", "h3") if hit == "its power" else ("h1", LOST, "h3")
     wait_until(
         lambda: not any(python_on(on_hosts.hosts, host, "run") for host in left), "the end of all ranks"
     )
+    if phase == "join":  # MPI may or may not have started
+        assert ended.code in (NOT_READY, INSTANCE_LOST, 128 + signal.SIGTERM), ended
+        assert "MPI_Init" in ended.err or LOST in ended.err + ended.out, ended
+        return
     if hit == "its ranks" and phase == "test" and policy == "continue":
         check_answers(ended, [few.answer(i, OUTPUT) for i in range(64)])
         check_told(ended, [0, 1])

@@ -55,6 +55,20 @@ def test_the_plan_shows_slurms_nodes(both_under: UnderSlurm, tasks: list[int], o
     assert "Sorry" not in ended.err, "Open MPI finds its own texts"
 
 
+def test_the_doctor_examines_slurms_nodes(both_under: UnderSlurm) -> None:
+    log_dir = ["--log_dir", both_under.starter.folder / "runs"]
+    ended = both_under.start(["-n", 4, "-N", 2], "doctor", "--json", *log_dir).end(WITHIN_S).must(DONE)
+    told = json.loads(ended.out)
+    assert (told["ranks"], told["nodes"]) == (4, ["h1", "h2"])
+    lines = {line["check"]: line for line in told["lines"]}
+    assert "srun" in lines["launcher"]["text"] and lines["launcher"]["text"].endswith("one world of 4")
+    assert [line["check"] for line in told["lines"] if line["status"] == "failure"] == []
+    for check, nodes in (("MPI between nodes", ["h1", "h2"]), ("MPI within nodes", ["h1"])):
+        pair = lines[check]["figures"]["pairs"][0]
+        assert sorted(set(pair["nodes"])) == nodes and pair["bytes_per_s"] > 0 and pair["latency_s"] > 0
+    assert list(lines["clocks"]["figures"]["offsets_s"]) == ["h2"]
+
+
 @pytest.mark.parametrize("host", ["h1", "h2"])
 def test_a_killed_rank_is_named(both_under: UnderSlurm, host: str) -> None:
     """srun's exit code is the killed task's: the highest of all.

@@ -241,10 +241,11 @@ class Command:
         """Send a signal to the whole process group, as a terminal does on Ctrl-C."""
         os.killpg(self.process.pid, number)
 
-    def end(self, timeout: float = 60.0, tidy: bool = True) -> Ended:
+    def end(self, timeout: float = 60.0, tidy: bool = True, lingers: float = 3.0) -> Ended:
         """Wait for its end.
 
-        Fail if it takes longer than `timeout`, leaves a process, or (if `tidy`) leaves a file in /dev/shm.
+        Fail if it takes longer than `timeout`, leaves a process after `lingers` more seconds, or (if `tidy`)
+        leaves a file in /dev/shm.
         """
         limit = time.monotonic() + timeout
         sampled = 0.0
@@ -264,7 +265,7 @@ class Command:
                 self._note_shared_memory()
             time.sleep(_POLL_S)
         seconds = time.monotonic() - self.started
-        wait_until(lambda: not self.pids(), f"processes {self.pids()} to end", 3)
+        wait_until(lambda: not self.pids(), f"processes {self.pids()} to end", lingers)
         self._reader.join(5)
         ended = Ended(self.process.returncode, self._texts["out"], self._texts["err"], seconds, self.log_dir)
         ended.left = left = self._remove_shared_memory()
