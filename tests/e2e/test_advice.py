@@ -157,6 +157,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* run --benchmarks llama2-70b .*--model_scale tiny.*": Typed(
         f"{SHORT} --server_target_qps 200", says="LoadGen"
     ),
+    r".* --config_file mine.yaml .*": Elsewhere("an example of what rerun prints: tests/e2e/test_rerun.py"),
     r".* run --core_type dummy .*": Typed(says=r"LoadGen +VALID"),
     r".* run-harness --core_type dummy .*": Typed(says="Server"),
     r".* run-harness --benchmarks=llama2,moe .*": Typed(
@@ -176,6 +177,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench dataset.*": Typed("--repeats 1", says="samples"),
     r".* generate-engines --model_path build/models.*": Typed(says="engine"),
     r".* generate-(engines|triton-config) .*": Typed("--dry_run", says="build"),
+    r".* run-llm-server --core_type=\{\} .*": Elsewhere(
+        "a name is put in: tests/e2e/test_disaggregated_servers.py"
+    ),
     r".* run-llm-server .*": Typed(
         "--dry_run", says="tritonserver --|trtllm-serve ", before=(TRITON_REPOSITORY,)
     ),
