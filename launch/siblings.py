@@ -99,6 +99,8 @@ class EndedRanks:
         here, own = ranks_here(), find_launcher()
         if here is None or len(self._pids) >= here or time.monotonic() < self._since + _STARTED_S:
             return ""
+        if self._pids.keys() <= {own and own.rank}:
+            return ""  # each in a container of its own, perhaps: then none sees the others
         if own is None or own.size != here:
             return (
                 f"{here - len(self._pids)} of the {here} ranks on this host have ended, or were not started"

@@ -63,6 +63,17 @@ def test_a_rank_that_was_never_there_is_named_later(
     assert ended.look() == "rank 1 has ended, or was not started"
 
 
+def test_ranks_that_see_no_other_say_nothing_of_them(
+    ranks: dict[int, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (1, 2):
+        ranks[rank].kill()
+        ranks[rank].wait()
+    wait_until(lambda: siblings().keys() == {0}, "the rank that is left")
+    monkeypatch.setattr("launch.siblings._STARTED_S", -1.0)
+    assert EndedRanks().look() == ""
+
+
 def test_without_a_launcher_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("OMPI_", "PMI", "PMIX_", "SLURM_")):
