@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
@@ -191,25 +192,31 @@ def test_the_key() -> None:
     run(test)
 
 
-def test_clients_that_keep_a_connection_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who sends a head or a body too slowly, or no request at all, loses the connection."""
+def test_a_connection_without_a_whole_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_thread, "IDLE_S", 0.5)
+
+    async def test() -> None:
+        async with api() as a:
+            for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+                reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
+                writer.write(sent)
+                with contextlib.suppress(ConnectionResetError):  # closed before the head was read
+                    assert await reader.read() == b""
+                writer.close()
+
+    run(test)
+
+
+def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_errors, "BODY_S", 0.5)
 
     async def test() -> None:
         async with api() as a:
-            host, port = a.base.removeprefix("http://").split(":")
-            for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
-                reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(sent)
-                assert await reader.read() == b""
-                writer.close()
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
             answer = await reader.readuntil(b"}}")
             assert answer.startswith(b"HTTP/1.1 408 ") and b"the body has not come within 0.5 s" in answer
             writer.close()
-            await a.answer("/v1/completions", prompt="x", max_tokens=1)
 
     run(test)
 
