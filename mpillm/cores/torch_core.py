@@ -274,15 +274,14 @@ class TorchCore(LLMCore):
 
     @property
     def takes_special(self) -> bool:
-        """On a CPU and one rank: so far nothing of it has run elsewhere."""
-        alone = self.comms is None or self.comms.instance.size == 1
-        return alone and self.config.gpu_bytes is None
+        """On CPUs, with one stage: so far nothing of it has run elsewhere."""
+        return self.config.gpu_bytes is None and self.info.layout.pp_size == 1
 
     def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
         from mpillm.engine.lora import Adapter
 
         assert self.worker is not None
-        return Adapter(weights, config, self.info.config, self.worker.part.dtype)
+        return Adapter(weights, config, self.info.config, self.worker.part.dtype, self.info.layout)
 
     def enqueue_special(self, requests: Batch, specials: Mapping[int, Special]) -> None:
         from mpillm.engine.engine_limits import refusal

@@ -19,6 +19,7 @@ from mpillm.engine.handoff.engine_handoffs import EngineHandoffs
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import Progress, Sequence
+from mpillm.engine.shared_adapters import SharedAdapters
 from mpillm.engine.speculation.speculation import Speculation
 from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Step
@@ -62,6 +63,7 @@ class Engine:
             limits.chunking,
         )
         self.speculation: Speculation | None = None
+        self._adapters = SharedAdapters()
         self.handoffs = EngineHandoffs(self.scheduler, worker, info.max_seq_len, limits.max_moving_tokens)
         self._end_ids = set(info.end_ids)
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
@@ -156,6 +158,7 @@ class Engine:
             step.transfers = self.handoffs.take_orders(sampled)
             self.scheduler.publish(plan)
             if self._peers is not None:
+                self._adapters.name(step)
                 self._peers.send_plan(step)
             for sequence in sampled:
                 sequence.n_unread += 1

@@ -17,6 +17,7 @@ from torch import Tensor
 from mpillm.comms.messages import Message
 from mpillm.comms.tags import Tag
 from mpillm.engine.handoff.transfer import Kind, Transfer
+from mpillm.engine.lora import AdapterTensors
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.step import Span, Step
 
@@ -24,11 +25,13 @@ if TYPE_CHECKING:  # the module starts MPI
     from mpillm.comms.transport import Buffer
 
 # A step as int32: the head, a row for each span, the spans' blocks, a row for each transfer, the transfers'
-# blocks, the tokens; then a row of `_SAMPLING` for each wanted row, unless all are greedy. As `Step.of` makes
-# them, a span's last rows are wanted, and the first of those are the ones that must not get an end token.
-_HEAD = 5  # spans, transfers, tokens, whether there are rows of `_SAMPLING`, `Step.logprobs`
+# blocks, the tokens; then a row of `_SAMPLING` for each wanted row, unless all are greedy; then, if there is
+# something special, what `_special_numbers` makes of it. As `Step.of` makes them, a span's last rows are
+# wanted, and the first of those are the ones that must not get an end token.
+_HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether something is special
 _SPAN = 7  # slot, cached, new, blocks told before, blocks told now, rows wanted, how many must not end
 _TRANSFER = 6  # kind, ticket, peer, slot, tokens, blocks
+_SPECIAL_WIDTHS = (2, 2, 3, 1, 3)  # of the rows of `_special_numbers`' lists
 _SAMPLING = np.dtype(
     [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")]
 )
@@ -47,8 +50,9 @@ def _write_step(step: Step) -> Buffer:
         len(step.spans),
         len(step.transfers),
         len(step.tokens),
-        step.sampling is not None,
+        len(step.sampling or ()),
         step.logprobs,
+        len(special := _special_numbers(step)),
     ]
     end = i = 0  # of the spans so far: rows, and those among `Step.wanted`
     for span in step.spans:
@@ -68,12 +72,51 @@ def _write_step(step: Step) -> Buffer:
         (p.temperature, p.top_k, p.top_p, p.seed, place)
         for p, place in zip(step.sampling or (), step.places, strict=True)
     ]
-    return np.concatenate([_bytes(np.array(numbers, np.int32)), _bytes(np.array(rows, _SAMPLING))])
+    plain = [_bytes(np.array(numbers, np.int32)), _bytes(np.array(rows, _SAMPLING))]
+    if not special:
+        return np.concatenate(plain)
+    tensors = [
+        _bytes(array.reshape(-1))
+        for _, weights, config in step.new_adapters
+        for array in (config.astype(np.int32), weights.astype(np.float32))
+    ]
+    return np.concatenate([*plain, _bytes(np.array(special, np.int32)), *tensors])
+
+
+def _special_numbers(step: Step) -> list[int]:
+    """Return what is special about a step, if anything is. The new adapters' configs and weights follow."""
+    lists: tuple[list[tuple[int, ...]], ...] = (
+        [*step.copies],
+        [(rows.start, rows.stop) for _, rows in step.context_logits],
+        [*step.adapter_rows],
+        [(number,) for number in step.gone_adapters],
+        [(number, *weights.shape) for number, weights, _ in step.new_adapters],
+    )
+    if not step.is_adjusted and not any(lists):
+        return []
+    return [step.is_adjusted, *map(len, lists), *(value for rows in lists for row in rows for value in row)]
+
+
+def _read_special(numbers: NDArray[np.int32], step: Step) -> None:
+    at = 1 + len(_SPECIAL_WIDTHS)
+    found: list[list[Any]] = []
+    step.is_adjusted = bool(numbers[0])
+    for n, width in zip(numbers[1:at].tolist(), _SPECIAL_WIDTHS, strict=True):
+        found.append([tuple(row) for row in numbers[at : at + n * width].reshape(n, width).tolist()])
+        at += n * width
+    step.copies, rows, step.adapter_rows, gone, new = found
+    step.context_logits = [(None, slice(*ends)) for ends in rows]
+    step.gone_adapters = [number for (number,) in gone]
+    for number, n, width in new:
+        config, weights = numbers[at : at + 3 * n], numbers[at + 3 * n : at + (3 + width) * n]
+        at += (3 + width) * n
+        tensors = weights.view(np.float32).reshape(n, width), config.reshape(n, 3)
+        step.new_adapters.append(AdapterTensors(number, *tensors))
 
 
 def _read_step(buffer: Buffer) -> Step:
     numbers = buffer.view(np.int32)
-    n_spans, n_transfers, n_tokens, is_sampled, n_logprobs = numbers[:_HEAD].tolist()
+    n_spans, n_transfers, n_tokens, n_sampled, n_logprobs, n_special = numbers[:_HEAD].tolist()
     step, at, end = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, 0
     for row in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
         slot, n_cached, n_new, n_told, n_blocks, n_wanted, n_not_end = row
@@ -90,10 +133,14 @@ def _read_step(buffer: Buffer) -> Step:
         step.transfers.append(Transfer(Kind(kind), ticket, peer, slot, length, blocks))
         at += n_blocks
     step.tokens = numbers[at : at + n_tokens].tolist()
-    if is_sampled:
-        rows = numbers[at + n_tokens :].view(_SAMPLING).tolist()
+    at += n_tokens
+    if n_sampled:
+        end = at + n_sampled * _SAMPLING.itemsize // numbers.itemsize
+        rows = numbers[at:end].view(_SAMPLING).tolist()
         step.sampling = [SamplingParams(*row[:4]) for row in rows]
-        step.places = [row[4] for row in rows]
+        step.places, at = [row[4] for row in rows], end
+    if n_special:
+        _read_special(numbers[at:], step)
     return step
 
 

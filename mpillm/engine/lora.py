@@ -7,9 +7,10 @@ a row of `lora_config` is the module's id, the layer, and the rank. The scale is
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.parallel.layout import Layout, share
 from mpillm.engine.weights.rank_weights import rotary_order
 
 MODULES = {
@@ -32,17 +34,36 @@ MODULES = {
 """TensorRT-LLM's ids. In a Llama `mlp_h_to_4h` is `gate_proj`, `mlp_gate` is `up_proj`."""
 
 _NAMES = {number: name for name, number in MODULES.items()}
+_numbers = itertools.count()
+
+
+class AdapterTensors(NamedTuple):
+    """What the ranks of an instance make an adapter from."""
+
+    number: int  # the leader's, which names it
+    weights: NDArray[Any]  # [modules, width]
+    config: NDArray[np.int32]  # [modules, 3]
 
 
 class Adapter:
-    """What an adapter adds to the products of each layer: ``(x @ A.T) @ B.T``, A [r, in], B [out, r]."""
+    """What an adapter adds to the products of each layer: ``(x @ A.T) @ B.T``, A [r, in], B [out, r].
+
+    With tensor parallelism it is this rank's part, as that of the weights: of the rows of B where ranks have
+    rows of a product, of the columns of A where they add up parts of a sum.
+    """
 
     def __init__(
-        self, weights: NDArray[Any], config: NDArray[np.int32], model: ModelConfig, dtype: torch.dtype
+        self,
+        weights: NDArray[Any],
+        config: NDArray[np.int32],
+        model: ModelConfig,
+        dtype: torch.dtype,
+        layout: Layout = Layout(),  # noqa: B008 - it is frozen
     ) -> None:
         """Read `weights` [modules, width] and `config` [modules, 3]. Raises ValueError if they do not fit."""
         self.salt = secrets.token_bytes(16)  # no cached block of another adapter fits
-        self.n_bytes = 0
+        self.tensors = AdapterTensors(next(_numbers), weights, config) if layout.tp_size > 1 else None
+        self.n_bytes = weights.nbytes if layout.tp_size > 1 else 0
         parts: dict[tuple[int, str], list[tuple[Tensor, Tensor, slice]]] = {}
         if weights.ndim != 2 or config.shape != (len(weights), 3):
             raise ValueError(
@@ -64,10 +85,17 @@ class Adapter:
             a = numbers[: rank * n_in].view(rank, n_in)
             b = _reordered(name, numbers[rank * n_in : rank * (n_in + n_out)].view(n_out, rank), model)
             parts.setdefault((layer, product), []).append((a, b, rows))
-        self._products = {key: self._joined(some, model, key[1], dtype) for key, some in parts.items()}
+        self._products = {
+            key: self._joined(some, model, key[1], dtype, layout) for key, some in parts.items()
+        }
 
     def _joined(
-        self, parts: list[tuple[Tensor, Tensor, slice]], model: ModelConfig, product: str, dtype: torch.dtype
+        self,
+        parts: list[tuple[Tensor, Tensor, slice]],
+        model: ModelConfig,
+        product: str,
+        dtype: torch.dtype,
+        layout: Layout,
     ) -> tuple[Tensor, Tensor]:
         """Return A and B of one product from those of its parts: B has zeros where a part adds nothing."""
         a = torch.cat([part for part, _, _ in parts]).to(dtype)
@@ -76,12 +104,31 @@ class Adapter:
         for of_rank, values, rows in parts:
             b[rows, column : column + len(of_rank)] = values.to(dtype)
             column += len(of_rank)
+        a, b = _part(a, b, product, model, layout)
         self.n_bytes += a.nbytes + b.nbytes
         return a, b
 
     def product(self, layer: int, name: str) -> tuple[Tensor, Tensor] | None:
         """Return A and B; None: nothing is added."""
         return self._products.get((layer, name))
+
+
+def _part(a: Tensor, b: Tensor, product: str, model: ModelConfig, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of A and B (see `Layout.part`)."""
+    if layout.tp_size == 1:
+        return a, b
+    (q, kv), d, heads = _heads(model), model.head_dim, layout.kv_heads(model)
+    own_q = share(q, layout.tp_rank, layout.tp_size)
+    own_i = share(model.intermediate_size, layout.tp_rank, layout.tp_size)
+    own_kv = slice(heads.start * d, heads.stop * d)
+    match product:
+        case "qkv":
+            return a, torch.cat([b[:q][own_q], b[q : q + kv][own_kv], b[q + kv :][own_kv]])
+        case "gate_up":
+            n = model.intermediate_size
+            return a, torch.cat([b[:n][own_i], b[n:][own_i]])
+        case _:
+            return a[:, own_q if product == "o" else own_i].contiguous(), b
 
 
 def _heads(model: ModelConfig) -> tuple[int, int]:

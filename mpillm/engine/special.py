@@ -1,8 +1,9 @@
 """What few requests ask for and a row of a message can't say: logits, forbidden words, penalties.
 
 A `Special` comes with its request to the core, in this process, and the engine leaves there what its answer
-has besides tokens. Ordinary requests have none, and pay nothing. Only for an instance of one rank that knows
-every token when it plans the next (see `Steps.n_ahead`).
+has besides tokens. Ordinary requests have none, and pay nothing. Only for an instance of one stage that knows
+every token when it plans the next (see `Steps.n_ahead`). Its other ranks only learn which rows and adapters
+a step has; the leader gathers their logits, and chooses from those.
 
 Penalties, and their order, are those of TensorRT-LLM's `penaltyKernels.cu`: the bias, then repetition,
 presence and frequency, over the tokens of the prompt and of the answer so far.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mpillm.engine.handoff.transfer import Transfer
-from mpillm.engine.lora import Adapter
+from mpillm.engine.lora import Adapter, AdapterTensors
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.special import Special
@@ -43,12 +43,17 @@ class Step:
     transfers: list[Transfer] = field(default_factory=list)  # of KV caches; a step may hold nothing else
     # 0: tokens only. 1 + k: also the log probability of each, and the k likeliest tokens with theirs.
     logprobs: int = 0
-    # For `Special`, which never leaves its rank: a row of `wanted`, its sequence and its beam; rows of the
-    # step; blocks to copy first (from, to).
-    specials: list[tuple[int, Sequence, int]] = field(default_factory=list)
-    context_logits: list[tuple[Special, slice]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    # What `Special` adds. A special itself never leaves the leader; on other ranks there is None for it.
+    specials: list[tuple[int, Sequence, int]] = field(default_factory=list)  # row of `wanted`, and its beam
+    is_adjusted: bool = False  # `specials` has some, on the leader: it chooses from whole rows of logits
+    context_logits: list[tuple[Special | None, slice]] = field(default_factory=list)  # rows of the step
+    copies: list[tuple[int, int]] = field(default_factory=list)  # of blocks (from, to), before anything else
     adapters: list[tuple[Adapter, int, int]] = field(default_factory=list)  # and their rows of the step
+    # The same for other ranks (see `SharedAdapters`): numbers in place of adapters, those that they do
+    # not have yet, and those that they need no more.
+    adapter_rows: list[tuple[int, int, int]] = field(default_factory=list)
+    new_adapters: list[AdapterTensors] = field(default_factory=list)
+    gone_adapters: list[int] = field(default_factory=list)
 
     @staticmethod
     def of(plan: list[tuple[Sequence, int]]) -> tuple[Step, list[Sequence]]:
@@ -88,6 +93,7 @@ class Step:
             step.sampling = [s.sampling for s in sampled]
             step.places = places
         step.logprobs = max((s.wants_logprobs for s in sampled), default=0)
+        step.is_adjusted = bool(step.specials)
         return step, sampled
 
     def add_beams(self, sequence: Sequence, n_cached: int, sampled: list[Sequence]) -> None:

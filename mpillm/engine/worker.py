@@ -21,6 +21,7 @@ from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.sampler import sample
 from mpillm.engine.sequence import Progress
+from mpillm.engine.shared_adapters import ReceivedAdapters
 from mpillm.engine.staging import Sampled, to_device
 from mpillm.engine.step import Step
 from mpillm.telemetry.recorder import Recorder
@@ -56,10 +57,14 @@ class Worker:
         self.peers = part.peers
         self.transfers: Transfers | None = None  # if this rank sends or receives KV caches
         mine = part.groups.layout.vocabulary(part.info.config)
-        self._forbidden = torch.tensor(
-            [id_ - mine.start for id_ in part.info.end_ids if mine.start <= id_ < mine.stop],
-            dtype=torch.int64,
-            device=part.device,
+        # End tokens among this rank's columns of the logits, and among all.
+        self._own_ends, self._ends = (
+            torch.tensor(
+                [id_ - columns.start for id_ in part.info.end_ids if columns.start <= id_ < columns.stop],
+                dtype=torch.int64,
+                device=part.device,
+            )
+            for columns in (mine, range(part.info.config.vocab_size))
         )
 
     @classmethod
@@ -112,15 +117,20 @@ class Worker:
             return None
         if step.context_logits:  # then these are all rows
             for special, rows in step.context_logits:
-                special.context_logits.append(self.part.model.logits(x[rows]).float().numpy())
+                whole = self._whole(self.part.model.logits(x[rows]))
+                if special is not None and whole is not None:
+                    special.context_logits.append(whole.numpy())
             x = x[step.wanted]
         if not step.wanted:
             return None if layout.tp_rank else Sampled(torch.empty(0, dtype=torch.int64))
         logits = self.part.model.logits(x)
         # A copy, because `_choose` changes them. Collective.
         own = self._whole(logits.clone()) if step.logprobs else None
-        if step.specials:
-            logits = _adjusted(logits.float(), step)
+        if step.is_adjusted:
+            whole = self._whole(logits)
+            if whole is None:
+                return None
+            logits = _adjusted(whole, step)
         tokens = self._choose(logits, step)
         if tokens is None:
             return None
@@ -143,22 +153,23 @@ class Worker:
     def _choose(self, logits: Tensor, step: Step) -> Tensor | None:
         """Return a token for each row (int64), or None.
 
-        Only the ranks to which `Groups.gather` gives the whole get tokens. `logits`: this rank's columns; may
-        be changed.
+        Only the ranks to which `Groups.gather` gives the whole get tokens. `logits`: this rank's columns, or
+        all of an adjusted step; may be changed.
         """
+        ends = self._ends if step.is_adjusted else self._own_ends
         groups, layout = self.part.groups, self.part.groups.layout
         if logits.device.type == "cpu":
             # PyTorch's argmax in bfloat16 takes three times as long as this conversion and argmax in float32.
             logits = logits.float()
-        if step.not_end and len(self._forbidden):
+        if step.not_end and len(ends):
             rows = to_device(step.not_end, logits.device)
             # Assigning a number would wait for the device: PyTorch copies it there from the host.
-            logits.index_put_((rows[:, None], self._forbidden), logits.new_full((), -torch.inf))
+            logits.index_put_((rows[:, None], ends), logits.new_full((), -torch.inf))
         if step.sampling is not None:
-            whole = self._whole(logits)
+            whole = logits if step.is_adjusted else self._whole(logits)
             # A GPU's sums may differ in the last bits from rank to rank; the choice must not.
             return None if whole is None else groups.broadcast(sample(whole, step.sampling, step.places))
-        if layout.tp_size == 1:
+        if layout.tp_size == 1 or step.is_adjusted:
             return logits.argmax(-1)
         return self._best_of_all(*logits.max(-1))
 
@@ -180,7 +191,7 @@ class Worker:
 
 
 def _adjusted(logits: Tensor, step: Step) -> Tensor:
-    """Return what special requests choose from: [n, vocab] (float32), on an instance of one rank."""
+    """Return what special requests choose from: [n, vocab] (float32), on the leader of an instance."""
     for row, sequence, beam in step.specials:
         special, output = sequence.special, sequence.output
         assert special is not None
@@ -215,6 +226,8 @@ class Follower:
         self._peers = worker.peers
         self._step: Step | None = None
         self._sampled: deque[Sampled] = deque()  # tokens that the leader waits for
+        part = worker.part
+        self._adapters = ReceivedAdapters(part.info.config, part.dtype, part.groups.layout)
         self.recorder: Recorder | None = None  # on a GPU, which computes on, it notes when steps are launched
 
     def has_work(self) -> bool:
@@ -234,6 +247,7 @@ class Follower:
         """Run the step, and send the tokens, that `has_work` found."""
         if self._step is not None and self._can_run():
             step, self._step = self._step, None
+            self._adapters.find(step)
             begun = time.perf_counter()
             if (sampled := self._worker.run(step)) is not None:
                 self._sampled.append(sampled)

@@ -148,10 +148,10 @@ def read(
     n_before_end = number("min_tokens", int, 0)
     special, because = _special(tensors, temperature or 1.0)
     if special is not None and not takes_special:
-        raise Refused(f"{because}: the embedded engine has it only on a CPU and one rank, so far")
+        raise Refused(f"{because}: the embedded engine has it only on CPUs, so far")
     if task_id := number("lora_task_id", int, 0):
         if not takes_special or find_adapter is None:
-            raise Refused("lora_task_id: the embedded engine has it only on a CPU and one rank, so far")
+            raise Refused("lora_task_id: the embedded engine has it only on CPUs, so far")
         special = special or Special()
         special.adapter = find_adapter(task_id, tensors.get("lora_weights"), tensors.get("lora_config"))
     elif _is_there(tensors, "lora_weights"):

@@ -77,7 +77,7 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
         ({"beam_width": [2], "stop_words_list": [[7], [1]]}, "stop_words_list: not with a beam_width"),
         ({"beam_width": [2], "temperature": [0.5]}, "temperature: not with a beam_width above 1"),
         ({"beam_width": [2], "runtime_top_p": [0.5]}, "runtime_top_p: not with a beam_width above 1"),
-        ({"lora_task_id": [1]}, "lora_task_id: the embedded engine has it only on a CPU and one rank"),
+        ({"lora_task_id": [1]}, "lora_task_id: the embedded engine has it only on CPUs"),
         ({"lora_weights": [[1.0]]}, "lora_weights: there is no lora_task_id"),
         ({"runtime_top_p_decay": [0.5]}, "runtime_top_p_decay: the embedded engine"),
         ({"repetition_penalty": [0.0]}, "repetition_penalty 0: must be above 0"),
@@ -125,7 +125,7 @@ def test_what_few_ask_for() -> None:
 def test_an_engine_that_can_not(tensors: dict[str, Any]) -> None:
     """An engine on a GPU refuses them by the tensor's name."""
     values = {name: np.array(value) for name, value in {**BASE, **tensors}.items()}
-    with pytest.raises(Refused, match=f"^{next(iter(tensors))}: the embedded engine has it only on a CPU"):
+    with pytest.raises(Refused, match=f"^{next(iter(tensors))}: the embedded engine has it only on CPUs"):
         read(values, exclude_input=False, takes_special=False)
 
 

@@ -1,0 +1,54 @@
+"""LoRA adapters on all ranks of an instance: requests bring them to the leader, which tells the others."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+
+from mpillm.engine.lora import Adapter
+from mpillm.engine.model.model_config import ModelConfig
+from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.step import Step
+
+
+class SharedAdapters:
+    """Tells the ranks that follow of a step's adapters, on the leader.
+
+    An adapter's tensors go with the first step that needs it. When the leader has forgotten it, and no
+    request has it any more, its number goes with the next step.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+        self._gone: deque[int] = deque()
+
+    def name(self, step: Step) -> None:
+        """Name in a step what it needs, for those ranks."""
+        for adapter, start, end in step.adapters:
+            tensors = adapter.tensors
+            assert tensors is not None
+            step.adapter_rows.append((tensors.number, start, end))
+            if tensors.number not in self._told:
+                self._told.add(tensors.number)
+                step.new_adapters.append(tensors)
+                weakref.finalize(adapter, self._gone.append, tensors.number).atexit = False
+        step.gone_adapters = [self._gone.popleft() for _ in range(len(self._gone))]
+        self._told.difference_update(step.gone_adapters)
+
+
+class ReceivedAdapters:
+    """Adapters of the leader, on a rank that follows it."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, layout: Layout) -> None:
+        self._model, self._dtype, self._layout = model, dtype, layout
+        self._of: dict[int, Adapter] = {}
+
+    def find(self, step: Step) -> None:
+        """Give a step the adapters that it names."""
+        for number in step.gone_adapters:
+            del self._of[number]
+        for number, weights, config in step.new_adapters:
+            self._of[number] = Adapter(weights, config, self._model, self._dtype, self._layout)
+        step.adapters = [(self._of[number], start, end) for number, start, end in step.adapter_rows]

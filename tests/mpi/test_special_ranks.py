@@ -1,0 +1,94 @@
+"""What few requests ask for (`engine.special`), on two ranks of an engine: the answers are those of one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpillm.comms.communicators import InstanceComms
+from mpillm.cores.base import CoreConfig
+from mpillm.cores.torch_core import TorchCore
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9, 3], [8, 8, 8, 8], [5, 6, 7]]
+N_OUTPUT, STOP = 9, 1
+BIAS = np.sin(np.arange(512)).astype(np.float32)
+
+
+def ask(core: TorchCore, adapter: Any) -> tuple[list[list[int]], list[Any]]:
+    """Return the answers to prompts that each ask for something else, and what was left in their specials."""
+    from mpillm.engine.special import Special
+    from tests.helpers.torch_cores import answer_specials
+
+    specials = {
+        0: Special(keeps_context_logits=True, keeps_generation_logits=True, adapter=adapter),
+        1: Special(keeps_context_logits=True, beam_width=3, ends=(), length_penalty=1.0),
+        2: Special(
+            bad_words=((3, 250), (77,)), repetition_penalty=1.7, bias=np.arange(512, dtype=np.float32)
+        ),
+        3: Special(adapter=adapter, beam_width=2, ends=()),
+    }
+    answers = answer_specials(core, PROMPTS, specials, N_OUTPUT, min_output=[0, 0, 0, 0, 4])
+    beams = [beam for i in (1, 3) if (search := specials[i].beams) for beam in search.answers()]
+    left = [*specials[0].context_logits, *specials[0].generation_logits, *specials[1].context_logits]
+    return [*answers, *(beam.tokens for beam in beams)], [*left, np.array([beam.sum for beam in beams])]
+
+
+def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
+    """Logits, beams, penalties and adapters of one batch; an adapter that is forgotten goes everywhere."""
+    world = MPI.COMM_WORLD
+    if world.size != 2:
+        pytest.skip("for two ranks")
+    # Not before: they import PyTorch.
+    from mpillm.engine.weights.peft_adapter import convert
+    from mpillm.engine.weights.sources import save_preset
+    from tests.helpers.adapters import make_adapter
+    from tests.helpers.torch_cores import answer_specials, make_core
+
+    folder = Path(world.bcast(str(tmp_path)))
+    if world.rank == 0:
+        save_preset("tiny-llama", folder / "model")
+        make_adapter(folder / "model", folder / "adapter", 1)
+    world.Barrier()
+    comms = InstanceComms(world.Dup(), world.Dup(), MPI.COMM_SELF.Dup())
+    options: dict[str, Any] = {"model_path": str(folder / "model"), "max_seq_len": 256, "end_ids": (3,)}
+    options |= {"tokens_per_block": 8, "enable_chunked_context": True, "max_num_tokens": 24, "n_threads": 1}
+    core = TorchCore(CoreConfig("torch", tp_size=2, tp_rank=world.rank, **options), comms)
+    core.load()
+    assert core.takes_special
+    if world.rank:
+        follow(core, world)
+        return
+    alone = make_core(folder / "model", end_ids=(3,), max_num_tokens=24)
+    weights, config = convert(folder / "adapter", "float32")
+    adapter = core.make_adapter(weights[0], config[0])
+    answers, left = ask(core, adapter)
+    expected, expected_left = ask(alone, alone.make_adapter(weights[0], config[0]))
+    assert answers == expected
+    for found, wanted in zip(left, expected_left, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    del adapter
+    plain = answer_specials(core, PROMPTS[:1], {}, N_OUTPUT)
+    assert plain == answer_specials(alone, PROMPTS[:1], {}, N_OUTPUT) != answers[:1]
+    world.send(None, 1, STOP)
+    assert world.recv(source=1, tag=STOP) == 0, "adapters that are kept"
+
+
+def follow(core: TorchCore, world: MPI.Intracomm) -> None:
+    """Run the leader's steps until it says that it ends; tell it how many adapters this rank keeps."""
+    end = time.monotonic() + 120
+    while core.has_work() or not world.Iprobe(0, STOP):
+        if core.has_work():
+            core.poll_responses()
+        else:
+            time.sleep(0.001)
+        assert time.monotonic() < end
+    world.recv(source=0, tag=STOP)
+    runs: Any = core._runs  # a `Follower`
+    world.send(len(runs._adapters._of), 0, STOP)
