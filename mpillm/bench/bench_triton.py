@@ -1,9 +1,8 @@
 """``bench triton``: requests per second to a model of zero cost, of one plain client and of triton_grpc.
 
-What is left is the clients' cost and the server's, whose processor time stands beside each rate. One instance
-of a Python model hands over one response at a time, and waits for the server each time, so there are several,
-for all clients alike. What several plain clients reach together, in processes of their own, is the server's
-limit.
+What is left is the clients' cost and the server's. Beside each rate stand the cores that both used, and what
+limits it, as far as that shows. One instance of a Python model hands over one response at a time, and waits
+for the server each time, so there are several, for all clients alike.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from disagg.errors import ConfigError
 from launch.children import Child, Children
 from launch.servers import Servers, check_ports
 from launch.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
+from mpillm.bench.busy import Busy, cores, median, thread_times
 from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
@@ -59,16 +59,24 @@ DESCRIPTION = (
 EPILOG = "example:\n  python -m mpillm bench triton"
 
 
+class _Asked(NamedTuple):
+    """What clients did in one measurement."""
+
+    n: int  # requests
+    seconds: float
+    cores: list[float]  # that each of their processes used meanwhile
+
+
 class _Rate(NamedTuple):
     per_second: float
-    server_cores: float
+    busy: Busy
 
 
 def main(config: Options) -> int:
     """Print the table; 0 unless something failed."""
     found: dict[str, list[_Rate]] = defaultdict(list)
     with _served(config) as (url, model, server):
-        ways: dict[str, Callable[[], tuple[int, float]]] = {
+        ways: dict[str, Callable[[], _Asked]] = {
             f"{_PLAIN}, one at a time": partial(_infer, config, url, model),
             f"{_PLAIN}, async_stream_infer": partial(_async_stream_infer, config, url, model),
             f"{_TOGETHER} of them in {_TOGETHER} processes": partial(_together, config, url, model),
@@ -78,20 +86,23 @@ def main(config: Options) -> int:
         for i in range(config.repeats):
             for name, way in ways.items():
                 print(f"{name}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
-                before = _cpu_s(server)
-                n_requests, seconds = way()
-                found[name].append(_Rate(n_requests / seconds, (_cpu_s(server) - before) / seconds))
+                before = _times(server)
+                asked = way()
+                used = cores(before, _times(server), asked.seconds)
+                busy = Busy(*used, sum(asked.cores), max(asked.cores))
+                found[name].append(_Rate(asked.n / asked.seconds, busy))
     print(
         f"a model of zero cost behind Triton, {config.input_len} tokens in, {config.output_len} out;"
         f" {config.instances} instances, {os.cpu_count()} cores; median of {config.repeats} (least to most)"
     )
     for name, rates in found.items():
         values = [rate.per_second for rate in rates]
-        cores = statistics.median(rate.server_cores for rate in rates)
+        busy = median([rate.busy for rate in rates])
         spread = f"({min(values):,.0f} to {max(values):,.0f})"
         print(
             f"  {name:<44} {statistics.median(values):>8,.0f} requests/s  {spread:<18}"
-            f" server: {cores:.2f} cores"
+            f" server: {busy.server:.2f} cores, clients: {busy.clients:.2f}\n"
+            f"    limited by {busy.limit(os.cpu_count() or 1)}"
         )
     return 0
 
@@ -145,10 +156,9 @@ def _free_ports(n: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def _cpu_s(server: psutil.Process) -> float:
-    """Return the processor time of the server and its models' processes so far."""
-    times = [one.cpu_times() for one in (server, *server.children(recursive=True))]
-    return float(sum(time.user + time.system for time in times))
+def _times(server: psutil.Process) -> dict[int, float]:
+    """Return the processor time of the threads of the server and its models' processes so far."""
+    return thread_times([server, *server.children(recursive=True)])
 
 
 def _inputs(input_len: int, output_len: int) -> list[Any]:
@@ -167,17 +177,17 @@ def _inputs(input_len: int, output_len: int) -> list[Any]:
     ]
 
 
-def _infer(config: Options, url: str, model: str) -> tuple[int, float]:
+def _infer(config: Options, url: str, model: str) -> _Asked:
     """One request after another, as a decoupled model allows: each waits for its answer on the stream."""
     return _plain(url, model, config.input_len, config.output_len, max(1, config.requests // 10), 1)
 
 
-def _async_stream_infer(config: Options, url: str, model: str) -> tuple[int, float]:
+def _async_stream_infer(config: Options, url: str, model: str) -> _Asked:
     """Send all requests at once."""
     return _plain(url, model, config.input_len, config.output_len, config.requests, config.requests)
 
 
-def _together(config: Options, url: str, model: str) -> tuple[int, float]:
+def _together(config: Options, url: str, model: str) -> _Asked:
     """Send all requests at once from each of several processes."""
     words = (url, model, config.input_len, config.output_len, config.requests, config.requests)
     context = multiprocessing.get_context("spawn")
@@ -186,12 +196,13 @@ def _together(config: Options, url: str, model: str) -> tuple[int, float]:
         with ProcessPoolExecutor(_TOGETHER, context) as pool:
             asked = [pool.submit(_plain, *words, begin) for _ in range(_TOGETHER)]
             answered = [one.result(2 * _DEADLINE_S) for one in asked]
-    return sum(n for n, _ in answered), max(seconds for _, seconds in answered)
+    used = [core for one in answered for core in one.cores]
+    return _Asked(sum(one.n for one in answered), max(one.seconds for one in answered), used)
 
 
 def _plain(
     url: str, model: str, input_len: int, output_len: int, n: int, at_once: int, begin: Barrier | None = None
-) -> tuple[int, float]:
+) -> _Asked:
     """Send `n` requests, `at_once` open at a time; all clients begin when all have come to `begin`."""
     import tritonclient.grpc as grpcclient
 
@@ -214,7 +225,7 @@ def _plain(
         client.start_stream(heard)
         if begin is not None:
             begin.wait(_DEADLINE_S)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         for i in range(n):
             if not room.acquire(timeout=_DEADLINE_S):
                 raise ConfigError(f"tritonserver {url} has not answered within {_DEADLINE_S:g} s")
@@ -222,13 +233,14 @@ def _plain(
         if not done.wait(_DEADLINE_S):
             raise ConfigError(f"tritonserver {url} has not answered within {_DEADLINE_S:g} s")
         seconds = time.perf_counter() - began
+        used = (time.process_time() - cpu) / seconds
         client.stop_stream()
     if errors:
         raise ConfigError(f"tritonserver {url}: {errors[0]}")
-    return n, seconds
+    return _Asked(n, seconds, [used])
 
 
-def _ours(config: Options, url: str, frontends: int) -> tuple[int, float]:
+def _ours(config: Options, url: str, frontends: int) -> _Asked:
     """Offline through LoadGen; the time is the test's own."""
     options = {
         "core_type": "triton_grpc",
@@ -246,4 +258,4 @@ def _ours(config: Options, url: str, frontends: int) -> tuple[int, float]:
     result = run_once(1 + frontends, *words)
     if result["errors"]:
         raise ConfigError(f"{result['errors']} requests failed")
-    return result["samples"], result["samples"] / result["samples_per_second"]
+    return _Asked(result["samples"], result["samples"] / result["samples_per_second"], result["rank_cores"])

@@ -18,6 +18,7 @@ from disagg.errors import ConfigError
 from launch.children import Child, Children
 from launch.command import Command
 from launch.supervisor import MPIRUN_GRACE_S
+from mpillm.bench.busy import rank_cores
 from mpillm.loadgen.logs import latencies_ms
 
 _DEADLINE_S = 600.0  # of a run, and of a server until it is ready
@@ -81,16 +82,17 @@ def run_in(
 
 
 def run_once(ranks: int, *options: str) -> dict[str, Any]:
-    """``run`` on `ranks` ranks with `options`; its result.json, and `latency_ms`.
+    """``run`` on `ranks` ranks with `options`; its result.json, `latency_ms` and `rank_cores`.
 
-    See `latencies_ms`. Raises ConfigError if it failed.
+    See `latencies_ms` and `rank_cores`. Raises ConfigError if it failed.
     """
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory:
         folder = Path(directory)
         ended = run_in(folder, ("-n", str(ranks)), options, deadline_s=_DEADLINE_S)
         if ended.code:
             raise ConfigError(f"a run of the benchmark failed ({ended.code}):\n{ended.tail}")
-        return ended.result | {"latency_ms": latencies_ms(folder)}
+        telemetry = json.loads((folder / "telemetry.json").read_text(encoding="utf-8"))
+        return ended.result | {"latency_ms": latencies_ms(folder), "rank_cores": rank_cores(telemetry)}
 
 
 @contextlib.contextmanager
