@@ -73,6 +73,7 @@ class Children:
         self._ask: int = signal.SIGTERM
         self._children: list[Child] = []
         self._signals = 0
+        self._orphans: dict[psutil.Process, float] = {}  # when each was first seen
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Children:
@@ -127,6 +128,21 @@ class Children:
     def running(self) -> list[Child]:
         """Return the children that have not ended."""
         return [child for child in self._children if child.process.poll() is None]
+
+    def end_orphans(self, grace_s: float) -> None:
+        """Kill processes that are ours because what started them has ended, `grace_s` after that was seen.
+
+        Called again and again; it does not wait.
+        """
+        now = time.monotonic()
+        ours = self._before | {child.process.pid for child in self._children}
+        orphans = [process for process in psutil.Process().children() if process.pid not in ours]
+        self._orphans = {process: self._orphans.get(process, now) for process in orphans}
+        late = [process for process, since in self._orphans.items() if now - since >= grace_s]
+        for process in late:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(late, timeout=0)  # its zombies are ours, too
 
     def wait(self, child: Child, deadline_s: float | None) -> int | None:
         """Return its exit code (negative: a signal), or None if it has not ended within `deadline_s` s."""

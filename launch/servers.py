@@ -37,6 +37,7 @@ from launch.command import Command
 _POLL_S = 0.5
 _LOOK_S = 10.0  # between health checks of servers that were ready
 _ANSWER_S = 5.0  # for one health check
+_ORPHAN_S = 2.0  # for a process to notice that what started it has ended
 _SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1")  # a step beside those that run on the node
 
 
@@ -55,6 +56,10 @@ class Server:
     log: str = ""  # the log's file name; without it, made of the name
     index: str = ""  # a URL that lists its models, as Triton's repository index does
     reason: str = ""  # a pattern of the lines in its log that say why it ended, wherever they are
+    # Kill what a process of it leaves. A tritonserver that is killed can leave the process of a Python model
+    # that waits for the server's answer for ever (in 2.51 and in the source of 2.73: its health thread joins
+    # one that waits in `SendIsCancelled`); and mpirun waits for that process, which holds the rank's output.
+    ends_orphans: bool = False
 
 
 class ServerFailed(Exception):
@@ -78,6 +83,7 @@ class Servers:
         self._heard: dict[str, float] = {}  # when each health URL last answered
         self._next_look = 0.0
         self._ready = False
+        self._ends_orphans = False
 
     def __enter__(self) -> Servers:
         self._children.__enter__()
@@ -97,6 +103,7 @@ class Servers:
         )
         self._names |= dict.fromkeys(server.health, server.name)
         self._reasons[server.name] = server.reason
+        self._ends_orphans |= server.ends_orphans
         return log
 
     def wait_ready(self, deadline_s: float) -> float:
@@ -108,6 +115,7 @@ class Servers:
         deadline = began + deadline_s
         waiting = list(self._names)
         while waiting:
+            self._look_for_orphans()
             if child := self._children.ended():
                 raise ServerFailed(self._how_ended(child, "before it was ready"), False)
             for url in waiting:
@@ -139,6 +147,7 @@ class Servers:
 
         It does not wait for their answers: the next look finds them.
         """
+        self._look_for_orphans()
         if child := self._children.ended():
             if child.process.returncode == 0:
                 return child.name
@@ -157,6 +166,10 @@ class Servers:
         if silent:
             raise self._silent(silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
         return None
+
+    def _look_for_orphans(self) -> None:
+        if self._ends_orphans:
+            self._children.end_orphans(_ORPHAN_S)
 
     def _how_ended(self, child: Child, when: str) -> str:
         status = child.process.returncode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shutil
 import sys
@@ -49,13 +50,23 @@ class Ports(NamedTuple):
     metrics: int
 
 
+def made_prefix() -> Path:
+    """Return the environment that `make triton` makes: in this Python's one, or beside it (that of MPICH).
+
+    MPILLM_TRITON_PREFIX names another. It is a folder that need not be there.
+    """
+    given = os.environ.get("MPILLM_TRITON_PREFIX")
+    places = [Path(given)] if given else [Path(sys.prefix) / "triton", Path(sys.prefix).parent / "triton"]
+    return next((place for place in places if (place / "installed").is_file()), places[0])
+
+
 def find_tritonserver(given: str | None) -> str:
     """Return the program: `given`, in PATH, where NVIDIA's containers have it, or from `make triton`.
 
     NotHere if it is not there.
     """
-    made = f"{sys.prefix}/triton/bin/tritonserver"
-    there = [path for path in (PROGRAM, made) if Path(path).is_file()]
+    made = made_prefix() / "bin" / "tritonserver"
+    there = [str(path) for path in (Path(PROGRAM), made) if path.is_file()]
     program = given or shutil.which("tritonserver") or next(iter(there), "")
     if not program or not shutil.which(program):
         raise NotHere(f"--tritonserver {program or '(not given)'}: no such program, in PATH or as {PROGRAM}")
@@ -69,15 +80,18 @@ def read_repositories(prefix: str) -> list[Repository]:
     """
     repos: list[Repository] = []
     while (folder := Path(f"{prefix}_{len(repos)}")).is_dir():
-        files = sorted(folder.glob("*/config.pbtxt"))
-        if not files:
-            raise ConfigError(
-                f"--triton_model_repo: {folder} has no model in it (a folder with a config.pbtxt)"
-            )
-        texts = {file.parent.name: file.read_text(encoding="utf-8") for file in files}
-        is_embedded = any('backend: "python"' in text and "gpu_device_ids" in text for text in texts.values())
-        repos.append(Repository(folder, {name: _ranks_of(text) for name, text in texts.items()}, is_embedded))
+        repos.append(read_repository(folder, "--triton_model_repo"))
     return repos
+
+
+def read_repository(folder: Path, option: str) -> Repository:
+    """Read a model repository, which `option` names. Raises ConfigError for one without a model."""
+    files = sorted(folder.glob("*/config.pbtxt"))
+    if not files:
+        raise ConfigError(f"{option}: {folder} has no model in it (a folder with a config.pbtxt)")
+    texts = {file.parent.name: file.read_text(encoding="utf-8") for file in files}
+    is_embedded = any('backend: "python"' in text and "gpu_device_ids" in text for text in texts.values())
+    return Repository(folder, {name: _ranks_of(text) for name, text in texts.items()}, is_embedded)
 
 
 def _ranks_of(text: str) -> int:
@@ -100,8 +114,21 @@ def ports_beside(grpc: Sequence[int]) -> list[Ports]:
     ]
 
 
+class More(NamedTuple):
+    """What launch_triton_server.py can say besides."""
+
+    every: Sequence[str] = ()  # words for each server
+    first: Sequence[str] = ()  # and for that of rank 0
+    spawns: bool = True  # the models of an orchestrator start their ranks
+
+
 def triton_server(
-    index: int, program: str, repo: Repository, ports: Ports, mpirun: Sequence[str] | None
+    index: int,
+    program: str,
+    repo: Repository,
+    ports: Ports,
+    mpirun: Sequence[str] | None,
+    more: More = More(),  # noqa: B008 - it is frozen
 ) -> Server:
     """Return server `index`.
 
@@ -118,6 +145,9 @@ def triton_server(
         line.append(f"--metrics-port={ports.metrics}")
         if rank > 0:  # these ranks only compute
             line += ["--model-control-mode=explicit", *(f"--load-model={model}" for model in repo.parallel)]
+        else:
+            line += more.first
+        line += more.every
         return [
             *line,
             "--disable-auto-complete-config",
@@ -126,7 +156,10 @@ def triton_server(
 
     words, env = rank_line(0), {}
     if repo.parallel and mpirun is None:
-        env = {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "1"}
+        env = {
+            "TRTLLM_ORCHESTRATOR": "1",
+            "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": str(int(more.spawns)),
+        }
     elif mpirun is not None and repo.parallel:
         words = [*mpirun]
         for rank in range(max(repo.ranks.values())):
@@ -138,6 +171,7 @@ def triton_server(
         (f"http://localhost:{ports.http}/v2/health/ready",),
         (f"localhost:{ports.grpc}",),
         index=f"http://localhost:{ports.http}/v2/repository/index",
+        ends_orphans=bool(mpirun),
         reason=r"^E\d{4} .*failed to load|^error: |noticed that process rank \d+",
     )
 

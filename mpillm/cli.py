@@ -32,6 +32,7 @@ COMMANDS = {
     "fill-template": "fill the placeholders of a Triton model's config.pbtxt",
     "generate-disagg-config": "write a disaggregation YAML from options",
     "run-llm-server": "start the servers that a core needs, and wait until they end",
+    "launch-triton-server": "start a tritonserver of one model repository, and wait until it ends",
     "run-harness": "run a test for each workload and scenario named",
     "find-max-qps": "find the highest rate of Server or Interactive that LoadGen calls VALID",
     "compare": "compare runs: options, then figures with confidence intervals",
@@ -59,7 +60,6 @@ _BUILD = "generate-engines runs it with the options in --trtllm_build_flags"
 _THEIRS = {
     **dict.fromkeys(("convert-checkpoint", "quantize"), _CHECKPOINT),
     **dict.fromkeys(("trtllm-build", "build"), _BUILD),
-    "launch-triton-server": "run-llm-server --harness_type=triton starts it",
     "tritonserver": "run-llm-server --harness_type=triton starts it",
     "trtllm-serve": "run-llm-server starts it with --core_type=trtllm_endpoint or trtllm_disagg",
     "inflight-batcher-llm-client": "`python -m mpillm triton-client tokens` takes its options",

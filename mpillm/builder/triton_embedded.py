@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from launch.tritonserver import made_prefix
 from mpillm.config.disagg_values import CORE
 from mpillm.config.options import RunConfig
 from mpillm.models.model_files import BuildConfig
@@ -90,6 +90,5 @@ def model_program(config: Mapping[str, Any]) -> str | None:
 def site_packages() -> str:
     """Return where a model finds mpillm: what `make triton` made beside this environment, or this one."""
     ours = Path(sysconfig.get_path("purelib"))
-    prefix = os.environ.get("MPILLM_TRITON_PREFIX") or f"{sys.prefix}/triton"
-    made = prefix / ours.relative_to(sys.prefix)
+    made = made_prefix() / ours.relative_to(sys.prefix)
     return str(made if made.is_dir() else ours)

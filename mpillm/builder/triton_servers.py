@@ -54,14 +54,18 @@ def _mpirun(config: RunConfig, repo: Repository) -> list[str] | None:
         return None
     if not repo.parallel:
         return []
-    root, n_ranks = os.geteuid() == 0, max(repo.ranks.values())
     if not repo.is_embedded:
         mpirun = program_or_name(config, "mpirun", "it starts the ranks of an engine")
-        return [mpirun, *(["--allow-run-as-root"] if root else [])]
+        return [mpirun, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    return embedded_mpirun(max(repo.ranks.values()))
+
+
+def embedded_mpirun(n_ranks: int, *, oversubscribe: bool = False) -> list[str]:
+    """Return how the line of the embedded engine's MPI begins, for `n_ranks` servers on this host."""
     mpi = detect()
-    crowded = mpi.kind == "openmpi" and n_ranks > usable_cores()
+    crowded = mpi.kind == "openmpi" and (oversubscribe or n_ranks > usable_cores())
     options = ["--oversubscribe"] if crowded else []
-    line = command_line(mpi, 1, [], options, root=root, survive=False)
+    line = command_line(mpi, 1, [], options, root=os.geteuid() == 0, survive=False)
     return [line[0], *line[3:]]  # without -n 1, which each rank has
 
 

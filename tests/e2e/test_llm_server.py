@@ -18,13 +18,17 @@ from tests.helpers.make_folder import make_folder
 from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, free_ports, wait_until
 
 SERVER = f"""#!{sys.executable}
-import http.server, os, re, socketserver, sys, time
+import http.server, os, re, socketserver, subprocess, sys, time
 words = sys.argv[1:]
 text = " ".join(words)
 print("started", *words, flush=True)
 print("a rank of somebody's mpirun:", "OMPI_COMM_WORLD_RANK" in os.environ, flush=True)
 if os.environ.get("STAND_IN") == "fails":
     sys.exit("no GPU here")
+if os.environ.get("STAND_IN") == "leaves":
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+if "--model-control-mode=explicit" in words:
+    time.sleep(1000)
 if "disaggregated_mpi_worker" in words:
     import yaml
     made = yaml.safe_load(open(words[words.index("-c") + 1]))
@@ -110,6 +114,28 @@ def test_a_server_that_dies(place: Path, one: Starter) -> None:
         "tritonserver 1 was ended by signal 9 after it was ready; the end of logs/tritonserver_1.log:\n  | $"
         in ended.message
     )
+
+
+def test_a_server_that_dies_and_leaves_a_process(place: Path, one: Starter) -> None:
+    """mpirun would wait for what the servers have started, which holds their output open."""
+    (place / "repo_1").rename(place / "another")
+    text = 'backend: "python" parameters { key: "gpu_device_ids" value { string_value: "0,1" } }'
+    (place / "repo_0/model-0/config.pbtxt").write_text(text)
+    port, *_ = free_ports(3)
+    words = ["run-llm-server", "--harness_type=triton", "--triton_model_repo=repo", "--log_dir=logs"]
+    command = one.command(
+        [one.python, "-m", "mpillm", *words, f"--triton_grpc_ports=localhost:{port}"],
+        env={"STAND_IN": "leaves"},
+    )
+    wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 60)
+
+    def servers() -> list[int]:
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in command.pids()}
+        return [pid for pid, words in lines.items() if b"".join(words[1:2]).endswith(b"tritonserver")]
+
+    wait_until(lambda: len(servers()) == 2, "a server for each rank")
+    os.kill(servers()[0], signal.SIGKILL)
+    command.end(60).must(INSTANCE_LOST)  # and no process is left
 
 
 def test_a_server_that_never_starts_and_one_that_is_never_ready(place: Path, one: Starter) -> None:

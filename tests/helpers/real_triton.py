@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-
 import pytest
 
-PREFIX = Path(os.environ.get("MPILLM_TRITON_PREFIX") or f"{sys.prefix}/triton")
-TRITONSERVER = PREFIX / "bin" / "tritonserver"
+from launch.tritonserver import made_prefix
+
+TRITONSERVER = made_prefix() / "bin" / "tritonserver"
 
 MARKS = [
     pytest.mark.triton,

@@ -106,14 +106,14 @@ SAYS = {
         "disagg.yaml: cannot be read: No such file",
     ),
     "launch_triton_server": (
-        "launch_triton_server.py --tritonserver=/opt/tritonserver/bin/tritonserver"
+        "launch_triton_server.py --tritonserver=bin/tritonserver"
         " --model_repo=build/triton_model_repo_0"
         " --tensorrt_llm_model_name=llama3_1-405b-offline-0 --world_size=4",
-        "run-llm-server --harness_type=triton starts it",
+        "--model_repo: build/triton_model_repo_0 has no model in it",
     ),
     "launch_triton_server in Slurm": (
         "launch_triton_server.py --oversubscribe",
-        "run-llm-server --harness_type=triton starts it",
+        "launch-triton-server needs --model_repo DIR",
     ),
     "tritonserver": (
         "tritonserver --model-repository=/triton_model_repo",

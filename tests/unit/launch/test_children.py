@@ -113,6 +113,23 @@ def test_a_killed_parent(tmp_path: Path) -> None:
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
+def test_orphans_are_ended_after_a_time(tmp_path: Path) -> None:
+    """A look kills a process whose parent has ended, but not one whose parent lives."""
+    with Children() as children:
+        first, second = (
+            children.start(name, ["sh", "-c", f"sleep 1000 & echo $!; {then}"], os.environ, tmp_path / name)
+            for name, then in (("ends", "exit 3"), ("stays", "sleep 1000"))
+        )
+        assert children.wait(first, 20) == 3
+        orphan, kept = (psutil.Process(int(wait_for(tmp_path / name))) for name in ("ends", "stays"))
+        children.end_orphans(1000)
+        assert orphan.is_running()
+        children.end_orphans(0)
+        orphan.wait(10)
+        assert not orphan.is_running() and kept.is_running() and second.process.poll() is None
+        children.end_orphans(0)
+
+
 def test_a_missing_program(tmp_path: Path) -> None:
     with (
         Children() as children,

@@ -1,0 +1,32 @@
+"""Where a tritonserver from `make triton`, and the packages for its models, are found."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from launch.tritonserver import find_tritonserver, made_prefix
+from mpillm.builder.triton_embedded import site_packages
+
+
+@pytest.mark.parametrize("own", ["", "mpich"])
+def test_the_environment_of_make_triton(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPICH's Python has an environment in the other one: with the latter's NumPy tensors would be empty."""
+    purelib = Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    monkeypatch.delenv("MPILLM_TRITON_PREFIX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    prefix = tmp_path / own
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(prefix / purelib))
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    assert site_packages() == str(prefix / purelib)
+    made = tmp_path / "triton"
+    (made / purelib).mkdir(parents=True)
+    (made / "bin").mkdir()
+    (made / "bin" / "tritonserver").write_text("#!/bin/sh\n")
+    (made / "bin" / "tritonserver").chmod(0o755)
+    (made / "installed").touch()
+    assert (made_prefix(), site_packages()) == (made, str(made / purelib))
+    assert find_tritonserver(None) == str(made / "bin" / "tritonserver")
