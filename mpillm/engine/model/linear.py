@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpillm.engine.huge_pages import use_huge_pages
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled
 from mpillm.engine.weights.quantize import dequantize_rows
 
@@ -32,6 +33,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         if weight.device.type == "cpu" and weight.is_floating_point() and _packs():
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+            use_huge_pages(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight))
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,0 +1,28 @@
+"""Ask the kernel for pages of 2 MiB where weights lie: a product that reads them from memory gets faster.
+
+Decode reads all weights for a few rows. With pages of 4 KiB the processor cannot fetch ahead beyond a page,
+and looks up 512 times as many. The products of SmolLM2-135M's layers measured 1.03 (8 rows) and 1.12 times
+(40 rows) as fast in float32 with huge pages, 1.36 and 1.09 times in bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_SIZE = 2 << 20
+_SMALL = 256 << 10
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h; the second one since Linux 6.1
+
+
+def use_huge_pages(address: int, n_bytes: int) -> None:
+    """Move memory to huge pages, unless it is small; what lies beside it on the same 2 MiB comes along.
+
+    Only a hint: the kernel may have no huge pages, or forbid them.
+    """
+    if n_bytes < _SMALL:
+        return
+    start, end = address // _SIZE * _SIZE, -(-(address + n_bytes) // _SIZE) * _SIZE
+    madvise = ctypes.CDLL(None).madvise
+    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+        # Its result is no matter: 2 MiB of which a part is not mapped keep their small pages.
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
