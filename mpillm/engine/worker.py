@@ -19,7 +19,7 @@ from mpillm.engine.handoff.transfer import Kind, Transfers
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
-from mpillm.engine.sampler import sample
+from mpillm.engine.sampler import likeliest, sample
 from mpillm.engine.sequence import Progress
 from mpillm.engine.shared_adapters import ReceivedAdapters
 from mpillm.engine.staging import Sampled, to_device
@@ -158,9 +158,6 @@ class Worker:
         """
         ends = self._ends if step.is_adjusted else self._own_ends
         groups, layout = self.part.groups, self.part.groups.layout
-        if logits.device.type == "cpu":
-            # PyTorch's argmax in bfloat16 takes three times as long as this conversion and argmax in float32.
-            logits = logits.float()
         if step.not_end and len(ends):
             rows = to_device(step.not_end, logits.device)
             # Assigning a number would wait for the device: PyTorch copies it there from the host.
@@ -170,7 +167,7 @@ class Worker:
             # A GPU's sums may differ in the last bits from rank to rank; the choice must not.
             return None if whole is None else groups.broadcast(sample(whole, step.sampling, step.places))
         if layout.tp_size == 1 or step.is_adjusted:
-            return logits.argmax(-1)
+            return likeliest(logits)
         return self._best_of_all(*logits.max(-1))
 
     def _whole(self, logits: Tensor) -> Tensor | None:

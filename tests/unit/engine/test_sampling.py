@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.engine.sampler import SamplingParams, sample
+from mpillm.engine.sampler import SamplingParams, likeliest, sample
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import answer, make_batch, make_core
 
@@ -31,6 +31,18 @@ def test_sampled_tokens_do_not_depend_on_the_batching(folder: Path, prompts: Tok
     assert scarce.statistics()["preemptions"] > 0
     other = answer(make_core(folder), make_batch(prompts, **fields | {"seed": np.arange(len(prompts)) + 100}))
     assert sum(a != b for a, b in zip(together, other, strict=True)) > len(prompts) // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 1000, 1024, 2048, 5000])
+def test_the_likeliest_token_is_the_first_of_the_best(vocab: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(vocab)
+    logits = torch.randn(40, vocab).to(dtype)
+    logits[:10] = logits[:10].round()  # so that many are equal
+    logits[10] = 0
+    logits[11] = -torch.inf
+    logits[12, -1] = 99
+    assert torch.equal(likeliest(logits), logits.float().argmax(-1))
 
 
 def test_top_k_1_and_a_tiny_top_p_are_greedy(folder: Path, prompts: Tokens, expected: Tokens) -> None:
