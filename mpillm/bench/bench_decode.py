@@ -45,6 +45,19 @@ class Options(Values):
     dataset_path = Field(
         "dataset_path", "JSONL with prompts; without it, those that come with the program", group="benchmark"
     )
+    against = Field(
+        "against",
+        "CPU: what answers the same prompts in turns with the engine",
+        default="transformers",
+        choices=("transformers", "vllm"),
+        group="benchmark",
+    )
+    vllm_python = Field(
+        "vllm_python",
+        "the Python of an environment with vLLM for CPUs; make test-peers makes one",
+        default=".venv-peers/bin/python",
+        group="benchmark",
+    )
     num_prompts = Field(
         "num_prompts", "how many of the data set's prompts", positive, default=40, group="benchmark"
     )

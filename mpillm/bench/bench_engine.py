@@ -1,19 +1,23 @@
-"""``bench engine``: on a CPU, the engine against transformers on the same prompts; GPU: bench_decode.py."""
+"""``bench engine``: on a CPU, the engine against transformers or vLLM; on a GPU: bench_decode.py."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError
+from launch.children import Children
 from mpillm.bench.bench_decode import Options, bench_decode
 from mpillm.bench.other_load import OtherLoad
 from mpillm.bench.transformers_baseline import TransformersBaseline
+from mpillm.bench.vllm_baseline import VllmBaseline
 from mpillm.config.core_config import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
@@ -22,15 +26,18 @@ from mpillm.engine.model.model_info import ModelInfo, check_model
 if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
 
+Answer = Callable[[], list[list[int]]]
+
 _STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one batch
 
 
 DESCRIPTION = (
-    "Measure offline output tokens/s of the embedded engine and of transformers:"
+    "Measure offline output tokens/s of the embedded engine and of transformers or vLLM:"
     " greedy, all answers of one length."
 )
 EPILOG = """examples:
   python -m mpillm bench engine --model_path DIR
+  python -m mpillm bench engine --model_path DIR --against vllm --dtype bfloat16
   python -m mpillm bench engine --device cuda --batches 1,64"""
 
 
@@ -60,32 +67,21 @@ def main(config: Options) -> int:
 
     torch.set_num_threads(config.n_threads)
     engine = _Engine(core, info)
-    baseline = TransformersBaseline(info.folder, dtype)
-    batches = sorted({_STATIC_BATCH, len(prompts)})
-    contenders: dict[str, Callable[[], list[list[int]]]] = {
-        "engine": lambda: engine.answer(prompts, config.output_len)
-    }
-    for size in batches:
-        contenders[f"generate, static batches of {size}"] = partial(
-            baseline.static, prompts, config.output_len, size
-        )
-    contenders["generate_batch (continuous)"] = lambda: baseline.continuous(prompts, config.output_len)
-    times: dict[str, list[float]] = {name: [] for name in [*contenders, "products"]}
-    answers: dict[str, list[list[int]]] = {}
-    # Warm up memory and kernels.
-    engine.answer(prompts, 2)
-    baseline.static(prompts[:_STATIC_BATCH], 2, _STATIC_BATCH)
-    # With all prompts: these determine its cache and its threads.
-    baseline.continuous(prompts, config.output_len)
+    contenders: dict[str, Answer] = {"engine": lambda: engine.answer(prompts, config.output_len)}
     load = OtherLoad()
-    for i in range(config.repeats):
-        for name, answer in contenders.items():
-            print(f"  round {i + 1} of {config.repeats}: {name}", file=sys.stderr, flush=True)
-            started = time.perf_counter()
-            answers[name] = answer()
-            times[name].append(time.perf_counter() - started)
-        times["products"].append(engine.products())
-
+    times: dict[str, list[float]] = {}
+    answers: dict[str, list[list[int]]] = {}
+    products: list[float] = []
+    with _others(config, info, prompts) as baseline:
+        contenders |= baseline
+        engine.answer(prompts, 2)  # warms up memory and kernels
+        for i in range(config.repeats):
+            for name, answer in contenders.items():
+                print(f"  round {i + 1} of {config.repeats}: {name}", file=sys.stderr, flush=True)
+                started = time.perf_counter()
+                answers[name] = answer()
+                times.setdefault(name, []).append(time.perf_counter() - started)
+            products.append(engine.products())
     others = load.so_far()
 
     mean = statistics.mean(map(len, prompts))
@@ -101,7 +97,7 @@ def main(config: Options) -> int:
         spread = f"({min(rates):.1f} to {max(rates):.1f})"
         print(f"  {name:<32} {statistics.median(rates):>9.1f} {spread:>18}   {ratio:.2f} x")
     # Disturbances only add time, and the products are short: compare the least of each, not round by round.
-    share = min(times["products"]) / min(times["engine"])
+    share = min(products) / min(times["engine"])
     print(
         f"  matrix products alone, same shapes and kernels: {share:.0%} of the engine's time"
         " (least of each over the rounds)"
@@ -114,6 +110,41 @@ def main(config: Options) -> int:
         same = sum(a == b for a, b in zip(answers["engine"], answers[name], strict=True))
         print(f"  answers equal to {name}: {same} of {len(prompts)}")
     return 0
+
+
+@contextlib.contextmanager
+def _others(config: Options, info: ModelInfo, prompts: list[list[int]]) -> Iterator[dict[str, Answer]]:
+    """Yield what answers in turns with the engine, warmed up."""
+    assert info.folder is not None
+    dtype, n_output = config.dtype or "float32", config.output_len
+    if config.against == "vllm":
+        with Children() as children, tempfile.TemporaryDirectory() as folder:
+            vllm = VllmBaseline(
+                config.vllm_python,
+                children,
+                Path(folder),
+                config.n_threads,
+                model=str(info.folder),
+                dtype=dtype,
+                max_model_len=max(map(len, prompts)) + n_output,
+                max_num_seqs=config.max_batch_size,
+                max_num_batched_tokens=config.max_num_tokens,
+                enable_prefix_caching=False,  # as in our engine: MLPerf forbids it
+                disable_log_stats=True,
+            )
+            vllm.answer(prompts, n_output)
+            yield {vllm.versions: lambda: vllm.answer(prompts, n_output)}
+            vllm.close()
+        return
+    baseline = TransformersBaseline(info.folder, dtype)
+    baseline.static(prompts[:_STATIC_BATCH], 2, _STATIC_BATCH)
+    # With all prompts: these determine its cache and its threads.
+    baseline.continuous(prompts, n_output)
+    batches = {
+        f"generate, static batches of {size}": partial(baseline.static, prompts, n_output, size)
+        for size in sorted({_STATIC_BATCH, len(prompts)})
+    }
+    yield {**batches, "generate_batch (continuous)": lambda: baseline.continuous(prompts, n_output)}
 
 
 def _prompts(info: ModelInfo, config: Options) -> list[list[int]]:

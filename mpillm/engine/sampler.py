@@ -49,7 +49,7 @@ def likeliest(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu" or not n_groups:
         return logits.argmax(-1)
     whole = n_groups * _GROUP
-    best = logits[:, :whole].view(-1, n_groups, _GROUP).amax(-1)
+    best = logits[:, :whole].view(len(logits), n_groups, _GROUP).amax(-1)
     if rest:
         best = torch.cat([best, logits[:, whole:].amax(-1, keepdim=True)], dim=1)
     ids = (best.argmax(-1, keepdim=True) * _GROUP + torch.arange(_GROUP)).clamp_(max=whole + rest - 1)

@@ -171,6 +171,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "--offline_samples 2000 --server_s 1 --idle_s 1 --repeats 1", says="samples/s"
     ),
     r".* bench soak.*": Typed("--samples 100000 --duration 6", says="bytes/sample"),
+    r".* bench engine .*--against vllm.*": Elsewhere("tests/peers/test_servers.py"),
     r".* bench engine --model_path .*": Typed("--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"),
     r".* bench load .*": Typed("--repeats 1", says="engine"),
     r".* bench precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", says="tokens alike"),

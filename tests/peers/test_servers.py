@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import urllib.error
 import urllib.request
@@ -150,3 +151,26 @@ def test_transformers(
     result = server(one, 64, *data[:-1], 8, *endpoint)
     assert result["per_instance"][0]["retokenized"] >= 64 and not result["per_instance"][0]["frameworks"]
     say(f"transformers serve: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
+
+
+def test_bench_engine_against_vllm(model: Path, program: Program, one: Starter, say: Says) -> None:
+    """The engine and vLLM answer the same prompts in turns, with the same tokens."""
+    python = program("vllm").with_name("python")
+    words = ("--num_prompts", 4, "--output_len", 4, "--repeats", 1, "--against", "vllm")
+    command = one.command(
+        (
+            one.python,
+            "-m",
+            "mpillm",
+            "bench",
+            "engine",
+            "--model_path",
+            model,
+            "--vllm_python",
+            python,
+            *words,
+        )
+    )
+    ended = command.end(TIMEOUT_S).must(DONE)
+    say(next(line for line in ended.out.splitlines() if line.startswith("  vLLM ")))
+    assert re.search(r"answers equal to vLLM [\d.]+.*: 4 of 4", ended.out)
