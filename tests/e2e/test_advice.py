@@ -93,6 +93,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "tests/e2e/test_pipeline.py and tests/unit/commands/test_pipeline_page.py"
     ),
     r".* report build/runs/.*": Elsewhere("a run must be there: tests/unit/report/test_page.py"),
+    r".* launch-triton-server .*": Elsewhere(
+        "a repository must be there: tests/unit/commands/test_launch_triton_server.py"
+    ),
     r".* fill-template .*": Elsewhere("a template must be there: tests/unit/commands/test_fill_template.py"),
     r".* trtllm-build .*": Elsewhere("tests/unit/commands/test_reference_commands.py"),
     r".* fetch-model .*": Elsewhere("a download: tests/unit/models/test_fetch_model.py"),
