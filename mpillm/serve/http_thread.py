@@ -14,7 +14,7 @@ from aiohttp import web
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
-from mpillm.event_loop import new_loop, take_turns
+from mpillm.event_loop import new_loop
 from mpillm.serve.app import Service
 from mpillm.serve.frontend import Mailbox
 from mpillm.serve.open_requests import OpenRequests
@@ -100,7 +100,6 @@ class HttpThread:
         self._loop.set_exception_handler(self._on_loop_error)
         mailbox.deliver = self._deliver
         self._thread = threading.Thread(target=self._run, name="mpillm-http", daemon=True)
-        take_turns()
         self._thread.start()
 
     def listen(self) -> None:
