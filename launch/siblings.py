@@ -92,14 +92,16 @@ class EndedRanks:
 
         After a while also those that were never seen, where `ranks_here` knows how many there should be.
         """
-        ended = sorted(rank for rank, pid in self._pids.items() if not _runs(pid))
+        now = {rank: sibling.pid for rank, sibling in siblings().items()}
+        # What was seen may have been a short-lived child of the rank, where ids have begun again.
+        ended = sorted(rank for rank, pid in self._pids.items() if rank not in now and not _runs(pid))
         if ended:
             return ", ".join(f"rank {rank} (pid {self._pids[rank]}) has ended" for rank in ended)
-        self._pids |= {rank: sibling.pid for rank, sibling in siblings().items()}
+        self._pids |= now
         here, own = ranks_here(), find_launcher()
         if here is None or len(self._pids) >= here or time.monotonic() < self._since + _STARTED_S:
             return ""
-        if self._pids.keys() <= {own and own.rank}:
+        if len(self._pids) < 2:
             return ""  # each in a container of its own, perhaps: then none sees the others
         if own is None or own.size != here:
             return (

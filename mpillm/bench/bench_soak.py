@@ -94,7 +94,8 @@ def main(config: Options) -> int:
                 *(f"{found.bytes_per_hour / _MB:.3f}", f"{found.threads:+.0f}", f"{found.open_files:+.0f}"),
             )
         )
-    print("8 bytes per sample of the harness are LoadGen's: its list of latencies")
+    if config.scenarios == "Offline":
+        print("8 bytes per sample of the harness are LoadGen's: its list of latencies")
     return 0
 
 

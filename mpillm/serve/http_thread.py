@@ -54,8 +54,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def listen(app: web.Application, bound: socket.socket) -> tuple[web.AppRunner, web.SockSite]:
-    """Accept connections on a bound socket. Handlers are cancelled when their client has gone: that is how
-    its request ends."""
+    """Accept connections on a bound socket, as many as this process may have open: it raises its own limit.
+
+    Handlers are cancelled when their client has gone: that is how its request ends.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MOST_CONNECTIONS)

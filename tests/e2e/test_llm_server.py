@@ -26,9 +26,9 @@ print("a rank of somebody's mpirun:", "OMPI_COMM_WORLD_RANK" in os.environ, flus
 if os.environ.get("STAND_IN") == "fails":
     sys.exit("no GPU here")
 if os.environ.get("STAND_IN") == "leaves":
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    subprocess.Popen(["sleep", "120"], start_new_session=True)
 if "--model-control-mode=explicit" in words:
-    time.sleep(1000)
+    time.sleep(120)
 if "disaggregated_mpi_worker" in words:
     import yaml
     made = yaml.safe_load(open(words[words.index("-c") + 1]))

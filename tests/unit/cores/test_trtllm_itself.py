@@ -28,21 +28,6 @@ def bindings() -> ModuleType:
     return pytest.importorskip("tensorrt_llm.bindings.executor", exc_type=ImportError)  # type: ignore[no-any-return]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    build = {
-        "max_batch_size": 4,
-        "max_input_len": 48,
-        "max_seq_len": 64,
-        "max_num_tokens": 32,
-        "max_beam_width": 1,
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps({"build_config": build, "pretrained_config": {"vocab_size": 1000}})
-    )
-    return tmp_path
-
-
 def made(core: type, folder: Path, *options: str) -> Any:
     config = parse_run([f"--engine_dir={folder}", f"--model_path={folder}", *options])
     given = CoreConfig(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.siblings import EndedRanks, describe_rank, ranks_here, siblings, stopped_ranks
+from launch.siblings import EndedRanks, Sibling, describe_rank, ranks_here, siblings, stopped_ranks
 from tests.helpers.support import wait_until
 
 
@@ -61,6 +61,19 @@ def test_a_rank_that_was_never_there_is_named_later(
     assert ended.look() == ""
     monkeypatch.setattr("launch.siblings._STARTED_S", -1.0)
     assert ended.look() == "rank 1 has ended, or was not started"
+
+
+def test_a_child_that_was_taken_for_its_rank_and_ends_is_no_loss(
+    ranks: dict[int, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    ended = EndedRanks()
+    with monkeypatch.context() as patched:
+        patched.setattr("launch.siblings.siblings", lambda: {2: Sibling(child.pid, "S")})
+        assert ended.look() == ""
+    wait_until(lambda: siblings().keys() == {0, 1, 2}, "all ranks")
+    assert ended.look() == ""
 
 
 def test_ranks_that_see_no_other_say_nothing_of_them(
