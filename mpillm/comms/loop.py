@@ -42,6 +42,8 @@ class EventLoop:
                 pause, idle, rang = _FIRST_SLEEP_S, 0, False
                 continue
             idle += 1
+            if idle < _LOOKS and doorbell.heard and not rang:
+                continue
             quiet_s = min(quiet_s() for quiet_s in self.quiet_s) if doorbell.heard else 0.0
             if quiet_s <= 0 or (rang and idle < _LOOKS_AFTER_BELL):
                 time.sleep(pause)

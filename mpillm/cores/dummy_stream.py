@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import RESPONSE, Batch, ResponseFlag
 
+_FIRST, _FINAL = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL)  # operations on flags take longer
+_PARTIAL = int(ResponseFlag.PARTIAL)
 _STREAM = np.dtype([("id", "<u4"), ("base", "<i8"), ("at", "<i8"), ("n", "<i8"), ("due", "<f8")])
 
 
@@ -24,6 +26,7 @@ class Streams:
         self._vocab_size = vocab_size
         self._gap_s = gap_s
         self._rows = np.zeros(0, _STREAM)
+        self._next_due = math.inf
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -48,7 +51,7 @@ class Streams:
             lengths,
             first_at,
         )
-        self._rows = np.concatenate([self._rows, rows])
+        self._keep(np.concatenate([self._rows, rows]))
 
     def is_due(self, now: float) -> bool:
         """Return whether `step` has a token."""
@@ -56,35 +59,35 @@ class Streams:
 
     def next_due(self) -> float:
         """Return when `step` will have a token, in the time of `time.perf_counter`."""
-        return float(self._rows["due"].min()) if len(self._rows) else math.inf
+        return self._next_due
 
     def step(self, now: float) -> Batch:
         """Return the next token of each due stream: rows FIRST, PARTIAL, or FINAL with the whole answer."""
         chosen = np.flatnonzero(self._rows["due"] <= now)
         rows = self._rows[chosen]
-        first, final = rows["at"] == 0, rows["at"] == rows["n"] - 1
+        at, final = rows["at"], rows["at"] == rows["n"] - 1
         out = np.zeros(len(rows), RESPONSE)
-        out["id"] = rows["id"]
-        out["n_tokens"] = lengths = np.where(final, rows["n"], 1)
-        kinds = (
-            (first, ResponseFlag.FIRST),
-            (final, ResponseFlag.FINAL),
-            (~(first | final), ResponseFlag.PARTIAL),
-        )
-        for rows_of_kind, flag in kinds:
-            out["flags"] |= rows_of_kind * np.uint32(flag)
-        place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        tokens = (
-            np.repeat(rows["base"] + np.where(final, 0, rows["at"]), lengths) + place
-        ) % self._vocab_size
+        out["id"], out["n_tokens"] = rows["id"], 1
+        out["flags"] = np.where(at == 0, _FIRST, _PARTIAL)
+        tokens = rows["base"] + at
+        if final.any():
+            out["flags"][final] = np.where(at[final] == 0, _FIRST | _FINAL, _FINAL)
+            out["n_tokens"] = lengths = np.where(final, rows["n"], 1)
+            place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            tokens = np.repeat(rows["base"] + np.where(final, 0, at), lengths) + place
         self._rows["at"][chosen] += 1
         self._rows["due"][chosen] += self._gap_s
-        self._rows = np.delete(self._rows, chosen[final])
-        return Batch(out, tokens.astype(np.int32))
+        self._keep(np.delete(self._rows, chosen[final]) if final.any() else self._rows)
+        return Batch(out, (tokens % self._vocab_size).astype(np.int32))
 
     def remove(self, ids: Collection[int]) -> list[int]:
         """End those of `ids` that are under way; which."""
         mine = np.isin(self._rows["id"], list(ids))
         removed: list[int] = self._rows["id"][mine].tolist()
-        self._rows = self._rows[~mine]
+        self._keep(self._rows[~mine])
         return removed
+
+    def _keep(self, rows: NDArray[np.void]) -> None:
+        """Go on with these; note when the next is due, which is asked far more often than it changes."""
+        self._rows = rows
+        self._next_due = float(rows["due"].min()) if len(rows) else math.inf

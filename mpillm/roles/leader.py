@@ -45,6 +45,7 @@ _MAX_BATCH = 2048  # requests per message
 _FINAL, _LOST = int(ResponseFlag.FINAL), int(ResponseFlag.LOST)
 _CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.CANCEL_DONE)
 _ALONE = int(ResponseFlag.FIRST | ResponseFlag.FINAL)
+_ENDS = _FINAL | _CONTEXT_DONE | _CANCEL_DONE
 
 
 class Leader(Role):
@@ -143,12 +144,18 @@ class Leader(Role):
         instance = self._instance_at[received.source]
         self._heard[instance] = time.monotonic()
         buffer, rows = received.buffer, DONE.read(received.buffer).rows
-        if self._retries.any or np.bitwise_or.reduce(rows["flags"]) & _LOST:
+        if (any_of := int(np.bitwise_or.reduce(rows["flags"]))) & _LOST or self._retries.any:
             batch, again = self._retries.sift(instance, DONE.read(buffer), self._needs)
             self._send_again(again)
             if not len(batch):
                 return
-            buffer, rows = batch.pack(), batch.rows
+            buffer, rows, any_of = batch.pack(), batch.rows, _ENDS
+        if any_of & _ENDS:  # most messages of streams end nothing
+            self._ended(instance, rows)
+        self._route.send(self._harness, ANSWER.tag, buffer)
+
+    def _ended(self, instance: int, rows: NDArray[np.void]) -> None:
+        """Take back the credits of what an instance's rows end."""
         flags = rows["flags"]
         if self._cancelling:
             for id_ in rows["id"][(flags & _CANCEL_DONE) != 0].tolist():
@@ -165,7 +172,6 @@ class Leader(Role):
             self._return_credits(self._generation, final)
             if instance not in self._generation:
                 self._return_credits(self._entry, left)
-        self._route.send(self._harness, ANSWER.tag, buffer)
 
     def _on_cancel(self, source: int, ids: list[int]) -> None:
         """Give up requests: those that wait here end here, the others where each is now.

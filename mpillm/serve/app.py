@@ -233,10 +233,13 @@ class Service:
         if half is not None and half.is_context:
             return web.json_response(await self._context(half, asked, shapes, *prompts[0]))
         arrival = None if half is None else await half.fetch(asked, prompts[0][0], self._served)
+        # Before the request: once that is on its way, the main thread waits for this one's interpreter lock.
+        response = await self._begin_stream(request) if asked.stream else None
         choices = [self._open(i, prompt, wanted, asked, arrival) for i, (prompt, wanted) in enumerate(each)]
         try:
-            if asked.stream:
-                return await self._stream(request, asked, shapes, choices)
+            if response is not None:
+                await self._stream(response, asked, shapes, choices)
+                return response
             pieces: list[list[Piece]] = []
             for choice in choices:
                 async with aclosing(self._pieces(choice)) as parts:
@@ -345,9 +348,8 @@ class Service:
             ctx_request_id = None if self._half is None else self._half.ctx_request_id(choice)
             self.perf_metrics.add(_request_id.get(), _came_at.get(), choice.answer, ctx_request_id)
 
-    async def _stream(
-        self, request: web.Request, asked: Asked, shapes: Shapes, choices: list[Choice]
-    ) -> web.StreamResponse:
+    async def _begin_stream(self, request: web.Request) -> web.StreamResponse:
+        """Send the head of a response that streams."""
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -357,7 +359,11 @@ class Service:
             }
         )
         await response.prepare(request)
+        return response
 
+    async def _stream(
+        self, response: web.StreamResponse, asked: Asked, shapes: Shapes, choices: list[Choice]
+    ) -> None:
         async def write(choice: Choice) -> None:
             if asked.chat:
                 await response.write(shapes.role_chunk(choice))
@@ -376,7 +382,6 @@ class Service:
         except ApiError as error:  # in the middle of a response whose status was 200
             await response.write(error_event(error.body()))
         await response.write_eof()
-        return response
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -22,7 +22,9 @@ def parse(data: bytes) -> Json:
 
 def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
     """Return `value` if it is a list of token ids. Raises ApiError otherwise."""
-    if not isinstance(value, list) or not all(type(id_) is int and 0 <= id_ < vocab_size for id_ in value):
+    if not isinstance(value, list) or not (
+        {*map(type, value)} <= {int} and min(value, default=0) >= 0 and max(value, default=0) < vocab_size
+    ):
         raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
     return value
 

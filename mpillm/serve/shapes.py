@@ -12,6 +12,7 @@ from mpillm.serve.choices import Choice, Piece
 from mpillm.serve.protocol import Asked
 
 DONE = b"data: [DONE]\n\n"
+_string = json.encoder.encode_basestring_ascii  # what json.dumps does with one, in a fifth of the time
 
 
 def usage(choices: Sequence[Choice], n: int) -> Json:
@@ -69,17 +70,18 @@ class Shapes:
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         """Return the chunk of a piece of a streamed answer."""
-        text = json.dumps(piece.text)
+        text = _string(piece.text)
         content = f'"delta": {{"content": {text}}}' if self._asked.chat else f'"text": {text}'
         logprobs = choice.logprobs(choice.n_tokens - len(piece.tokens), piece.tokens)
-        made = f'{{"index": {choice.index}, {content}, "logprobs": {json.dumps(logprobs)}, "finish_reason": '
+        made = f'{{"index": {choice.index}, {content}, "logprobs": '
+        made += f'{"null" if logprobs is None else json.dumps(logprobs)}, "finish_reason": '
         made += (
             f'"{piece.finish_reason}", "stop_reason": {json.dumps(piece.stop_reason)}'
             if piece.finish_reason
             else "null"
         )
         if self._asked.return_token_ids:
-            made += f', "token_ids": {json.dumps(piece.tokens)}'
+            made += f', "token_ids": {piece.tokens}'  # a list of numbers is written as in JSON
             if not self._asked.chat and choice.n_tokens == len(piece.tokens):  # the first one
                 made += f', "prompt_token_ids": {json.dumps(choice.prompt)}'
         so_far = self._usage_so_far(choice)
