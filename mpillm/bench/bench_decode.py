@@ -173,8 +173,8 @@ def bench_decode(config: Options) -> int:
         )
         explained.append(_explained(batch, decoded, times, roofline))
     print(
-        f"roofline: {roofline.bandwidth / 1e12:.2f} TB/s copying, {roofline.peak / 1e12:.0f} TFLOP/s in a"
-        " product of many rows, both measured"
+        f"roofline, measured: {roofline.bandwidth / 1e12:.2f} TB/s reading; products of many rows"
+        f" {roofline.peak / 1e12:.0f} TFLOP/s, of the head {roofline.peak_in_floats / 1e12:.0f}"
     )
     print("\n".join(explained))
     return 0

@@ -41,6 +41,11 @@ def test_what_each_part_reads_and_computes(part: ModelPart) -> None:
     if c.n_experts:
         flops["router"] = 2 * BATCH * c.hidden_size * c.n_experts * c.n_layers
     assert {name: one.n_flops for name, one in parts.items()} == flops
+    assert {name for name, one in parts.items() if one.in_floats} == {
+        "attention",
+        "head",
+        "router",
+    } & flops.keys()
     assert parts["o"].n_bytes == 4 * c.n_layers * (q * c.hidden_size + BATCH * (q + c.hidden_size))
     cached = 4 * c.n_layers * 2 * BATCH * N_TOKENS * kv
     assert parts["attention"].n_bytes == cached + 4 * c.n_layers * BATCH * (2 * q + 2 * kv)
@@ -54,9 +59,12 @@ def _nothing() -> None:
 
 
 def test_the_roofline_names_the_limit() -> None:
-    roofline = Roofline(bandwidth=100.0, peak=1000.0)
-    reads, computes = Part("reads", _nothing, 200.0, 10.0), Part("computes", _nothing, 1.0, 5000.0)
+    roofline = Roofline(bandwidth=100.0, peak=1000.0, peak_in_floats=500.0)
+    reads = Part("reads", _nothing, 200.0, 10.0, in_floats=False)
+    computes = Part("computes", _nothing, 1.0, 5000.0, in_floats=False)
+    head = Part("head", _nothing, 1.0, 5000.0, in_floats=True)
     assert (roofline.seconds(reads), roofline.limit(reads)) == (2.0, "memory")
+    assert (roofline.seconds(head), roofline.limit(head)) == (10.0, "arithmetic")
     assert (roofline.seconds(computes), roofline.limit(computes)) == (5.0, "arithmetic")
     text = _explained(
         4, Decoded(10.0, 0.5, watts=350.0, sm_mhz=1700.0), {reads: 3.0, computes: 6.0}, roofline
