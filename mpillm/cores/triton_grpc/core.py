@@ -27,7 +27,6 @@ from mpillm.cores.triton_grpc.tensors import (
     request_of,
     stop_of,
     tokens_of,
-    word_list,
 )
 from mpillm.cores.triton_grpc.triton_ready import Model, TritonError, find_models, framework_of, until_ready
 from mpillm.errors import Failure, RunError
@@ -38,9 +37,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _DEFAULT_URL = "localhost:8001"
 _WATCH_S = 1.0
-# Where nobody measures single answers (Offline), those of so long go to rank 0 in one message: one for each
-# costs there half of what the request costs here.
-_GATHER_S = 0.005
+# Where nobody measures single answers (Offline), they go to rank 0 many in a message, which is work for both
+# ranks: those of so long, or sooner, when a part of all requests that may be open waits for its successors.
+_GATHER_S = 0.02
+_GATHER_PART = 16
 _MOST_LISTED = 5  # requests in a message
 # Plain numbers: operations on flags take longer than the rest of a row.
 _IGNORE_STOP, _IGNORE_END = int(RequestFlag.IGNORE_STOP), int(RequestFlag.IGNORE_END)
@@ -82,6 +82,8 @@ class TritonGrpcCore(LLMCore):
         self._number = itertools.count(1)
         self._frameworks: set[str] = set()  # of the servers' models
         self._rows: deque[tuple[int, int, int, list[int]]] = deque()  # id, tokens, flags; of answers
+        at_once = 1 if self._harness.streaming else self._at_once * len(self._urls)
+        self._gather = max(1, at_once // _GATHER_PART)
         self._next_watch = self._next_rows = 0.0
         self._began()
 
@@ -174,49 +176,49 @@ class TritonGrpcCore(LLMCore):
         return Credits(self._at_once * len(self._urls), 1 << 40)
 
     def enqueue(self, requests: Batch) -> None:
-        for request in requests.split():
-            (row,) = request.rows
+        offsets = requests.offsets().tolist()
+        # Plain values: to read them one by one from NumPy's rows takes as long as the rest of this.
+        for row, (begin, end) in zip(requests.rows.tolist(), itertools.pairwise(offsets), strict=True):
+            id_, _, max_output, min_output, temperature, top_k, top_p, seed, flags, *_ = row
+            ends, words = self._ends_and_words(flags)
+            streaming = self._harness.streaming
+            wanted = Wanted(max_output, min_output, temperature, top_k, top_p, ends, words, streaming)
             stream = min(self._clients.open, key=lambda one: len(one.open))
-            self._submit(int(row["id"]), request.tokens, self._wanted(row), stream)
+            self._submit(id_, requests.tokens[begin:end], wanted, stream, seed)
 
-    def _wanted(self, row: Any) -> Wanted:
-        flags = int(row["flags"])
-        ends, words = self.config.end_ids or (), [*self.config.stop_words]
+    def _ends_and_words(self, flags: int) -> tuple[int | None, tuple[tuple[int, ...], ...]]:
+        """Return the end token and the stop words of a request, other end tokens among them."""
+        ends, words = self.config.end_ids or (), self.config.stop_words
         if flags & _IGNORE_STOP:
-            words = []
+            words = ()
         if flags & _IGNORE_END:
             ends = (NO_END,)
-        listed = [*words, *((end,) for end in ends[1:])]
-        return Wanted(
-            int(row["max_output"]),
-            int(row["min_output"]),
-            float(row["temperature"]),
-            int(row["top_k"]),
-            float(row["top_p"]),
-            int(row["seed"]),
-            ends[0] if ends else None,
-            word_list([word for word in listed if not isinstance(word, str)]) if listed else None,
-            self._harness.streaming,
-        )
+        listed = (*(word for word in words if not isinstance(word, str)), *((end,) for end in ends[1:]))
+        return ends[0] if ends else None, listed
 
-    def _submit(self, id_: int, prompt: NDArray[np.int32], wanted: Wanted, stream: Stream) -> None:
+    def _submit(
+        self, id_: int, prompt: NDArray[np.int32], wanted: Wanted, stream: Stream, seed: int = 0
+    ) -> None:
         model, number = next(self._models[stream.url]), next(self._number)
         if not model.decoupled:
             wanted = wanted._replace(streaming=False)
         call = _Call(id_, model, stream, wanted.streaming)
         self._calls[number], self._numbers[id_] = call, number
         self._prompt_tokens += len(prompt)
-        stream.ask(number, request_of(model.name, str(number), prompt, wanted), model.decoupled)
+        stream.ask(number, request_of(model.name, str(number), prompt, wanted, seed), model.decoupled)
 
     def has_work(self) -> bool:
-        now = time.monotonic()
-        return (bool(self._rows) and now >= self._next_rows) or (
-            bool(self._calls) and now >= self._next_watch
-        )
+        return time.monotonic() >= self._due()
 
     def quiet_s(self) -> float:
-        due = min(self._next_rows if self._rows else math.inf, self._next_watch if self._calls else math.inf)
-        return due - time.monotonic()
+        return self._due() - time.monotonic()
+
+    def _due(self) -> float:
+        """Return when there is something to do, if nothing comes before."""
+        rows, watch = len(self._rows), self._next_watch if self._calls else math.inf
+        if rows >= self._gather:
+            return 0.0
+        return min(self._next_rows, watch) if rows else watch
 
     def poll_responses(self) -> Batch | None:
         self._watch()
@@ -282,13 +284,14 @@ class TritonGrpcCore(LLMCore):
     _last_error = ""
 
     def _heard(self, stream: Stream, response: Any, error: str) -> None:
-        call = self._calls.get(int(response.id or 0))
+        number = int(response.id or 0)
+        call = self._calls.get(number)
         if call is None:
-            if error and not response.id:
+            if error and not number:
                 raise ValueError(error)
             return
         if error:
-            self._fail(int(response.id), call, error)
+            self._fail(number, call, error)
             return
         tokens = tokens_of(response)
         is_first = not call.tokens and bool(tokens)
@@ -299,9 +302,9 @@ class TritonGrpcCore(LLMCore):
             if is_first or not call.streaming:
                 flags |= _FIRST
             if not call.tokens:
-                self._fail(int(response.id), call, "an answer without a token")
+                self._fail(number, call, "an answer without a token")
                 return
-            self._done(int(response.id), call, flags, call.tokens)
+            self._done(number, call, flags, call.tokens)
         elif is_first:
             self._add(call.id, _FIRST, call.tokens[:1])
 
@@ -322,5 +325,6 @@ class TritonGrpcCore(LLMCore):
 
     def _add(self, id_: int, flags: int, tokens: list[int]) -> None:
         self._rows.append((id_, len(tokens), flags, tokens))
-        if len(self._rows) == 1:  # else the main thread, which takes all, knows of an earlier one
+        # Those behind the first of a message are known to the main thread, or soon will be.
+        if len(self._rows) in (1, self._gather):
             self.wake()

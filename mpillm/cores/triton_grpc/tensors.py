@@ -15,43 +15,46 @@ NO_END = -1  # as an `end_id`: no token ends the answer
 
 
 class Wanted(NamedTuple):
-    """What a request asks for, besides its prompt."""
+    """What requests ask for, besides their prompts and seeds."""
 
     max_output: int
     min_output: int = 0
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
     end_id: int | None = None
-    stop_words: NDArray[np.int32] | None = None  # shape [2, n], see `word_list`
+    stop_words: tuple[tuple[int, ...], ...] = ()
     streaming: bool = True
 
 
-def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted) -> bytes:
+def request_of(model: str, id_: str, prompt: NDArray[np.int32], wanted: Wanted, seed: int = 0) -> bytes:
     """Return a ModelInferRequest, serialised. The last response will say that it is the last.
 
     What requests have in common is serialised once: protobuf takes the parts of a message in any order, and
     those of a repeated field in theirs.
     """
-    words = wanted.stop_words
-    common = _common(
-        model, wanted._replace(stop_words=None, seed=0), b"" if words is None else words.tobytes()
-    )
-    own = service_pb2.ModelInferRequest(id=id_)
-    own.inputs.add(name="input_ids", datatype="INT32", shape=(1, len(prompt)))
-    own.inputs.add(name="input_lengths", datatype="INT32", shape=(1, 1))
-    own.raw_input_contents.append(prompt.astype(np.int32, copy=False).tobytes())
-    own.raw_input_contents.append(len(prompt).to_bytes(4, "little"))
-    if wanted.temperature > 0:  # each request has a seed of its own
-        own.inputs.add(name="seed", datatype="UINT64", shape=(1, 1))
-        own.raw_input_contents.append(wanted.seed.to_bytes(8, "little"))
-    return bytes(own.SerializeToString()) + common
+    contents = [prompt.astype(np.int32, copy=False).tobytes(), len(prompt).to_bytes(4, "little")]
+    seeded = wanted.temperature > 0
+    if seeded:
+        contents.append(seed.to_bytes(8, "little"))
+    own = service_pb2.ModelInferRequest(id=id_, raw_input_contents=contents)
+    return bytes(own.SerializeToString()) + _own_inputs(len(prompt), seeded) + _common(model, wanted)
+
+
+@lru_cache(maxsize=4096)
+def _own_inputs(prompt_len: int, seeded: bool) -> bytes:
+    """Return the descriptions of the inputs that each request has for itself."""
+    message = service_pb2.ModelInferRequest()
+    message.inputs.add(name="input_ids", datatype="INT32", shape=(1, prompt_len))
+    message.inputs.add(name="input_lengths", datatype="INT32", shape=(1, 1))
+    if seeded:
+        message.inputs.add(name="seed", datatype="UINT64", shape=(1, 1))
+    return bytes(message.SerializeToString())
 
 
 @lru_cache(maxsize=256)
-def _common(model: str, wanted: Wanted, words: bytes) -> bytes:
-    """Return what follows the prompt. `words`: of `stop_words`, which no cache can look up."""
+def _common(model: str, wanted: Wanted) -> bytes:
+    """Return what follows the inputs that each request has for itself."""
     greedy = wanted.temperature == 0
     values: dict[str, NDArray[Any]] = {
         "request_output_len": np.array([wanted.max_output], np.int32),
@@ -66,8 +69,8 @@ def _common(model: str, wanted: Wanted, words: bytes) -> bytes:
         values["min_tokens"] = np.array([wanted.min_output], np.int32)
     if wanted.end_id is not None:
         values["end_id"] = np.array([wanted.end_id], np.int32)
-    if words:
-        values["stop_words_list"] = np.frombuffer(words, np.int32).reshape(2, -1)
+    if wanted.stop_words:
+        values["stop_words_list"] = word_list(wanted.stop_words)
     return _message(model, "", values)
 
 
@@ -115,16 +118,15 @@ def tokens_of(response: Any) -> list[int]:
 
     Raises ValueError if there is no such tensor.
     """
-    raw = {
-        output.name: np.frombuffer(content, np.int32)
-        for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
-        if output.name in ("output_ids", "sequence_length")
-    }
-    if not raw:
-        return []
-    if "output_ids" not in raw:
+    ids = length = None
+    for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.name == "output_ids":
+            ids = np.frombuffer(content, np.int32)
+        elif output.name == "sequence_length":
+            length = np.frombuffer(content, np.int32)
+    if ids is None:
+        if length is None:
+            return []
         raise ValueError("a response has no output_ids")
-    length = raw.get("sequence_length")
-    ids = raw["output_ids"]
     tokens: list[int] = (ids if length is None or not len(length) else ids[: length[0]]).tolist()
     return tokens

@@ -42,14 +42,13 @@ def test_a_greedy_request() -> None:
 
 def test_each_has_its_own_prompt_words_and_seed() -> None:
     """Only what two requests have in common is kept from the earlier one."""
-    first = Wanted(4, 2, 0.5, 3, 0.9, 11, None, word_list([[8, 9], [10]]), False)
-    for n, wanted in enumerate((first, first._replace(seed=12), first._replace(stop_words=word_list([[1]])))):
+    first = Wanted(4, 2, 0.5, 3, 0.9, None, ((8, 9), (10,)), False)
+    for n, wanted in enumerate((first, first, first._replace(stop_words=((1,),)))):
         prompt = np.arange(1 + n, dtype=np.int32)
-        message, inputs = read(request_of("m", str(n), prompt, wanted))
+        message, inputs = read(request_of("m", str(n), prompt, wanted, 11 + n))
         assert message.id == str(n) and inputs["input_ids"] == [prompt.tolist()]
-        assert inputs["input_lengths"] == [[len(prompt)]] and inputs["seed"] == [[wanted.seed]]
-        assert wanted.stop_words is not None
-        assert inputs["stop_words_list"] == [wanted.stop_words.tolist()]
+        assert inputs["input_lengths"] == [[len(prompt)]] and inputs["seed"] == [[11 + n]]
+        assert inputs["stop_words_list"] == [word_list(wanted.stop_words).tolist()]
         assert (inputs["temperature"], inputs["runtime_top_k"], inputs["min_tokens"]) == (
             [[0.5]],
             [[3]],
@@ -68,5 +67,5 @@ def test_requests_that_differ_in_their_seeds_have_the_rest_in_common() -> None:
     _common.cache_clear()
     for temperature in (0.0, 0.5):
         for seed in range(5):
-            request_of("m", "7", np.array([5], np.int32), Wanted(4, temperature=temperature, seed=seed))
+            request_of("m", "7", np.array([5], np.int32), Wanted(4, temperature=temperature), seed)
     assert _common.cache_info().misses == 2

@@ -1,0 +1,51 @@
+"""When answers of triton_grpc go to rank 0. What a server answers is tried in tests/e2e."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+pytest.importorskip("tritonclient.grpc")
+
+from mpillm.config.backends import TritonHarnessConfig
+from mpillm.config.core_config import CoreConfig
+from mpillm.cores.triton_grpc import core as module
+
+AT_ONCE = 64
+MANY = AT_ONCE // module._GATHER_PART
+
+
+@pytest.mark.parametrize("scenario", ["Offline", "Server"])
+def test_answers_wait_for_others_where_nobody_measures_them(
+    scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline they go when they are a part of what may be open, or have waited; else at once."""
+    config = TritonHarnessConfig(scenarios=(scenario,), runtime_flags={"max_batch_size": AT_ONCE})
+    monkeypatch.setattr(module, "TritonHarnessConfig", lambda: config)
+    now, rung = 1000.0, 0
+    core = module.TritonGrpcCore(CoreConfig("triton_grpc"))
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def ring() -> None:
+        nonlocal rung
+        rung += 1
+
+    def taken() -> int:
+        responses = core.poll_responses() if core.has_work() else None
+        return 0 if responses is None else len(responses)
+
+    core.wake = ring
+    try:
+        assert not core.has_work()
+        counts = []
+        for n, pause_s in ((1, 0.0), (MANY - 1, 0.0), (1, 0.0), (1, 0.0), (0, module._GATHER_S)):
+            for id_ in range(n):
+                core._add(id_, 0, [5])
+            now += pause_s
+            counts.append(taken())
+        assert counts == ([1, 0, MANY, 0, 1] if scenario == "Offline" else [1, MANY - 1, 1, 1, 0])
+        assert rung == 4
+        assert core.quiet_s() > 1e9
+    finally:
+        core.notify_stop()
