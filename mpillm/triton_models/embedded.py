@@ -270,9 +270,9 @@ class _Request:
 
 
 def _logits(special: Special, new: slice) -> dict[str, Any]:
-    """Those that a request wants: of its prompt with its first tokens, and of the tokens `new`."""
+    """Those that a request wants: of its prompt (in each response, as TensorRT-LLM), and of `new` tokens."""
     logits = {}
-    if special.keeps_context_logits and new.start == 0:
+    if special.keeps_context_logits and special.context_logits:
         logits["context_logits"] = np.concatenate(special.context_logits)[None]
     if special.keeps_generation_logits:
         rows = special.generation_logits[new]
