@@ -5,6 +5,7 @@ Only with `make test-triton`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -48,7 +49,8 @@ def metrics(port: int, model: str) -> Metrics:
 @pytest.mark.parametrize("kind", ["inflight_fused_batching", "V1"])
 def test_metrics(kind: str, one: Starter) -> None:
     """Values are right for a server at rest, with three long requests, and at rest again."""
-    generate(one, "--triton_text_models", flags=f"{EMBEDDED},gpt_model_type:{kind}")
+    flags = f"{EMBEDDED},gpt_model_type:{kind},enable_kv_cache_reuse:true"
+    generate(one, "--triton_text_models", flags=flags)
     with serving(one) as (_, (http,)):
         log = next((one.folder / "servers").glob("*.log")).read_text()
         port = int(log.split("--metrics-port=")[1].split()[0])
@@ -97,6 +99,26 @@ def test_metrics(kind: str, one: Starter) -> None:
             )
 
         wait_until(lambda: has_ended(metrics(port, "tensorrt_llm")), "no request, and all counted", TIMEOUT_S)
+        if own == "v1":
+            check_reuse(port, http, int(blocks["tokens_per"]))
+
+
+def check_reuse(port: int, http: int, per_block: int) -> None:
+    """Of a prompt that comes again only the last block is computed, and the answer is the same."""
+
+    def computed() -> int:
+        return int(metrics(port, "tensorrt_llm")["v1"]["total_context_tokens"])
+
+    prompt = [3 + i % 200 for i in range(3 * per_block)]
+    asked = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": 5, "end_id": -1}
+    counts, answers = [computed()], list[str]()
+    for _ in range(2):
+        answers.append(json.loads(post(http, "tensorrt_llm/generate", asked))["output_ids"])
+        wait_until(lambda: computed() > counts[-1], "a prompt's tokens", TIMEOUT_S)
+        counts.append(computed())
+    first, second = (after - before for before, after in itertools.pairwise(counts))
+    assert first == len(prompt) and 0 < second <= per_block
+    assert answers[0] == answers[1]
 
 
 def works(found: Metrics, own: str, blocks: dict[str, float]) -> bool:
