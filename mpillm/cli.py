@@ -50,7 +50,7 @@ COMMANDS = {
     "endpoints-submission": "measure a curve at fixed concurrency, for a submission to MLPerf Endpoints",
     "hf-lora-convert": "convert a LoRA adapter to the tensors that requests to Triton carry",
     "fetch-model": "fetch a small real model",
-    "bench": "measure: bench routing, engine, core-model, load, dataset, agreement, handoff",
+    "bench": "measure: bench routing, engine, core-model, load, dataset, agreement, all-reduce, handoff",
 }
 """What each command does. `module_of` says where it is."""
 

@@ -20,6 +20,7 @@ BENCHES = {
     "load": "loading weights from an engine's files against loading them from a checkpoint",
     "precision": "what types of weights, activations and KV cache cost: nats per token, likeliest"
     " tokens, answers",
+    "all-reduce": "a sum over the GPUs of a TP group with its norm, by NCCL and in one kernel",
     "agreement": "answers and logits of tensor parallel instances against those of one rank",
     "soak": "a long test: what memory, threads and file descriptors each rank gains",
     "scale": "leader and rank 0 in a simulated cluster of thousands of ranks",
@@ -27,7 +28,11 @@ BENCHES = {
     "handoff": "KV caches between two ranks, against plain messages of the same size",
 }
 
-_ON_RANKS = ("agreement", "handoff")  # of an mpirun; the others are one process, which starts what it needs
+_ON_RANKS = (
+    "agreement",
+    "all-reduce",
+    "handoff",
+)  # of an mpirun; the others are one process, which starts what it needs
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 from mpillm import fields
 
+CUSTOM_ALL_REDUCE = "use_custom_all_reduce"  # in `CoreConfig.options`: see `engine.kernels.sum_kernels`
+
 
 @dataclass(frozen=True)
 class CoreConfig:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
-from mpillm.config.core_config import CoreConfig
+from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
 from mpillm.devices import Gpu
 from mpillm.engine import compilations
@@ -171,6 +171,7 @@ class TorchCore(LLMCore):
             c.max_batch_size,
             dummy=dummy,
             device=f"cuda:{c.device or 0}",
+            shares_rows=c.options.get(CUSTOM_ALL_REDUCE, False),
         )
 
     def run_health_check(self) -> None:

@@ -84,13 +84,17 @@ class Worker:
         dummy: bool,
         device: str,
         kernels: Any = None,
+        shares_rows: bool = False,
     ) -> Worker:
         """Load the weights and capture the graphs, which takes seconds, or minutes for a large model.
 
-        `device` may be a CPU with plain `kernels`, slowly and without graphs.
+        `device` may be a CPU with plain `kernels`, slowly and without graphs. With `shares_rows` a kernel,
+        not NCCL, adds the rows of a TP group, if its GPUs reach each other's memory.
         """
         kernels = kernels or use_gpu(device)
         part = ModelPart(info, tokens_per_block, groups, dummy=dummy, device=device, ops=kernels)
+        if shares_rows:
+            groups.share_rows(info.config.hidden_size, part.dtype)
         return cls(part, GpuSteps(part, max_batch_size, kernels))
 
     @torch.inference_mode()

@@ -144,7 +144,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* --input_mean IN .*": Elsewhere("IN and OUT stand for lengths, and it takes a GPU"),
     r"mpirun -n N .*--model_path llama3.1-8b.*": Parsed("a model of 16 GB"),
     r"\$R .*": Parsed("a model of 140 GB"),
-    r".* --device cuda.*|.* bench (agreement|handoff).*": NO_GPU,
+    r".* --device cuda.*|.* bench (agreement|all-reduce|handoff).*": NO_GPU,
     r"python -m mpillm [a-z-]+( RUN_DIR( --mbxp evaluated_test.json)?)?|"
     r"mpirun -n N python -m mpillm run": Elsewhere(
         "names of commands, in sentences: test_the_names_of_commands"

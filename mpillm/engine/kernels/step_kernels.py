@@ -24,7 +24,8 @@ from mpillm.engine.kernels.expert_kernels import combine as combine
 from mpillm.engine.kernels.expert_kernels import route as route
 from mpillm.engine.kernels.fp8_kernels import load_scaled, nearest_fp8, new_rounded, parts_of, store_rounded
 from mpillm.engine.kernels.fp8_kernels import scaled as scaled
-from mpillm.engine.model.ops import Rounded, Unscaled
+from mpillm.engine.kernels.sum_kernels import sum_add_norm
+from mpillm.engine.model.ops import Partial, Rounded, Unscaled
 
 _LARGEST = tl.constexpr(448.0)  # fp8 number
 
@@ -89,9 +90,11 @@ def _add_norm(
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | Unscaled | None, weight: Tensor, eps: float, rounds: bool = False
+    x: Tensor, delta: Tensor | Unscaled | Partial | None, weight: Tensor, eps: float, rounds: bool = False
 ) -> Tensor | Rounded:
     """As `ops.add_norm`: x, delta [n, hidden]; with `rounds` the result is fp8 (see `Linear.rounds`)."""
+    if isinstance(delta, Partial):
+        return sum_add_norm(delta.shared, x, delta.product, weight, eps, rounds)
     n, width = x.shape
     block = triton.next_power_of_2(width)
     adds = delta is not None

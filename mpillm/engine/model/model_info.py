@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.config.core_config import CoreConfig
+from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_config import ModelConfig, check_architecture, locate, parse_model, presets
 from mpillm.engine.parallel.layout import Layout
@@ -121,11 +121,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
             f"--beam_width {config.beam_width}: must be 1; the torch core has no beam search",
             about=["beam_width"],
         )
-    if config.options:
-        raise ConfigError(
-            f"--core_options {', '.join(config.options)}: the torch core has no such options",
-            about=["core_options"],
-        )
+    _check_options(config)
     source, folder = locate(config.model_path)
     raw = read_object(source)
     check_architecture(raw, source)
@@ -206,6 +202,19 @@ def _check_layout(config: CoreConfig, model: ModelConfig) -> None:
 
 
 @about("quantization")
+def _check_options(config: CoreConfig) -> None:
+    for name, value in config.options.items():
+        wrong = None
+        if name != CUSTOM_ALL_REDUCE:
+            wrong = f"{name}: the torch core has no such option{nearest(name, [CUSTOM_ALL_REDUCE])}"
+        elif not isinstance(value, bool):
+            wrong = f"{name}:{value}: not true or false"
+        elif value and config.gpu_bytes is None:
+            wrong = f"{name}:{value}: only for GPUs"
+        if wrong is not None:
+            raise ConfigError(f"--core_options {wrong}", about=["core_options"])
+
+
 def _quantization(config: CoreConfig, model: ModelConfig, layout: Layout) -> str:
     """Return the engine's quantisation: the checkpoint's, or that to apply to an unquantised one at load."""
     if config.quantization == "auto":

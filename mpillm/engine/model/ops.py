@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from mpillm.engine.parallel.shared_rows import SharedRows
 
 
 class Rounded(NamedTuple):
@@ -25,6 +28,13 @@ class Unscaled(NamedTuple):
     scales: Tensor  # float32 [1, out], of the weights
 
 
+class Partial(NamedTuple):
+    """This rank's part of a sum over its TP group, which the operation that reads it next adds: on GPUs."""
+
+    product: Tensor | Unscaled
+    shared: SharedRows
+
+
 def scaled(product: Tensor | Unscaled) -> Tensor:
     """Return a product with its scales, [n, out]. Only GPUs have products without."""
     assert isinstance(product, Tensor)
@@ -32,13 +42,13 @@ def scaled(product: Tensor | Unscaled) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | Unscaled | None, weight: Tensor, eps: float, rounds: bool = False
+    x: Tensor, delta: Tensor | Unscaled | Partial | None, weight: Tensor, eps: float, rounds: bool = False
 ) -> Tensor:
     """Add delta to x in place and return the RMS norm of x times weight: x, delta [n, hidden].
 
-    `rounds` (see `Linear.rounds`) is for GPUs.
+    `rounds` (see `Linear.rounds`) and `Partial` are for GPUs.
     """
-    assert not rounds
+    assert not rounds and not isinstance(delta, Partial)
     if delta is not None:
         x.add_(scaled(delta))
     return F.rms_norm(x, weight.shape, weight, eps)

@@ -23,7 +23,7 @@ from torch import Tensor
 from mpillm.engine.model import ops
 from mpillm.engine.model.linear import GroupedLinear, Linear
 from mpillm.engine.model.model_config import ModelConfig, RopeScaling
-from mpillm.engine.model.ops import Choice, Rounded, Unscaled
+from mpillm.engine.model.ops import Choice, Partial, Rounded, Unscaled
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.weights.rank_weights import Weights
 
@@ -48,7 +48,12 @@ class Ops(Protocol):
     """See `ops`."""
 
     def add_norm(
-        self, x: Tensor, delta: Tensor | Unscaled | None, weight: Tensor, eps: float, rounds: bool = False
+        self,
+        x: Tensor,
+        delta: Tensor | Unscaled | Partial | None,
+        weight: Tensor,
+        eps: float,
+        rounds: bool = False,
     ) -> Any: ...
 
     def silu_mul(self, gate_up: Tensor | Unscaled, rounds: bool = False) -> Any: ...
@@ -181,13 +186,14 @@ class Llama:
             is_last = i == len(self.layers) - 1
             if self.lm_head is not None and is_last and wanted is not None:  # nothing reads the other rows
                 x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
-            delta = layer.o.unscaled(attended)
+            part = layer.o.unscaled(attended)
             if adapters is not None:
-                adapters.add(i, "o", attended, delta)
-            delta = self._sum(delta)
+                adapters.add(i, "o", attended, part)
+            delta = self._sum(part)
             normed = self._ops.add_norm(x, delta, layer.post_norm, eps, layer.mlp.rounds(len(x)))
             delta = self._sum(layer.mlp(normed, i, adapters))
             if is_last and self.lm_head is None:
+                assert not isinstance(delta, Partial)  # ranks of several stages share no rows
                 return x.add_(self._ops.scaled(delta))
             if is_last:
                 break
@@ -201,13 +207,18 @@ class Llama:
             return qkv._replace(numbers=qkv.numbers.view(-1, self._n_heads, self.config.head_dim))
         return qkv.view(-1, self._n_heads, self.config.head_dim)
 
-    def _sum(self, product: Tensor | Unscaled) -> Tensor | Unscaled:
+    def _sum(self, product: Tensor | Unscaled) -> Tensor | Unscaled | Partial:
         """Sum over the TP group, whose ranks have scales of their own.
 
-        A rank that is alone leaves the scales to the next operation.
+        A rank that is alone leaves the scales to the next operation, one that shares rows with the others
+        also the sum.
         """
         if self._groups.layout.tp_size == 1:
             return product
+        if (shared := self._groups.shared_rows) is not None:
+            n_rows = len(product.numbers if isinstance(product, Unscaled) else product)
+            if n_rows <= shared.n_rows:
+                return Partial(product, shared)
         return self._groups.all_reduce(self._ops.scaled(product))
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from mpillm.engine.step import Step
 
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
+    from mpillm.engine.parallel.shared_rows import SharedRows
 
 
 class Groups:
@@ -29,6 +30,10 @@ class Groups:
 
     def __init__(self, layout: Layout = Layout()) -> None:  # noqa: B008 - it is frozen
         self.layout = layout
+        self.shared_rows: SharedRows | None = None  # for sums that the next operation computes: on GPUs
+
+    def share_rows(self, width: int, dtype: torch.dtype) -> None:
+        """Have `shared_rows` where the TP group's GPUs reach each other's memory. Collective."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the TP group, the same on each rank; x may be changed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +21,15 @@ from torch import Tensor
 
 from mpillm.engine.parallel.groups import MpiGroups
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.parallel.shared_rows import SharedRows
 from mpillm.engine.step import Step
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpillm.comms.communicators import InstanceComms
+
+_log = logging.getLogger(__name__)
 
 _TYPES = {  # ncclDataType_t
     torch.int8: 0,
@@ -38,6 +42,7 @@ _TYPES = {  # ncclDataType_t
     torch.bfloat16: 9,
 }
 _SUM = 0
+_SHARED_ROWS = 1024  # of more rows the sum is left to NCCL
 
 
 class _UniqueId(ctypes.Structure):
@@ -156,6 +161,12 @@ class NcclGroups(MpiGroups):
                 stages.send(there, stages.rank + 1)
             if stages.rank > 0:
                 stages.receive(back, stages.rank - 1)
+
+    def share_rows(self, width: int, dtype: torch.dtype) -> None:
+        if self.layout.tp_size > 1 and self.layout.pp_size == 1:
+            self.shared_rows = SharedRows.of(self._tp, _SHARED_ROWS, width, dtype)
+            if self.shared_rows is None:
+                _log.warning("the GPUs of this instance do not reach each other's memory: NCCL adds all rows")
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x if self._tp_gpus is None or not x.numel() else self._tp_gpus.all_reduce(x)

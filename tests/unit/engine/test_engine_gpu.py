@@ -10,6 +10,7 @@ import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.engine_messages import PLAN
 from mpillm.engine.gpu_steps import ladder
 from mpillm.engine.model.model_info import check_model
+from mpillm.engine.model.ops import Partial
 from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.sampler import SamplingParams
@@ -241,6 +243,24 @@ def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[in
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(warm_up, range(2)))
     assert hidden.empty()
+
+
+def test_a_sum_is_left_to_the_next_operation_where_its_rows_fit(folder: Path) -> None:
+    """Of ranks that share rows; NCCL adds more rows than they share."""
+    model = make_core(str(folder), dtype="float32").engine.worker.part.model
+
+    class Nccl(Groups):
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    groups: Any = Nccl(Layout(2, 1, 1, 0, 0))
+    model._groups = groups
+    few, many = torch.ones(3, 4), torch.ones(4, 4)
+    assert model._sum(few) is not few and torch.equal(torch.as_tensor(model._sum(few)), 2 * few)
+    groups.shared_rows = SimpleNamespace(n_rows=3)
+    left = model._sum(few)
+    assert isinstance(left, Partial) and left.product is few and left.shared is groups.shared_rows
+    assert torch.equal(torch.as_tensor(model._sum(many)), 2 * many)
 
 
 def test_first_tokens_when_two_steps_end_between_two_looks(

@@ -1,0 +1,95 @@
+"""``bench all-reduce``: sums over the GPUs of a TP group, by NCCL and by the engine's own kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from disagg.errors import ConfigError
+from mpillm.bench.ranks import RankOptions
+from mpillm.fields import Field, integers, positive
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch import Tensor
+
+
+class Options(RankOptions):
+    """Options of ``bench all-reduce``."""
+
+    rows = Field(
+        "rows",
+        "numbers of rows, separated by commas",
+        integers,
+        default=(1, 16, 64, 256, 512, 1024),
+        group="benchmark",
+    )
+    hidden_size = Field("hidden_size", "width of a row", positive, default=4096, group="benchmark")
+    n_sums = Field("n_sums", "sums in a row, in one CUDA graph", positive, default=64, group="benchmark")
+
+
+DESCRIPTION = (
+    "Measure a sum of bfloat16 rows over all ranks' GPUs, with residual and norm, in a CUDA graph:"
+    " by NCCL and another kernel, and by one kernel over NVLink."
+)
+N_RANKS = None
+EPILOG = "example:\n  python -m mpillm mpirun -n 2 bench all-reduce"
+
+
+def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
+    """Call this on every rank; rank 0 prints. Raises ConfigError without GPUs that reach each other."""
+    if device is None:
+        raise ConfigError("bench all-reduce: --device cuda is needed")
+    import torch
+
+    from mpillm.bench.decode_parts import seconds_of
+    from mpillm.engine.gpu_steps import use_gpu
+    from mpillm.engine.model.ops import Partial
+    from mpillm.engine.parallel.nccl import NcclComm
+    from mpillm.engine.parallel.shared_rows import SharedRows
+
+    kernels = use_gpu(f"cuda:{device}")
+    nccl, width = NcclComm.of(world), config.hidden_size
+    shared = SharedRows.of(world, max(config.rows), width, torch.bfloat16)
+    if shared is None:
+        raise ConfigError("bench all-reduce: these GPUs do not reach each other's memory with atomics")
+    torch.manual_seed(world.rank)
+    weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+    if world.rank == 0:
+        print(f"{world.size} x {torch.cuda.get_device_name()}, rows of {width} bfloat16; one sum, us:")
+        print(f"  {'rows':>6} {'KiB':>7} {'NCCL':>8} {'and norm':>9} {'one kernel':>11} {'ratio':>6}  apart")
+    for n in config.rows:
+        part = torch.randn(n, width, device="cuda").bfloat16()
+        x = torch.zeros_like(part)
+
+        def by_nccl(part: Tensor = part, x: Tensor = x) -> Tensor:
+            total: Tensor = kernels.add_norm(x, nccl.all_reduce(part.clone()), weight, 1e-5)
+            return total
+
+        def by_kernel(part: Tensor = part, x: Tensor = x) -> Tensor:
+            total: Tensor = kernels.add_norm(x, Partial(part, shared), weight, 1e-5)
+            return total
+
+        wanted = by_nccl()
+        x.zero_()
+        apart = float((by_kernel().float() - wanted.float()).abs().max())
+        buffer = part.clone()
+        one_sum = lambda buffer=buffer: nccl.all_reduce(buffer)  # noqa: E731
+        then_norm = lambda buffer=buffer, x=x: kernels.add_norm(  # noqa: E731
+            x, nccl.all_reduce(buffer), weight, 1e-5
+        )
+        times = []
+        for work in (one_sum, then_norm, by_kernel):
+            world.Barrier()
+
+            def many(work: object = work) -> None:
+                assert callable(work)
+                for _ in range(config.n_sums):
+                    work()
+
+            times.append(seconds_of(many) / config.n_sums * 1e6)
+        if world.rank == 0:
+            print(
+                f"  {n:>6} {n * width * 2 / 1024:>7.0f} {times[0]:>8.1f} {times[1]:>9.1f} {times[2]:>11.1f}"
+                f" {times[1] / times[2]:>6.2f}  {apart:.2g}",
+                flush=True,
+            )

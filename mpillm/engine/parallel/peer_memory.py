@@ -1,0 +1,99 @@
+"""Memory of a GPU that the GPUs of other processes read and write over NVLink, by CUDA's driver API.
+
+Each rank allocates, and opens the others' memory by handles that go over MPI (CUDA IPC).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_byte * 64),)
+
+
+class PeerMemory:
+    """As many bytes on the GPU of each rank of a group, zero at first. They are freed with the process."""
+
+    def __init__(self, addresses: list[int]) -> None:
+        self.addresses = addresses  # where each rank's are in this process
+
+    @classmethod
+    def of(cls, comm: MPI.Intracomm, n_bytes: int) -> PeerMemory | None:
+        """Return memory on PyTorch's current GPU and on those of the others. Collective.
+
+        None on all ranks where a GPU cannot reach the memory of each other one with atomics, or the driver
+        refuses: on several nodes, without NVLink, in containers that may not share memory.
+        """
+        from mpi4py import MPI
+
+        try:
+            cuda = ctypes.CDLL("libcuda.so.1")
+            own, handle = _allocate(cuda, n_bytes)
+            told = (bytes(handle), _bus_id(cuda), own)
+        except (OSError, RuntimeError):
+            told = None
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        is_one_node = node.size == comm.size
+        node.Free()
+        everyone = comm.allgather(told)
+        addresses = None
+        if is_one_node and told is not None and None not in everyone:
+            try:
+                addresses = [
+                    told[2] if rank == comm.rank else _open(cuda, other[0], other[1])
+                    for rank, other in enumerate(everyone)
+                ]
+            except RuntimeError:
+                addresses = None
+        if not comm.allreduce(addresses is not None, MPI.LAND):
+            return None
+        assert addresses is not None
+        return cls(addresses)
+
+
+def _bus_id(cuda: ctypes.CDLL) -> bytes:
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(32)
+    _check(cuda, cuda.cuCtxGetDevice(ctypes.byref(device)))
+    _check(cuda, cuda.cuDeviceGetPCIBusId(name, ctypes.c_int(len(name)), device))
+    return name.value
+
+
+def _allocate(cuda: ctypes.CDLL, n_bytes: int) -> tuple[int, _Handle]:
+    torch.cuda.current_stream().synchronize()  # makes PyTorch's context this thread's
+    address, handle = ctypes.c_uint64(), _Handle()
+    _check(cuda, cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(n_bytes)))
+    _check(cuda, cuda.cuMemsetD8_v2(address, ctypes.c_ubyte(0), ctypes.c_size_t(n_bytes)))
+    _check(cuda, cuda.cuCtxSynchronize())
+    _check(cuda, cuda.cuIpcGetMemHandle(ctypes.byref(handle), address))
+    return address.value, handle
+
+
+def _open(cuda: ctypes.CDLL, handle: bytes, bus_id: bytes) -> int:
+    """Return where another process's memory is in this one; raise RuntimeError if it cannot be reached."""
+    own, other, has_atomics = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    _check(cuda, cuda.cuDeviceGetByPCIBusId(ctypes.byref(own), _bus_id(cuda)))
+    _check(cuda, cuda.cuDeviceGetByPCIBusId(ctypes.byref(other), bus_id))
+    if own.value != other.value:  # ranks that share a GPU reach its memory anyway
+        _check(cuda, cuda.cuDeviceGetP2PAttribute(ctypes.byref(has_atomics), _NATIVE_ATOMICS, own, other))
+        if not has_atomics.value:
+            raise RuntimeError("no atomics between two GPUs")
+    address = ctypes.c_uint64()
+    opened = cuda.cuIpcOpenMemHandle_v2
+    opened.argtypes = (ctypes.c_void_p, _Handle, ctypes.c_uint)
+    _check(cuda, opened(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS))
+    return address.value
+
+
+def _check(cuda: ctypes.CDLL, result: int) -> None:
+    if result:
+        raise RuntimeError(f"CUDA error {result}")

@@ -1,0 +1,96 @@
+"""The sum over a TP group in one kernel, with the ranks of the group in streams of one GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("no GPU", allow_module_level=True)
+
+from mpillm.engine.kernels import fp8_kernels  # noqa: E402
+from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
+from mpillm.engine.model.ops import Partial, Rounded, Unscaled  # noqa: E402
+from mpillm.engine.parallel.shared_rows import SharedRows  # noqa: E402
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+N_ROWS = 300
+
+
+def streams_of(ranks: list[SharedRows]) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream() for _ in ranks]  # type: ignore[no-untyped-call]
+
+
+def group(n_ranks: int, width: int) -> tuple[list[SharedRows], torch.Tensor]:
+    """The room of each rank, and what keeps it alive."""
+    n_bytes = SharedRows.n_bytes(n_ranks, N_ROWS, width, DTYPE)
+    room = torch.zeros(n_ranks, n_bytes, dtype=torch.uint8, device=DEVICE)
+    addresses = [row.data_ptr() for row in room]
+    return [SharedRows.at(addresses, rank, N_ROWS, DEVICE) for rank in range(n_ranks)], room
+
+
+@pytest.mark.parametrize("n_ranks", [1] if INTERPRETED else [1, 2, 4])
+def test_every_rank_has_the_same_sum(n_ranks: int) -> None:
+    """Turn after turn, with other numbers of rows each time."""
+    width = 576
+    ranks, room = group(n_ranks, width)
+    streams = [] if INTERPRETED else streams_of(ranks)
+    weight = torch.rand(width, device=DEVICE).to(DTYPE)
+    torch.manual_seed(0)
+    for n in (3, 300, 1, 129, 128, 300, 7) if not INTERPRETED else (3, 129, 2):
+        parts = torch.randn(n_ranks, n, width, device=DEVICE).to(DTYPE)
+        residual = torch.randn(n, width, device=DEVICE).to(DTYPE)
+        total = parts.float().sum(0).to(DTYPE)
+        wanted_x = residual.clone()
+        wanted = kernels.add_norm(wanted_x, total, weight, 1e-5)
+        xs = [residual.clone() for _ in ranks]
+        outs = []
+        if not INTERPRETED:
+            torch.cuda.synchronize()
+        for rank, shared in enumerate(ranks):
+            with torch.cuda.stream(streams[rank] if streams else None):
+                outs.append(kernels.add_norm(xs[rank], Partial(parts[rank], shared), weight, 1e-5))
+        if not INTERPRETED:
+            torch.cuda.synchronize()
+        for x, out in zip(xs, outs, strict=True):
+            assert isinstance(out, torch.Tensor) and isinstance(wanted, torch.Tensor)
+            assert torch.equal(x, wanted_x) and torch.equal(out, wanted), (n_ranks, n)
+    assert room is not None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="rounds differently")
+def test_scales_and_rounding() -> None:
+    """Parts without their scales, and a result in fp8."""
+    n, width = 40, 4096
+    ranks, room = group(2, width)
+    streams = streams_of(ranks)
+    weight = torch.rand(width, device=DEVICE).to(DTYPE)
+    products = [
+        Unscaled(
+            torch.randn(n, width, device=DEVICE).to(DTYPE),
+            torch.rand(n, 1, device=DEVICE),
+            torch.rand(1, width, device=DEVICE),
+        )
+        for _ in ranks
+    ]
+    total = sum(fp8_kernels.scaled(product).float() for product in products)
+    assert isinstance(total, torch.Tensor)
+    nothing = torch.zeros(n, width, device=DEVICE).to(DTYPE)
+    wanted = kernels.add_norm(nothing.clone(), total.to(DTYPE), weight, 1e-5, True)
+    xs = [nothing.clone() for _ in ranks]
+    outs = []
+    torch.cuda.synchronize()
+    for rank, shared in enumerate(ranks):
+        with torch.cuda.stream(streams[rank]):
+            outs.append(kernels.add_norm(xs[rank], Partial(products[rank], shared), weight, 1e-5, True))
+    torch.cuda.synchronize()
+    assert isinstance(wanted, Rounded)
+    for out in outs:
+        assert isinstance(out, Rounded)
+        assert torch.equal(out.numbers.view(torch.uint8), wanted.numbers.view(torch.uint8))
+        assert torch.equal(out.scales, wanted.scales)
+    assert room is not None
