@@ -5,7 +5,7 @@
   const style = () => getComputedStyle(document.documentElement);
   const colour = name => style().getPropertyValue("--" + name).trim();
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const number = v => v == null ? "–" : Math.abs(v) >= 1e5 ? (v / 1e3).toFixed(0) + "k" : Math.abs(v) >= 100 ? v.toFixed(0) : String(+v.toPrecision(3));
+  const number = v => v == null ? "–" : Math.abs(v) >= 1e4 ? +(v / 1e3).toFixed(1) + "k" : Math.abs(v) >= 100 ? v.toFixed(0) : String(+v.toPrecision(3));
   const time = ms => ms >= 1000 ? +(ms / 1000).toPrecision(3) + " s" : ms >= 1 ? +ms.toPrecision(3) + " ms" : +(ms * 1000).toPrecision(3) + " µs";
 
   // --- charts ---
