@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,7 +162,8 @@ class Rank:
             for role in self._roles:
                 getattr(role, phase)()
 
-        done = lambda: all(role.done(phase) for role in self._roles)  # noqa: E731
+        is_done = methodcaller("done", phase)
+        done = lambda: all(map(is_done, self._roles))  # noqa: E731 - asked for each message
         started = time.perf_counter() - (_process_age_s() if phase == PHASES[0] else 0)
         value = self._control.run_phase(self._loop, phase, work, done, report or (lambda: None))
         self._recorder.phases.append((phase, started, time.perf_counter()))

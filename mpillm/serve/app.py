@@ -222,7 +222,8 @@ class Service:
         else:
             prompts = encode(asked, self._served)
         self._check_open()
-        if self._requests.waiting + asked.n * len(prompts) > self._max_queue_size:
+        most = self._max_queue_size - asked.n * len(prompts)
+        if len(self._requests) > most and self._requests.waiting > most:  # who waits is counted one by one
             raise ApiError(
                 429,
                 f"{self._max_queue_size} requests are waiting already (--max_queue_size); try again later",
