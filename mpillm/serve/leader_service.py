@@ -20,7 +20,7 @@ from aiohttp import web
 from mpillm import __version__
 from mpillm.serve.api_error import ApiError, Json
 from mpillm.serve.ask import Ask
-from mpillm.serve.body_values import parse
+from mpillm.serve.body_values import flag, mapping, parse
 from mpillm.serve.disaggregated_params import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.serve.http_errors import body_of, error_response
 from mpillm.serve.leader_metrics import LeaderMetrics
@@ -147,6 +147,9 @@ class LeaderService:
             first = await answer.json()
         choice = _choice(first, answer.worker)
         params = choice.pop("disaggregated_params", None)
+        if params is not None and not isinstance(params, dict):
+            message = f"{answer.worker.name}: its disaggregated_params are no object"
+            raise ApiError(502, message, code="bad_answer")
         if params is None or choice.get("finish_reason") not in _GOES_ON:
             first.pop("prompt_token_ids", None)
             if body.get("stream"):
@@ -202,6 +205,10 @@ def _read(data: bytes) -> Json:
     body = parse(data)
     if body.get("disaggregated_params"):
         raise ApiError(400, "disaggregated_params: only the leader sets them", "disaggregated_params")
+    flag(body, "stream")  # context servers are not told of it
+    options = mapping(body, "stream_options")
+    for name in ("include_usage", "continuous_usage_stats"):
+        flag(options, name)
     return body
 
 
@@ -224,9 +231,7 @@ async def _whole(request: web.Request, answer: Json, body: Json) -> web.StreamRe
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     await response.write(b"data: %s\n\n" % json.dumps(answer).encode())
-    if usage is not None and (json.loads(await request.read()).get("stream_options") or {}).get(
-        "include_usage"
-    ):
+    if usage is not None and mapping(body, "stream_options").get("include_usage"):
         await response.write(b"data: %s\n\n" % json.dumps(answer | {"choices": [], "usage": usage}).encode())
     await response.write(DONE)
     await response.write_eof()

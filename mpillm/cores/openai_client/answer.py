@@ -34,7 +34,8 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return "".join(self.texts)
+        """The whole text. It can be encoded: halves of a character in two pieces are one, others U+FFFD."""
+        return "".join(self.texts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     @property
     def size(self) -> int:

@@ -74,6 +74,19 @@ def test_nonsense_in_any_pieces(stream: bytes, places: list[int]) -> None:
     assert isinstance(one, str) and read(cut(stream, places)) == one
 
 
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [(["a\ud83d", "\ude00"], "a\U0001f600"), (["a\ud83d", "b", "\ude00"], "a\ufffdb\ufffd")],
+)
+def test_halves_of_characters(pieces: list[str], text: str) -> None:
+    """Servers whose strings are UTF-16 may cut a character in two; a half alone can't be encoded."""
+    *first, last = pieces
+    events = [*(event({"choices": [{"text": piece}]}) for piece in first), event(choice([], last, "stop"))]
+    answer = read(events)
+    assert isinstance(answer, Answer)
+    assert answer.text == text
+
+
 def test_text_that_never_ends() -> None:
     """A server of text can't be held to a number of tokens, but to some number of pieces."""
     answer = Answer(stream=True, max_tokens=2)

@@ -271,6 +271,10 @@ def test_a_server_that_fails(kind: str, reply: Reply, status: int, message: str)
     [
         (Reply([head(Content_Length=4) + b"no, "]), "its answer is not a JSON object"),
         (plain({"choices": []}), "its answer must have one choice"),
+        (
+            plain({"choices": [{"finish_reason": "not_finished", "disaggregated_params": "none"}]}),
+            "its disaggregated_params are no object",
+        ),
     ],
 )
 def test_an_answer_of_a_context_server_that_makes_no_sense(reply: Reply, message: str) -> None:
@@ -299,12 +303,18 @@ def test_a_generation_server_that_is_lost_in_a_stream() -> None:
     [
         ([], "the body must be an object; it is an array"),
         ({"disaggregated_params": {"request_type": "context_only"}}, "only the leader sets them"),
+        ({**BODY, "stream_options": 5}, "stream_options 5: expected an object"),
+        ({**BODY, "stream_options": {"include_usage": 5}}, "include_usage 5: expected true or false"),
+        ({**BODY, "stream": "yes"}, 'stream "yes": expected true or false'),
     ],
 )
 def test_bodies_that_are_refused(body: Any, message: str) -> None:
+    """No server is asked: it would keep a KV cache that nobody fetches."""
+
     async def run() -> None:
         async with led() as it:
             assert message in await it.error(400, body)
+            assert it.asked(0) == []
 
     asyncio.run(run())
 
