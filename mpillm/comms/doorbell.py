@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,8 @@ class Doorbell:
         return ring
 
     def ring_own(self) -> None:
-        """Wake this rank's main thread."""
+        """Wake this rank's main thread: there is work for it, or another thread has been inside MPI, which
+        can keep a look from seeing a message."""
         if self._socket is not None:
             with contextlib.suppress(BlockingIOError):
                 self._socket.sendto(b"!", self._name(self._rank))
@@ -82,7 +84,9 @@ class Doorbell:
 
         Then look for messages: one that is sent from now on rings again.
         """
-        assert self._socket is not None
+        if self._socket is None:
+            time.sleep(min(seconds, _LONGEST_SLEEP_S))
+            return False
         if not select.select([self._socket], [], [], min(seconds, _LONGEST_SLEEP_S))[0]:
             return False
         with contextlib.suppress(BlockingIOError):

@@ -17,6 +17,9 @@ from mpillm.comms.tags import Tag
 
 Buffer = NDArray[np.uint8]
 _MANY = 32  # messages that may not have left yet
+# As a rule a small message leaves without the sender's help: the receiver finds all of it in shared memory.
+_SMALL_BYTES = 3072
+_SMALL_LEAVES_S = 0.005  # how long it is left alone
 
 
 class Received(NamedTuple):
@@ -74,8 +77,8 @@ class Transport:
             return
         if self._ring:
             self._ring(dest)
-        if not self._is_done(request):
-            self._sending.append((request, buffer, dest))
+        # Not tested here: unless it has left already, Open MPI would yield the CPU.
+        self._sending.append((request, buffer, dest))
 
     def reap(self) -> None:
         """Release the messages that have left."""
@@ -112,7 +115,9 @@ class Transport:
 
     def quiet_s(self) -> float:
         """Return for how many seconds `poll` finds nothing unless somebody rings; 0: a message moves."""
-        return 0.0 if self._sending or self._arriving or self._local else math.inf
+        if self._arriving or self._local or any(sent[1].nbytes > _SMALL_BYTES for sent in self._sending):
+            return 0.0
+        return _SMALL_LEAVES_S if self._sending else math.inf
 
     def flush(self, seconds: float) -> None:
         """Wait, at most `seconds`, until all messages have left."""

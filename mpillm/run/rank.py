@@ -284,6 +284,7 @@ class Rank:
                 self._beats.send(dest, BEAT.tag, written)
         with contextlib.suppress(MPI.Exception):
             self._beats.reap()
+        self._doorbell.ring_own()
 
 
 def _process_age_s() -> float:

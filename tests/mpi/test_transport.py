@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -179,6 +180,21 @@ def test_a_message_wakes_a_rank_that_sleeps(comm: MPI.Intracomm, monkeypatch: py
     transport.flush(20)
     assert time.monotonic() < end
     assert got == list(range(n_rounds))
+
+
+def test_only_a_large_message_keeps_its_sender_awake(comm: MPI.Intracomm) -> None:
+    """A small one lies in shared memory, whether or not it was taken; a large one needs both ends."""
+    transport = Transport(comm)
+    if comm.rank == 0:
+        transport.send(1, Tag.WORK, bytes_of(0))
+        assert transport.quiet_s() > 0
+        transport.send(1, Tag.WORK, bytes_of(1, 3_000_000))
+        assert transport.quiet_s() == 0
+    got: list[int] = []
+    transport.handlers[Tag.WORK] = lambda received: got.append(value_of(received))
+    until(lambda: comm.rank != 1 or len(got) == 2, transport.dispatch)
+    transport.flush(20)
+    assert transport.quiet_s() == math.inf
 
 
 class QuietWatch:

@@ -10,6 +10,7 @@ is about to run, in the same order.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -109,7 +110,7 @@ class MpiGroups(Groups):
         """Return whether all that this rank has sent has left."""
         for transport in (self._instance, self._stages):
             transport.reap()
-        return min(self._instance.quiet_s(), self._stages.quiet_s()) > 0
+        return min(self._instance.quiet_s(), self._stages.quiet_s()) == math.inf
 
     # --- plans and tokens ---
 

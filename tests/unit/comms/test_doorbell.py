@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mpillm.comms import doorbell
+from mpillm.comms import loop as loop_module
 from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.loop import EventLoop
 
@@ -124,6 +125,27 @@ def test_a_quiet_rank_looks_when_its_bell_rings(quiet_s: float, hung: Callable[.
         loop.run_until(lambda: looker.found == n)  # noqa: B023 - called at once
     # One that polls looks more than a hundred times in each of the pauses.
     assert (looker.looks < 100) == (quiet_s > 0)
+
+
+def test_a_rank_whose_message_still_moves_hears_its_bell(
+    hung: Callable[..., Doorbell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks again after a moment by itself, but whoever rings meanwhile is not kept waiting for it."""
+    for name in ("_FIRST_SLEEP_S", "_LONGEST_SLEEP_S"):
+        monkeypatch.setattr(loop_module, name, 120.0)
+    mine, looker = hung(0), Looker()
+    mine.try_all(set())
+    watch: Any = QuietWatch()
+    loop = EventLoop(watch, mine)
+    loop.pollers.append(looker.poll)
+    loop.quiet_s.append(lambda: 0.0)
+
+    def bring() -> None:
+        looker.work.set()
+        mine.ring_own()
+
+    threading.Timer(0.2, bring).start()
+    loop.run_until(lambda: looker.found == 1)
 
 
 def test_a_rank_that_is_quiet_for_a_while_looks_again(hung: Callable[..., Doorbell]) -> None:
