@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about, nearest
-from mpillm.comms.messages import ragged_take
+from mpillm.comms.messages import index_of, ragged_take
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.tokenizer import Tokenizer
 
@@ -54,8 +54,9 @@ class Dataset:
 
     def gather(self, indices: NDArray[np.integer[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return lengths and tokens, back to back, of these samples' prompts, in the order of `indices`."""
-        starts = self.offsets[indices]
-        lengths = self.offsets[np.add(indices, 1)] - starts
+        at = index_of(indices)
+        starts = self.offsets[at]
+        lengths = self.offsets[1:][at] - starts
         return lengths, ragged_take(self.tokens, starts, lengths)
 
 

@@ -79,13 +79,14 @@ class LoadGenTest:
 
 
 def sample_responses(
-    ids: NDArray[np.uint64], tokens: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    ids: list[int], tokens: NDArray[np.int32], starts: list[int], lengths: list[int]
 ) -> list[Any]:
     """Return LoadGen's responses for samples whose answers are ``tokens[start : start + length]``.
 
     `tokens` must outlive the responses.
     """
-    addresses = (starts * 4 + tokens.__array_interface__["data"][0]).tolist()
-    sizes = (lengths * 4).tolist()
-    make = lg.QuerySampleResponse
-    return [make(*fields) for fields in zip(ids.tolist(), addresses, sizes, lengths.tolist(), strict=True)]
+    first, make = tokens.__array_interface__["data"][0], lg.QuerySampleResponse
+    return [
+        make(id_, first + 4 * start, 4 * length, length)
+        for id_, start, length in zip(ids, starts, lengths, strict=True)
+    ]

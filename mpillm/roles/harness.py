@@ -20,6 +20,7 @@ from mpillm.comms.messages import (
     Batch,
     RequestFlag,
     ResponseFlag,
+    index_of,
 )
 from mpillm.comms.transport import Transport
 from mpillm.cores.histogram import Histogram
@@ -131,13 +132,15 @@ class Harness(Role):
         self._log = log
         # By slot.
         self._retried: dict[int, LossCosts] = {}  # those under way that were sent again
-        self._free = np.zeros(0, np.uint32)
+        self._free = np.zeros(0, np.uint32)  # a stack: the first `_n_free` of them
+        self._n_free = 0
         self._active = np.zeros(0, np.bool_)  # the sample is not answered yet
         self._held = np.zeros(0, np.int64)  # instances that may still send something of the request
         self._sample_ids = np.zeros(0, np.uint64)
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
-        self._first_at = np.zeros(0)
+        self._first_at = np.zeros(0)  # NaN: no token has come
+        self._requests = self._make_requests()
         ANSWER.handle(route, self._on_answers)
         WINDOW.handle(route, self._on_window)
 
@@ -177,48 +180,57 @@ class Harness(Role):
         else:
             self._pending[0] = Query(query.ids[n:], query.indices[n:], query.issued)
         slots = self._take_slots(n)
-        self._sample_ids[slots] = ids
-        self._indices[slots] = indices
-        self._issued_at[slots] = query.issued
+        at = index_of(slots)
+        self._sample_ids[at] = ids
+        self._indices[at] = indices
+        self._issued_at[at] = query.issued
         self._send(slots)
 
     def _send(self, slots: NDArray[np.uint32]) -> None:
         """Send the requests of these slots, of new samples or once again."""
-        n, indices = len(slots), self._indices[slots]
-        self._active[slots] = True
-        self._held[slots] = self._holders
-        lengths, tokens = self._dataset.gather(indices)
-        rows = np.zeros(n, REQUEST)
+        at = index_of(slots)
+        indices = self._indices[at]
+        self._active[at] = True
+        self._held[at] = self._holders
+        rows = self._requests.take(indices)
         rows["id"] = slots
-        rows["n_tokens"] = lengths
-        rows["max_output"] = self._sampling.max_output_len
-        if self._dataset.output_lengths is not None:
-            rows["max_output"] = np.minimum(
-                self._dataset.output_lengths[indices], self._sampling.max_output_len
-            )
-        rows["min_output"] = np.minimum(self._sampling.min_output_len, rows["max_output"])
-        rows["temperature"] = self._sampling.temperature
-        rows["top_k"] = self._sampling.top_k
-        rows["top_p"] = self._sampling.top_p
-        rows["seed"] = (indices + (self._sampling.seed * 1_000_003 & 0xFFFFFFFF)) & 0xFFFFFFFF
+        self._window -= len(slots)
+        QUERY.send(self._route, self._leader, Batch(rows, self._dataset.gather(indices)[1]))
+
+    def _make_requests(self) -> NDArray[np.void]:
+        """Return the request of each sample of the data set, but for its id: once, to send faster."""
+        dataset, sampling = self._dataset, self._sampling
+        rows = np.zeros(len(dataset), REQUEST)
+        rows["n_tokens"] = dataset.lengths()
+        rows["max_output"] = sampling.max_output_len
+        if dataset.output_lengths is not None:
+            rows["max_output"] = np.minimum(dataset.output_lengths, sampling.max_output_len)
+        rows["min_output"] = np.minimum(sampling.min_output_len, rows["max_output"])
+        rows["temperature"] = sampling.temperature
+        rows["top_k"] = sampling.top_k
+        rows["top_p"] = sampling.top_p
+        first_seed = sampling.seed * 1_000_003 & 0xFFFFFFFF
+        rows["seed"] = (np.arange(len(dataset)) + first_seed) & 0xFFFFFFFF
         rows["generation"] = NO_INSTANCE
-        if self._dataset.ignores_stop is not None:
-            rows["flags"] = self._dataset.ignores_stop[indices] * np.uint32(_IGNORE_STOP)
-        self._window -= n
-        QUERY.send(self._route, self._leader, Batch(rows, tokens))
+        if dataset.ignores_stop is not None:
+            rows["flags"] = dataset.ignores_stop * np.uint32(_IGNORE_STOP)
+        return rows
 
     def _take_slots(self, n: int) -> NDArray[np.uint32]:
-        if n > len(self._free):
+        if n > self._n_free:
             size = len(self._active)
             grown = max(n, size, 1024)
+            new = np.arange(size + grown - 1, size - 1, -1, dtype=np.int64).astype(np.uint32)
             self._free = np.concatenate(
-                [self._free, np.arange(size + grown - 1, size - 1, -1, dtype=np.int64).astype(np.uint32)]
+                [self._free[: self._n_free], new, np.zeros(size - self._n_free, np.uint32)]
             )
+            self._n_free += grown
             for name in ("_active", "_held", "_sample_ids", "_indices", "_issued_at", "_first_at"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros(grown, old.dtype)]))
-        slots, self._free = self._free[-n:].copy(), self._free[:-n]
-        self._first_at[slots] = 0
+        self._n_free -= n
+        slots = self._free[self._n_free : self._n_free + n].copy()
+        self._first_at[index_of(slots)] = np.nan
         return slots
 
     def _send_again(self, slots: NDArray[np.uint32], instance: int, now: float) -> None:
@@ -243,32 +255,45 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
-        any_flag = int(np.bitwise_or.reduce(flags))
-        final = (flags & _FINAL) != 0
-        # FINAL from the generation instance may overtake FIRST from the context instance: then it brings the
-        # first token, too. FIRST before FINAL, because one message may hold both of an answer.
-        for flag in _FIRST, _FINAL:
-            if not any_flag & flag:
-                continue
-            kind = final if flag == _FINAL else (flags & _FIRST) != 0
-            first = kind & self._active[ids] & (self._first_at[ids] == 0) & (lengths > 0)
-            if first.any():
-                self._on_first(ids[first], batch.tokens, starts[first], now)
-        if any_flag & _FINAL:
-            errors = (flags[final] & _ERROR) != 0
-            self._on_final(ids[final], batch.tokens, starts[final], lengths[final], errors, now)
-        if any_flag & (_FINAL | _CONTEXT_DONE):
-            self._let_go(ids, flags, final)
+        # As a rule all are of one kind. FIRST before FINAL: one message may hold both of an answer.
+        kinds = np.unique(flags).tolist() if len(flags) > 1 else flags.tolist()
+        for kind in kinds:
+            part = slice(None) if len(kinds) == 1 else flags == kind
+            self._on_kind(kind, ids[part], batch.tokens, starts[part], lengths[part], now)
+
+    def _on_kind(
+        self,
+        kind: int,
+        slots: NDArray[np.uint32],
+        tokens: NDArray[np.int32],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        now: float,
+    ) -> None:
+        """Take answers of one kind: `ResponseFlag`s."""
+        if kind & (_FIRST | _FINAL):
+            # FINAL from the generation instance may overtake FIRST from the context instance: then it brings
+            # the first token, too.
+            first = np.isnan(self._first_at[index_of(slots)]) & (lengths > 0)
+            n_first = np.count_nonzero(first)
+            if n_first == len(slots):
+                self._on_first(slots, tokens, starts, now)
+            elif n_first:
+                self._on_first(slots[first], tokens, starts[first], now)
+        if kind & _FINAL:
+            self._on_final(slots, tokens, starts, lengths, bool(kind & _ERROR), now)
+        if kind & (_FINAL | _CONTEXT_DONE):
+            self._let_go(slots, alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
 
     def _on_first(
         self, slots: NDArray[np.uint32], tokens: NDArray[np.int32], starts: NDArray[np.int64], now: float
     ) -> None:
-        self._first_at[slots] = now
-        self._totals.ttft.add(now - self._issued_at[slots])
+        at = index_of(slots)
+        self._first_at[at] = now
+        self._totals.ttft.add(now - self._issued_at[at])
         if self._test.use_token_latencies:
-            self._test.first_tokens(
-                sample_responses(self._sample_ids[slots], tokens, starts, np.ones(len(slots), np.int64))
-            )
+            ids = self._sample_ids[at].tolist()
+            self._test.first_tokens(sample_responses(ids, tokens, starts.tolist(), [1] * len(ids)))
 
     def _on_final(
         self,
@@ -276,55 +301,47 @@ class Harness(Role):
         tokens: NDArray[np.int32],
         starts: NDArray[np.int64],
         lengths: NDArray[np.int64],
-        errors: NDArray[np.bool_],
+        is_error: bool,
         now: float,
     ) -> None:
-        if not self._active[slots].all() or (len(slots) > 1 and len(np.unique(slots)) != len(slots)):
+        n, at = len(slots), index_of(slots)
+        if np.count_nonzero(self._active[at]) < n or (n > 1 and len(np.unique(slots)) != n):
             raise RunError(Failure("a sample was answered twice"))
-        self._active[slots] = False
-        several = (lengths > 1) & (self._first_at[slots] > 0)
-        self._totals.tpot.add((now - self._first_at[slots[several]]) / (lengths[several] - 1))
+        self._active[at] = False
+        indices = self._indices[at].copy()
+        issued, first = self._issued_at[at], self._first_at[at].copy()
+        self._first_at[at] = now  # a FIRST that comes later is none
         totals = self._totals
-        totals.latency.add(now - self._issued_at[slots])
+        several = lengths > 1
+        part = slice(None) if np.count_nonzero(several) == n else several
+        totals.tpot.add((now - first[part]) / (lengths[part] - 1))
+        totals.latency.add(now - issued)
         if self._retried:
             for slot in slots.tolist():
                 if (loss := self._retried.pop(slot, None)) is not None:
                     loss.recovered = now
-        totals.samples += len(slots)
-        totals.errors += int(errors.sum())
+        totals.samples += n
+        totals.errors += n * is_error
         totals.tokens += int(lengths.sum())
         totals.ended = now
         if self._log is not None:
-            began, first = totals.started, self._first_at[slots]
-            first[first == 0] = np.nan
-            self._log.add(
-                self._issued_at[slots] - began,
-                first - began,
-                now - began,
-                self._indices[slots],
-                lengths,
-                errors,
-            )
+            began, errors = totals.started, (np.ones if is_error else np.zeros)(n, np.bool_)
+            self._log.add(issued - began, first - began, now - began, indices, lengths, errors)
+        from_, counts = starts.tolist(), lengths.tolist()
         if self._on_answer is not None:
-            for index, start, length in zip(
-                self._indices[slots].tolist(), starts.tolist(), lengths.tolist(), strict=True
-            ):
+            for index, start, length in zip(indices.tolist(), from_, counts, strict=True):
                 self._on_answer(index, tokens[start : start + length])
-        self._test.complete(sample_responses(self._sample_ids[slots], tokens, starts, lengths))
+        self._test.complete(sample_responses(self._sample_ids[at].tolist(), tokens, from_, counts))
 
-    def _let_go(self, slots: NDArray[np.uint32], flags: NDArray[np.uint32], final: NDArray[np.bool_]) -> None:
+    def _let_go(self, slots: NDArray[np.uint32], *, alone: bool) -> None:
         """Free the slots of which no instance will send anything again.
 
         A request that was handed over ends twice, in either order: FINAL from one instance, CONTEXT_DONE from
-        the other.
+        the other. `alone`: the answer ended with its first token, so nothing was handed over.
         """
-        if self._holders == 1:
-            freed = slots[final]
-        else:
-            ended = final | ((flags & _CONTEXT_DONE) != 0)
-            # The answer ended with its first token: nothing was handed over.
-            alone = final & ((flags & _FIRST) != 0)
-            self._held[slots] -= np.where(alone, self._holders, ended.astype(np.int64))
-            freed = slots[ended & (self._held[slots] == 0)]
-        if len(freed):
-            self._free = np.concatenate([self._free, freed])
+        if self._holders > 1:
+            at = index_of(slots)
+            self._held[at] -= self._holders if alone else 1
+            slots = slots[self._held[at] == 0]
+        self._free[self._n_free : self._n_free + len(slots)] = slots
+        self._n_free += len(slots)

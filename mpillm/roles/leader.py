@@ -30,6 +30,7 @@ from mpillm.comms.messages import (
     Grant,
     ResponseFlag,
     by_value,
+    index_of,
 )
 from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
@@ -138,7 +139,7 @@ class Leader(Role):
             self._entry.grow(grown)
             if self._generation is not None:
                 self._generation.grow(grown)
-        self._needs[ids] = needs
+        self._needs[index_of(ids)] = needs
 
     def _on_done(self, received: Received) -> None:
         instance = self._instance_at[received.source]
@@ -259,7 +260,7 @@ class Leader(Role):
     def _send_next(self, batch: Batch) -> int:
         """Send the first requests of `batch`, the head of the queue; return how many."""
         rows = batch.rows[:_MAX_BATCH]
-        needs = self._needs[rows["id"]]
+        needs = self._needs[index_of(rows["id"])]
         generation, n = -1, len(rows)
         if self._generation is not None:
             generation, n = self._generation.pick(needs)
@@ -270,11 +271,12 @@ class Leader(Role):
         if not n:
             return 0
         rows, needs = rows[:n].copy(), needs[:n]
-        self._entry.owner[rows["id"]] = self._entry.last_owner[rows["id"]] = entries
+        at = index_of(rows["id"])
+        self._entry.owner[at] = self._entry.last_owner[at] = entries
         rows["generation"] = NO_INSTANCE
         if self._generation is not None:
             self._generation.take(generation, needs)
-            self._generation.owner[rows["id"]] = generation
+            self._generation.owner[at] = generation
             rows["generation"] = self._generation.instances[generation]
             self._touch(int(self._generation.instances[generation]))
         n_tokens = int(rows["n_tokens"].sum())
@@ -291,11 +293,12 @@ class Leader(Role):
     def _return_credits(self, pool: InstancePool, ids: NDArray[np.uint32]) -> None:
         if not len(ids):
             return
-        positions = pool.owner[ids]
-        if (positions < 0).any():
+        at = index_of(ids)
+        positions = pool.owner[at]
+        if np.count_nonzero(positions < 0):
             raise RunError(Failure(f"request {int(ids[positions < 0][0])} was answered twice, or never sent"))
-        pool.give_back(positions, self._needs[ids])
-        pool.owner[ids] = -1
+        pool.give_back(positions, self._needs[at])
+        pool.owner[at] = -1
 
     def _grant_harness(self, requests: int) -> None:
         WINDOW.send(self._route, self._harness, requests)

@@ -24,6 +24,7 @@ from mpillm.comms.messages import (
     Release,
     Stop,
     concat,
+    index_of,
     ragged_take,
 )
 from mpillm.comms.tags import Tag
@@ -161,3 +162,11 @@ def test_ragged_take(data: st.DataObject) -> None:
     taken = ragged_take(tokens, starts, lengths)
     assert taken.tolist() == [t for s, n in pieces for t in range(s, s + n)]
     assert taken.dtype == np.int32
+
+
+@pytest.mark.parametrize("ids", [[], [3], [2, 0], [1, 1]])
+def test_index_of_picks_the_same_places(ids: list[int]) -> None:
+    wanted, places = np.array(ids, np.uint32), np.arange(10, 14)
+    assert places[index_of(wanted)].tolist() == places[wanted].tolist()
+    places[index_of(wanted)] = 7
+    assert [i for i, place in enumerate(places.tolist()) if place == 7] == sorted(set(ids))
