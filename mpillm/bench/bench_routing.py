@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 from typing import Any
 
 from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
-from mpillm.fields import Field, positive, seconds
+from mpillm.fields import Field, integers, positive, seconds
 from mpillm.fields.topology import TopologyFields
 
 
@@ -22,7 +23,13 @@ class Options(Values):
     )
     input_len = Field("input_len", "prompt tokens", positive, default=128, group="benchmark")
     output_len = Field("output_len", "answer tokens", positive, default=16, group="benchmark")
-    qps = Field("qps", "queries per second of the Server run", positive, default=2000, group="benchmark")
+    qps = Field(
+        "qps",
+        "queries per second of the Server runs, separated by commas",
+        integers,
+        default=(200, 2000),
+        group="benchmark",
+    )
     server_s = Field("server_s", "length of a Server run, seconds", seconds, default=8.0, group="benchmark")
     idle_s = Field(
         "idle_s",
@@ -47,8 +54,10 @@ class Options(Values):
     )
 
 
+_DEADLINE_S = 600.0  # of a baseline
+
 DESCRIPTION = "Measure the routing path with dummy cores of zero cost."
-EPILOG = "example:\n  python -m mpillm bench routing -n 4 --qps 2000"
+EPILOG = "example:\n  python -m mpillm bench routing -n 4 --qps 200,2000"
 
 
 def main(config: Options) -> int:
@@ -64,34 +73,60 @@ def main(config: Options) -> int:
         config.traffic_distribution_policy,
     ]
 
-    def runs(name: str, *options: str) -> list[dict[str, Any]]:
-        results = []
-        for i in range(config.repeats):
-            print(f"  {name}, run {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
-            results.append(run_once(config.n, *where, *data, *options))
-        return results
+    def run(*options: str) -> dict[str, Any]:
+        return run_once(config.n, *where, *data, *options)
 
-    offline = runs("Offline", "--min_query_count", str(config.offline_samples))
-    rate = [
-        "--server_target_qps",
-        str(config.qps),
-        "--min_query_count",
-        str(int(config.qps * config.server_s)),
-    ]
-    server = runs("Server", "--scenarios", "Server", *rate)
-    wait = ["--core_options", f"ttft_ms:{config.idle_s * 1000:g}"]
-    idle = runs("idle ranks", "--scenarios", "SingleStream", "--min_query_count", "1", *wait)
+    def say(what: str, i: int) -> None:
+        print(f"  {what}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
 
+    lengths = (str(config.input_len), str(config.output_len))
+    offline, ceilings = [], []
+    for i in range(config.repeats):
+        say("Offline", i)
+        offline.append(run("--min_query_count", str(config.offline_samples)))
+        ceilings += _child("empty_system", str(config.offline_samples), lengths[1])
     rows = [
         ("Offline", "samples/s", [r["samples_per_second"] for r in offline]),
+        ("", "LoadGen alone, samples/s", ceilings),
+        ("", "part of LoadGen alone", _ratios([r["samples_per_second"] for r in offline], ceilings)),
         ("", "messages per request", [r["route"]["messages"] / r["samples"] for r in offline]),
         ("", "bytes per request, all hops", [r["route"]["message_bytes"] / r["samples"] for r in offline]),
-        (f"Server at {config.qps}/s", "first-token latency p50, ms", [r["ttft_ms"]["p50"] for r in server]),
-        ("", "first-token latency p99, ms", [r["ttft_ms"]["p99"] for r in server]),
-        ("", "LoadGen VALID, runs", [float(sum(r["loadgen_result"] == "VALID" for r in server))]),
-        ("", "messages per request", [r["route"]["messages"] / r["samples"] for r in server]),
+    ]
+    starts = [r["startup_s"] for r in offline]
+    for qps in config.qps:
+        server, others = [], []
+        n = str(int(qps * config.server_s))
+        for i in range(config.repeats):
+            say(f"Server at {qps}/s", i)
+            server.append(
+                run("--scenarios", "Server", "--server_target_qps", str(qps), "--min_query_count", n)
+            )
+            others.append(_child("aiohttp_pair", str(qps), n, *lengths))
+        starts += [r["startup_s"] for r in server]
+        rows += [
+            (f"Server at {qps}/s", "LoadGen VALID, runs", [float(sum(map(_is_valid, server)))]),
+        ]
+        for j, name in enumerate(("p50", "p99")):
+            ours, theirs = [r["ttft_ms"][name] for r in server], [other[j] for other in others]
+            rows += [
+                ("", f"first-token latency {name}, ms", ours),
+                ("", f"aiohttp's latency {name}, ms", theirs),
+                ("", f"part of aiohttp's {name}", _ratios(ours, theirs)),
+            ]
+        cpu_us = [1e6 * r["cpu_cores"][0] / qps for r in server]
+        rows += [
+            ("", "harness, µs of CPU per query", cpu_us),
+            ("", "all ranks, µs of CPU per query", [1e6 * sum(r["cpu_cores"]) / qps for r in server]),
+            ("", "messages per request", [r["route"]["messages"] / r["samples"] for r in server]),
+        ]
+    idle = []
+    for i in range(config.repeats):
+        say("idle ranks", i)
+        wait = f"ttft_ms:{config.idle_s * 1000:g}"
+        idle.append(run("--scenarios", "SingleStream", "--min_query_count", "1", "--core_options", wait))
+    rows += [
         ("idle", "busiest rank, % of a core", [100 * max(r["cpu_cores"]) for r in idle]),
-        ("start", "last rank's start to ready, s", [r["startup_s"] for r in [*offline, *server]]),
+        ("start", "last rank's start to ready, s", starts),
     ]
     print(
         f"{config.n} ranks, {config.mode}, {config.traffic_distribution_policy},"
@@ -101,3 +136,19 @@ def main(config: Options) -> int:
         spread = f"({min(values):,.2f} to {max(values):,.2f})"
         print(f"  {what:<16} {unit:<30} {statistics.median(values):>12,.2f}  {spread}")
     return 0
+
+
+def _child(module: str, *words: str) -> list[float]:
+    """Return the numbers that a program of this room prints. Raises CalledProcessError if it fails."""
+    command = [sys.executable, "-m", f"mpillm.bench.{module}", *words]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=_DEADLINE_S).stdout
+    return [float(word) for word in said.split()]
+
+
+def _is_valid(result: dict[str, Any]) -> bool:
+    return bool(result["loadgen_result"] == "VALID")
+
+
+def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
+    """Return them round by round: a noisy machine is noisy for both."""
+    return [mine / other for mine, other in zip(ours, theirs, strict=True)]
