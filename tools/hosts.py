@@ -84,6 +84,20 @@ class Hosts:
         """End a host with all its processes at once. Its network goes with it, so nobody is told."""
         os.kill(self._pids[host], signal.SIGKILL)
 
+    def plug(self, host: str, *, in_: bool) -> None:
+        """Pull the cable of a host, or plug it in again: what was sent meanwhile, TCP sends again."""
+        self.run(HEAD, "ip", "link", "set", f"to-{host}", "up" if in_ else "down")
+
+    @contextmanager
+    def slow_link(self, host: str, rate: str) -> Iterator[None]:
+        """Let no more than `rate` (``20mbit``) come to a host for a while. NotHere: not with this kernel."""
+        on = ("dev", f"to-{host}", "root")
+        self.run(HEAD, "tc", "qdisc", "add", *on, "tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
+        try:
+            yield
+        finally:
+            self.run(HEAD, "tc", "qdisc", "del", *on)
+
     def write_remote_shell(self, path: Path) -> Path:
         """Write a program that starts commands as `ssh HOST COMMAND` does, from `head`."""
         cases = "".join(f"  {name}) pid={_pid_in_head(self._pids[name])} ;;\n" for name in self.names)

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +120,28 @@ def test_a_run_goes_on_without_the_instances_of_another_host(on_hosts: OnHosts, 
     assert sorted(ended.accuracy_log()) == [(i, samples.answer(i, 8)) for i in range(len(samples.prompts))]
     assert sorted(lost["instance"] for lost in ended.result["lost"]) == [1, 2]
     assert all(lost["cause"].startswith("the process has ended") for lost in ended.result["lost"]), ended
+
+
+@pytest.mark.parametrize("mode, policy", [("aggregated", "continue"), ("disaggregated", "fail")])
+def test_a_slow_link_that_stalls_makes_a_run_slower_and_nothing_else(
+    on_hosts: OnHosts, samples: Samples, mode: str, policy: str
+) -> None:
+    """A host's cable is pulled again and again, once for seconds: its ranks are not taken for lost."""
+    pace = ["--core_options", "ttft_ms:20,tpot_ms:20,kv_bytes_per_token:128", "--max_batch_size", 1]
+    words = ["run", "--core_type", "dummy", "--dataset_path", samples.path, "--test_mode", "AccuracyOnly"]
+    words += [*pace, "--max_output_len", 8, "--mode", mode, "--on_instance_loss", policy]
+    with or_skip(on_hosts.hosts.slow_link("h2", "20mbit")):
+        command = on_hosts.start("h1:2,h2:2,h3:1", *words, "--enable_chunked_context", "true")
+        command.wait_phase("test")
+        for seconds in (0.5, 0.5, 0.5, 4.0):
+            on_hosts.hosts.plug("h2", in_=False)
+            time.sleep(seconds)
+            on_hosts.hosts.plug("h2", in_=True)
+            time.sleep(0.3)
+        assert command.process.poll() is None, "all of it was in the test"
+        ended = command.end(WITHIN_S).must(DONE)
+    assert sorted(ended.accuracy_log()) == [(i, samples.answer(i, 8)) for i in range(len(samples.prompts))]
+    assert not ended.result["lost"]
 
 
 def test_rank_0_lost_ends_the_ranks_of_other_hosts(on_hosts: OnHosts) -> None:
