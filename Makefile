@@ -127,7 +127,9 @@ $(TRITON)/installed: $(STAMP) tools/install_triton.py
 	@rm -rf $(TRITON)
 	@echo "Installing tritonserver into $(TRITON) (75 MB) …"
 	@$(PYTHON) -m venv --without-pip $(TRITON)
-	@$(PIP) --prefix $(TRITON) --ignore-installed --no-deps nvidia-pytriton 'numpy<2'
+	@$(PIP) --prefix $(TRITON) --ignore-installed --no-deps --only-binary :all: nvidia-pytriton 'numpy<2' || { \
+	    echo "make triton: pip could not install the wheels nvidia-pytriton and numpy<2 (its message is above). They are for Linux on x86-64" \
+	        "with glibc 2.35 and Python 3.10 to 3.12, and take 230 MB in $(CURDIR)/$(TRITON)." >&2; exit 1; }
 	@$(PY) -m tools.install_triton $(TRITON)
 
 test-triton: $(TRITON)/installed
