@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -257,17 +258,29 @@ class Rank0Control:
         Context and generation instances wait for each other, so the leader finds both silent. It will tell
         again, and in the end the missing heartbeat does.
         """
-        since = time.monotonic() - _QUIET_BEATS * beat_interval_s(len(self.ranks)) - _QUIET_S
-        quiet = {
-            state.instance
-            for r, state in enumerate(self.ranks)
-            if self._is_expected(r) and state.heard < since
-        }
-        return tuple(
-            f
-            for f in failures
-            if not quiet or f.rank not in self._told_of or self.ranks[f.rank].instance in quiet
-        )
+        now = time.monotonic()
+        since = now - _QUIET_BEATS * beat_interval_s(len(self.ranks)) - _QUIET_S
+        quiet: dict[int | None, list[int]] = {}  # ranks, by their instance
+        for rank, state in enumerate(self.ranks):
+            if self._is_expected(rank) and state.heard < since:
+                quiet.setdefault(state.instance, []).append(rank)
+        blamed = []
+        for failure in failures:
+            if not quiet or failure.rank not in self._told_of:
+                blamed.append(failure)
+            elif ranks := quiet.get(self.ranks[failure.rank].instance):
+                blamed += [failure] if failure.rank in ranks else self._stopped(ranks, failure)
+        return tuple(blamed)
+
+    def _stopped(self, ranks: list[int], told: Failure) -> list[Failure]:
+        """Return the failures of ranks without a heartbeat, for which another of the instance was told."""
+        now = time.monotonic()
+        return [
+            dataclasses.replace(
+                told, rank=rank, cause=f"no heartbeat for {now - self.ranks[rank].heard:.0f} s; {told.cause}"
+            )
+            for rank in ranks
+        ]
 
     def _go_on_without(self, failures: tuple[Failure, ...]) -> None:
         """Give up the instances whose ranks have failed. Raises RunError if the run can't go on then."""
