@@ -93,6 +93,7 @@ class Rank0Control:
         self._failures: dict[int, Failure] = {}
         self._told_of: set[int] = set()  # ranks whose failures another rank has told
         self._settled_at = 0.0
+        self._ends = False  # whether the run does, with a failure
         self._checked = time.monotonic()
         self._byes: set[int] = {0}
         self._by_pids: dict[str, list[int]] = {}  # ranks that have joined, by `RankState.pids`
@@ -190,7 +191,11 @@ class Rank0Control:
         return sorted({*self.dead(), *self.silent()})
 
     def settle(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-        """Return the failures to report: `failures` and those of the next moment, no mere consequences."""
+        """Return the failures to report: `failures` and those of the next moment, no mere consequences.
+
+        From now on no phase ends: its work on rank 0 could fail once more, or release ranks that are to end.
+        """
+        self._ends = True
         end = time.monotonic() + self._time_to_settle(failures)
         while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
             self._transport.dispatch_whoever_is_lost()
@@ -342,7 +347,9 @@ class Rank0Control:
     def _complete(self, phase: Phase) -> None:
         """Release the phase if all ranks that are left have done their part."""
         arrived = self._arrived[phase]
-        if len(arrived) < len(self.ranks) - len(self._lost):  # as a rule: at no arrival look at every rank
+        if self._ends or len(arrived) < len(self.ranks) - len(
+            self._lost
+        ):  # as a rule: at no arrival look at every rank
             return
         left = [rank for rank in range(len(self.ranks)) if rank not in self._lost]
         if not arrived.keys() >= set(left):

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from mpillm.bench.simulated_cluster import ControlledCluster, plan_of
+from mpillm.comms import rank0_control
 from mpillm.errors import Failure, RunError
 from mpillm.phases import PHASES, Phase
 
@@ -47,6 +48,16 @@ def test_an_instance_that_is_silent_while_all_ranks_beat_is_blamed() -> None:
     with pytest.raises(RunError) as error:
         cluster.live(2.0, BEATS_S)
     assert [failure.rank for failure in error.value.failures] == [plan.instances[2].leader]
+
+
+def test_no_phase_ends_once_a_failure_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, an arrival that came while failures settled began the work that had failed again."""
+    cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
+    cluster.arrive("join")
+    monkeypatch.setattr(rank0_control, "_SETTLE_S", 0.0)
+    failure = Failure("no space left on device", 0)
+    assert cluster.control.settle((failure,)) == (failure,)
+    assert cluster.arrive("load") == 0, "nobody is released"
 
 
 @pytest.mark.parametrize("phase", PHASES[-2:])
