@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
@@ -10,7 +12,6 @@ from mpillm.fields import Field, integers, positive
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from torch import Tensor
 
 
 class Options(RankOptions):
@@ -60,36 +61,26 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
     for n in config.rows:
         part = torch.randn(n, width, device="cuda").bfloat16()
         x = torch.zeros_like(part)
-
-        def by_nccl(part: Tensor = part, x: Tensor = x) -> Tensor:
-            total: Tensor = kernels.add_norm(x, nccl.all_reduce(part.clone()), weight, 1e-5)
-            return total
-
-        def by_kernel(part: Tensor = part, x: Tensor = x) -> Tensor:
-            total: Tensor = kernels.add_norm(x, Partial(part, shared), weight, 1e-5)
-            return total
-
-        wanted = by_nccl()
-        x.zero_()
-        apart = float((by_kernel().float() - wanted.float()).abs().max())
-        buffer = part.clone()
-        one_sum = lambda buffer=buffer: nccl.all_reduce(buffer)  # noqa: E731
-        then_norm = lambda buffer=buffer, x=x: kernels.add_norm(  # noqa: E731
-            x, nccl.all_reduce(buffer), weight, 1e-5
+        sums = (
+            partial(nccl.all_reduce, part),
+            lambda: kernels.add_norm(x, nccl.all_reduce(part), weight, 1e-5),  # noqa: B023 - called in this turn
+            lambda: kernels.add_norm(x, Partial(part, shared), weight, 1e-5),  # noqa: B023
         )
+        by_kernel = sums[2]().float()
+        x.zero_()
+        wanted = kernels.add_norm(x, nccl.all_reduce(part.clone()), weight, 1e-5).float()
         times = []
-        for work in (one_sum, then_norm, by_kernel):
+        for one in sums:
             world.Barrier()
-
-            def many(work: object = work) -> None:
-                assert callable(work)
-                for _ in range(config.n_sums):
-                    work()
-
-            times.append(seconds_of(many) / config.n_sums * 1e6)
+            times.append(1e6 * seconds_of(partial(_repeat, one, config.n_sums)) / config.n_sums)
         if world.rank == 0:
             print(
                 f"  {n:>6} {n * width * 2 / 1024:>7.0f} {times[0]:>8.1f} {times[1]:>9.1f} {times[2]:>11.1f}"
-                f" {times[1] / times[2]:>6.2f}  {apart:.2g}",
+                f" {times[1] / times[2]:>6.2f}  {float((by_kernel - wanted).abs().max()):.2g}",
                 flush=True,
             )
+
+
+def _repeat(work: Callable[[], object], n: int) -> None:
+    for _ in range(n):
+        work()

@@ -28,11 +28,8 @@ BENCHES = {
     "handoff": "KV caches between two ranks, against plain messages of the same size",
 }
 
-_ON_RANKS = (
-    "agreement",
-    "all-reduce",
-    "handoff",
-)  # of an mpirun; the others are one process, which starts what it needs
+# On ranks of an mpirun; the others are one process, which starts what it needs.
+_ON_RANKS = ("agreement", "all-reduce", "handoff")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ Each rank allocates, and opens the others' memory by handles that go over MPI (C
 from __future__ import annotations
 
 import ctypes
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ import torch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_log = logging.getLogger(__name__)
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -21,44 +23,36 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * 64),)
 
 
-class PeerMemory:
-    """As many bytes on the GPU of each rank of a group, zero at first. They are freed with the process."""
+def share_memory(comm: MPI.Intracomm, n_bytes: int) -> list[int] | None:
+    """Return where the `n_bytes` of each rank's GPU are in this process, zero at first. Collective.
 
-    def __init__(self, addresses: list[int]) -> None:
-        self.addresses = addresses  # where each rank's are in this process
+    They are freed with the process. None on all ranks where a GPU cannot reach the memory of each other
+    one with atomics, or the driver refuses: on several nodes, without NVLink, in containers that may not
+    share memory. Who finds that out logs why.
+    """
+    from mpi4py import MPI
 
-    @classmethod
-    def of(cls, comm: MPI.Intracomm, n_bytes: int) -> PeerMemory | None:
-        """Return memory on PyTorch's current GPU and on those of the others. Collective.
-
-        None on all ranks where a GPU cannot reach the memory of each other one with atomics, or the driver
-        refuses: on several nodes, without NVLink, in containers that may not share memory.
-        """
-        from mpi4py import MPI
-
+    told: tuple[bytes, bytes, int] | None = None
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        own, handle = _allocate(cuda, n_bytes)
+        told = (bytes(handle), _bus_id(cuda), own)
+    except (OSError, RuntimeError) as error:
+        _log.warning("no memory of this GPU for others: %s", error)
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    is_one_node = node.size == comm.size
+    node.Free()
+    addresses: list[int] | None = None
+    everyone = comm.allgather(told)
+    if is_one_node and told is not None and None not in everyone:
         try:
-            cuda = ctypes.CDLL("libcuda.so.1")
-            own, handle = _allocate(cuda, n_bytes)
-            told = (bytes(handle), _bus_id(cuda), own)
-        except (OSError, RuntimeError):
-            told = None
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        is_one_node = node.size == comm.size
-        node.Free()
-        everyone = comm.allgather(told)
-        addresses = None
-        if is_one_node and told is not None and None not in everyone:
-            try:
-                addresses = [
-                    told[2] if rank == comm.rank else _open(cuda, other[0], other[1])
-                    for rank, other in enumerate(everyone)
-                ]
-            except RuntimeError:
-                addresses = None
-        if not comm.allreduce(addresses is not None, MPI.LAND):
-            return None
-        assert addresses is not None
-        return cls(addresses)
+            addresses = [
+                told[2] if rank == comm.rank else _open(cuda, other[0], other[1])
+                for rank, other in enumerate(everyone)
+            ]
+        except RuntimeError as error:
+            _log.warning("no access to another GPU's memory: %s", error)
+    return addresses if comm.allreduce(addresses is not None, MPI.LAND) else None
 
 
 def _bus_id(cuda: ctypes.CDLL) -> bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpillm.engine.parallel.peer_memory import PeerMemory
+from mpillm.engine.parallel.peer_memory import share_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,14 +35,14 @@ class SharedRows:
 
     @classmethod
     def of(cls, comm: MPI.Intracomm, n_rows: int, width: int, dtype: torch.dtype) -> SharedRows | None:
-        """Return room on PyTorch's current GPU and those of the other ranks, or None (see `PeerMemory`).
+        """Return room on PyTorch's current GPU and those of the other ranks, or None (see `share_memory`).
 
         Collective.
         """
-        memory = PeerMemory.of(comm, cls.n_bytes(comm.size, n_rows, width, dtype))
-        if memory is None:
+        addresses = share_memory(comm, cls.n_bytes(comm.size, n_rows, width, dtype))
+        if addresses is None:
             return None
-        return cls.at(memory.addresses, comm.rank, n_rows, torch.device("cuda", torch.cuda.current_device()))
+        return cls.at(addresses, comm.rank, n_rows, torch.device("cuda", torch.cuda.current_device()))
 
     @classmethod
     def at(cls, addresses: list[int], rank: int, n_rows: int, device: torch.device) -> SharedRows:
