@@ -1,4 +1,4 @@
-"""What the embedded engine answers behind a real tritonserver, against transformers.
+"""What the embedded engine answers behind a real tritonserver, against transformers and PEFT.
 
 Only with `make test-triton`.
 """
@@ -15,7 +15,7 @@ import torch
 
 from mpillm.engine.weights.sources import save_preset
 from tests.e2e.test_triton import generate, serving
-from tests.helpers.adapters import ALL, make_adapter, merge
+from tests.helpers.adapters import ALL, make_adapter, with_adapter
 from tests.helpers.oracle import Oracle
 from tests.helpers.real_triton import MARKS
 from tests.helpers.support import DONE, Starter
@@ -176,7 +176,7 @@ def check_adapters(
         make_adapter(folder, adapter, task_id, modules)
         one.mpillm("hf-lora-convert", "-i", adapter, "-o", made, "--storage-type", "float16").must(DONE)
         oracle = Oracle(folder)
-        merge(oracle.model, adapter)
+        oracle.model = with_adapter(oracle.model, adapter)
         answers[task_id] = [oracle.tokens(prompt, N_OUTPUT) for prompt in PROMPTS]
         tensors[task_id] = {
             "lora_task_id": np.uint64(task_id),

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's files, and a model with one merged into its weights."""
+"""LoRA adapters in PEFT's files, and PEFT, which says what a model with one must answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -31,14 +32,6 @@ def make_adapter(model: Path, folder: Path, seed: int, modules: tuple[str, ...] 
     (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": [*modules]}))
 
 
-def merge(model: Any, folder: Path) -> Any:
-    """Add the adapter to the weights of a transformers model, and return it."""
-    tensors = load_file(folder / "adapter_model.safetensors")
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, a in tensors.items():
-            if name.endswith("lora_A.weight"):
-                b = tensors[name.replace("lora_A", "lora_B")]
-                key = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
-                weights[key] += (b @ a) * (ALPHA / RANK)
-    return model
+def with_adapter(model: Any, folder: Path) -> Any:
+    """Return PEFT's model of a transformers model with the adapter, which computes it beside the weights."""
+    return pytest.importorskip("peft").PeftModel.from_pretrained(model, folder).eval()

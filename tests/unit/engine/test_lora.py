@@ -1,4 +1,4 @@
-"""Adapters beside each other and beside none in one batch, against models with them merged, in float32."""
+"""Adapters beside each other and beside none in one batch, against PEFT, in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpillm.engine.lora import MODULES, Adapters
 from mpillm.engine.special import Special
 from mpillm.engine.weights.peft_adapter import convert
 from mpillm.engine.weights.sources import save_preset
-from tests.helpers.adapters import make_adapter, merge
+from tests.helpers.adapters import make_adapter, with_adapter
 from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import answer_specials, make_core
 
@@ -32,7 +32,7 @@ class Models:
         make_adapter(self.folder, self.adapters[2], 2, ("q_proj", "v_proj"))
         self.of = {i: Oracle(self.folder) for i in (0, 1, 2)}
         for i, adapter in self.adapters.items():
-            merge(self.of[i].model, adapter)
+            self.of[i].model = with_adapter(self.of[i].model, adapter)
 
     def answer(self, model: int, prompt: list[int], **options: Any) -> list[int]:
         return self.of[model].tokens(prompt, N_OUTPUT, **options)
