@@ -65,6 +65,10 @@ def embedded_mpirun(n_ranks: int, *, oversubscribe: bool = False) -> list[str]:
     mpi = detect()
     crowded = mpi.kind == "openmpi" and (oversubscribe or n_ranks > usable_cores())
     options = ["--oversubscribe"] if crowded else []
+    if "SLURM_JOB_ID" in os.environ:  # else it would start ranks by srun, on all nodes of the allocation
+        parameter = "--prtemca" if mpi.version >= (5,) else "--mca"
+        ours = [parameter, "ras", "^slurm", parameter, "plm", "^slurm"]
+        options += ours if mpi.kind == "openmpi" else ["-rmk", "user", "-launcher", "fork"]
     line = command_line(mpi, 1, [], options, root=os.geteuid() == 0, survive=False)
     return [line[0], *line[3:]]  # without -n 1, which each rank has
 
