@@ -1,7 +1,8 @@
 """Make a program of the tritonserver in the wheel nvidia-pytriton: ``python -m tools.install_triton PREFIX``.
 
 `PREFIX/bin/tritonserver` starts it. The wheel has a stub of the Python backend for each version of Python,
-which needs that version's shared library on this machine: without it nothing is installed, exit code 1.
+which needs that version's shared library on this machine: without it, or if the server does not become ready
+with a Python model here, nothing is installed, exit code 1.
 """
 
 from __future__ import annotations
@@ -9,11 +10,29 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from disagg.errors import ConfigError
+from launch.command import Command
+from launch.servers import Server, ServerFailed, Servers
+
+_READY_S = 120.0  # it takes 2 s on two cores
+_CONFIG = """
+backend: "python"
+input { name: "x" data_type: TYPE_INT32 dims: 1 }
+output { name: "y" data_type: TYPE_INT32 dims: 1 }
+"""
+_MODEL = """
+class TritonPythonModel:
+    def execute(self, requests):
+        return []
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,6 +70,10 @@ def main(argv: Sequence[str]) -> int:
     start.chmod(0o755)
     environment = packages / "mpillm-environment.pth"
     environment.write_text(f"import site; site.addsitedir({str(ours)!r})\n", encoding="utf-8")
+    if problem := _starts(start):
+        start.unlink()
+        print(f"make triton: tritonserver is installed, but does not run here: {problem}", file=sys.stderr)
+        return 1
     (prefix / "installed").write_text(f"{version}\n", encoding="utf-8")
     return 0
 
@@ -60,6 +83,28 @@ def _missing(path: Path, libraries: str) -> list[str]:
     env = {**os.environ, "LD_LIBRARY_PATH": libraries}
     lines = subprocess.run(["ldd", path], capture_output=True, text=True, env=env).stdout.splitlines()
     return [line.split()[0] for line in lines if "not found" in line]
+
+
+def _starts(program: Path) -> str:
+    """Return why the server does not become ready with a Python model; empty if it does."""
+    with tempfile.TemporaryDirectory(prefix="mpillm-") as name, socket.socket() as probe:
+        model = Path(name) / "models" / "first"
+        (model / "1").mkdir(parents=True)
+        (model / "config.pbtxt").write_text(_CONFIG, encoding="utf-8")
+        (model / "1" / "model.py").write_text(_MODEL, encoding="utf-8")
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        words = ("--allow-grpc=false", "--allow-metrics=false", f"--http-port={port}")
+        command = Command((str(program), f"--model-repository={model.parent}", *words))
+        health = f"http://localhost:{port}/v2/health/ready"
+        try:
+            with Servers(Path(name)) as running:
+                running.start(Server("tritonserver", command, {"HTTP": port}, (health,)))
+                running.wait_ready(_READY_S)
+        except (ConfigError, ServerFailed) as error:
+            return str(error)
+    return ""
 
 
 if __name__ == "__main__":
