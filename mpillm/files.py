@@ -41,7 +41,9 @@ def as_written(path: Path) -> Iterator[None]:
     """Turn errors about missing or wrong entries of a JSON file into a ConfigError that names the file."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: damaged, or not written by a run: {type(error).__name__} {error}"
         ) from error

@@ -13,7 +13,7 @@ from mpillm.errors import ExitCode
 from mpillm.fields import BY_NAME
 from mpillm.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.fields.results import OutputFields
-from mpillm.files import as_writable, write_json
+from mpillm.files import as_writable, as_written, write_json
 from mpillm.report.certificate import CERTIFICATE, certificate, certificate_table
 from mpillm.report.repeat import repeated
 from mpillm.report.run_files import RunFiles
@@ -45,9 +45,11 @@ def main(argv: Sequence[str]) -> int:
     run = RunFiles.read(Path(parser.parse_args(argv).run_dir))
     if not run.result.get("samples") or not run.result.get("loadgen_result"):
         raise ConfigError(f"{run.path}: this run has no result of LoadGen, so there is nothing to certify")
+    with as_written(run.path):  # before the test, which may take long
+        certificate_table(certificate(run, run))
+        length = max(1, round(run.result["tokens"] / run.result["samples"]))
     words, _ = repeated(run)
     folder = Path(options.log_dir or run.path / BESIDE)
-    length = max(1, round(run.result["tokens"] / run.result["samples"]))
     words = [*_of_the_test(words), "--core_type", "dummy", "--core_options", f"output_mean:{length}"]
     words += ["--log_dir", str(folder)]
     code = mpirun.main(["-n", str(run.world_size), *options.mpirun_options, "run", *words])

@@ -93,13 +93,16 @@ def points(grid: Grid) -> Iterator[Point]:
 
 
 def finished(folder: Path) -> RunFiles | None:
-    """Return a run that has a result; None: it was never run, or is half written, or failed."""
+    """Return a run that has a result; None: it was never run, or is half written or damaged, or failed."""
     try:
         run = RunFiles.read(folder)
-    except ConfigError:
+        whole = run.result.get("status") in ("VALID", "INVALID") and "loadgen_result" in run.result
+        known = figures(run) if whole and run.detail else {}
+    except (ConfigError, ArithmeticError, AttributeError, LookupError, TypeError):
         return None
-    whole = run.result.get("status") in ("VALID", "INVALID") and "loadgen_result" in run.result
-    return run if whole and run.detail else None
+    numbers = (value for name, value in known.items() if name not in ("status", "of"))
+    damaged = any(value is not None and not isinstance(value, (int, float)) for value in numbers)
+    return run if known and not damaged else None
 
 
 def figures(run: RunFiles) -> dict[str, Any]:

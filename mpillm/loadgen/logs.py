@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -60,16 +59,25 @@ def logged_errors(directory: Path) -> list[str]:
     return [
         str(entry["value"])
         for entry in _entries(directory / DETAIL)
-        if entry.get("metadata", {}).get("is_error")
+        if isinstance(said := entry.get("metadata"), dict) and said.get("is_error")
     ]
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    if path.is_file():
-        for line in path.read_text(errors="replace").splitlines():
-            if line.startswith(_MARKER):
-                with contextlib.suppress(json.JSONDecodeError):  # the last line of a log that was cut off
-                    yield json.loads(line[len(_MARKER) :])
+    """Yield the entries with a key and a value; none of a file that can't be read, or has no whole line."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        if not line.startswith(_MARKER):
+            continue
+        try:
+            entry = json.loads(line[len(_MARKER) :])
+        except (ValueError, RecursionError):  # the last line of a log that was cut off
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("key"), str) and "value" in entry:
+            yield entry
 
 
 def read_answers(path: Path) -> list[LoggedAnswer]:

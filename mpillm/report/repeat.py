@@ -57,9 +57,9 @@ def repeated(run: RunFiles) -> tuple[list[str], list[str]]:
         notes = [*differences(read_object(run.path / ENVIRONMENT), describe_environment()), *notes]
     else:
         notes.insert(0, f"no {ENVIRONMENT}: nothing is known of the software that it ran with")
-    nodes = {rank.get("node") for rank in run.plan_ranks}
+    nodes = {str(rank.get("node")) for rank in run.plan_ranks}
     if len(nodes) > 1:
-        named = ", ".join(sorted(map(str, nodes)))
+        named = ", ".join(sorted(nodes))
         notes.append(f"it ran on {len(nodes)} nodes ({named}): name as many with --mpirun_options")
     return words, notes
 

@@ -61,13 +61,15 @@ class RunFiles:
             reader.read("plan.json", _KNOWN_BY["plan.json"], dict),
             [rank for rank in ranks if isinstance(rank, dict)],
             reader.read("machines.json", "the machines", dict) if result.get("loadgen_result") else {},
-            # A server writes none.
-            reader.rows(TIMELINE) if result.get("status") not in (None, "SERVED") else [],
+            # A server writes none, nor does a run that was killed early.
+            reader.rows(TIMELINE)
+            if result.get("status") not in (None, "SERVED") or (path / TIMELINE).exists()
+            else [],
             reader.read(TELEMETRY, "activity of ranks, latencies, CPUs and GPUs", dict),
             read_detail(path),
         )
         if "loadgen_result" in result and not run.detail:
-            reader.missing.append(f"{DETAIL} is missing or empty: no verdict of LoadGen")
+            reader.missing.append(f"{DETAIL} is missing, empty or can't be read: no verdict of LoadGen")
         object.__setattr__(run, "missing", tuple(reader.missing))
         return run
 
@@ -79,7 +81,7 @@ class RunFiles:
     def world_size(self) -> int:
         """Return on how many ranks it was. Raises ConfigError if that is not known."""
         ranks = self.result.get("world_size", self.plan.get("world_size"))
-        if not isinstance(ranks, int):
+        if not isinstance(ranks, int) or ranks < 1:
             raise ConfigError(f"{self.path}: neither result.json nor plan.json says how many ranks it had")
         return ranks
 
@@ -146,11 +148,16 @@ class _Reader:
         if not path.exists():
             self.missing.append(f"{name} is missing: what instances computed over time")
             return []
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            self.missing.append(f"{name}: {error.strerror}: what instances computed over time")
+            return []
         rows, bad = [], 0
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in text.splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if isinstance(row, dict) and "seconds" in row and "instance" in row:
                 rows.append(row)

@@ -100,14 +100,14 @@ def _answered(facts: Facts) -> Chart | None:
 
 def distributions(facts: Facts) -> list[Chart]:
     """Return the latencies' cumulative distributions, with LoadGen's limits."""
-    limits = limits_ms(facts.run)
+    limits, found = limits_ms(facts.run), facts.cdf()
     charts = []
     for key, title in (
         ("ttft", "Time to first token"),
         ("tpot", "Time per output token"),
         ("latency", "End to end"),
     ):
-        cdf = (facts.run.telemetry.get("cdf") or {}).get(key) or {}
+        cdf = found.get(key) or {}
         if cdf.get("ms"):
             shares = [100 * share for share in cdf["share"]]
             limit = limits.get(key)

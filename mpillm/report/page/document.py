@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ from mpillm.report.run_directory import PAGE
 
 ZOOM = "Drag over a chart to zoom, double-click or press 0 to see all again."
 CDF = "What share of the samples took at most so long. Log scale of time."
+_QUANTITY = re.compile(r"^([\d.,]+) (\S{1,3})$")
+_TOGETHER = "\\1\N{NO-BREAK SPACE}\\2"
 _ASSETS = Path(__file__).parent / "assets"
 
 
@@ -89,9 +92,12 @@ def section(title: str, names: Sequence[str], rows: Sequence[Sequence[Any]], mor
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table with a row of names above."""
+    """Return a table with a row of names above; a number stays beside its unit."""
     head_cells = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_QUANTITY.sub(_TOGETHER, escape(cell))}</td>' for cell in row)}</tr>"
+        for row in rows
+    )
     return (
         f'<div class="scroll"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
     )

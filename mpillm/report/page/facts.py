@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.report.request_log import read_requests
+from mpillm.report.run_directory import REQUESTS
 from mpillm.report.run_files import RunFiles
 
+_SHARES = 200  # points of a distribution
 _STRIP = 60  # pieces of an instance's strip
 _SATURATED = 0.5  # share of the test: whoever computed less was not what limited it
 _ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
@@ -28,6 +31,7 @@ class InstanceFacts:
     waited: float | None = None  # share of the test in which requests waited in it
     result: dict[str, Any] | None = None  # its entry in result.json
     lost: bool = False
+    failed: bool = False  # a rank of it is why the run failed
 
     @property
     def name(self) -> str:
@@ -64,6 +68,7 @@ class Facts:
             for rank, noted in (telemetry.items() if isinstance(telemetry, dict) else ())
             if str(rank).isdecimal() and isinstance(noted, dict)
         }
+        self.failed = {one.get("rank") for one in run.result.get("failures") or []} - {None}
         self.instances = {number: self._instance(number) for number in run.instances()}
 
     def _instance(self, number: int) -> InstanceFacts:
@@ -72,6 +77,7 @@ class Facts:
         per = self.run.result.get("per_instance") or []
         facts.result = next((one for one in per if one.get("instance") == number), None)
         facts.lost = any(one.get("instance") == number for one in self.run.result.get("lost") or [])
+        facts.failed = not self.failed.isdisjoint(ranks)
         noted = self.noted.get(ranks[0])
         if noted is not None and self.test_s > 0:
             facts.knows_steps = bool(noted.get("knows_steps"))
@@ -102,6 +108,21 @@ class Facts:
         """Return what a million answer tokens cost at this throughput; None without tokens."""
         rate = _number(self.run.result.get("tokens_per_second"))
         return price_per_gpu_hour * self.n_paid / 3600 / rate * 1e6 if rate else None
+
+    def cdf(self) -> dict[str, Any]:
+        """Return the distributions of `telemetry.json`; of a run that left none, from its `requests.bin`."""
+        told = self.run.telemetry.get("cdf")
+        if told or not (self.run.path / REQUESTS).exists():
+            return told or {}
+        rows = read_requests(self.run.path)
+        after = rows["latency"].astype(np.float64) - rows["ttft"]
+        tpot = np.where(rows["tokens"] > 1, after / np.maximum(rows["tokens"] - 1, 1), np.nan)
+        shares = np.linspace(0, 1, _SHARES + 1)[1:]
+        return {
+            name: {"ms": (1e3 * np.quantile(known, shares)).tolist(), "share": shares.tolist()}
+            for name, values in (("ttft", rows["ttft"]), ("tpot", tpot), ("latency", rows["latency"]))
+            if len(known := values[np.isfinite(values) & (values > 0)])
+        }
 
     def energy(self) -> Energy | None:
         """Return the GPUs' energy in the test; None where no driver said what they drew.

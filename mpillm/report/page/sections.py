@@ -13,6 +13,7 @@ from mpillm.report.run_directory import PAGE
 from mpillm.report.run_files import RunFiles
 
 _MOST_CARDS = 128
+_FAILED = '<em class="flag">failed</em>'
 _WORDS = {
     "VALID": "LoadGen accepts this test.",
     "INVALID": "LoadGen does not accept this test.",
@@ -23,8 +24,15 @@ _WORDS = {
 
 
 def head(facts: Facts) -> str:
-    """Return the verdict, why, and what ran."""
-    run, result = facts.run, facts.run.result
+    """Return the verdict, why, and what ran: of a run without an outcome, what it was asked for."""
+    run = facts.run
+    asked = {name: run.value(name) for name in ("test_mode", "mode", "core_type")} | {
+        "workload": _shown(run.value("benchmarks") or ""),
+        "model": run.value("model_path"),
+        "scenario": _shown(run.value("scenarios") or ""),
+        "world_size": run.plan.get("world_size"),
+    }
+    result = run.result or asked
     status = str(result.get("status") or "")
     reasons = [f"Not satisfied: {text}." for text in result.get("loadgen_unsatisfied") or []]
     reasons += list(result.get("loadgen_advice") or [])
@@ -132,7 +140,7 @@ def plan(facts: Facts) -> str:
     """Return the picture of nodes, and on each its instances with how busy they were."""
     if not facts.instances:
         return ""
-    worst = facts.bottleneck()
+    worst = None if facts.failed else facts.bottleneck()
     first_rank = {one.ranks[0]: one for one in list(facts.instances.values())[:_MOST_CARDS]}
     nodes: dict[str, list[str]] = {}
     for rank in facts.run.plan_ranks:
@@ -144,7 +152,8 @@ def plan(facts: Facts) -> str:
             roles = " + ".join(rank.get("roles") or [])
             cards.append(
                 f'<div class="card control"><b>{escape(roles)}</b>'
-                f"<small>rank {escape(rank.get('rank'))}</small></div>"
+                f"<small>rank {escape(rank.get('rank'))}</small>"
+                f"{_FAILED if rank.get('rank') in facts.failed else ''}</div>"
             )
     pictures = "".join(
         f'<div class="node"><h3>{escape(node)}</h3><div class="cards">{"".join(cards)}</div></div>'
@@ -157,7 +166,10 @@ def plan(facts: Facts) -> str:
 
 
 def _said(facts: Facts, worst: InstanceFacts | None) -> str:
-    if worst is None and facts.run.result.get("status") == "FAILED":  # what it is was not seen to its end
+    if facts.failed:
+        said = [one.name for one in facts.instances.values() if one.failed]
+        return f"Failed: {escape(', '.join(said))}" if said else "The plan"
+    if worst is None and facts.run.result.get("status") in (None, "FAILED"):  # it was not seen to its end
         return "The plan"
     if worst is None:
         known = any(one.load is not None for one in facts.instances.values())
@@ -171,11 +183,11 @@ def _card(one: InstanceFacts, is_worst: bool) -> str:
     waited = "" if not one.waited else f"requests waited {100 * one.waited:.0f} % of the time"
     said = " · ".join(filter(None, (share, waited)))
     ranks = f"rank {one.ranks[0]}" if len(one.ranks) == 1 else f"ranks {one.ranks[0]} to {one.ranks[-1]}"
-    flag = '<em class="flag">bottleneck</em>' if is_worst else ""
+    flag = _FAILED if one.failed else '<em class="flag">bottleneck</em>' if is_worst else ""
     lost = '<em class="flag">lost</em>' if one.lost else ""
     level = 0 if one.load is None else min(4, int(5 * one.load))
     return (
-        f'<div class="card heat{level}{" worst" if is_worst else ""}">'
+        f'<div class="card heat{level}{" worst" if is_worst or one.failed else ""}">'
         f'<b class="name"><i class="c{one.number % 8}"></i>'
         f"{escape(one.name)}</b> <small>{ranks}</small>{flag}{lost}"
         f"{svg.strip(one.strip) if one.strip else ''}<p>{said}</p></div>"
@@ -240,32 +252,29 @@ def figures(facts: Facts) -> str:
                 f"{100 * kv['peak']:.0f} %" if kv else "",
             )
         )
-    names = (
-        "",
-        "samples",
-        "tokens",
-        "busy",
-        "requests waited",
-        "most running",
-        "most waiting",
-        "KV cache at most",
-    )
+    names = ["", "samples", "tokens", "busy", "requests waited"]
+    names += ["most running", "most waiting", "KV cache at most"]
+    known = [i for i in range(len(names)) if any(row[i] != "" for row in instances)]  # others say nothing
+    rows = [[row[i] for i in known] for row in instances] if len(known) > 1 else []
     phases = [(name, f"{seconds:.2f} s") for name, seconds in (result.get("phases_s") or {}).items()]
     return (
         section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
-        + section("Instances", names, instances)
+        + section("Instances", [names[i] for i in known], rows)
         + section("Phases", ("", "took"), phases)
     )
 
 
 def options(run: RunFiles) -> str:
     """Return each option's value and where it was set; those by default are folded away."""
-    rows = [
-        (name, _shown(entry["value"]), _shown(entry.get("source", "")))
-        for name, entry in sorted(run.config.items())
-    ]
-    given = [row for row in rows if not _is_default(run.config[row[0]].get("source"))]
-    rest = [row for row in rows if row not in given]
+    rows = []
+    for name, entry in sorted(run.config.items()):
+        value, source = entry["value"], entry.get("source", "")
+        if isinstance(value, dict) and isinstance(source, dict):  # each flag's own
+            rows += [(f"{name}.{key}", _shown(one), str(source.get(key, ""))) for key, one in value.items()]
+        else:
+            rows.append((name, _shown(value), _shown(source)))
+    given = [row for row in rows if not row[2].startswith("default")]
+    rest = [row for row in rows if row[2].startswith("default")]
     names = ("option", "value", "set by")
     folded = (
         f"<details><summary>{len(rest)} options by default</summary>{table(names, rest)}</details>"
@@ -273,11 +282,6 @@ def options(run: RunFiles) -> str:
         else ""
     )
     return section("Options", names, given, folded) if rows else ""
-
-
-def _is_default(source: Any) -> bool:
-    each = source.values() if isinstance(source, dict) else [source]
-    return all(str(one).startswith("default") for one in each)
 
 
 def _shown(value: Any) -> str:

@@ -62,12 +62,20 @@ def test_a_wrong_grid_starts_nothing(
 
 
 def test_only_runs_with_a_verdict_are_finished(tmp_path: Path) -> None:
-    done = make_run(tmp_path / "done", result={"loadgen_result": "VALID"})
-    assert finished(done) is not None
+    whole: dict[str, Any] = {"loadgen_result": "VALID", "samples_per_second": 2.0, "tokens_per_second": 9.0}
+    assert finished(make_run(tmp_path / "done", result=whole)) is not None
     failed = make_run(tmp_path / "failed", result={"status": "FAILED"})
-    cut = make_run(tmp_path / "cut", result={"loadgen_result": "VALID"})
+    cut = make_run(tmp_path / "cut", result=whole)
     (cut / "result.json").write_text("{")
-    assert [finished(path) for path in (failed, cut, tmp_path / "none")] == [None] * 3
+    damage: tuple[dict[str, Any], ...] = (
+        {"tokens_per_second": "x"},
+        {"samples_per_second": "x"},
+        {"tpot_ms": 7},
+        {"tpot_ms": {"mean": "x"}},
+        {"ttft_ms": {"p99": []}},
+    )
+    damaged = [make_run(tmp_path / f"damaged-{i}", result=whole | one) for i, one in enumerate(damage)]
+    assert {finished(path) for path in (failed, cut, tmp_path / "none", *damaged)} == {None}
 
 
 def test_the_front_has_what_nothing_beats() -> None:

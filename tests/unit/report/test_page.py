@@ -212,7 +212,12 @@ def other(path: Path) -> None:
     path.write_text(re.sub(r"(?<=[ \[])-?\d[\d.]*", '"x"', path.read_text()))
 
 
-@pytest.mark.parametrize("damage", [gone, cut, garbage, other])
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [gone, cut, garbage, other, folder])
 @pytest.mark.parametrize("name", FILES)
 def test_a_broken_file_is_named_and_the_rest_is_shown(
     run: Path, name: str, damage: Callable[[Path], None]
@@ -240,6 +245,36 @@ def test_a_killed_run_has_a_page(tmp_path: Path) -> None:
         "plan.json is missing",
     ):
         assert part in said
+
+
+def test_a_run_killed_with_rank_0_shows_what_it_had_written(run: Path) -> None:
+    """No outcome and no telemetry: what ran, what instances computed, and the latencies of `requests.bin`."""
+    for name in ("result.json", "telemetry.json"):
+        (run / name).unlink()
+    said = words(write_page(run))
+    for part in (
+        "no outcome",
+        "llama2-70b · Offline · aggregated · core torch · 3 ranks",
+        "result.json is missing",
+        "The plan",
+        "Tokens generated",
+        "Time to first token",
+    ):
+        assert part in said
+    assert "bottleneck" not in said
+    charts = {one["name"]: one for one in json.loads(embedded((run / "report.html").read_text()))["charts"]}
+    # The longest of the two first tokens, and the time of 8 tokens in 4 s.
+    assert charts["cdf-ttft"]["x"][-1] == pytest.approx(1000)
+    assert charts["cdf-tpot"]["x"][-1] == pytest.approx(500)
+
+
+def test_the_plan_marks_the_rank_that_failed(run: Path) -> None:
+    result = json.loads((run / "result.json").read_text())
+    failures = [{"rank": 2, "cause": "the process has ended"}]
+    write(run / "result.json", result | {"status": "FAILED", "phase": "test", "failures": failures})
+    said = words(write_page(run))
+    assert "Failed: generation 1" in said and "generation 1 rank 2 failed" in said
+    assert "bottleneck" not in said
 
 
 def test_a_run_that_failed_in_its_test_says_that_it_has_no_lanes(run: Path) -> None:

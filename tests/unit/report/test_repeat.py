@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from mpillm import cli
 from mpillm.config.options import parse_run
 from mpillm.report.repeat import options_again, said_options
 from mpillm.report.run_environment import describe_environment, differences
+from tests.helpers.run_directories import make_run
 
 WORDS = ["--core_type", "dummy", "--core_options", "a:1", "--scenarios", "Server"]
 WORDS += ["--server_target_qps", "5.0", "--seed", "3"]
@@ -113,6 +115,23 @@ def test_damaged_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["certify", str(run)]) == 2
     assert "no result of LoadGen, so there is nothing to certify" in capsys.readouterr().err
     assert cli.main(["rerun", str(tmp_path / "none")]) == 2
+
+
+def test_figures_that_are_none_are_not_certified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said before the test runs again."""
+    result: dict[str, Any] = {"loadgen_result": "VALID", "samples": 9, "tokens": 9, "samples_per_second": 1.0}
+    damaged: tuple[dict[str, Any], ...] = (
+        {"tokens": "x"},
+        {"samples": []},
+        {"ttft_ms": {"p50": "x"}},
+        {"samples_per_second": {}},
+    )
+    for i, damage in enumerate(damaged):
+        run = make_run(tmp_path / f"{i}", result=result | damage)
+        assert cli.main(["certify", str(run)]) == 2
+        said = capsys.readouterr()
+        assert f"{run}: damaged" in said.err or "nothing to certify" in said.err
+        assert said.out == ""
 
 
 def test_environments_are_compared() -> None:

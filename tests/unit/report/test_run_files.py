@@ -57,6 +57,16 @@ def test_a_killed_run_misses_no_machines(tmp_path: Path) -> None:
     assert not any("machines" in line for line in RunFiles.read(path).missing)
 
 
+def test_lines_of_loadgens_log_that_are_no_entries_are_passed_over(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", result={"loadgen_result": "VALID"})
+    whole = RunFiles.read(path).detail
+    bad = ('{"key": {}, "value": 1}', '{"key": "x"}', '{"value": 1}', "[1]", "7", "[" * 100_000, "{")
+    with (path / "mlperf_log_detail.txt").open("a") as log:
+        log.writelines(f":::MLLOG {text}\n" for text in bad)
+        log.write(':::MLLOG {"key": "last", "value": 1, "metadata": []}\n')
+    assert RunFiles.read(path).detail == whole | {"last": 1}
+
+
 @pytest.mark.parametrize("made", ["nothing", "a file", "an empty folder"])
 def test_what_is_no_run_is_refused(tmp_path: Path, made: str) -> None:
     path = tmp_path / "x"
