@@ -2,7 +2,8 @@
 
 What is left is the clients' cost and the server's. Beside each rate stand the cores that both used, and what
 limits it, as far as that shows. One instance of a Python model hands over one response at a time, and waits
-for the server each time, so there are several, for all clients alike.
+for the server each time, so there are several, for all clients alike. perf_analyzer, where it is given, asks
+in the same turns.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from launch.children import Child, Children
 from launch.servers import Servers, check_ports
 from launch.tritonserver import Ports, find_tritonserver, read_repositories, triton_server
 from mpillm.bench.busy import Busy, cores, median, thread_times
+from mpillm.bench.perf_analyzer import analyze
 from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
 from mpillm.fields import Field, positive
@@ -39,18 +41,23 @@ from mpillm.fields import Field, positive
 _DEADLINE_S = 300.0
 _PLAIN = "one tritonclient object"
 _TOGETHER = 2
+_CLIENTS = 8  # of one frontend: the server answers each stream one response at a time
+_AT_ONCE = (64, 256)  # requests open, of perf_analyzer
 
 
 class Options(Values):
     """Options of ``bench triton``."""
 
-    requests = Field("requests", "of a run", positive, default=6000, group="benchmark")
+    requests = Field("requests", "of a run", positive, default=12000, group="benchmark")
     input_len = Field("input_len", "prompt tokens", positive, default=128, group="benchmark")
     output_len = Field("output_len", "answer tokens", positive, default=16, group="benchmark")
     frontends = Field("frontends", "most frontends of triton_grpc", positive, default=2, group="benchmark")
     instances = Field("instances", "of the model", positive, default=2, group="benchmark")
     repeats = Field("repeats", "of all; the median is printed", positive, default=3, group="benchmark")
     tritonserver = Field("tritonserver", "the program [default: as of run-llm-server]", group="benchmark")
+    perf_analyzer = Field(
+        "perf_analyzer", "Triton's load generator, to measure in the same turns", group="benchmark"
+    )
 
 
 DESCRIPTION = (
@@ -81,15 +88,21 @@ def main(config: Options) -> int:
             f"{_PLAIN}, async_stream_infer": partial(_async_stream_infer, config, url, model),
             f"{_TOGETHER} of them in {_TOGETHER} processes": partial(_together, config, url, model),
         }
+        if config.perf_analyzer:
+            for n in _AT_ONCE:
+                ways[f"perf_analyzer, {n} at once"] = partial(_perf_analyzer, config, url, model, n)
+        ways["triton_grpc, 1 frontend, 1 client"] = partial(_ours, config, url, 1, 1)
         for n in range(1, config.frontends + 1):
-            ways[f"triton_grpc, {n} frontend{'s' if n > 1 else ''}"] = partial(_ours, config, url, n)
+            name = f"triton_grpc, {n} frontend{'s' if n > 1 else ''}, {_CLIENTS * n} clients"
+            ways[name] = partial(_ours, config, url, n, _CLIENTS)
         for i in range(config.repeats):
             for name, way in ways.items():
                 print(f"{name}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
-                before = _times(server)
+                before, executed = _times(server), _executed_s(url, model)
                 asked = way()
                 used = cores(before, _times(server), asked.seconds)
-                busy = Busy(*used, sum(asked.cores), max(asked.cores))
+                executed = (_executed_s(url, model) - executed) / asked.seconds / config.instances
+                busy = Busy(*used, sum(asked.cores), max(asked.cores), min(1.0, executed))
                 found[name].append(_Rate(asked.n / asked.seconds, busy))
     print(
         f"a model of zero cost behind Triton, {config.input_len} tokens in, {config.output_len} out;"
@@ -159,6 +172,16 @@ def _free_ports(n: int) -> list[int]:
 def _times(server: psutil.Process) -> dict[int, float]:
     """Return the processor time of the threads of the server and its models' processes so far."""
     return thread_times([server, *server.children(recursive=True)])
+
+
+def _executed_s(url: str, model: str) -> float:
+    """Return for how long the model's instances have had requests so far, all together."""
+    import tritonclient.grpc as grpcclient
+
+    with grpcclient.InferenceServerClient(url) as client:
+        (statistics_,) = client.get_inference_statistics(model).model_stats
+    parts = ("compute_input", "compute_infer", "compute_output")
+    return float(sum(getattr(one, part).ns for one in statistics_.batch_stats for part in parts)) / 1e9
 
 
 def _inputs(input_len: int, output_len: int) -> list[Any]:
@@ -240,11 +263,18 @@ def _plain(
     return _Asked(n, seconds, [used])
 
 
-def _ours(config: Options, url: str, frontends: int) -> _Asked:
+def _perf_analyzer(config: Options, url: str, model: str, at_once: int) -> _Asked:
+    assert config.perf_analyzer is not None
+    found = analyze(config.perf_analyzer, url, model, config.input_len, config.output_len, at_once)
+    return _Asked(round(found.per_second * found.seconds), found.seconds, [found.cores])
+
+
+def _ours(config: Options, url: str, frontends: int, clients: int) -> _Asked:
     """Offline through LoadGen; the time is the test's own."""
     options = {
         "core_type": "triton_grpc",
         "triton_server_urls": url,
+        "triton_num_clients_per_frontend": clients,
         "scenarios": "Offline",
         "dataset": "synthetic",
         "num_samples": 2048,

@@ -19,6 +19,7 @@ class Busy(NamedTuple):
     server_thread: float  # the busiest of theirs
     clients: float
     client: float  # the busiest process of theirs, which runs Python in one thread at a time
+    instances: float = 0.0  # part of the time in which the server's model instances had requests, on average
 
     def limit(self, n_cores: int) -> str:
         """Return what keeps the rate from growing, as far as processor time tells."""
@@ -28,9 +29,12 @@ class Busy(NamedTuple):
             return f"the server: one of its threads uses {self.server_thread:.2f} of a core"
         if self.client >= _BUSY:
             return f"the clients: a process uses {self.client:.2f} of a core"
+        if self.instances >= _BUSY:
+            return f"the server: its model's instances have requests {100 * self.instances:.0f} % of the time"
         return (
-            "waits: no thread of the server and no client is busy all the time"
-            f" ({self.server_thread:.2f} and {self.client:.2f} of a core)"
+            f"waits: of a core the server's busiest thread uses {self.server_thread:.2f}, a client"
+            f" {self.client:.2f}; its model's instances have requests {100 * self.instances:.0f} % of the"
+            " time"
         )
 
 

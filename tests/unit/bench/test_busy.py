@@ -13,7 +13,11 @@ from mpillm.bench.busy import Busy, cores, median, rank_cores
         (Busy(1.0, 0.5, 0.8, 0.8), "the machine: server and clients use 1.80 of 2 cores"),
         (Busy(1.0, 0.9, 0.1, 0.1), "the server: one of its threads uses 0.90 of a core"),
         (Busy(0.3, 0.3, 1.0, 0.95), "the clients: a process uses 0.95 of a core"),
-        (Busy(0.4, 0.3, 0.2, 0.1), "waits: .* (0.30 and 0.10 of a core)"),
+        (Busy(0.4, 0.3, 0.2, 0.1, 0.9), "the server: its model's instances have requests 90 % of the time"),
+        (
+            Busy(0.4, 0.3, 0.2, 0.1, 0.5),
+            "waits: .* uses 0.30, a client 0.10; .* have requests 50 % of",
+        ),
     ],
 )
 def test_the_limit(busy: Busy, says: str) -> None:
