@@ -71,7 +71,7 @@ class RankControl:
         self.sees_rank0 = False  # so its process id means something here
         self._lifeline: Lifeline | None = None
         self._rank0_heard = self._rank0_checked = time.monotonic()
-        self._next_look = 0.0
+        self._next_look = self._check_at = 0.0
         self.gone_on_without: list[Lost] = []
         self.on_lost: Callable[[Lost], None] = lambda lost: None
         RELEASE.handle(transport, self._on_release)
@@ -88,12 +88,21 @@ class RankControl:
         if self.watch.phase == "test":
             self._next_look = now + _LOOK_INTERVAL_S
         worked = self.transport.dispatch()
-        if now - self._rank0_checked > CHECK_INTERVAL_S:
+        if now >= self._check_at:
+            self._check_at = now + CHECK_INTERVAL_S
             away, self._rank0_checked = now - self._rank0_checked, now
             self._rank0_heard += away if away > 1 else 0.0  # its beats of that time are still unread
             if cause := self.rank0_lost():
                 raise RunError(Failure(cause, 0, code=ExitCode.INSTANCE_LOST))
         return worked
+
+    def watched_pids(self) -> list[int] | None:
+        """Return the processes that `poll` looks after; None if one of them can't be seen from here."""
+        return [self.rank0.pid] if self.rank0 is not None and self.sees_rank0 else None
+
+    def check_soon(self) -> None:
+        """Look after them at the next `poll`: one has ended."""
+        self._check_at = 0.0
 
     def joined(self, rank0: Rank0At) -> None:
         """Begin to look whether rank 0 is there."""

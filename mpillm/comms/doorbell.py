@@ -2,12 +2,14 @@
 
 MPI carries every message; a bell only says "look". It is a datagram socket in Linux's abstract namespace: it
 leaves no file, and ranks hear each other if they share a network namespace, as those of one node do unless
-containers separate them. A rank that one of its peers cannot reach polls instead.
+containers separate them. A rank that one of its peers cannot reach polls instead. The end of a process rings,
+too, where Linux has pidfds (5.3).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import time
@@ -17,7 +19,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_LONGEST_SLEEP_S = 0.1  # what a bell that nobody rang can cost
+# What a bell that nobody rang can cost: MPI may need its sender's help for a message, and show it too late.
+_SHORT_SLEEP_S = 0.1  # where somebody has rung in the last second, or the end of a process does not ring
+_LONG_SLEEP_S = 0.5
+_AWAKE_S = 1.0
+_RING, _BEAT = b"!", b"-"
 
 
 class Doorbell:
@@ -28,6 +34,9 @@ class Doorbell:
         self._run = ""
         self._rank = -1
         self._within_reach: frozenset[int] = frozenset()
+        self._ends: select.epoll | None = None
+        self._on_end: Callable[[], None] = lambda: None
+        self._awake_until = 0.0
         self.heard = False
         """Whether everybody who sends something to this rank rings its bell."""
 
@@ -51,6 +60,22 @@ class Doorbell:
             peers = set(peers) - {self._rank}
             self.heard = peers <= self._within_reach and all(self._reaches(peer) for peer in peers)
 
+    def hear_ends(self, pids: Iterable[int], on_end: Callable[[], None]) -> None:
+        """Wake from `sleep` when one of these processes ends, too, and call `on_end` then.
+
+        Where the system can't tell, sleeps stay short, so that somebody can look whether they run.
+        """
+        opened: list[int] = []
+        try:
+            opened.extend(map(os.pidfd_open, pids))
+        except (AttributeError, OSError):  # not Linux, or a sandbox; or one has ended already
+            for fd in opened:
+                os.close(fd)
+            return
+        self._ends, self._on_end = select.epoll(), on_end
+        for fd in opened:
+            self._ends.register(fd, select.EPOLLIN)
+
     def ringer(self, comm: MPI.Intracomm) -> Callable[[int], None]:
         """Return a function that rings by rank of `comm`."""
         from mpi4py import MPI
@@ -68,16 +93,19 @@ class Doorbell:
             if (name := names[dest]) is not None:
                 # It rings already: as many bells wait there as fit. Or its rank has gone.
                 with contextlib.suppress(OSError):
-                    bell.sendto(b"!", name)
+                    bell.sendto(_RING, name)
 
         return ring
 
-    def ring_own(self) -> None:
-        """Wake this rank's main thread: there is work for it, or another thread has been inside MPI, which
-        can keep a look from seeing a message."""
+    def ring_own(self, *, beat: bool = False) -> None:
+        """Wake this rank's main thread: there is work for it.
+
+        `beat`: or only this, that the thread of the heartbeat has been inside MPI, which can keep a look from
+        seeing a message.
+        """
         if self._socket is not None:
             with contextlib.suppress(BlockingIOError):
-                self._socket.sendto(b"!", self._name(self._rank))
+                self._socket.sendto(_BEAT if beat else _RING, self._name(self._rank))
 
     def sleep(self, seconds: float) -> bool:
         """Sleep until the bell rings, at most `seconds`; return whether it rang.
@@ -85,14 +113,30 @@ class Doorbell:
         Then look for messages: one that is sent from now on rings again.
         """
         if self._socket is None:
-            time.sleep(min(seconds, _LONGEST_SLEEP_S))
+            time.sleep(min(seconds, _SHORT_SLEEP_S))
             return False
-        if not select.select([self._socket], [], [], min(seconds, _LONGEST_SLEEP_S))[0]:
-            return False
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._socket.recv(1)
-        return True
+        bells: list[socket.socket | select.epoll] = [self._socket]
+        longest_s = _SHORT_SLEEP_S
+        if self._ends is not None:
+            bells.append(self._ends)
+            if time.monotonic() > self._awake_until:
+                longest_s = _LONG_SLEEP_S
+        rung = select.select(bells, [], [], min(seconds, longest_s))[0]
+        if self._socket in rung:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    if self._socket.recv(1) == _RING:
+                        self._awake_until = time.monotonic() + _AWAKE_S
+        if self._ends in rung:
+            self._take_ends()
+        return bool(rung)
+
+    def _take_ends(self) -> None:
+        assert self._ends is not None
+        for ended, _ in self._ends.poll(0):
+            self._ends.unregister(ended)
+            os.close(ended)
+        self._on_end()
 
     def _name(self, rank: int) -> bytes:
         return f"\0mpillm-{self._run}-{rank}".encode()
@@ -100,7 +144,7 @@ class Doorbell:
     def _reaches(self, rank: int) -> bool:
         assert self._socket is not None
         try:
-            self._socket.sendto(b"!", self._name(rank))
+            self._socket.sendto(_RING, self._name(rank))
         except BlockingIOError:
             return True
         except OSError:

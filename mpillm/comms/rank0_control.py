@@ -95,6 +95,7 @@ class Rank0Control:
         self._settled_at = 0.0
         self._ends = False  # whether the run does, with a failure
         self._checked = time.monotonic()
+        self._check_at = self._checked + CHECK_INTERVAL_S
         self._byes: set[int] = {0}
         self._by_pids: dict[str, list[int]] = {}  # ranks that have joined, by `RankState.pids`
         self._nobody_silent_until = 0.0
@@ -113,8 +114,9 @@ class Rank0Control:
     def poll(self) -> bool:
         """Check deadlines and heartbeats. Raises RunError if the run can't go on."""
         now = time.monotonic()
-        if now - self._checked < CHECK_INTERVAL_S and len(self.cut()) == self._seen_cut:
+        if now < self._check_at and len(self.cut()) == self._seen_cut:
             return False
+        self._check_at = now + CHECK_INTERVAL_S
         self._seen_cut = len(self.cut())
         away, self._checked = now - self._checked, now
         if away > 1:
@@ -134,6 +136,14 @@ class Rank0Control:
         if now - self.phase_started > deadline and not self._failures:
             raise RunError(*self._late(deadline))
         return False
+
+    def watched_pids(self) -> list[int] | None:
+        """Return the processes that `poll` looks after; None if one of them can't be seen from here."""
+        return [state.pid for state in self.ranks[1:]] if all(map(self._sees, self.ranks)) else None
+
+    def check_soon(self) -> None:
+        """Look after them at the next `poll`: one has ended."""
+        self._check_at = 0.0
 
     def label(self, plan: WorldPlan) -> None:
         """Describe ranks by their roles in `plan` from now on."""

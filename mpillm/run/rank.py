@@ -136,6 +136,7 @@ class Rank:
         if not self._serves or self._watch.phase != "test" or self._drain_asked:
             return False
         self._drain_asked = True
+        self._doorbell.ring_own()
         return self._rank0 is None or self._rank0.session is None or self._rank0.session.drain()
 
     def _phases(self) -> tuple[int, Communicators]:
@@ -213,6 +214,9 @@ class Rank:
             raise RunError(Failure(f"{error.filename or setup.log_dir}: {error.strerror}")) from error
         node = ranks[self.rank].node
         self._doorbell.hang(setup.token, self.rank, (rank.rank for rank in ranks if rank.node == node))
+        control = self._rank0.control if self._rank0 else self._control
+        if (pids := control.watched_pids()) is not None:
+            self._doorbell.hear_ends(pids, control.check_soon)
         self._senders = senders_to(self.rank, setup.plan)
         self._control.transport.outlives_others = setup.outlives_losses
         self._control.transport.ring_with(self._doorbell)
@@ -284,7 +288,7 @@ class Rank:
                 self._beats.send(dest, BEAT.tag, written)
         with contextlib.suppress(MPI.Exception):
             self._beats.reap()
-        self._doorbell.ring_own()
+        self._doorbell.ring_own(beat=True)
 
 
 def _process_age_s() -> float:

@@ -156,7 +156,8 @@ def test_dispatch_is_bounded(comm: MPI.Intracomm) -> None:
 def test_a_message_wakes_a_rank_that_sleeps(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank sleeps until the one before it has sent something, small or large."""
     n_rounds = 20
-    monkeypatch.setattr(doorbell, "_LONGEST_SLEEP_S", 20.0)
+    for name in ("_SHORT_SLEEP_S", "_LONG_SLEEP_S"):
+        monkeypatch.setattr(doorbell, name, 20.0)
     bell = doorbell.Doorbell()
     bell.hang(comm.bcast(secrets.token_hex(8)), comm.rank, range(comm.size))
     comm.Barrier()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
+import subprocess
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +22,8 @@ SEVERAL = 10_000  # more than a socket keeps
 
 @pytest.fixture(autouse=True)
 def _no_other_way_to_wake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorbell, "_LONGEST_SLEEP_S", 120.0)
+    monkeypatch.setattr(doorbell, "_SHORT_SLEEP_S", 120.0)
+    monkeypatch.setattr(doorbell, "_LONG_SLEEP_S", 120.0)
 
 
 @pytest.fixture
@@ -78,6 +81,49 @@ def test_a_name_that_is_taken(hung: Callable[..., Doorbell]) -> None:
     again.try_all(set())
     assert not again.heard
     again.ring_own()
+
+
+def test_the_end_of_a_process_wakes_it_once(hung: Callable[..., Doorbell]) -> None:
+    mine, ended = hung(0), []
+    with subprocess.Popen(["sleep", "120"]) as first, subprocess.Popen(["sleep", "120"]) as second:
+        mine.hear_ends([first.pid, second.pid], lambda: ended.append(1))
+        assert not mine.sleep(0.001)
+        # Not waited for: a zombie has ended, too.
+        threading.Timer(0.05, first.kill).start()
+        assert mine.sleep(math.inf)
+        assert ended == [1]
+        assert not mine.sleep(0.001)
+        second.kill()
+        assert mine.sleep(math.inf)
+        assert ended == [1, 1]
+
+
+def test_a_rank_that_can_not_hear_an_end_sleeps_shortly(
+    hung: Callable[..., Doorbell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that its control looks often; one that hears it is woken by nothing else here."""
+    monkeypatch.setattr(doorbell, "_SHORT_SLEEP_S", 0.001)
+    mine = hung(0)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    mine.hear_ends([os.getpid(), ended.pid], lambda: None)
+    assert not mine.sleep(math.inf)
+
+
+def test_a_rank_that_is_asked_things_sleeps_shortly(
+    hung: Callable[..., Doorbell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bell may be rung too early for its message to be seen. A rank at rest has only its heartbeat."""
+    monkeypatch.setattr(doorbell, "_SHORT_SLEEP_S", 0.001)
+    monkeypatch.setattr(doorbell, "_AWAKE_S", 120.0)
+    mine = hung(0)
+    mine.hear_ends([os.getpid()], lambda: None)
+    for _ in range(2):
+        threading.Timer(0.05, mine.ring_own, kwargs={"beat": True}).start()
+        assert mine.sleep(math.inf)
+    mine.ring_own()
+    assert mine.sleep(math.inf)
+    assert not mine.sleep(math.inf)
 
 
 def test_bells_that_do_not_hang() -> None:
