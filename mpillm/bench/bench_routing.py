@@ -80,15 +80,20 @@ def main(config: Options) -> int:
         print(f"  {what}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
 
     lengths = (str(config.input_len), str(config.output_len))
-    offline, ceilings = [], []
+    offline: list[dict[str, Any]] = []
+    ceilings: dict[str, list[float]] = {"plain": [], "fast": []}
     for i in range(config.repeats):
         say("Offline", i)
         offline.append(run("--min_query_count", str(config.offline_samples)))
-        ceilings += _child("empty_system", str(config.offline_samples), lengths[1])
+        for sut, ceiling in ceilings.items():
+            ceiling.extend(_child("empty_system", str(config.offline_samples), lengths[1], sut))
+    rates = [r["samples_per_second"] for r in offline]
     rows = [
-        ("Offline", "samples/s", [r["samples_per_second"] for r in offline]),
-        ("", "LoadGen alone, samples/s", ceilings),
-        ("", "part of LoadGen alone", _ratios([r["samples_per_second"] for r in offline], ceilings)),
+        ("Offline", "samples/s", rates),
+        ("", "LoadGen alone, samples/s", ceilings["plain"]),
+        ("", "part of LoadGen alone", _ratios(rates, ceilings["plain"])),
+        ("", "LoadGen's fast SUT alone", ceilings["fast"]),
+        ("", "part of LoadGen's fast SUT", _ratios(rates, ceilings["fast"])),
         ("", "messages per request", [r["route"]["messages"] / r["samples"] for r in offline]),
         ("", "bytes per request, all hops", [r["route"]["message_bytes"] / r["samples"] for r in offline]),
     ]
@@ -125,7 +130,8 @@ def main(config: Options) -> int:
         wait = f"ttft_ms:{config.idle_s * 1000:g}"
         idle.append(run("--scenarios", "SingleStream", "--min_query_count", "1", "--core_options", wait))
     rows += [
-        ("idle", "busiest rank, % of a core", [100 * max(r["cpu_cores"]) for r in idle]),
+        ("idle", "busiest rank, % of a core", [100 * max(r["cpu_cores"][1:], default=0.0) for r in idle]),
+        ("", "harness with LoadGen, % of a core", [100 * r["cpu_cores"][0] for r in idle]),
         ("start", "last rank's start to ready, s", starts),
     ]
     print(

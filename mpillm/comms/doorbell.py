@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # What a bell that nobody rang can cost: MPI may need its sender's help for a message, and show it too late.
-_SHORT_SLEEP_S = 0.1  # where somebody has rung in the last second, or the end of a process does not ring
-_LONG_SLEEP_S = 0.5
+_SHORT_SLEEP_S = 0.1
+_LONG_SLEEP_S = 0.25  # of a rank that may rest, hears the ends of processes, and was not rung for _AWAKE_S
 _AWAKE_S = 1.0
 _RING, _BEAT = b"!", b"-"
 
@@ -39,6 +39,8 @@ class Doorbell:
         self._awake_until = 0.0
         self.heard = False
         """Whether everybody who sends something to this rank rings its bell."""
+        self.may_rest = False
+        """Whether what comes without a ring, heartbeats, is looked for less often."""
 
     def hang(self, run: str, rank: int, within_reach: Iterable[int]) -> None:
         """Listen from now on. `run`: unique to the run; `within_reach`: the ranks of this rank's node."""
@@ -119,7 +121,7 @@ class Doorbell:
         longest_s = _SHORT_SLEEP_S
         if self._ends is not None:
             bells.append(self._ends)
-            if time.monotonic() > self._awake_until:
+            if self.may_rest and time.monotonic() > self._awake_until:
                 longest_s = _LONG_SLEEP_S
         rung = select.select(bells, [], [], min(seconds, longest_s))[0]
         if self._socket in rung:

@@ -133,8 +133,9 @@ class Batch:
 
     def pack(self) -> Buffer:
         """Return the batch as one buffer for the wire."""
-        parts = (_HEADER.pack(len(self.rows), len(self.tokens)), self.rows.tobytes(), self.tokens.tobytes())
-        return np.frombuffer(b"".join(parts), np.uint8)
+        header = _HEADER.pack(len(self.rows), len(self.tokens))
+        # The tokens of a large batch are copied once: a second copy would need fresh pages each time.
+        return np.frombuffer(b"".join((header, self.rows.tobytes(), self.tokens.data)), np.uint8)
 
     @staticmethod
     def unpack(buffer: Buffer, dtype: np.dtype[np.void]) -> Batch:

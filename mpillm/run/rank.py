@@ -149,6 +149,8 @@ class Rank:
 
     def _phase(self, phase: Phase, report: Callable[[], Any] | None = None) -> Any:
         def work() -> None:
+            # In other phases rank 0 says where a rank is stuck, a moment after its heartbeat has told.
+            self._doorbell.may_rest = phase == "test"
             if phase == "test":
                 # Objects made at start-up live to the end: no collection during the test need visit them.
                 gc.freeze()

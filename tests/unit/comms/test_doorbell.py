@@ -104,6 +104,7 @@ def test_a_rank_that_can_not_hear_an_end_sleeps_shortly(
     """So that its control looks often; one that hears it is woken by nothing else here."""
     monkeypatch.setattr(doorbell, "_SHORT_SLEEP_S", 0.001)
     mine = hung(0)
+    mine.may_rest = True
     with subprocess.Popen(["true"]) as ended:
         pass
     mine.hear_ends([os.getpid(), ended.pid], lambda: None)
@@ -117,12 +118,18 @@ def test_a_rank_that_is_asked_things_sleeps_shortly(
     monkeypatch.setattr(doorbell, "_SHORT_SLEEP_S", 0.001)
     monkeypatch.setattr(doorbell, "_AWAKE_S", 120.0)
     mine = hung(0)
+    mine.may_rest = True
     mine.hear_ends([os.getpid()], lambda: None)
     for _ in range(2):
         threading.Timer(0.05, mine.ring_own, kwargs={"beat": True}).start()
         assert mine.sleep(math.inf)
     mine.ring_own()
     assert mine.sleep(math.inf)
+    assert not mine.sleep(math.inf)
+    monkeypatch.setattr(doorbell, "_AWAKE_S", 0.0)
+    mine.ring_own()
+    assert mine.sleep(math.inf)
+    mine.may_rest = False
     assert not mine.sleep(math.inf)
 
 
