@@ -9,30 +9,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from disagg.errors import ConfigError
-from mpillm.bench.core_model_load import (
-    Request,
-    Target,
-    arrival_times,
-    lengths,
-    over_grpc,
-    over_http,
-)
 from mpillm.bench.core_model_report import statistics_of, table
 from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
-from mpillm.configurator.parsers import boolean
-from mpillm.cores.triton_grpc.triton_ready import TritonError
+from mpillm.configurator.parsers import boolean, shell_words
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.fields import Field, not_negative, positive, seconds
 from mpillm.files import write_json
-from mpillm.triton_client.end_to_end import PORTS, WARM_UPS
 from mpillm.triton_client.prompts_file import TOKENS_PER_WORD, read_prompts
+
+if TYPE_CHECKING:
+    from mpillm.bench.core_model_load import Request
 
 WORKLOADS = ("dataset", "token_norm_dist")
 
@@ -110,6 +103,13 @@ class Options(Values):
         group="benchmark",
     )
     model_path = Field("model_path", "the model, with -i mpi", group="benchmark")
+    run_options = Field(
+        "run_options",
+        "more options of run, as one text, with -i mpi",
+        shell_words,
+        default=(),
+        group="benchmark",
+    )
     ranks = Field("ranks", "ranks of the run, with -i mpi", positive, default=3, group="benchmark")
     seed = Field("seed", "seed of lengths, tokens and arrivals", positive, default=420, group="benchmark")
     result_filename = Field("result_filename", "write the numbers as JSON to this file", group="benchmark")
@@ -145,6 +145,15 @@ def main(config: Options) -> int:
         raise ConfigError(f"bench core-model needs one of {', '.join(WORKLOADS)}", about=["workload"])
     if config.protocol == "mpi":
         return _through_mpi(config)
+    try:  # here, since -i mpi needs none of it
+        from mpillm.bench.core_model_load import Target, arrival_times, over_grpc, over_http
+        from mpillm.cores.triton_grpc.triton_ready import TritonError
+        from mpillm.triton_client.end_to_end import PORTS, WARM_UPS
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"bench core-model needs the package '{error.name}': pip install 'mpillm[triton]'"
+        ) from error
+
     random = np.random.default_rng(config.seed)
     requests = _requests(config, random)
     due = arrival_times(len(requests), config.request_rate, config.time_delay_dist == "constant", random)
@@ -180,6 +189,8 @@ def _show(config: Options, found: dict[str, Any]) -> None:
 
 
 def _requests(config: Options, random: np.random.Generator) -> list[Request]:
+    from mpillm.bench.core_model_load import Request, lengths
+
     longest = config.max_input_len or sys.maxsize
     if config.workload == "token_norm_dist":
         inputs = lengths(config.input_mean, config.input_stdev, config.num_requests, random)
@@ -231,7 +242,9 @@ def _through_mpi(config: Options) -> int:
     if config.concurrency:
         values["max_batch_size"] = config.concurrency
     result = run_once(
-        config.ranks, *(word for name, value in values.items() for word in (f"--{name}", str(value)))
+        config.ranks,
+        *(word for name, value in values.items() for word in (f"--{name}", str(value))),
+        *config.run_options,
     )
     latency = result["latency_ms"]
     found = {

@@ -171,7 +171,7 @@ class TorchCore(LLMCore):
             c.max_batch_size,
             dummy=dummy,
             device=f"cuda:{c.device or 0}",
-            shares_rows=c.options.get(CUSTOM_ALL_REDUCE, False),
+            shares_rows=c.options.get(CUSTOM_ALL_REDUCE, True),
         )
 
     def run_health_check(self) -> None:

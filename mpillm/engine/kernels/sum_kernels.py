@@ -1,9 +1,12 @@
 """A sum over the GPUs of a TP group, its residual and its norm, in one Triton kernel over NVLink.
 
-One shot: each rank puts its part of a row where all can read it, says so, waits for the others, and adds
-every rank's part itself, in the order of the ranks, so that all have the same sum. A program has every
-`PROGRAMS`th row on all ranks, and waits only for the same program there. It has two places for a row, which
-take turns: who writes one for the second time knows that all have read it, since they have put the next row.
+One shot: each rank adds all ranks' parts of a row itself, in the order of the ranks, so that all have the
+same sum. Of few rows it writes its part into the others' rooms, each number in a word with the turn, and who
+waits looks at the words: they double the bytes and save the way back of a read (NCCL's protocol LL does so,
+too). Of more rows it leaves its part in its own room, says so by a flag, and reads the others': written, they
+took as long or longer. A program has every `PROGRAMS`th row on all ranks, and waits only for the same program
+there. A row has two places, which take turns: who writes one for the second time knows that all have read it,
+since they have put the next row.
 """
 
 from __future__ import annotations
@@ -15,77 +18,136 @@ from torch import Tensor
 
 from mpillm.engine.kernels.fp8_kernels import load_scaled, new_rounded, parts_of, store_rounded
 from mpillm.engine.model.ops import Rounded, Unscaled
-from mpillm.engine.parallel.shared_rows import PROGRAMS, SharedRows
+from mpillm.engine.parallel.shared_rows import FEW_ROWS, PROGRAMS, SharedRows
 
 _MOST_LOOKS = tl.constexpr(1 << 28)  # for another rank, some minutes
 _LARGEST = tl.constexpr(448.0)  # fp8 number
 
 
 @triton.jit
-def _flag(addresses, rank, program, of, RANKS: tl.constexpr):
-    """Return where `rank` reads the turn that program `program` of rank `of` has reached."""
-    return tl.load(addresses + rank).to(tl.pointer_type(tl.int32)) + program * RANKS + of
+def _end_if_gone(looks):
+    """End this process's work with an error if another rank has not come after so many looks."""
+    if looks == _MOST_LOOKS:
+        tl.inline_asm_elementwise(
+            "trap; mov.u32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
-def _row_of(addresses, rank, turn, row, n_rows, width, x, PROGRAMS: tl.constexpr, RANKS: tl.constexpr):
-    """Return where the row that `rank` has put in this turn begins."""
-    first = (tl.load(addresses + rank) + 4 * PROGRAMS * RANKS).to(x.dtype)
-    return first + ((turn & 1) * n_rows + row).to(tl.int64) * width
+def _place(room, turn, row, n_rows, width):
+    """Return where a row of this turn lies in `room`, [2, n_rows, width]."""
+    return tl.multiple_of(room + ((turn & 1) * n_rows + row).to(tl.int64) * width, 16)
 
 
-@triton.jit(do_not_specialize=["rank", "n_rows", "n"])
-def _sum_add_norm(
-    out, scales, x, part, row_scales, column_scales, weight, addresses, turns, rank, n_rows, n, width, eps,
-    UNSCALED: tl.constexpr, ROUNDS: tl.constexpr, PROGRAMS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+@triton.jit
+def _sum_of_words(
+    put, row, turn, addresses, rank, width, column, real,
+    FLAGS: tl.constexpr, FEW_ROWS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    real = column < width
-    n_rounds = tl.cdiv(n - program, PROGRAMS)
-    turn = tl.load(turns + program) + 1
-    for i in range(n_rounds):
-        row = program + i * PROGRAMS
-        put = load_scaled(part, row_scales, column_scales, row.to(tl.int64), width, column, real, UNSCALED)
-        to = _row_of(addresses, rank, turn, row, n_rows, width, x, PROGRAMS, RANKS)
-        tl.store(tl.multiple_of(to + column, 16), put.to(x.dtype.element_ty), mask=real)
+    """Send `put` (a row of 16-bit floats), in the low halves of words; return the sum of all ranks' rows."""
+    own = (turn << 16) | (put.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+    for other in tl.static_range(RANKS):
+        if other != rank:
+            words = tl.load(addresses + other).to(tl.pointer_type(tl.int32)) + FLAGS
+            tl.store(
+                _place(words, turn, rank * FEW_ROWS + row, RANKS * FEW_ROWS, width) + column, own, mask=real
+            )
+    total = tl.zeros(put.shape, tl.float32)
+    words = tl.load(addresses + rank).to(tl.pointer_type(tl.int32)) + FLAGS
+    for other in tl.static_range(RANKS):
+        got = own
+        if other != rank:
+            place = _place(words, turn, other * FEW_ROWS + row, RANKS * FEW_ROWS, width) + column
+            got = tl.load(place, mask=real, other=own, volatile=True)
+            looks = 0
+            while (tl.max(((got ^ own) >> 16) & 0xFFFF) != 0) & (looks < _MOST_LOOKS):
+                got = tl.load(place, mask=real, other=own, volatile=True)
+                looks += 1
+            _end_if_gone(looks)
+        total += got.to(tl.int16).to(put.dtype, bitcast=True).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _meet(addresses, turn, program, rank, RANKS: tl.constexpr):
+    """Tell the same program on all ranks that this one's rows are there, and wait for theirs."""
     tl.debug_barrier()  # every thread has stored before one of them says so
     for other in tl.static_range(RANKS):
         if other != rank:
-            tl.atomic_xchg(_flag(addresses, other, program, rank, RANKS), turn, sem="release", scope="sys")
+            flags = tl.load(addresses + other).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(flags + program * RANKS + rank, turn, sem="release", scope="sys")
+    flags = tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
     for other in tl.static_range(RANKS):
         if other != rank:
-            flag = _flag(addresses, rank, program, other, RANKS)
+            flag = flags + program * RANKS + other
             reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
             looks = 0
             while (reached - turn < 0) & (looks < _MOST_LOOKS):  # right also where int32 begins again
                 reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 looks += 1
-            if looks == _MOST_LOOKS:  # the other rank is gone: end this process's work with an error
-                tl.inline_asm_elementwise(
-                    "trap; mov.u32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1
-                )
+            _end_if_gone(looks)
     tl.debug_barrier()
-    tl.store(turns + program, turn)
+
+
+@triton.jit
+def _add_norm(
+    out, scales, x, total, weights, row, width, eps, column, real, ROUNDS: tl.constexpr
+):  # fmt: skip
+    at = row.to(tl.int64) * width
+    value = tl.load(x + at + column, mask=real, other=0.0).to(tl.float32)
+    value = (value + total.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
+    tl.store(x + at + column, value, mask=real)
+    value = value.to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value) / width + eps) * weights
+    if ROUNDS:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
+        store_rounded(out, scales, row.to(tl.int64), width, column, normed, _LARGEST)
+    else:
+        tl.store(out + at + column, normed.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["rank", "n_rows", "n"])
+def _sum_add_norm(
+    out, scales, x, part, row_scales, column_scales, weight, addresses, turns, rank, n_rows, n, width, eps,
+    UNSCALED: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr, FEW_ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    real = column < width
+    turn = tl.load(turns + program) + 1
     weights = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
-    for i in range(n_rounds):
-        row = program + i * PROGRAMS
-        total = tl.zeros([BLOCK], tl.float32)
-        for other in tl.static_range(RANKS):
-            of = _row_of(addresses, other, turn, row, n_rows, width, x, PROGRAMS, RANKS)
-            total += tl.load(tl.multiple_of(of + column, 16), mask=real, other=0.0).to(tl.float32)
-        at = row.to(tl.int64) * width
-        value = tl.load(x + at + column, mask=real, other=0.0).to(tl.float32)
-        value = (value + total.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
-        tl.store(x + at + column, value, mask=real)
-        value = value.to(tl.float32)
-        normed = value * tl.rsqrt(tl.sum(value * value) / width + eps) * weights
-        if ROUNDS:
-            normed = normed.to(x.dtype.element_ty).to(tl.float32)
-            store_rounded(out, scales, row.to(tl.int64), width, column, normed, _LARGEST)
-        else:
-            tl.store(out + at + column, normed.to(out.dtype.element_ty), mask=real)
+    flags: tl.constexpr = PROGRAMS * RANKS
+    if FEW:
+        value = load_scaled(
+            part, row_scales, column_scales, program.to(tl.int64), width, column, real, UNSCALED
+        )
+        put = value.to(x.dtype.element_ty)
+        total = _sum_of_words(
+            put, program, turn, addresses, rank, width, column, real, flags, FEW_ROWS, RANKS
+        )
+        _add_norm(out, scales, x, total, weights, program, width, eps, column, real, ROUNDS)
+    else:
+        rows_at = 4 * (flags + 2 * RANKS * FEW_ROWS * width)  # bytes
+        own = (tl.load(addresses + rank) + rows_at).to(x.dtype)
+        n_rounds = tl.cdiv(n - program, PROGRAMS)
+        for i in range(n_rounds):
+            row = program + i * PROGRAMS
+            value = load_scaled(
+                part, row_scales, column_scales, row.to(tl.int64), width, column, real, UNSCALED
+            )
+            place = _place(own, turn, row, n_rows, width) + column
+            tl.store(place, value.to(x.dtype.element_ty), mask=real)
+        _meet(addresses, turn, program, rank, RANKS)
+        for i in range(n_rounds):
+            row = program + i * PROGRAMS
+            total = tl.zeros([BLOCK], tl.float32)
+            for other in tl.static_range(RANKS):
+                room = (tl.load(addresses + other) + rows_at).to(x.dtype)
+                place = _place(room, turn, row, n_rows, width) + column
+                total += tl.load(place, mask=real, other=0.0).to(tl.float32)
+            _add_norm(out, scales, x, total, weights, row, width, eps, column, real, ROUNDS)
+    tl.store(turns + program, turn)
 
 
 def sum_add_norm(
@@ -93,16 +155,21 @@ def sum_add_norm(
 ) -> Tensor | Rounded:
     """As `step_kernels.add_norm` with the sum over the TP group of `part` [n, hidden] as its delta.
 
-    n is at most `shared.n_rows`. Every rank has to call it, with the same n.
+    Every rank has to call it, with the same n.
     """
     n, width = x.shape
     block = triton.next_power_of_2(width)
     out: Tensor | Rounded = new_rounded(n, width, x) if rounds else torch.empty_like(x)
     to, scales = (out.numbers, out.scales) if isinstance(out, Rounded) else (out, out)
-    added, unscaled = parts_of(part)
-    _sum_add_norm[(min(n, PROGRAMS),)](
-        to, scales, x, *added, weight, shared.addresses, shared.turns, shared.rank, shared.n_rows, n, width,
-        eps, UNSCALED=unscaled, ROUNDS=rounds, PROGRAMS=PROGRAMS, RANKS=len(shared.addresses), BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
-    )  # fmt: skip
+    (numbers, row_scales, column_scales), unscaled = parts_of(part)
+    few = n <= FEW_ROWS and x.element_size() == 2
+    for at in range(0, n, shared.n_rows):
+        rows = slice(at, min(n, at + shared.n_rows))
+        _sum_add_norm[(min(rows.stop - at, PROGRAMS),)](
+            to[rows], scales[rows], x[rows], numbers[rows], row_scales[rows], column_scales, weight,
+            shared.addresses, shared.turns[PROGRAMS if few else 0 :], shared.rank, shared.n_rows,
+            rows.stop - at, width, eps, UNSCALED=unscaled, ROUNDS=rounds, FEW=few, FEW_ROWS=FEW_ROWS,
+            PROGRAMS=PROGRAMS, RANKS=len(shared.addresses), BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
     return out

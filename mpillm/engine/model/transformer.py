@@ -217,7 +217,7 @@ class Llama:
             return product
         if (shared := self._groups.shared_rows) is not None:
             n_rows = len(product.numbers if isinstance(product, Unscaled) else product)
-            if n_rows <= shared.n_rows:
+            if shared.takes(n_rows):
                 return Partial(product, shared)
         return self._groups.all_reduce(self._ops.scaled(product))
 

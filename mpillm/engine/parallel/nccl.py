@@ -42,7 +42,6 @@ _TYPES = {  # ncclDataType_t
     torch.bfloat16: 9,
 }
 _SUM = 0
-_SHARED_ROWS = 1024  # of more rows the sum is left to NCCL
 
 
 class _UniqueId(ctypes.Structure):
@@ -164,7 +163,7 @@ class NcclGroups(MpiGroups):
 
     def share_rows(self, width: int, dtype: torch.dtype) -> None:
         if self.layout.tp_size > 1 and self.layout.pp_size == 1:
-            self.shared_rows = SharedRows.of(self._tp, _SHARED_ROWS, width, dtype)
+            self.shared_rows = SharedRows.of(self._tp, width, dtype)
             if self.shared_rows is None:
                 _log.warning("the GPUs of this instance do not reach each other's memory: NCCL adds all rows")
 

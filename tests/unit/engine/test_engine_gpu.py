@@ -10,7 +10,6 @@ import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from mpillm.engine.model.model_info import check_model
 from mpillm.engine.model.ops import Partial
 from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.parallel.shared_rows import SharedRows
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.staging import Sampled
@@ -246,7 +246,7 @@ def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[in
 
 
 def test_a_sum_is_left_to_the_next_operation_where_its_rows_fit(folder: Path) -> None:
-    """Of ranks that share rows; NCCL adds more rows than they share."""
+    """Of ranks that share rows; of more than two, NCCL adds many rows."""
     model = make_core(str(folder), dtype="float32").engine.worker.part.model
 
     class Nccl(Groups):
@@ -255,12 +255,14 @@ def test_a_sum_is_left_to_the_next_operation_where_its_rows_fit(folder: Path) ->
 
     groups: Any = Nccl(Layout(2, 1, 1, 0, 0))
     model._groups = groups
-    few, many = torch.ones(3, 4), torch.ones(4, 4)
+    few, many = torch.ones(256, 4), torch.ones(257, 4)
     assert model._sum(few) is not few and torch.equal(torch.as_tensor(model._sum(few)), 2 * few)
-    groups.shared_rows = SimpleNamespace(n_rows=3)
+    groups.shared_rows = SharedRows.at([0] * 4, 0, 256, torch.device("cpu"))
     left = model._sum(few)
     assert isinstance(left, Partial) and left.product is few and left.shared is groups.shared_rows
     assert torch.equal(torch.as_tensor(model._sum(many)), 2 * many)
+    groups.shared_rows = SharedRows.at([0] * 2, 0, 2048, torch.device("cpu"))  # of two ranks it takes all
+    assert isinstance(model._sum(torch.ones(9000, 4)), Partial)
 
 
 def test_first_tokens_when_two_steps_end_between_two_looks(
