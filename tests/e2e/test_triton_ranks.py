@@ -23,13 +23,12 @@ pytestmark = MARKS
 RANKS = 2
 
 
-def repository(starter: Starter, *options: object) -> list[list[int]]:
+def repository(starter: Starter, *options: object, text_models: bool = True) -> list[list[int]]:
     """Write one whose engine has two ranks; the answers to `PROMPTS`."""
     folder = starter.folder / "model"
     save_preset("tiny-llama", folder)
-    generate(
-        starter, f"--model_path={folder}", f"--tensor_parallelism={RANKS}", "--triton_text_models", *options
-    )
+    more = [*options, *(["--triton_text_models"] if text_models else [])]
+    generate(starter, f"--model_path={folder}", f"--tensor_parallelism={RANKS}", *more)
     oracle = Oracle(folder)
     return [oracle.tokens(prompt, N_OUTPUT) for prompt in PROMPTS]
 
@@ -56,6 +55,16 @@ def test_one_server_that_starts_the_other_rank(both: Starter) -> None:
     with serving(both, 1, "--triton_orchestrator") as ((port,), _):
         check(Asker(port, "tensorrt_llm"), plain)
         assert worker(both), "it has ended when `serving` has"
+
+
+def test_one_server_with_two_engines_of_two_ranks(one: Starter) -> None:
+    """Without an option: each of its models starts its own ranks."""
+    plain = repository(one, "--triton_num_servers=1", "--triton_num_models_per_server=2", text_models=False)
+    models = sorted(path.parent.name for path in (one.folder / "repo_0").glob("*/config.pbtxt"))
+    assert len(models) == 2
+    with serving(one) as ((port,), _):
+        for model in models:
+            check(Asker(port, model), plain)
 
 
 def test_a_worker_that_dies_is_named(one: Starter) -> None:
