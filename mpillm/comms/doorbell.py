@@ -67,16 +67,21 @@ class Doorbell:
 
         Where the system can't tell, sleeps stay short, so that somebody can look whether they run.
         """
+        if not hasattr(os, "pidfd_open"):  # not Linux
+            return
+        # Opened first: `select` takes no number above 1,023, and there may be as many processes.
+        ends = select.epoll()
         opened: list[int] = []
         try:
             opened.extend(map(os.pidfd_open, pids))
-        except (AttributeError, OSError):  # not Linux, or a sandbox; or one has ended already
+        except OSError:  # a sandbox, or as many files as a process may open; or one has ended already
             for fd in opened:
                 os.close(fd)
+            ends.close()
             return
-        self._ends, self._on_end = select.epoll(), on_end
         for fd in opened:
-            self._ends.register(fd, select.EPOLLIN)
+            ends.register(fd, select.EPOLLIN)
+        self._ends, self._on_end = ends, on_end
 
     def ringer(self, comm: MPI.Intracomm) -> Callable[[int], None]:
         """Return a function that rings by rank of `comm`."""
