@@ -69,9 +69,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _underscored(arg: str) -> str:
-    if not arg.startswith("--"):
-        return arg
     name, equals, value = arg.partition("=")
+    if not name.startswith("--") or " " in name:  # a value may be options of another command
+        return arg
     return "--" + name[2:].replace("-", "_") + equals + value
 
 

@@ -259,6 +259,13 @@ def test_values_keep_their_hyphens() -> None:
     assert (config.log_dir, config.model_path) == ("my-runs/a--b", "smol-lm")
 
 
+def test_a_value_may_be_options_of_another_command() -> None:
+    parser = Parser(prog="mpillm")
+    parser.add_argument("--run_options")
+    value = "--max_batch_size 4 --model-path smol-lm"
+    assert parser.parse_args(["--run-options", value]).run_options == value
+
+
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: str(field.name))
 def test_every_misspelt_option_names_the_nearest(field: Any) -> None:
     wrong = f"--{field.name[:-2]}{field.name[-1]}{field.name[-2]}x"
