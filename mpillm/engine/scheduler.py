@@ -59,6 +59,7 @@ class Scheduler:
         self._arrivals = 0
         self._reserved = 0  # sequences whose KV cache is arriving
         self._n_owed = 0  # blocks that started sequences and reservations may still need
+        self._passed_over = False  # the last step had no room for the next context beside decode
         self._batch_runs = False  # a step has run since `running` was empty
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
@@ -190,15 +191,23 @@ class Scheduler:
     def _add_in_order(self, plan: list[tuple[Sequence, int]], left: int) -> None:
         """Give the oldest context all it needs, then the next.
 
-        Without chunking, a context longer than a step gets a step of its own.
+        Without chunking, a context that does not fit beside decode takes every other step for itself: while
+        others generate it would never have its turn.
         """
+        n_generating = len(plan)
         contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
         while left > 0 and (contexts or self._can_start()):
             if contexts:
                 self._reuse(contexts[0])
             n_wanted = (contexts[0] if contexts else self.waiting[0]).n_uncached
             if n_wanted > left and plan and not self._chunked:
-                break
+                only_decode = len(plan) == n_generating
+                if not (only_decode and self._passed_over):
+                    self._passed_over = only_decode
+                    break
+                plan.clear()
+                left = self._max_num_tokens
+            self._passed_over = False
             sequence = contexts.popleft() if contexts else self._start()
             n = min(sequence.n_uncached, left) if self._chunked else sequence.n_uncached
             plan.append((sequence, n))

@@ -167,6 +167,30 @@ def test_equal_progress_is_equal() -> None:
                 s.output.append(1)
 
 
+def test_a_prompt_as_long_as_a_step_takes_turns_with_decode() -> None:
+    """It never fits beside a generating sequence: it would wait until none is left."""
+    scheduler = Scheduler(BlockAllocator(1000), SIZE, 16, 50, chunked=False)
+    sequences = [sequence(i, [1] * n) for i, n in enumerate([50, 50, 20, 20, 49])]
+    for s in sequences:
+        scheduler.add(s)
+    plans = []
+    for _ in range(8):
+        plan = scheduler.plan()
+        Step.of(plan)
+        for s, _ in plan:
+            s.output.append(1)
+        plans.append({s.id: n for s, n in plan})
+    assert plans == [
+        {0: 50},
+        {0: 1},
+        {1: 50},
+        {0: 1, 1: 1, 2: 20, 3: 20},
+        {0: 1, 1: 1, 2: 1, 3: 1},
+        {4: 49},
+        *[dict.fromkeys(range(5), 1)] * 2,
+    ]
+
+
 # --- stop words ---
 
 
