@@ -16,12 +16,14 @@ COLUMNS = (
 class StepSums:
     """Sums over steps, a row of `COLUMNS` for each size.
 
-    A size is the number of contexts' tokens and of generating sequences, each to about an eighth. A step
-    that follows another at once counts from that one's end, so that what is done between steps is in it.
+    A size is the number of contexts' tokens and of generating sequences, each to about an eighth, and of
+    what these attend to, to about a quarter: answers that begin together grow together, and only the steps of
+    one number of sequences tell what their length costs. A step that follows another at once counts from that
+    one's end, so that what is done between steps is in it.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, int], list[float]] = {}
+        self._rows: dict[tuple[int, int, int], list[float]] = {}
 
     def add(
         self,
@@ -33,7 +35,7 @@ class StepSums:
         generation_pairs: int,
     ) -> None:
         """Add a step."""
-        size = _size(context_tokens), _size(generations)
+        size = _size(context_tokens), _size(generations), _size(generation_pairs, bits=3)
         row = self._rows.get(size)
         if row is None:
             row = self._rows[size] = [0.0] * len(COLUMNS)
@@ -51,7 +53,7 @@ class StepSums:
         return {name: [round(row[i], 6) for row in rows] for i, name in enumerate(COLUMNS)}
 
 
-def _size(n: int) -> int:
-    """Return the same number for counts that differ by less than an eighth."""
-    shift = max(0, n.bit_length() - 4)
+def _size(n: int, bits: int = 4) -> int:
+    """Return the first `bits` bits: the same for counts that differ by less than an eighth, or a quarter."""
+    shift = max(0, n.bit_length() - bits)
     return n >> shift << shift

@@ -22,7 +22,7 @@ from mpillm.report.run_files import RunFiles
 
 _ALONE = 8  # requests one after another
 # A run that fills all places lasts about this long, but answers no fewer and no more for each instance:
-_BUSY_S = 5.0
+_BUSY_S = 10.0
 _WAVES = 3  # times its places
 _MOST = 1000
 

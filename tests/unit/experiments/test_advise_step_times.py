@@ -60,6 +60,17 @@ def test_batches_need_not_take_longer_in_proportion() -> None:
         assert found.seconds((n, 0, 0, 0, n * 64)) == pytest.approx(seconds, rel=1e-3)
 
 
+def test_what_length_costs_is_found_from_one_number_of_sequences() -> None:
+    """Between one request at a time and a batch, both answers' lengths and their number differ."""
+    sums = StepSums()
+    for n in (1, 8):
+        for i in range(128):
+            pairs = n * (100 + i)
+            sums.add(0.002 + 1e-6 * pairs, 0, n, 0, 0, pairs)
+    found = fit([sums.to_json()])
+    assert found.seconds((8, 0, 0, 0, 8 * 500)) == pytest.approx(0.006, rel=1e-3)
+
+
 def test_one_size_alone_is_level() -> None:
     sums = StepSums()
     sums.add(0.02, 0, 8, 0, 0, 0)

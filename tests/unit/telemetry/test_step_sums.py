@@ -21,3 +21,12 @@ def test_small_steps_are_apart() -> None:
     for n in (1, 2, 2, 15):
         sums.add(1.0, 0, n, 0, 0, 0)
     assert sums.to_json()["generations"] == [1, 4, 15]
+
+
+def test_short_and_long_answers_are_apart() -> None:
+    """Else the steps of one number of sequences are one row, and what their length costs can't be told."""
+    sums = StepSums()
+    for pairs in (800, 810, 1600):
+        sums.add(1.0, 0, 8, 0, 0, pairs)
+    found = sums.to_json()
+    assert found["n"] == [2, 1] and found["generation_pairs"] == [1610, 1600]
