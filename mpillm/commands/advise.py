@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     began = time.monotonic()
     calibration = calibrator.calibrate(list(found), ranks)
     print(f"  took {time.monotonic() - began:.0f} s", flush=True)
-    from mpillm.experiments.advise.prediction import Load, best, predict
+    from mpillm.experiments.advise.prediction import Load, best, from_own_steps, predict
 
     most = np.full(len(dataset), config.max_output_len, np.int64)
     if dataset.output_lengths is not None:
@@ -131,7 +131,11 @@ def main(argv: Sequence[str]) -> int:
         tried = chosen[: options.verify]
         print(f"\nverifying the best {len(tried)}", flush=True)
         mpirun = ["-n", str(disagg.ranks_for(ranks)), *options.mpirun_options]
-        verified = _verify(folder, tried, words, mpirun, options.repeats)
+
+        def own(one: Prediction, run: RunFiles) -> float | None:
+            return from_own_steps(one.candidate, found[one.candidate], calibration, load, run)
+
+        verified = _verify(folder, tried, words, mpirun, options.repeats, own)
         print("\n" + _errors(tried, verified))
     if options.output:
         write_json(
@@ -252,9 +256,17 @@ def _proposals(
 
 
 def _verify(
-    folder: Path, tried: Sequence[Prediction], words: Sequence[str], mpirun: list[str], repeats: int
+    folder: Path,
+    tried: Sequence[Prediction],
+    words: Sequence[str],
+    mpirun: list[str],
+    repeats: int,
+    own: Callable[[Prediction, RunFiles], float | None],
 ) -> list[dict[str, Any]]:
-    """Run each `repeats` times, in turns; return the figures of that with the median throughput."""
+    """Run each `repeats` times, in turns; return the figures of that with the median throughput.
+
+    `own` simulates a run with its own steps: tokens per second.
+    """
 
     def measure(what: Prediction, name: str) -> RunFiles:
         again = len([*folder.glob(f"{name}*")])
@@ -267,22 +279,29 @@ def _verify(
         for i, one in enumerate(tried):
             run, others = least_disturbed(partial(measure, one, f"verify-{i + 1:02d}-{turn}"))
             shown = figures(run)
-            error = one.figures["tokens_per_second"] / shown["tokens_per_second"] - 1
+            measured = shown["tokens_per_second"]
+            error = one.figures["tokens_per_second"] / measured - 1
+            simulated = own(one, run)
+            rest = None if simulated is None else simulated / measured - 1
+            off = f"{error:+.1%}" + ("" if rest is None else f", {rest:+.1%} from its own steps")
             label = f"{i + 1}  {_label(one.candidate)}"
-            print(f"  {label}: {shown['status']}, prediction {error:+.1%}{others.said()}", flush=True)
+            print(f"  {label}: {shown['status']}, prediction {off}{others.said()}", flush=True)
             said = {"other_processes_cores": others.processes, "stolen_cores": others.stolen}
-            found[i].append({"run": str(run.path), "error": error, **said, **shown})
+            errors = {"error": error, "error_from_own_steps": rest}
+            found[i].append({"run": str(run.path), **errors, **said, **shown})
     return [sorted(runs, key=lambda run: float(run["tokens_per_second"]))[repeats // 2] for runs in found]
 
 
 def _errors(chosen: Sequence[Prediction], verified: Sequence[dict[str, Any]]) -> str:
-    rows = [["", "tokens/s predicted", "measured", "error", "per user predicted", "measured"]]
+    rows = [["", "tokens/s predicted", "measured", "error", "own steps", "per user predicted", "measured"]]
     for one, found in zip(chosen, verified, strict=True):
         both = [
             (one.figures[name], found[name]) for name in ("tokens_per_second", "tokens_per_second_per_user")
         ]
         cells = ["-" if value is None else f"{value:,.4g}" for pair in both for value in pair]
-        rows.append([_label(one.candidate), *cells[:2], f"{found['error']:+.1%}", *cells[2:]])
+        rest = found["error_from_own_steps"]
+        errors = [f"{found['error']:+.1%}", "-" if rest is None else f"{rest:+.1%}"]
+        rows.append([_label(one.candidate), *cells[:2], *errors, *cells[2:]])
     return table(rows)
 
 

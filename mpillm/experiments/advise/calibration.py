@@ -15,7 +15,7 @@ from mpillm.bench.other_load import least_disturbed
 from mpillm.bench.whole_runs import run_in
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, Layout
 from mpillm.experiments.advise.simulated_slots import SlotTimes
-from mpillm.experiments.advise.step_times import Line, Sharing, StepTimes, fit, slowdown
+from mpillm.experiments.advise.step_times import Line, Sharing, StepTimes, fit, shared, slowdown
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
@@ -100,8 +100,10 @@ class Calibrator:
                 pairs.append(self._run(what, pair, "SingleStream", _ALONE))
         steps = {layout: _step_times(layout, alone[layout], runs) for layout, runs in batches.items()}
         slots = {layout: self._slot_times(alone[layout]) for layout in layouts if layout not in steps}
-        sharing = Sharing(ranks, slowdown(steps[ONE_RANK], _costs(*beside))) if beside else Sharing()
-        handoff = self._handoff(pairs, steps.get(pair.layout), slots.get(pair.layout)) if pair else Line(0.0)
+        sharing = Sharing()
+        if beside:
+            steps[ONE_RANK], sharing = shared(steps[ONE_RANK], ranks, _costs(*beside))
+        handoff = self._handoff(pairs, slots.get(pair.layout)) if pair else Line(0.0)
         return Calibration(steps, slots, sharing, handoff, self.answers)
 
     def _run(self, what: str, candidate: Candidate, scenario: str, queries: int) -> RunFiles:
@@ -142,20 +144,30 @@ class Calibrator:
         first = Line.through([self.prompt_tokens[i] for i in rows["index"]], rows["ttft"].tolist())
         return SlotTimes(first, float(np.median(after)) if len(after) else 0.0)
 
-    def _handoff(self, runs: Sequence[RunFiles], steps: StepTimes | None, slots: SlotTimes | None) -> Line:
+    def _handoff(self, runs: Sequence[RunFiles], slots: SlotTimes | None) -> Line:
         """Return what passes between a first token and the steps of the other tokens."""
         tokens, seconds = [], []
-        for row in (row for run in runs for row in read_requests(run.path)):
-            n_prompt, n = self.prompt_tokens[row["index"]], int(row["tokens"])
-            if n < 2:
-                continue
-            if steps is not None:
-                expected = sum(steps.seconds((1, 0, 0, 0, n_prompt + i)) for i in range(1, n))
-            else:
-                assert slots is not None
-                expected = (n - 1) * slots.per_token
-            tokens.append(float(n_prompt))
-            seconds.append(float(row["latency"] - row["ttft"]) - expected)
+        for run in runs:
+            steps = None
+            if slots is None:
+                # Of this run: on a machine that is slower than before, all tokens' delay is no handoff's.
+                steps = fit(
+                    costs
+                    for one in run.instances().values()
+                    if one.role == "gen"
+                    for costs in step_costs(run, one.ranks)
+                )
+            for row in read_requests(run.path):
+                n_prompt, n = self.prompt_tokens[row["index"]], int(row["tokens"])
+                if n < 2:
+                    continue
+                if steps is not None:
+                    expected = sum(steps.seconds((1, 0, 0, 0, n_prompt + i)) for i in range(1, n))
+                else:
+                    assert slots is not None
+                    expected = (n - 1) * slots.per_token
+                tokens.append(float(n_prompt))
+                seconds.append(float(row["latency"] - row["ttft"]) - expected)
         return Line.through(tokens, seconds) if tokens else Line(0.0)
 
 
@@ -169,10 +181,15 @@ def _step_times(layout: Layout, alone: Sequence[RunFiles], batches: Sequence[Run
     if layout.pp == 1:
         return fit(_costs(*alone, *batches))
     between = fit(_costs(*batches))
-    return replace(between, alone=slowdown(between, _costs(*alone)))
+    return replace(between, alone=max(1.0, slowdown(between, _costs(*alone))))
 
 
 def _costs(*runs: RunFiles) -> Costs:
-    """Return the `StepSums` of each instance whose core told its steps."""
-    ranks = [rank for run in runs for rank in run.telemetry.get("ranks", {}).values()]
-    return [rank["costs"] for rank in ranks if rank.get("costs", {}).get("n")]
+    return [costs for run in runs for costs in step_costs(run)]
+
+
+def step_costs(run: RunFiles, ranks: Sequence[int] | None = None) -> Costs:
+    """Return the `StepSums` of each instance whose core told its steps; `ranks`: only of these."""
+    told = run.telemetry.get("ranks", {})
+    of = told.values() if ranks is None else [told.get(str(rank), {}) for rank in ranks]
+    return [rank["costs"] for rank in of if rank.get("costs", {}).get("n")]

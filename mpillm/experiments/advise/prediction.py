@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.experiments.advise.calibration import Calibration
-from mpillm.experiments.advise.candidates import Candidate
+from mpillm.experiments.advise.calibration import Calibration, step_costs
+from mpillm.experiments.advise.candidates import Candidate, Layout
 from mpillm.experiments.advise.simulated_instances import (
     EngineSize,
     Instance,
@@ -20,7 +20,10 @@ from mpillm.experiments.advise.simulated_instances import (
 )
 from mpillm.experiments.advise.simulated_slots import SlotInstance
 from mpillm.experiments.advise.simulator import At, Make, Simulation, System, latencies
+from mpillm.experiments.advise.step_times import ALONE, fit
 from mpillm.loadgen.issue_order import Issued
+from mpillm.report.request_log import read_requests
+from mpillm.report.run_files import RunFiles
 
 if TYPE_CHECKING:
     from mpillm.run.join import Planned
@@ -87,6 +90,30 @@ def predict(
         "tpot_p99_ms": 1e3 * float(np.quantile(known, 0.99)) if len(known) else None,
     }
     return Prediction(candidate, figures, float(good.sum()) / seconds)
+
+
+def from_own_steps(
+    candidate: Candidate, planned: Planned, calibration: Calibration, load: Load, run: RunFiles
+) -> float | None:
+    """Return the tokens per second of a run of the candidate, simulated with its own steps and answers.
+
+    How far this is off is the simulation's error; the rest of a prediction's is that the steps of the
+    calibration took longer or shorter than those of the run. None if the core does not tell its steps.
+    """
+    costs: dict[Layout, list[Mapping[str, Any]]] = {}
+    for instance in run.instances().values():
+        layout = candidate.ctx_layout if instance.role == "ctx" else candidate.layout
+        costs.setdefault(layout, []).extend(step_costs(run, instance.ranks[:1]))
+    if not calibration.steps or not all(costs.values()):
+        return None
+    steps = {
+        layout: replace(fit(own), alone=calibration.steps[layout].alone) for layout, own in costs.items()
+    }
+    rows = read_requests(run.path)
+    answers = dict(zip(rows["index"].tolist(), rows["tokens"].tolist(), strict=True))
+    # What ranks on the same cores cost each other is in the steps.
+    known = replace(calibration, steps=steps, sharing=ALONE, answers=answers)
+    return float(predict(candidate, planned, known, load, {}).figures["tokens_per_second"])
 
 
 def _system(candidate: Candidate, planned: Planned, calibration: Calibration) -> System:

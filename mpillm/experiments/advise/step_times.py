@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,11 @@ class StepTimes:
         seconds = float(np.interp(held[0], self.nodes, self.at_nodes))
         return seconds + sum(slope * value for slope, value in zip(self.slopes, held[1:], strict=True))
 
+    def scaled(self, factor: float) -> StepTimes:
+        """Return the times of a machine on which each step takes `factor` times as long."""
+        at_nodes, slopes = (tuple(factor * x for x in times) for times in (self.at_nodes, self.slopes))
+        return replace(self, at_nodes=at_nodes, slopes=slopes)
+
 
 def fit(costs: Iterable[Mapping[str, Any]]) -> StepTimes:
     """Return what fits the `StepSums` of some runs best.
@@ -70,11 +75,11 @@ def _columns(held: NDArray[np.float64], nodes: Sequence[int]) -> NDArray[np.floa
 
 
 def slowdown(times: StepTimes, costs: Iterable[Mapping[str, Any]]) -> float:
-    """Return how many times as long the steps in `costs` took as `times` says; at least 1."""
+    """Return how many times as long the steps in `costs` took as `times` says."""
     held, seconds, n = _rows(costs)
     x = _columns(held, times.nodes)
     expected = float((x @ np.array([*times.at_nodes, *times.slopes]) * n).sum())
-    return max(1.0, float((seconds * n).sum()) / expected)
+    return float((seconds * n).sum()) / expected
 
 
 def _rows(
@@ -122,6 +127,16 @@ class Sharing:
 
 
 ALONE = Sharing()
+
+
+def shared(times: StepTimes, ranks: int, beside: Iterable[Mapping[str, Any]]) -> tuple[StepTimes, Sharing]:
+    """Return the times of one rank alone, and of `ranks` at once, from its own and from steps of all at once.
+
+    Nobody gets faster by others on its cores. Where it seems so, the machine was slower while one ran alone:
+    then its steps are those of all at once.
+    """
+    factor = slowdown(times, beside)
+    return times.scaled(min(1.0, factor)), Sharing(ranks, max(1.0, factor))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpillm.experiments.advise.step_times import FEATURES, Line, Sharing, StepTimes, fit, slowdown
+from mpillm.experiments.advise.step_times import FEATURES, Line, Sharing, StepTimes, fit, shared, slowdown
 from mpillm.telemetry.step_sums import StepSums
 
 TRUE = StepTimes((0, 1, 64), (5e-3, 5e-3, 25e-3), (1e-3, 2e-4, 1e-8, 1e-6))
@@ -79,7 +79,16 @@ def test_one_size_alone_is_level() -> None:
 
 def test_steps_beside_others_take_so_many_times_as_long() -> None:
     assert slowdown(TRUE, [measured(1.7)]) == pytest.approx(1.7)
-    assert slowdown(TRUE, [measured(0.9)]) == 1.0
+    times, sharing = shared(TRUE, 2, [measured(1.7)])
+    assert times == TRUE and sharing.slowdown(2, 1) == pytest.approx(1.7)
+
+
+def test_ranks_that_seem_faster_beside_others_were_slower_alone() -> None:
+    """What all at once were measured to take is what they are predicted to take."""
+    times, sharing = shared(TRUE, 2, [measured(0.9)])
+    held = (32, 1, 200, 40_000, 9000)
+    assert sharing.slowdown(2, 1) == 1.0
+    assert times.seconds(held) == pytest.approx(0.9 * TRUE.seconds(held))
 
 
 def test_sharing_grows_with_each_rank_that_computes() -> None:

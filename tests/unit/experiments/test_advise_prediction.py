@@ -1,0 +1,67 @@
+"""What of a prediction's error the simulation has: a run is simulated once more with its own steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpillm.experiments.advise.calibration import Calibration
+from mpillm.experiments.advise.candidates import ONE_RANK, Candidate
+from mpillm.experiments.advise.planning import plan_of
+from mpillm.experiments.advise.prediction import Load, from_own_steps, predict
+from mpillm.experiments.advise.simulated_slots import SlotTimes
+from mpillm.experiments.advise.step_times import ALONE, Line, Sharing, StepTimes
+from mpillm.loadgen.issue_order import Issued
+from mpillm.report.request_log import RECORD
+from mpillm.report.run_directory import REQUESTS
+from mpillm.report.run_files import RunFiles
+from mpillm.telemetry.step_sums import StepSums
+
+N, TOKENS = 64, 16
+TIMES = StepTimes((1, 4), (2e-3, 3e-3), (1e-3, 1e-5, 0.0, 1e-6))
+SLOWER = TIMES.scaled(1.4)
+LOAD = Load(Issued(np.arange(N), np.zeros(N)), np.full(N, 20), np.full(N, TOKENS))
+
+
+def costs(times: StepTimes, contexts: int) -> dict[str, list[float]]:
+    sums = StepSums()
+    for generations in range(1, 5):
+        for length in range(20, 40):
+            held = (generations, contexts, 20 * contexts, 210 * contexts, generations * length)
+            sums.add(times.seconds(held), contexts, generations, *held[2:])
+            sums.add(times.seconds((generations, 0, 0, 0, held[4])), 0, generations, 0, 0, held[4])
+    return sums.to_json()
+
+
+def ran(folder: Path, candidate: Candidate, times: StepTimes) -> RunFiles:
+    """A run whose steps took `times`, with answers half as long as they may be."""
+    rows = np.zeros(N, RECORD)
+    rows["index"], rows["tokens"] = np.arange(N), TOKENS // 2
+    (folder / REQUESTS).write_bytes(rows.tobytes())
+    roles = ["ctx", "gen"] if candidate.ctx_instances else ["executor", "executor"]
+    ranks = [{"rank": i + 1, "roles": [role], "instance": i} for i, role in enumerate(roles)]
+    told = {str(i + 1): {"costs": costs(times, 1)} for i in range(2)}
+    return RunFiles(folder, plan={"ranks": ranks}, telemetry={"ranks": told})
+
+
+@pytest.mark.parametrize("candidate", [Candidate(ONE_RANK, 2, 4), Candidate(ONE_RANK, 1, 4, ONE_RANK, 1)])
+def test_a_slower_machine_is_told_from_a_wrong_simulation(candidate: Candidate, tmp_path: Path) -> None:
+    planned = plan_of(["--model_path=tiny-llama", f"--max_output_len={TOKENS}", *candidate.words()], 2)
+    half = dict.fromkeys(range(N), TOKENS // 2)
+    before = Calibration({ONE_RANK: TIMES}, {}, Sharing(2, 1.1), Line(1e-3), {})
+    then = Calibration({ONE_RANK: SLOWER}, {}, ALONE, Line(1e-3), half)
+    found = from_own_steps(candidate, planned, before, LOAD, ran(tmp_path, candidate, SLOWER))
+    expected = predict(candidate, planned, then, LOAD, {}).figures["tokens_per_second"]
+    assert found == pytest.approx(expected, rel=1e-3)
+    predicted = predict(candidate, planned, before, LOAD, {}).figures["tokens_per_second"]
+    assert found != pytest.approx(predicted, rel=0.05)
+
+
+def test_a_core_without_steps_has_none(tmp_path: Path) -> None:
+    candidate = Candidate(ONE_RANK, 2, 4)
+    planned = plan_of(["--core_type=dummy", *candidate.words()], 2)
+    slots = Calibration({}, {ONE_RANK: SlotTimes(Line(0.1), 0.01)}, ALONE, Line(0.0), {})
+    run = RunFiles(tmp_path, plan={"ranks": [{"rank": 1, "roles": ["executor"], "instance": 0}]})
+    assert from_own_steps(candidate, planned, slots, LOAD, run) is None
