@@ -22,7 +22,6 @@ from torch import Tensor
 from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import NULL_BLOCK
 from mpillm.engine.model.paged_attention import PagedAttention
-from mpillm.engine.model.transformer import Mixture
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.staging import to_device
@@ -73,8 +72,7 @@ class GpuSteps:
             )
         self._slots_wanted = self._last[:0]  # slots of the rows that the last `forward` returned
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # Products with a mixture's quantised weights read the router's choice on the host.
-        if device.type == "cuda" and (info.quantization == "none" or not info.config.n_experts):
+        if device.type == "cuda":
             self._capture(ladder(max_batch_size))
 
     # --- a step ---
@@ -247,10 +245,6 @@ class GpuSteps:
     def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
         for step in self._nobodys_steps(max_num_tokens):
             run(step)
-        mlp = self._part.model.layers[0].mlp
-        if isinstance(mlp, Mixture):
-            mlp.gate_up.warm_up(self._part.dtype)
-            mlp.down.warm_up(self._part.dtype)
         if self._part.device.type == "cuda":
             torch.cuda.synchronize()
 

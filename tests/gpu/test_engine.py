@@ -95,15 +95,17 @@ def test_tokens(preset: str, tmp_path: Path) -> None:
     assert sum(a == b for a, b in zip(wanted, found, strict=True)) >= 17
 
 
-def test_a_mixture_is_a_graph_like_any_model() -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_a_mixture_is_a_graph_like_any_model(quantization: str) -> None:
     """64 answers, alone in a step and together, are those of the CPU, and nothing of a step waits for the
-    device."""
+    device. With fp8 a last bit may round to another number: there, first tokens are those of another run."""
     prompts = random_prompts(np.random.default_rng(8).integers(1, 90, 64).tolist())
-    on_cpu = make_core("tiny-mixtral", dtype="float32")
+    of: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+    on_cpu = make_core("tiny-mixtral", **of)
     on_cpu.enqueue(make_batch(prompts))
     wanted = Answers().run(on_cpu).tokens()
     for options in ({}, {"max_batch_size": 3, "max_num_tokens": 50}):
-        core = make_core("tiny-mixtral", dtype="float32", gpu_bytes=8 << 30, device=0, **options)
+        core = make_core("tiny-mixtral", gpu_bytes=8 << 30, device=0, **of, **options)
         steps: Any = core.engine.worker.steps
         assert max(steps._graphs) == core.config.max_batch_size
         forward = steps.forward
@@ -115,10 +117,13 @@ def test_a_mixture_is_a_graph_like_any_model() -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        answer(core, make_batch(prompts[:2]))  # compiles kernels
+        compiled = answer(core, make_batch(prompts))
         steps.forward = without_waiting
+        found = answer(core, make_batch(prompts))
+        if quantization == "fp8":
+            wanted, found = ([tokens[:1] for tokens in answers] for answers in (compiled, found))
         # A router's choice is a near tie now and then, and sums on a GPU end differently in their last bits.
-        assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 61
+        assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 61
 
 
 @pytest.mark.parametrize("sampled", [False, True])

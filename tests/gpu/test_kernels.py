@@ -21,7 +21,7 @@ from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
 from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
-from mpillm.engine.weights.quantize import quantize_rows  # noqa: E402
+from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows  # noqa: E402
 from tests.helpers import plain_kernels as plain  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -281,11 +281,37 @@ def test_experts(n_experts: int, n_chosen: int, experts: range, dtype: torch.dty
                 torch.randn(len(experts), *shape, device=DEVICE).to(dtype) / 8
                 for shape in ((inner, width), (width, inner))
             )
-            out = kernels.combine(grouped_product(grouped_product(x, up, found), down, found), found.weights)
+            out = kernels.combine(
+                grouped_product(grouped_product(x, up, None, found), down, None, found), found.weights
+            )
             expected = plain.combine(by_expert(by_expert(x, up, wanted), down, wanted), wanted.weights)
             assert out.shape == x.shape
             assert torch.equal(out.any(1), expected.any(1))  # zeros where all chosen experts are other ranks'
             assert not expected.any() or error(out, expected) < 2 * limit(dtype)
+
+
+@pytest.mark.parametrize(("n_experts", "n_chosen", "experts"), [(8, 2, range(8)), (5, 3, range(2))])
+def test_experts_with_fp8_weights(n_experts: int, n_chosen: int, experts: range) -> None:
+    torch.manual_seed(n_experts)
+    for n, width, inner in SIZES[1:]:
+        scores = torch.randn(n, n_experts, device=DEVICE)
+        choice = kernels.route(scores, n_chosen, experts)
+        x = (torch.randn(n, width) * torch.logspace(-2, 2, n)[:, None]).to(DEVICE, torch.bfloat16)
+        each = [quantize_rows(torch.randn(inner, width) * torch.rand(inner, 1), "fp8") for _ in experts]
+        weights, scales = (torch.stack(parts).to(DEVICE) for parts in zip(*each, strict=True))
+        scales = scales[..., 0].contiguous()
+        rows = Rounded(*quantize_rows(x, "fp8"), x.dtype)
+        found = grouped_product(rows, weights, scales, choice)
+        seen = dequantize_rows(rows.numbers, rows.scales, torch.float32)
+        wanted = by_expert(
+            seen, torch.stack([dequantize_rows(*one, torch.float32) for one in each]), choice
+        ).cpu()
+        mine = choice.order[: int(choice.ends[-1])].long().cpu()
+        errors = (found.float().cpu() - wanted)[mine].norm(dim=1) / wanted[mine].norm(dim=1)
+        # Tensor cores sum products of fp8 numbers with fewer bits than float32 has.
+        assert found.dtype == torch.bfloat16 and float(errors.max()) < 1e-2
+        rounded_there = grouped_product(fp8_kernels.quantize_rows(x), weights, scales, choice)
+        assert torch.equal(grouped_product(x, weights, scales, choice)[mine], rounded_there[mine])
 
 
 def by_expert(x: torch.Tensor, weights: torch.Tensor, choice: Choice) -> torch.Tensor:

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpillm.engine.model.ops import Choice
+from mpillm.engine.kernels.fp8_kernels import quantize_rows
+from mpillm.engine.model.ops import Choice, Rounded
 
 _ROUTED_ROWS = 128  # at a time
 
@@ -78,8 +79,9 @@ def route(scores: Tensor, n_chosen: int, experts: range) -> Choice:
 
 @triton.jit
 def _grouped_product(
-    out, x, weights, order, ends, n_experts, n_out, n_in,
-    SHARE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    out, x, row_scales, weights, scales, order, ends, n_experts, n_out, n_in,
+    SCALED: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     experts = tl.arange(0, BLOCK)
@@ -96,41 +98,63 @@ def _grouped_product(
     pair = tl.load(order + place, mask=real, other=0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    a = x + (pair // SHARE)[:, None] * n_in + depth[None, :]
-    b = weights + (expert.to(tl.int64) * n_out + column)[None, :] * n_in + depth[:, None]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    row, output = pair // SHARE, expert.to(tl.int64) * n_out + column
+    a = weights + output[:, None] * n_in + depth[None, :]
+    b = x + row[None, :] * n_in + depth[:, None]
+    # Transposed: a tensor core's left operand has 64 rows at least, its right one may have few columns.
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for at in range(0, n_in, DEPTH):
-        left = tl.load(a + at, mask=real[:, None] & (at + depth < n_in)[None, :], other=0.0)
-        right = tl.load(b + at, mask=(column < n_out)[None, :] & (at + depth < n_in)[:, None], other=0.0)
+        left = tl.load(a + at, mask=(column < n_out)[:, None] & (at + depth < n_in)[None, :], other=0.0)
+        right = tl.load(b + at, mask=real[None, :] & (at + depth < n_in)[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
+    if SCALED:
+        total *= tl.load(scales + output, mask=column < n_out, other=0.0)[:, None]
+        total *= tl.load(row_scales + row, mask=real, other=0.0)[None, :]
     tl.store(
-        out + pair[:, None] * n_out + column[None, :],
+        out + pair[None, :] * n_out + column[:, None],
         total.to(out.dtype.element_ty),
-        mask=real[:, None] & (column < n_out)[None, :],
+        mask=real[None, :] & (column < n_out)[:, None],
     )
 
 
 def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Return rows, columns, depth of a step, warps and pipeline stages for a program of `grouped_product`."""
+    """Return rows, columns, depth of a step, warps and pipeline stages for a program of `grouped_product`.
+
+    `dtype` is that of the weights.
+    """
     if dtype == torch.float32:
         return 16, 32, 32, 4, 2
-    # The fastest of seven, measured on an H200 with Mixtral 8x7B's shapes (docs/engine.md).
+    # The fastest of six to twelve, measured on an H200 with Mixtral 8x7B's shapes (docs/engine.md).
     rows = n_pairs / n_experts  # of an expert, where all are chosen equally often
+    deeper = 1 if dtype == torch.bfloat16 else 2  # as many bytes
     if rows <= 8:
-        return 16, 64, 128, 4, 4
-    return (64, 128, 64, 4, 4) if rows <= 32 else (128, 256, 64, 8, 3)
+        return 16, 64, 128 * deeper, 4, 4
+    if rows <= 32:
+        return 64, 128, 64 * deeper, 4, 4
+    return (128, 256, 64 * deeper, 8, 3) if rows <= 128 else (256, 128, 64 * deeper, 8, 3)
 
 
-def grouped_product(x: Tensor, weights: Tensor, choice: Choice) -> Tensor:
-    """As `linear.GroupedLinear`: weights [experts, out, in]; undefined rows for other ranks' experts."""
+def grouped_product(x: Tensor | Rounded, weights: Tensor, scales: Tensor | None, choice: Choice) -> Tensor:
+    """As `linear.GroupedLinear`: weights [experts, out, in]; undefined rows for other ranks' experts.
+
+    With scales (float32 [experts, out]) weights are float8_e4m3fn, and so are x's rows or will be.
+    """
     n_pairs, (n_experts, n_out, n_in) = len(choice.order), weights.shape
-    rows, columns, depth, n_warps, n_stages = tile_shape(n_pairs, n_experts, x.dtype)
+    dtype = x.dtype
+    if scales is None:
+        assert isinstance(x, Tensor)
+        numbers = row_scales = scales_there = x
+    else:
+        rounded = x if isinstance(x, Rounded) else quantize_rows(x)
+        numbers, row_scales, scales_there = rounded.numbers, rounded.scales, scales
+    rows, columns, depth, n_warps, n_stages = tile_shape(n_pairs, n_experts, weights.dtype)
     n_chosen = min(n_pairs, n_experts)
     n_tiles = (n_pairs - n_chosen) // rows + n_chosen  # when each expert has one row more than whole tiles
-    out = x.new_empty(n_pairs, n_out)
+    out = torch.empty(n_pairs, n_out, dtype=dtype, device=weights.device)
     _grouped_product[(n_tiles, triton.cdiv(n_out, columns))](
-        out, x, weights, choice.order, choice.ends, n_experts, n_out, n_in,
-        SHARE=choice.pairs_per_row(x), BLOCK=triton.next_power_of_2(n_experts),
+        out, numbers, row_scales, weights, scales_there, choice.order, choice.ends, n_experts, n_out, n_in,
+        SCALED=scales is not None, SHARE=choice.pairs_per_row(numbers),
+        BLOCK=triton.next_power_of_2(n_experts),
         ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip
     return out

@@ -22,7 +22,6 @@ WIDENED_ROWS = 8
 _COLUMNS, _DEPTH, _PROGRAMS = 32, 128, 512
 _MOST_SPLITS = 8
 SCALED_ROWS = 1024  # from so many on, a product that scales its rows and outputs itself is as fast
-ROW_CLASSES = (1, WIDENED_ROWS + 1, SCALED_ROWS)  # a number of rows for each way to compute a product
 
 
 @triton.jit

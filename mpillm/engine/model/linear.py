@@ -116,13 +116,6 @@ class Fp8Linear(Linear):
 
         return n_rows > fp8_kernels.WIDENED_ROWS
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Run every kernel that any number of rows of `dtype` can need."""
-        from mpillm.engine.kernels import fp8_kernels
-
-        for n_rows in fp8_kernels.ROW_CLASSES:
-            self(torch.zeros(n_rows, self.in_features, dtype=dtype, device=self._weight.device))
-
 
 class GroupedLinear:
     """The products of a mixture: each pair of row and expert (see `Choice`) with the expert's weights."""
@@ -130,21 +123,26 @@ class GroupedLinear:
     def __init__(self, linears: list[Linear]) -> None:
         """Take this rank's experts, all of one shape.
 
-        On a GPU one kernel computes with floats; with 8 bits the host reads the choice.
+        On a GPU one kernel computes, and the host never reads the choice.
         """
-        self.in_features, self.out_features = linears[0].in_features, linears[0].out_features
+        first = linears[0]
+        self.in_features, self.out_features = first.in_features, first.out_features
         self._linears = linears
         self._stacked: Tensor | None = None
-        if linears[0]._weight.device.type != "cpu" and type(linears[0]) is Linear:
+        self._scales: Tensor | None = None  # float32 [experts, out], of fp8 weights
+        if first._weight.device.type != "cpu":
+            if isinstance(first, Fp8Linear):
+                self._scales = torch.cat(
+                    [linear._scales for linear in linears if isinstance(linear, Fp8Linear)]
+                )
             self._stacked, self._linears = torch.stack([linear._weight for linear in linears]), []
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """As `Fp8Linear`; the router decides how many rows an expert gets."""
-        for linear in self._linears[:1]:
-            if isinstance(linear, Fp8Linear):
-                linear.warm_up(dtype)
+    @property
+    def rounds(self) -> bool:
+        """Whether it takes `Rounded`, which the operation before can give."""
+        return self._scales is not None
 
-    def __call__(self, x: Tensor, choice: Choice) -> Tensor:
+    def __call__(self, x: Tensor | Rounded, choice: Choice) -> Tensor:
         """Multiply x [rows, in] or [pairs, in]: [pairs, out].
 
         For other ranks' experts the result is undefined on a GPU, and zero on a CPU.
@@ -152,7 +150,8 @@ class GroupedLinear:
         if self._stacked is not None:
             from mpillm.engine.kernels.expert_kernels import grouped_product
 
-            return grouped_product(x, self._stacked, choice)
+            return grouped_product(x, self._stacked, self._scales, choice)
+        assert isinstance(x, Tensor)
         out, start = x.new_zeros(len(choice.order), self.out_features), 0
         for linear, end in zip(self._linears, choice.ends.tolist(), strict=True):
             if end > start:

@@ -103,7 +103,7 @@ class Mixture:
     def __call__(self, x: Tensor, layer: int = 0, adapters: Adapters | None = None) -> Tensor:
         """Compute; no adapter changes experts."""
         choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
-        hidden = self._ops.silu_mul(self.gate_up(x, choice))
+        hidden = self._ops.silu_mul(self.gate_up(x, choice), self.down.rounds)
         return self._ops.combine(self.down(hidden, choice), choice.weights)
 
     def rounds(self, n_rows: int) -> bool:
