@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from disagg.errors import ConfigError
-from launch.signals import stop_signals
+from launch.signals import Echoes, stop_signals
 from launch.supervisor import STOP_GRACE_S, adopt_orphans, die_with_parent, end_processes
 
 _POLL_S = 0.1
@@ -73,6 +73,7 @@ class Children:
         self._ask: int = signal.SIGTERM
         self._children: list[Child] = []
         self._signals = 0
+        self._echoes = Echoes()
         self._orphans: dict[psutil.Process, float] = {}  # when each was first seen
         self._previous: dict[int, Any] = {}
 
@@ -94,6 +95,8 @@ class Children:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
+        if self._echoes.has(number):
+            return
         self._signals += 1
         if self._signals == 1:
             self._ask = number if self._pass_on else self._ask

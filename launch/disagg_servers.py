@@ -11,7 +11,7 @@ from launch.command import Command
 from launch.environment import LAUNCH_TYPE
 from launch.find_mpirun import detect
 from launch.launcher import EveryRankError, Launcher
-from launch.mpirun import command_line, usable_cores
+from launch.mpirun import command_line, on_this_host, usable_cores
 from launch.servers import Server, ports_here
 
 
@@ -72,9 +72,10 @@ def _worker_rank(words: tuple[str, ...], path: str, config: DisaggConfig, launch
 
 def _workers(words: tuple[str, ...], path: str, config: DisaggConfig) -> Server:
     """Return an mpirun of all workers."""
-    line = command_line(
-        detect(), config.n_workers, words, root=os.geteuid() == 0, cores=usable_cores(), survive=False
-    )
+    mpi = detect()
+    root, cores = os.geteuid() == 0, usable_cores()
+    here = on_this_host(mpi)
+    line = command_line(mpi, config.n_workers, words, here, root=root, cores=cores, survive=False)
     urls = tuple(one.url for one in served_instances(config, path))
     ports = {f"HTTP {url}": port for url, port in ports_here(urls).items()}
     return Server("workers", Command(tuple(line)), ports, tuple(map(_health, urls)))

@@ -60,6 +60,8 @@ _OPEN_MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Copy `env` for a process that is not a rank of the job that this process may be a rank of."""
     clean = {name: value for name, value in env.items() if not _JOB.fullmatch(name)}
+    if "SLURM_STEP_ID" in env:  # a step that it starts, as mpirun does, would wait for the end of this one
+        clean.setdefault("SLURM_OVERLAP", "1")
     if not any(name in env for name in _OPEN_MPI_RANK):
         return clean
     clean = {name: value for name, value in clean.items() if not _MPIRUN_MCA.fullmatch(name)}

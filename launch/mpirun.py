@@ -213,6 +213,20 @@ def command_line(
     return [*line, *options, *program]
 
 
+def on_this_host(mpi: Mpi, env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the options that keep all ranks on this host in a Slurm job.
+
+    Without them `mpirun` would start ranks through srun, on all nodes of the allocation, and no more than
+    that has tasks.
+    """
+    if "SLURM_JOB_ID" not in env:
+        return []
+    if mpi.kind == "openmpi":
+        parameter = "--prtemca" if mpi.version >= (5,) else "--mca"
+        return [parameter, "ras", "^slurm", parameter, "plm", "^slurm"]
+    return ["-rmk", "user", "-launcher", "fork"]
+
+
 def usable_cores() -> int:
     """Return the number of cores as Open MPI counts slots (physical ones), and no more than this process may
     use."""
@@ -220,6 +234,13 @@ def usable_cores() -> int:
     if sys.platform == "linux":
         return min(physical, len(os.sched_getaffinity(0)))
     return physical
+
+
+def slots(env: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks that Open MPI starts without --oversubscribe: in a Slurm job, of its
+    tasks."""
+    tasks = env.get("SLURM_NTASKS", "")
+    return min(usable_cores(), int(tasks)) if tasks.isdecimal() else usable_cores()
 
 
 def exit_code(told: int | None, status: int, interrupted: int | None = None, survive: bool = True) -> int:
@@ -277,7 +298,7 @@ def main(
         [*([sys.executable, "-m", "mpillm"] if program is None else program), *arguments.command],
         arguments.options,
         root=os.geteuid() == 0,
-        cores=usable_cores(),
+        cores=slots(),
         exports=_exports() if several_hosts else [],
         survive=survive,
     )

@@ -4,6 +4,8 @@ The script starts the command with srun, on every task. Of a command of mpillm o
 
 - gives the run a log folder that no other job, and no requeueing of this one, has, and
 - ends with the exit code that rank 0 told, as `mpillm mpirun` does: srun's is the highest of all tasks'.
+
+`run-harness` gets such a folder, too, and is started once, without srun: it starts an mpirun for each test.
 """
 
 from __future__ import annotations
@@ -71,6 +73,11 @@ class Job:
     log_root: str = "build/runs"
 
     @property
+    def is_harness(self) -> bool:
+        """Return whether the command is the one of mpillm's that starts an mpirun for each of its tests."""
+        return bool(self.command) and self.command[0].replace("_", "-") == "run-harness"
+
+    @property
     def is_run(self) -> bool:
         """Return whether the command is one of mpillm's, which runs on the ranks."""
         return bool(self.command) and self.command[0].replace("_", "-") in RANK_COMMANDS
@@ -97,7 +104,8 @@ class Job:
         lines += [f"#SBATCH {name} {value}".rstrip() for name, value in head if value is not None]
         lines += [f"#SBATCH --{name}={value}" for name, value in counts if value is not None]
         lines += ["", *self.setup, ""] if self.setup else [""]
-        return "\n".join([*lines, *(self._logs() if self.is_run else ()), *self._step(), *self._end()]) + "\n"
+        logs = self._logs() if self.is_run or self.is_harness else []
+        return "\n".join([*lines, *logs, *self._step(), *self._end()]) + "\n"
 
     def _logs(self) -> list[str]:
         """Make a folder for this start of this job: a requeueing counts SLURM_RESTART_COUNT up."""
@@ -105,7 +113,7 @@ class Job:
         return [
             f'mkdir -p {root}/slurm-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"',
             f'logs=$(realpath {root}/slurm-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}")',
-            f'export {EXIT_FILE}="$logs/exit_code"',
+            *([f'export {EXIT_FILE}="$logs/exit_code"'] if self.is_run else []),
             "",
         ]
 
@@ -117,8 +125,10 @@ class Job:
             ("output", self.task_output),
         ]
         command = shlex.join(self.command)
-        if self.is_run:
+        if self.is_run or self.is_harness:
             command = f'{shlex.join([self.python, "-m", "mpillm"])} {command} --log_dir "$logs/run"'
+        if self.is_harness:  # as one process; its mpiruns use all of the allocation
+            return [f"exec {command}"]
         parts = [
             f"srun --mpi={self.mpi}",
             *(f"--{name} {value}" for name, value in options if value is not None),
@@ -210,6 +220,11 @@ def _job(given: argparse.Namespace, command: tuple[str, ...]) -> Job:
         raise ConfigError(
             "sbatch: --log_dir: a job that is requeued needs a folder for each start;"
             " name the folder above them with --log_root, before --"
+        )
+    if Job(command).is_harness and (named := given.container_image or given.task_output):
+        raise ConfigError(
+            f"sbatch: {named}: run-harness runs as one process, without srun, and starts mpirun;"
+            " in a container, or with a file for each task, give it one test at a time: run"
         )
     values = {
         name: getattr(given, name) for name in Job.__dataclass_fields__ if name not in ("command", "setup")

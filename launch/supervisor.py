@@ -16,7 +16,7 @@ from types import FrameType
 
 import psutil
 
-from launch.signals import stop_signals, title
+from launch.signals import Echoes, stop_signals, title
 
 STOP_GRACE_S = 10.0
 """How long the ranks have to end by themselves, after Ctrl-C or after rank 0 told its exit code."""
@@ -72,6 +72,7 @@ class Supervisor:
         self._grace_s = stop_grace_s
         self._asked_grace_s = math.inf if drains else stop_grace_s
         self._signals: list[int] = []
+        self._echoes = Echoes()
         self._segments: set[str] = set()
         self._ask = signal.SIGUSR2 if openmpi else signal.SIGTERM
         # hydra's proxies kill their ranks when mpirun is gone; Open MPI's mpirun has to be alive to end them.
@@ -113,7 +114,8 @@ class Supervisor:
         return process.wait(), self._signals[0] if self._signals else None
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append(number)
+        if not self._echoes.has(number):
+            self._signals.append(number)
 
     def _note_segments(self, process: subprocess.Popen[bytes]) -> None:
         """Note the shared memory of MPICH's ranks on this node, which stays behind when one of them is

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from disagg.errors import ConfigError, about
 from launch.command import NotHere
 from launch.find_mpirun import detect
-from launch.mpirun import command_line, usable_cores
+from launch.mpirun import command_line, on_this_host, usable_cores
 from launch.servers import Server, ports_here
 from launch.tritonserver import (
     Repository,
@@ -65,10 +65,7 @@ def embedded_mpirun(n_ranks: int, *, oversubscribe: bool = False) -> list[str]:
     mpi = detect()
     crowded = mpi.kind == "openmpi" and (oversubscribe or n_ranks > usable_cores())
     options = ["--oversubscribe"] if crowded else []
-    if "SLURM_JOB_ID" in os.environ:  # else it would start ranks by srun, on all nodes of the allocation
-        parameter = "--prtemca" if mpi.version >= (5,) else "--mca"
-        ours = [parameter, "ras", "^slurm", parameter, "plm", "^slurm"]
-        options += ours if mpi.kind == "openmpi" else ["-rmk", "user", "-launcher", "fork"]
+    options += on_this_host(mpi)
     line = command_line(mpi, 1, [], options, root=os.geteuid() == 0, survive=False)
     return [line[0], *line[3:]]  # without -n 1, which each rank has
 

@@ -7,13 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from launch.environment import mpirun_ends_ranks
 from launch.launcher import find_launcher
-from launch.signals import title
+from launch.signals import Echoes, title
 from mpillm.comms.start import start_run
 from mpillm.config.options import RunConfig, parse_run
 from mpillm.errors import STOP_SIGNALS, Interrupted
@@ -21,7 +20,6 @@ from mpillm.fields import DEADLINES
 
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
-    from mpillm.run.rank import Rank
     from mpillm.run.rank0 import Purpose
     from mpillm.run.share import Share
 
@@ -81,8 +79,9 @@ def start_rank(
         config, comms = share(config, comms)
     try:
         rank = Rank(comms, config, usage_error, purpose, serves=serves)
+        handler = Interrupts(rank.drain)
         for number in STOP_SIGNALS:
-            signal.signal(number, partial(_interrupt, rank))
+            signal.signal(number, handler)
         return rank.live(), rank.log_dir
     except Interrupted as interrupted:
         os._exit(interrupted.exit_code)  # while it was ending anyway
@@ -111,13 +110,23 @@ def _warn() -> None:
             print(f"mpillm: doctor: {problem}", file=sys.stderr, flush=True)
 
 
-def _interrupt(rank: Rank, number: int, frame: object) -> None:
-    """Report the signal that the user sent: mpirun, ours and Open MPI's, passes on another one instead."""
-    killed_soon = number == signal.SIGTERM and mpirun_ends_ranks()
-    if not killed_soon and rank.drain():
-        return
-    if (by_launcher := Interrupted.by_launcher()) is not None:
-        raise by_launcher
-    if killed_soon:
-        raise Interrupted("Ctrl-C, or a signal to mpirun", number)
-    raise Interrupted(title(number), number)
+class Interrupts:
+    """Handles signals: reports the one that the user sent; mpirun, ours and Open MPI's, passes on another."""
+
+    def __init__(self, drain: Callable[[], bool]) -> None:
+        """`drain`: see `Rank.drain`."""
+        self._drain = drain
+        self._echoes = Echoes()
+
+    def __call__(self, number: int, frame: object) -> None:
+        """Raise Interrupted, unless the signal is an echo or the run ends in an orderly way because of it."""
+        if self._echoes.has(number):  # it would end a rank that is about to report the first
+            return
+        killed_soon = number == signal.SIGTERM and mpirun_ends_ranks()
+        if not killed_soon and self._drain():
+            return
+        if (by_launcher := Interrupted.by_launcher()) is not None:
+            raise by_launcher
+        if killed_soon:
+            raise Interrupted("Ctrl-C, or a signal to mpirun", number)
+        raise Interrupted(title(number), number)

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
+from launch.signals import Echoes
 from mpillm.config.disagg_values import router_arguments
 from mpillm.config.disagg_yaml import HALVES
 from mpillm.config.options import RunConfig
@@ -67,11 +68,12 @@ class _Lead:
         self._pools = contexts, generations
         self._workers = [*contexts.workers, *generations.workers]
         self._signals: list[int] = []
+        self._echoes = Echoes()
 
     async def run(self, bound: socket.socket) -> int:
         config, loop = self._config, asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signals.append, number)
+            loop.add_signal_handler(number, self._note, number)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
             waiting = asyncio.ensure_future(
@@ -105,6 +107,10 @@ class _Lead:
                 looking.cancel()
                 await runner.cleanup()
                 _say(f"  {service.answered} requests answered, {service.failed} errors")
+
+    def _note(self, number: int) -> None:
+        if not self._echoes.has(number):
+            self._signals.append(number)
 
     async def _serve(self, service: LeaderService, site: web.SockSite) -> int:
         while not self._signals:

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.clusters import ENDLESS, UnderSlurm, or_skip, python_on
-from tests.helpers.support import DONE, INSTANCE_LOST, Command, Starter, wait_until
+from tests.helpers.support import DONE, INSTANCE_LOST, USAGE, Command, Starter, wait_until
 from tools.slurm import Slurm, slurm
 
 pytestmark = pytest.mark.slurm
@@ -105,12 +105,12 @@ def test_a_cancelled_job_ends_as_ctrl_c_does(both_under: UnderSlurm) -> None:
     both_under.wait_for_jobs()
 
 
-def sbatch(under: UnderSlurm, *options: object, script: str = "job.sub") -> Command:
-    """Start an endless run as a job, followed to its end."""
+def sbatch(under: UnderSlurm, *options: object, command: Sequence[object] = (*DUMMY, *ENDLESS)) -> Command:
+    """Start a job, an endless run unless `command` says otherwise, followed to its end."""
     folder = under.starter.folder
-    where = ["--script", folder / script, "--log_root", folder, "--output", folder / "job-%j.txt"]
+    where = ["--script", folder / "job.sub", "--log_root", folder, "--output", folder / "job-%j.txt"]
     size = ["--nodes", 2, "--ntasks", 4, "--mpi", under.mpi, "--wait", *options]
-    head = [under.starter.python, "-m", "mpillm", "sbatch", *where, *size, "--", *DUMMY, *ENDLESS]
+    head = [under.starter.python, "-m", "mpillm", "sbatch", *where, *size, "--", *command]
     return under.on_head(head, folder / "slurm-0-0" / "run")
 
 
@@ -167,6 +167,50 @@ def test_the_time_limit_ends_a_run_as_ctrl_c_does(under: UnderSlurm) -> None:
     assert [failure["cause"] for failure in result["failures"]] == ["interrupted (SIGTERM)"]
 
 
+def test_a_harness_in_an_allocation(both_under: UnderSlurm) -> None:
+    """A person in salloc's shell types it once: its mpiruns spread the ranks over the nodes."""
+    folder = both_under.starter.folder
+    harness = [both_under.starter.python, "-m", "mpillm", "run-harness", *FEW[1:], "--log_dir", "runs"]
+    tests = ["--scenarios=Offline,Server", "--server_target_qps", 50, "--world_size", 4]
+    ended = both_under.on_head(["salloc", "-N", 2, "-n", 4, *harness, *tests], folder).end(WITHIN_S)
+    for name in ("dummy-Offline", "dummy-Server"):
+        assert re.search(rf"^{name} +(IN)?VALID .* 0$", ended.must(DONE).out, re.MULTILINE), ended
+        plan = json.loads((folder / "runs" / name / "plan.json").read_text())
+        assert {rank["node"] for rank in plan["ranks"]} == {"h1", "h2"}
+
+
+def test_a_harness_in_a_step(both_under: UnderSlurm) -> None:
+    """Its mpirun, and what that starts through Slurm, share the step's resources."""
+    log_dir = both_under.starter.folder / "run"
+    harness = ["run-harness", *FEW[1:], "--scenarios=Offline", "--world_size", 3, "--log_dir", log_dir]
+    ended = both_under.start(["-N", 1, "-n", 1], *harness).end(WITHIN_S).must(DONE)
+    assert ended.result["status"] == "VALID" and ended.result["world_size"] == 3
+
+
+def test_a_harness_as_several_tasks(under: UnderSlurm) -> None:
+    ended = under.start(["-N", 2, "-n", 2], "run-harness", *FEW[1:], "--scenarios=Offline").end(WITHIN_S)
+    assert "mpillm: srun started 2 processes of 'run-harness', which runs as one" in ended.must(USAGE).err
+
+
+def test_a_harness_as_a_job(both_under: UnderSlurm) -> None:
+    """A cancelled one ends as Ctrl-C does, and starts no further test.
+
+    Slurm ends the daemons of Open MPI's mpirun, too, which then kills the ranks: at times before rank 0 has
+    said why.
+    """
+    command = sbatch(both_under, command=["run-harness", *DUMMY[1:], *ENDLESS, "--world_size", 4])
+    folder = both_under.starter.folder / f"slurm-{job_of(command)}-0"
+    run = in_test(command, folder)
+    both_under.slurm.ask("scancel", job_of(command))
+    ended = command.end(WITHIN_S)
+    assert "CANCELLED" in ended.err, ended
+    both_under.wait_for_jobs()
+    result = json.loads((run / "result.json").read_text())
+    assert result["status"] == "FAILED", ended
+    (cause,) = [failure["cause"] for failure in result["failures"]]
+    assert cause.startswith("interrupted (") or (both_under.mpi == "pmix" and "was killed" in cause), ended
+
+
 SERVERS = """
 hostname: h1
 port: 8100
@@ -183,23 +227,50 @@ print(urllib.request.urlopen(request, timeout=60).read().decode())
 """
 
 
-def test_disaggregated_servers_on_two_nodes(under: UnderSlurm) -> None:
-    """With the workers in one step and the leader in another, the KV cache goes from node to node."""
-    folder = under.starter.folder
-    (folder / "disagg.yaml").write_text(SERVERS)
-    words = [
-        "run-llm-server",
-        "--core_type=torch",
-        "--trtllm_disagg_config_path=disagg.yaml",
-        "--num_threads=1",
-    ]
-    workers = under.start(["-n", 2, "-N", 2], *words, env={"MLPERF_DISAGG_LAUNCH_TYPE": "worker"})
-    leader = under.start(["-n", 1, "-w", "h1"], *words, env={"MLPERF_DISAGG_LAUNCH_TYPE": "leader"})
-    wait_until(lambda: "h1:8100" in leader.out, "the leader", WITHIN_S)
-    ask = under.on_head([under.starter.python, "-c", ASK], folder)
+WORDS = ["run-llm-server", "--core_type=torch", "--trtllm_disagg_config_path=disagg.yaml", "--num_threads=1"]
+
+
+def check_answer(under: UnderSlurm) -> None:
+    ask = under.on_head([under.starter.python, "-c", ASK], under.starter.folder)
     answer = json.loads(ask.end(WITHIN_S).must(DONE).out)
     assert answer["usage"]["completion_tokens"] == 6
+
+
+def test_disaggregated_servers_on_two_nodes(both_under: UnderSlurm) -> None:
+    """With the workers in one step and the leader in another, the KV cache goes from node to node.
+
+    The YAML is written by the workers' hosts, and a test is run through the servers, from a third step.
+    """
+    under, folder = both_under, both_under.starter.folder
+    where = ["--trtllm_disagg_config_path=disagg.yaml", "--model_path=tiny-llama"]
+    ports = ["--server_port=8100", "--worker_start_port=8101"]
+    make = under.start(
+        ["-n", 2, "-N", 2], "generate-disagg-config", "--core_type=trtllm_disagg", *where, *ports
+    )
+    make.end(WITHIN_S).must(DONE)
+    assert {"h1:8101", "h2:8102"} <= set(re.findall(r"h[12]:810[12]", (folder / "disagg.yaml").read_text()))
+    workers = under.start(["-n", 2, "-N", 2], *WORDS, env={"MLPERF_DISAGG_LAUNCH_TYPE": "worker"})
+    leader = under.start(["-n", 1, "-w", "h1"], *WORDS, env={"MLPERF_DISAGG_LAUNCH_TYPE": "leader"})
+    wait_until(lambda: "h1:8100" in leader.out, "the leader", WITHIN_S)
+    check_answer(under)
+    few = ["--min_query_count", 4, "--max_output_len", 4, "--scenarios=Offline", "--world_size", 2]
+    words = ["run-harness", "--core_type=trtllm_disagg", *where, *few, "--log_dir", folder / "run"]
+    test = under.start(["-n", 1, "-w", "h2"], *words).end(WITHIN_S).must(DONE)
+    assert (test.result["samples"], test.result["errors"]) == (4, 0)
     under.slurm.ask("scancel", "--user=root")
     for command in (leader, workers):
         command.end(WITHIN_S).must(128 + signal.SIGTERM)
+    under.wait_for_jobs()
+
+
+def test_all_servers_of_a_node_in_one_step(both_under: UnderSlurm) -> None:
+    """Without MLPERF_DISAGG_LAUNCH_TYPE it starts an mpirun of the workers, and the leader."""
+    under, folder = both_under, both_under.starter.folder
+    (folder / "disagg.yaml").write_text(SERVERS.replace("h2", "h1"))
+    servers = under.start(["-n", 1, "-w", "h1"], *WORDS)
+    wait_until(lambda: "ready after" in servers.out or servers.process.poll(), "servers", WITHIN_S)
+    assert servers.process.poll() is None, servers.end()
+    check_answer(under)
+    under.slurm.ask("scancel", "--user=root")
+    servers.end(WITHIN_S).must(128 + signal.SIGTERM)
     under.wait_for_jobs()

@@ -98,6 +98,25 @@ def test_a_second_signal_cuts_the_grace_time_short(tmp_path: Path) -> None:
     assert child.process.poll() == -signal.SIGKILL
 
 
+POLITE = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(7)));"
+    "print(0, flush=True); time.sleep(60)"
+)
+
+
+def test_an_echo_of_a_signal_leaves_the_grace_time(tmp_path: Path) -> None:
+    """Slurm sends SIGTERM twice at a job's time limit."""
+    with pytest.raises(Stopped), Children(stop_grace_s=60) as children:
+        child = children.start("tool", [sys.executable, "-c", POLITE], os.environ, tmp_path / "log")
+        wait_for(tmp_path / "log")
+        again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM))
+        again.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        children.wait(child, 20)
+    again.join()
+    assert child.process.poll() == 7
+
+
 def test_a_killed_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = (

@@ -14,7 +14,15 @@ import pytest
 from disagg.errors import ConfigError
 from launch import mpirun, supervisor
 from launch.find_mpirun import Mpi, choose, find_launchers, parse_mpirun_version
-from launch.mpirun import command_line, exit_code, parse_arguments, spans_hosts
+from launch.mpirun import (
+    command_line,
+    exit_code,
+    on_this_host,
+    parse_arguments,
+    slots,
+    spans_hosts,
+    usable_cores,
+)
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
 OPEN_MPI_4 = Mpi("openmpi", (4, 1, 6), "/usr/bin/mpirun")
@@ -312,3 +320,16 @@ def test_shared_memory_is_not_looked_for_during_the_test(monkeypatch: pytest.Mon
         None,
     )
     assert 1 <= len(looks) <= 3  # the last one is at the end
+
+
+def test_a_slurm_job_has_as_many_slots_as_tasks() -> None:
+    assert slots({"SLURM_NTASKS": "1"}) == 1
+    assert slots({"SLURM_NTASKS": "100000"}) == slots({}) == usable_cores()
+
+
+def test_servers_of_one_host_leave_an_allocation_alone() -> None:
+    assert on_this_host(MPICH, {}) == on_this_host(OPEN_MPI_5, {}) == []
+    job = {"SLURM_JOB_ID": "7"}
+    assert on_this_host(OPEN_MPI_5, job) == ["--prtemca", "ras", "^slurm", "--prtemca", "plm", "^slurm"]
+    assert on_this_host(OPEN_MPI_4, job) == ["--mca", "ras", "^slurm", "--mca", "plm", "^slurm"]
+    assert on_this_host(MPICH, job) == ["-rmk", "user", "-launcher", "fork"]

@@ -86,9 +86,17 @@ def test_a_run_has_a_folder_for_each_start_and_rank_0s_exit_code(
     assert "#SBATCH --gpus-per-node=h200:8\n" in Path("build/job.sub").read_text()
 
 
+def test_a_harness_is_started_once(capsys: pytest.CaptureFixture[str]) -> None:
+    script = written(capsys, "--python=python3", "--", "run-harness", "--scenarios=Offline,Server")
+    assert "srun" not in script and "MPILLM_EXIT_FILE" not in script
+    last = 'exec python3 -m mpillm run-harness --scenarios=Offline,Server --log_dir "$logs/run"'
+    assert script.splitlines()[-1] == last
+
+
 @pytest.mark.parametrize(
     "words, says",
     [
+        (["--container_image", "image", "--", "run-harness"], "without srun"),
         (["--nodes", "2"], "no command to run"),
         (["--", "run", "--log_dir", "here"], "--log_root"),
         (["--", "run", "--log-dir=here"], "--log_root"),
