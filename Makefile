@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 MODEL ?= smollm2-135m
-RANKS ?= 5
+RANKS ?= 4
 # A minute's worth of answers on two cores; what RUN_ARGS says goes before it.
 SHORT := --max_output_len 40 --min_query_count 64
 RUN_ARGS ?=

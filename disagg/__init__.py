@@ -2,11 +2,12 @@
 
 from .config import DisaggConfig, ServerConfig, dump, from_mapping, load, parse
 from .errors import ConfigError, nearest
-from .generator import generate, ranks_for, with_hosts
+from .generator import CONTROL_RANKS, generate, ranks_for, with_hosts
 from .plan_table import ranges, table
 from .world_plan import InstancePlan, RankPlan, WorldPlan, parse_nodes, plan
 
 __all__ = [
+    "CONTROL_RANKS",
     "ConfigError",
     "DisaggConfig",
     "InstancePlan",

@@ -11,24 +11,24 @@ from .errors import ConfigError, nearest
 from .schema import Rule, checked
 
 MODES = ("aggregated", "disaggregated")
+CONTROL_RANKS = (1, 2)
+"""How many ranks harness and leader may have, the better first: docs/architecture.md has the figures."""
 _MOST = 1 << 20  # a larger count is a typing error, and would only fill the memory
+_CONTROL: Rule = ("1 or 2", lambda x: type(x) is int and (x == 0 or x in CONTROL_RANKS))
+_SHARES = {None: "1 or 2 ranks are control", 0: "all ranks are workers"}
 _FLAG: Rule = (f"an integer from 1 to {_MOST}", lambda x: type(x) is int and 1 <= x <= _MOST)
 
 
-def control_ranks(world_size: int) -> int:
-    """Return the number of ranks for harness and leader: none of 1, one of 2 or 3, two of 4 or more."""
-    return 0 if world_size == 1 else 1 if world_size <= 3 else 2
-
-
-def ranks_for(n_workers: int) -> int:
-    """Return the world size for `n_workers` workers: the inverse of `control_ranks`."""
-    return next(n_workers + n for n in (1, 2) if control_ranks(n_workers + n) == n)
+def ranks_for(n_workers: int, control_ranks: int | None = None) -> int:
+    """Return the world size for `n_workers` workers and as many control ranks; None: the usual one."""
+    return n_workers + (control_ranks or CONTROL_RANKS[0])
 
 
 def generate(
     mode: str,
     world_size: int | None = None,
     *,
+    control_ranks: int | None = None,
     model: str | None = None,
     backend: str = "pytorch",
     port: int = 8000,
@@ -49,8 +49,9 @@ def generate(
     With `world_size` None the counts of instances are those given, by default 1.
 
     Counts that are not given follow from the world size: all worker ranks are used, and at most a third of
-    them (but at least one instance) are context ranks. `control_ranks` says how many ranks are workers; if no
-    counts fit these, one control rank more or less is tried, because a plan allows either.
+    them (but at least one instance) are context ranks. All ranks but `control_ranks` are workers; with None
+    one rank is control or, if no counts fit the others, two, and a world of one rank has none. 0 is for the
+    workers of a leader outside.
 
     The ctx and gen options and `first_worker_port` apply to disaggregated mode; `num_executors`,
     `tensor_parallelism` and `pipeline_parallelism` to aggregated mode; those of the other mode are ignored.
@@ -86,7 +87,10 @@ def generate(
             checked(f"--{flag}", value, _FLAG)
     if world_size is not None:
         checked("world size", world_size, _FLAG)
-    counts = _counts(list(given.values()), [tp * pp for tp, pp in shapes.values()], world_size, mode)
+    if control_ranks is not None:
+        checked("--control_ranks", control_ranks, _CONTROL)
+    sizes = [tp * pp for tp, pp in shapes.values()]
+    counts = _counts(list(given.values()), sizes, world_size, mode, control_ranks)
 
     data: dict[str, Any] = {"port": port, "model": model, "backend": backend}
     index = 0
@@ -121,7 +125,11 @@ def with_hosts(config: DisaggConfig, hostname: str, hosts: Sequence[str]) -> Dis
 
 
 def _counts(
-    given: Sequence[int | None], sizes: Sequence[int], world_size: int | None, mode: str
+    given: Sequence[int | None],
+    sizes: Sequence[int],
+    world_size: int | None,
+    mode: str,
+    control_ranks: int | None,
 ) -> list[int]:
     """Return each section's number of instances: those given, the others so that every worker rank is used.
 
@@ -129,7 +137,7 @@ def _counts(
     """
     if world_size is None:
         return [count or 1 for count in given]
-    found = _fit(given, sizes, world_size)
+    found = _fit(given, sizes, world_size, control_ranks)
     if found is not None:
         return found
     kinds = ("context", "generation") if mode == "disaggregated" else ("executor",)
@@ -137,24 +145,26 @@ def _counts(
         f"{count or ''} {kind} instance{'s' * (count != 1)} of {size} rank{'s' * (size > 1)}".lstrip()
         for count, kind, size in zip(given, kinds, sizes, strict=True)
     )
-    works = _sizes_that_work(given, sizes, world_size)
+    works = _sizes_that_work(given, sizes, world_size, control_ranks)
     if None not in given:
         needed = sum((count or 0) * size for count, size in zip(given, sizes, strict=True))
         asked += f" need {needed} worker ranks, which"
     raise ConfigError(
         f"world size: {world_size}; {asked} do not fit; must be {' or '.join(map(str, works))} "
-        "(1 or 2 ranks are control)"
+        f"({_SHARES.get(control_ranks, f'--control_ranks {control_ranks}')})"
     )
 
 
-def _fit(given: Sequence[int | None], sizes: Sequence[int], world_size: int) -> list[int] | None:
+def _fit(
+    given: Sequence[int | None], sizes: Sequence[int], world_size: int, control_ranks: int | None
+) -> list[int] | None:
     """Return the best counts for `world_size`, or None if no counts use all of its worker ranks."""
-    usual = control_ranks(world_size)
-    for control in (usual, 3 - usual) if usual else (0,):
+    usual = CONTROL_RANKS if world_size > 1 else (0,)
+    for control in usual if control_ranks is None else (control_ranks,):
         workers = world_size - control
         if len(sizes) == 1:
             candidates: Iterable[list[int]] = [[given[0] or workers // sizes[0]]]
-        elif control:
+        elif world_size > 1:
             firsts = _first_counts(given[0], sizes[0], workers)
             candidates = ([first, given[1] or (workers - first * sizes[0]) // sizes[1]] for first in firsts)
         else:
@@ -173,24 +183,27 @@ def _first_counts(given: int | None, size: int, workers: int) -> Sequence[int]:
     return [*range(third, 0, -1), *range(third + 1, workers // size + 1)]
 
 
-def _sizes_that_work(given: Sequence[int | None], sizes: Sequence[int], world_size: int) -> list[int]:
+def _sizes_that_work(
+    given: Sequence[int | None], sizes: Sequence[int], world_size: int, control_ranks: int | None
+) -> list[int]:
     """Return the nearest world sizes below and above that fit; if all counts are given, all that fit."""
     fewest = sum((count or 1) * size for count, size in zip(given, sizes, strict=True))
     if None not in given:
-        return [n for n in (1, fewest + 1, fewest + 2) if _fit(given, sizes, n)]
+        tried = sorted({1, fewest, fewest + 1, fewest + 2})
+        return [n for n in tried if _fit(given, sizes, n, control_ranks)]
     # One more instance of a section that is not fixed always fits, so the search upwards is short.
     step = max(size for count, size in zip(given, sizes, strict=True) if count is None)
     below = next(
         (
             n
-            for n in range(world_size - 1, max(fewest, world_size - 1 - 2 * step), -1)
-            if _fit(given, sizes, n)
+            for n in range(world_size - 1, max(fewest, world_size - 2 * step) - 1, -1)
+            if _fit(given, sizes, n, control_ranks)
         ),
         None,
     )
     above = next(
         n
-        for n in range(max(world_size, fewest) + 1, max(world_size, fewest) + 2 * step + 3)
-        if _fit(given, sizes, n)
+        for n in range(max(world_size + 1, fewest), max(world_size, fewest) + 2 * step + 3)
+        if _fit(given, sizes, n, control_ranks)
     )
     return [above] if below is None else [below, above]

@@ -41,8 +41,8 @@ _ENDED = (
 
 EPILOG = """\
 examples:
-  python -m mpillm sbatch --nodes 2 --ntasks_per_node 9 --gpus_per_node 8 --time 02:00:00 --submit -- \
-run --benchmarks llama2-70b --model_path DIR
+  python -m mpillm sbatch --nodes 2 --ntasks 17 --ntasks_per_node 9 --gpus_per_node 8 --time 02:00:00 \
+--submit -- run --benchmarks llama2-70b --model_path DIR
   python -m mpillm sbatch --nodes 1 --ntasks_per_node 8 --container_image IMAGE --dry_run -- bash SCRIPT"""
 
 

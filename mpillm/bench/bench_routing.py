@@ -9,14 +9,21 @@ from typing import Any
 
 from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
-from mpillm.fields import Field, integers, positive, seconds
+from mpillm.fields import Field, integers, one_or_two, positive, seconds
 from mpillm.fields.topology import TopologyFields
 
 
 class Options(Values):
     """Options of ``bench routing``."""
 
-    n = Field("n", "ranks; harness, leader and two instances are 4", positive, default=4, group="benchmark")
+    n = Field("n", "ranks", positive, default=3, group="benchmark")
+    control_ranks = Field(
+        "control_ranks",
+        "how many of them compute nothing: harness and leader on one rank, or on two",
+        one_or_two,
+        default=1,
+        group="benchmark",
+    )
     repeats = Field("repeats", "runs; the median is printed", positive, default=3, group="benchmark")
     offline_samples = Field(
         "offline_samples", "samples of an Offline run", positive, default=200_000, group="benchmark"
@@ -57,7 +64,7 @@ class Options(Values):
 _DEADLINE_S = 600.0  # of a baseline
 
 DESCRIPTION = "Measure the routing path with dummy cores of zero cost."
-EPILOG = "example:\n  python -m mpillm bench routing -n 4 --qps 200,2000"
+EPILOG = "example:\n  python -m mpillm bench routing -n 4 --control_ranks 2 --qps 200,2000"
 
 
 def main(config: Options) -> int:
@@ -71,6 +78,8 @@ def main(config: Options) -> int:
         config.mode,
         "--traffic_distribution_policy",
         config.traffic_distribution_policy,
+        "--control_ranks",
+        str(config.control_ranks),
     ]
 
     def run(*options: str) -> dict[str, Any]:
@@ -135,8 +144,9 @@ def main(config: Options) -> int:
         ("start", "last rank's start to ready, s", starts),
     ]
     print(
-        f"{config.n} ranks, {config.mode}, {config.traffic_distribution_policy},"
-        f" {config.input_len} tokens in, {config.output_len} out; median (least to most)"
+        f"{config.n} ranks, {config.control_ranks} of them control, {config.mode},"
+        f" {config.traffic_distribution_policy}, {config.input_len} tokens in, {config.output_len} out;"
+        " median (least to most)"
     )
     for what, unit, values in rows:
         spread = f"({min(values):,.2f} to {max(values):,.2f})"

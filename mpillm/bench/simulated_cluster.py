@@ -101,7 +101,9 @@ def simulated(clock: Clock, module: types.ModuleType) -> Iterator[None]:
 def plan_of(n_instances: int) -> WorldPlan:
     """Return the plan of a cluster with this many instances of two ranks, on nodes of eight."""
     size = _CONTROL_RANKS + _RANKS_PER_INSTANCE * n_instances
-    config = disagg.generate("aggregated", size, tensor_parallelism=_RANKS_PER_INSTANCE)
+    config = disagg.generate(
+        "aggregated", size, control_ranks=_CONTROL_RANKS, tensor_parallelism=_RANKS_PER_INSTANCE
+    )
     return disagg.plan(config, size, [f"node{rank // _RANKS_PER_NODE:04d}" for rank in range(size)])
 
 

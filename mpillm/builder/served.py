@@ -103,19 +103,12 @@ def for_workers(config: RunConfig, hosts: Sequence[str]) -> DisaggConfig:
 
     Raises ConfigError if the options need another number of workers.
     """
-    # Two control ranks more: `generate` makes one of its workers a control rank where it must to fit, and
-    # that must not happen here.
-    made = generated(config, len(hosts) + 2)
+    made = generated(config, len(hosts), control_ranks=0)
     if made.mode != "disaggregated":
         raise ConfigError(
             f"--mode {made.mode}: trtllm-serve's workers are disaggregated; name --mode disaggregated or"
             " --core_type trtllm_disagg",
             about=["mode"],
-        )
-    if made.n_workers != len(hosts):
-        raise ConfigError(
-            f"mpirun -n {len(hosts)}: the options need {made.n_workers} ranks; start mpirun -n"
-            f" {made.n_workers}"
         )
     first = 0
     of_instances: list[str] = []

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import disagg
 from disagg.errors import ConfigError
 from mpillm.bench.other_load import least_disturbed
 from mpillm.bench.whole_runs import run_in
@@ -22,7 +21,7 @@ from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
-from mpillm.experiments.advise.planning import plan_of, prepared
+from mpillm.experiments.advise.planning import plan_of, prepared, world_size
 from mpillm.experiments.goodput import GOODPUT, parse_goodput, take_goodput
 from mpillm.experiments.option_grid import curve, figures, pareto
 from mpillm.experiments.run_series import (
@@ -130,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     if options.verify:
         tried = chosen[: options.verify]
         print(f"\nverifying the best {len(tried)}", flush=True)
-        mpirun = ["-n", str(disagg.ranks_for(ranks)), *options.mpirun_options]
+        mpirun = ["-n", str(world_size(words, ranks)), *options.mpirun_options]
 
         def own(one: Prediction, run: RunFiles) -> float | None:
             return from_own_steps(one.candidate, found[one.candidate], calibration, load, run)
@@ -233,7 +232,7 @@ def _pareto(predicted: Sequence[Prediction], of: str) -> str:
 
 
 def _command(candidate: Candidate, words: Sequence[str], ranks: int) -> str:
-    n, options = disagg.ranks_for(ranks), [*without(words, ("mode", "max_batch_size")), *candidate.words()]
+    n, options = world_size(words, ranks), [*without(words, ("mode", "max_batch_size")), *candidate.words()]
     return f"python -m mpillm mpirun -n {n} run {shlex.join(options)}"
 
 

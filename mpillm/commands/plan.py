@@ -33,7 +33,11 @@ def main(argv: Sequence[str]) -> int:
     config = parse(argv, parser, [*_SHOWN, format_field]).with_yaml()
     nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
     world_size = config.world_size or (
-        len(nodes) if nodes else disagg.ranks_for(config.yaml.n_workers) if config.yaml else None
+        len(nodes)
+        if nodes
+        else disagg.ranks_for(config.yaml.n_workers, config.control_ranks)
+        if config.yaml
+        else None
     )
     if world_size is None:
         raise ConfigError("mpillm plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE")

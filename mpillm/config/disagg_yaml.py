@@ -27,11 +27,27 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
     is an executor. Raises ConfigError naming the file or the option.
     """
     if clients:
-        return disagg.generate("aggregated", world_size, model=config.model_path)
+        return disagg.generate(
+            "aggregated", world_size, control_ranks=config.control_ranks, model=config.model_path
+        )
     if config.half:
         return _half(config, HALVES[config.half])
     yaml = config.yaml or config.with_yaml().yaml
-    return generated(config, world_size) if yaml is None else yaml
+    if yaml is None:
+        return generated(config, world_size)
+    _check_control_ranks(config, yaml, world_size)
+    return yaml
+
+
+def _check_control_ranks(config: RunConfig, yaml: DisaggConfig, world_size: int | None) -> None:
+    """Raise ConfigError if --control_ranks says otherwise than the ranks that `yaml` leaves."""
+    n = config.control_ranks
+    if n is not None and world_size not in (None, yaml.n_workers + n):
+        raise ConfigError(
+            f"{config.named('control_ranks')}: with the {yaml.n_workers} worker ranks of"
+            f" {config.disagg_config} it takes {yaml.n_workers + n} ranks, not {world_size}",
+            about=["control_ranks"],
+        )
 
 
 def _half(config: RunConfig, section: str) -> DisaggConfig:
@@ -46,12 +62,16 @@ def _half(config: RunConfig, section: str) -> DisaggConfig:
     return DisaggConfig(model=config.model_path, **halves)
 
 
-def generated(config: RunConfig, world_size: int | None) -> DisaggConfig:
-    """Return the instances that the options make without a YAML: for `world_size` ranks, or as needed."""
+def generated(config: RunConfig, world_size: int | None, control_ranks: int | None = None) -> DisaggConfig:
+    """Return the instances that the options make without a YAML: for `world_size` ranks, or as needed.
+
+    `control_ranks`: instead of the option's.
+    """
     try:
         return disagg.generate(
             config.mode,
             world_size,
+            control_ranks=config.control_ranks if control_ranks is None else control_ranks,
             model=config.model_path,
             port=config.server_port,
             first_worker_port=config.worker_start_port,

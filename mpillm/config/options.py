@@ -283,7 +283,7 @@ def parse_run(argv: Sequence[str]) -> RunConfig:
         prog="mpillm run",
         description="Run an MLPerf Inference LLM test on the ranks of this mpirun.",
         epilog="examples:\n"
-        "  mpirun -n 5 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
+        "  mpirun -n 4 python -m mpillm run --mode disaggregated --model_path DIR --save_outputs\n"
         "  mpirun -n 3 python -m mpillm run --core_type dummy --scenarios Server --server_target_qps 100"
         " --min_duration 10",
     )
@@ -299,7 +299,7 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
         prog="mpillm serve",
         description="Put an OpenAI-compatible HTTP endpoint before the ranks of this mpirun.",
         epilog="examples:\n"
-        "  mpirun -n 5 python -m mpillm serve --mode disaggregated --model_path DIR\n"
+        "  mpirun -n 4 python -m mpillm serve --mode disaggregated --model_path DIR\n"
         "  mpirun -n 3 python -m mpillm serve --core_type dummy --port 8080",
     )
     config = parse(argv, parser, SERVE_FIELDS, {fields.on_instance_loss: "continue"}).with_yaml()

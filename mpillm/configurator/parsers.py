@@ -99,6 +99,12 @@ def positive(text: str) -> int:
     return _between(_whole(text), 1, _LARGEST)
 
 
+@expects("1 or 2")
+def one_or_two(text: str) -> int:
+    """Return 1 or 2."""
+    return int(_between(_whole(text), 1, 2))
+
+
 @expects(f"a whole number of at least 0 and at most {_LARGEST}")
 def natural(text: str) -> int:
     """Return an int of at least 0."""

@@ -13,6 +13,7 @@ from disagg.errors import nearest
 from mpillm.configurator import Field as Field
 from mpillm.configurator.parsers import integers as integers
 from mpillm.configurator.parsers import not_negative as not_negative
+from mpillm.configurator.parsers import one_or_two as one_or_two
 from mpillm.configurator.parsers import positive as positive
 from mpillm.configurator.parsers import seconds as seconds
 from mpillm.fields.checkpoint import CheckpointFields

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.configurator import Field, Options
-from mpillm.configurator.parsers import flag_dict, name_or_class, positive
+from mpillm.configurator.parsers import flag_dict, name_or_class, one_or_two, positive
 from mpillm.core_names import BUILT_IN, DEFAULT, names
 
 
@@ -58,6 +58,13 @@ class TopologyFields(Options):
         "moe_expert_parallelism",
         "ranks of a TP group that the experts are spread over",
         positive,
+        group="topology",
+    )
+    control_ranks = Field(
+        "control_ranks",
+        "ranks that compute nothing: 1 (harness and leader together) or 2 (one for each)"
+        " [default: 1, unless the instances fit only beside 2]",
+        one_or_two,
         group="topology",
     )
     traffic_distribution_policy = Field(

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from disagg import CONTROL_RANKS
 from disagg.errors import ConfigError
 from mpillm.config.options import RunConfig, parse_run
 from mpillm.configurator.parsers import Secret
@@ -57,6 +58,10 @@ def repeated(run: RunFiles) -> tuple[list[str], list[str]]:
         notes = [*differences(read_object(run.path / ENVIRONMENT), describe_environment()), *notes]
     else:
         notes.insert(0, f"no {ENVIRONMENT}: nothing is known of the software that it ran with")
+    control = sum(rank.get("instance") is None for rank in run.plan_ranks)
+    if "control_ranks" not in run.config and control in CONTROL_RANKS and not run.value("disagg_config"):
+        words += ["--control_ranks", str(control)]
+        notes.append(f"--control_ranks {control} is stated: its version of mpillm chose so")
     nodes = {str(rank.get("node")) for rank in run.plan_ranks}
     if len(nodes) > 1:
         named = ", ".join(sorted(nodes))

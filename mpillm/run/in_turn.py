@@ -75,13 +75,13 @@ def ranks_of(config: RunConfig) -> int:
     if config.world_size:
         return int(config.world_size)
     if BackendRegistry.get(config.core_type).is_client:
-        return disagg.ranks_for(len(config.trtllm_server_urls or ()) or 1)
+        return disagg.ranks_for(len(config.trtllm_server_urls or ()) or 1, config.control_ranks)
     if config.yaml is not None:
-        return disagg.ranks_for(config.yaml.n_workers)
+        return disagg.ranks_for(config.yaml.n_workers, config.control_ranks)
     workers = generated(config, None).n_workers
     if config.mode == "aggregated":
         workers *= max(1, len(visible_gpus() or ()) // workers)
-    return disagg.ranks_for(workers)
+    return disagg.ranks_for(workers, config.control_ranks)
 
 
 def without(argv: Sequence[str], names: Collection[str]) -> list[str]:

@@ -162,6 +162,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r".* --config_file mine.yaml .*": Elsewhere("an example of what rerun prints: tests/e2e/test_rerun.py"),
     r".* run --core_type dummy .*": Typed(says=r"LoadGen +VALID"),
+    r".* run-harness .*--world_size 17 .*": Elsewhere("more ranks than fit here: tests/e2e/test_slurm.py"),
     r".* run-harness --core_type dummy .*": Typed(says="Server"),
     r".* run-harness --benchmarks=llama2,moe .*": Typed(
         f"{SHORT} --server_target_qps 200", says="mixtral-8x7b"

@@ -275,14 +275,14 @@ def test_a_core_that_raises_on_every_rank(one: Starter) -> None:
     """One message has the cause once."""
     ended = one.run(5, *GRACE, "--core_options", "fault:raise,fault_phase:load")
     check_failure(ended, NOT_READY, "RuntimeError: injected fault in load")
-    assert "\n  ranks 2-4: RuntimeError" in ended.message
+    assert "\n  ranks 1-4: RuntimeError" in ended.message
     assert ended.err.count("RuntimeError: injected") == 1 + 1  # the cause, and the last line of its traceback
 
 
-@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("rank", [1, 2])
 def test_a_context_or_generation_core_that_raises_in_the_test(one: Starter, rank: int) -> None:
     ended = one.run(
-        4, "--mode", "disaggregated", *GRACE, "--core_options", f"fault:raise,fault_rank:{rank},fault_at:20"
+        3, "--mode", "disaggregated", *GRACE, "--core_options", f"fault:raise,fault_rank:{rank},fault_at:20"
     )
     check_failure(ended, TEST_FAILED, "injected fault in the test, at request 20", rank=rank, phase="test")
 
@@ -298,9 +298,9 @@ def test_a_context_or_generation_core_that_raises_in_the_test(one: Starter, rank
     ],
 )
 def test_a_core_that_raises_elsewhere(one: Starter, where: str, code: int) -> None:
-    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": f"{where}:raise:2"}
-    ended = one.run(4, "--mode", "disaggregated", *GRACE, core="tests.helpers.plugin_cores:Faulty", env=env)
-    check_failure(ended, code, f"ValueError: broken in {where}", rank=2)
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": f"{where}:raise:1"}
+    ended = one.run(3, "--mode", "disaggregated", *GRACE, core="tests.helpers.plugin_cores:Faulty", env=env)
+    check_failure(ended, code, f"ValueError: broken in {where}", rank=1)
 
 
 def test_a_core_that_answers_twice(one: Starter) -> None:
@@ -329,7 +329,7 @@ def test_a_core_that_never_answers(both: Starter, mode: str, rank: int) -> None:
         "--core_options",
         f"fault:silent,fault_rank:{rank},fault_at:9",
     ]
-    ended = both.run(4, *options)
+    ended = both.run(4, *options, "--control_ranks", 2)
     check_failure(
         ended,
         TEST_FAILED,
@@ -398,7 +398,9 @@ def test_a_core_that_hangs_late(one: Starter, phase: str, code: int) -> None:
 
 
 def start_endless(starter: Starter, phase: str, *options: object) -> Command:
-    """Start four ranks (0 is the harness, 1 the leader), which stay in `phase`."""
+    """Start four ranks, which stay in `phase`: 0 is the harness, 1 the leader, unless `options` say else."""
+    if "--control_ranks" not in options:
+        options = (*options, "--control_ranks", 2)
     if phase != "load":
         command = starter.start(4, *ENDLESS, *options)
         if phase != "start":
@@ -465,9 +467,10 @@ def test_a_rank_that_stops_at_its_start(both: Starter, rank: int) -> None:
     assert ended.seconds < START_S + 4 + 3 + 2 * GRACE_S, repr(ended)
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
-def test_a_stopped_rank_0(both: Starter) -> None:
-    command = start_and_signal(both, 0, "test", signal.SIGSTOP, "--heartbeat_timeout", 3)
+@pytest.mark.parametrize(("mpi", "control"), [("openmpi", 1), ("openmpi", 2), ("mpich", 1)], indirect=["mpi"])
+def test_a_stopped_rank_0(both: Starter, control: int) -> None:
+    options = ["--heartbeat_timeout", 3, "--control_ranks", control]
+    command = start_and_signal(both, 0, "test", signal.SIGSTOP, *options)
     ended = command.end()
     ended.must(INSTANCE_LOST)
     assert re.search(r"\brank 0\b", ended.err), repr(ended)
@@ -492,13 +495,21 @@ def test_a_killed_rank(both: Starter, rank: int, phase: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "phase"),
-    [("openmpi", "load"), ("openmpi", "test"), ("mpich", "load"), ("mpich", "test")],
+    ("mpi", "phase", "control"),
+    [
+        ("openmpi", "load", 1),
+        ("openmpi", "load", 2),
+        ("openmpi", "test", 1),
+        ("openmpi", "test", 2),
+        ("mpich", "load", 2),
+        ("mpich", "test", 1),
+    ],
     indirect=["mpi"],
 )
-def test_a_killed_rank_0(both: Starter, phase: str) -> None:
-    """Nobody is left to write result.json, so the launcher reports it."""
-    command = start_and_signal(both, 0, phase, signal.SIGKILL, "--heartbeat_timeout", 3)
+def test_a_killed_rank_0(both: Starter, phase: str, control: int) -> None:
+    """Nobody is left to write result.json, so the launcher reports it. Rank 0 is the leader, too, or not."""
+    options = ["--heartbeat_timeout", 3, "--control_ranks", control]
+    command = start_and_signal(both, 0, phase, signal.SIGKILL, *options)
     ended = command.end()
     ended.must(INSTANCE_LOST)
     assert "rank 0 ended without an exit code" in ended.err

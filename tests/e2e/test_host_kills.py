@@ -90,6 +90,7 @@ def test_a_host_is_lost(on_hosts: OnHosts, few: Samples, hit: str, phase: str, p
     daemons are all there. A rank of the last host keeps load and warm-up from ending."""
     hang = f",fault:hang,fault_phase:{phase},fault_rank:5" if phase in ("load", "warmup") else ""
     words = ["run", "--core_type", "dummy", "--dataset_path", few.path, *TEST, *EXECUTORS]
+    words += ["--control_ranks", 2]
     words += ["--core_options", TIMES + hang, "--join_deadline", 20]
     words += ["--enable_chunked_context", "true", "--heartbeat_timeout", 10, "--grace", 3]
     command = on_hosts.start(WHERE, *words, "--on_instance_loss", policy)

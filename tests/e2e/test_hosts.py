@@ -111,7 +111,7 @@ def test_a_run_goes_on_without_the_instances_of_another_host(on_hosts: OnHosts, 
     pace = ["--core_options", "ttft_ms:20,tpot_ms:20", "--max_batch_size", 16, "--max_output_len", 8]
     words = ["run", "--core_type", "dummy", "--dataset_path", samples.path, "--test_mode", "AccuracyOnly"]
     command = on_hosts.start(
-        "h1:3,h2:2", *words, *pace, "--on_instance_loss", "continue", "--enable_chunked_context", "true"
+        "h1:2,h2:2", *words, *pace, "--on_instance_loss", "continue", "--enable_chunked_context", "true"
     )
     command.wait_phase("test")
     for pid in python_on(on_hosts.hosts, "h2", "run"):

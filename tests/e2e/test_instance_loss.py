@@ -80,20 +80,20 @@ def check_told(ended: Ended, instances: list[int]) -> None:
 
 
 def test_a_killed_executor(one: Starter, few: Samples) -> None:
-    command = one.start(5, *TEST, *PACE, *CONTINUE, "--dataset_path", few.path)
+    command = one.start(4, *TEST, *PACE, *CONTINUE, "--dataset_path", few.path)
     wait_for_answers(command, 8)
-    signal_rank(command, 3)
+    signal_rank(command, 2)
     ended = command.end()
     check_answers(ended, [few.answer(i, OUTPUT) for i in range(64)])
     check_told(ended, [1])
     (lost,) = ended.result["lost"]
-    assert (lost["rank"], lost["role"], lost["ranks"], lost["phase"]) == (3, "executor", [3], "test")
+    assert (lost["rank"], lost["role"], lost["ranks"], lost["phase"]) == (2, "executor", [2], "test")
     assert 0 < lost["retried"] <= 8
-    assert ended.result["cpu_cores"][3] is None
+    assert ended.result["cpu_cores"][2] is None
 
 
 def test_a_killed_context_and_a_killed_generation_instance(one: Starter, few: Samples) -> None:
-    """One is killed after the other, then the last of its kind, which ends the run."""
+    """One is killed after the other; harness and leader have ranks of their own."""
     options = [*TEST, *PACE, *SPREAD, *CONTINUE, "--dataset_path", few.path]
     command = one.start(6, *options)
     wait_for_answers(command, 4)
@@ -107,9 +107,9 @@ def test_a_killed_context_and_a_killed_generation_instance(one: Starter, few: Sa
 
 def test_an_instance_that_fails_after_the_test(one: Starter, few: Samples) -> None:
     """It owes nothing any more: the run ends well, and says so."""
-    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": "stop:raise:2"}
+    env = {"PYTHONPATH": str(ROOT), "MPILLM_TEST_FAULT": "stop:raise:1"}
     core = "tests.helpers.plugin_cores:Faulty"
-    ended = one.run(4, *TEST, *CONTINUE, "--dataset_path", few.path, core=core, env=env)
+    ended = one.run(3, *TEST, *CONTINUE, "--dataset_path", few.path, core=core, env=env)
     check_answers(ended, [few.answer(i, OUTPUT) for i in range(64)])
     check_told(ended, [0])
     (lost,) = ended.result["lost"]
@@ -118,15 +118,15 @@ def test_an_instance_that_fails_after_the_test(one: Starter, few: Samples) -> No
 
 
 def test_the_last_instance_ends_the_run(one: Starter, few: Samples) -> None:
-    command = one.start(4, *TEST, *PACE, *CONTINUE, "--dataset_path", few.path)
+    command = one.start(3, *TEST, *PACE, *CONTINUE, "--dataset_path", few.path)
     wait_for_answers(command, 4)
-    signal_rank(command, 2)
+    signal_rank(command, 1)
     wait_until(lambda: "\n  lost " in command.out, "rank 0 to know")
-    signal_rank(command, 3)
+    signal_rank(command, 2)
     ended = command.end()
     ended.must(INSTANCE_LOST)
     assert "no other executor is left" in ended.message
-    assert [failure["rank"] for failure in ended.result["failures"]] == [3]
+    assert [failure["rank"] for failure in ended.result["failures"]] == [2]
     assert [lost["instance"] for lost in ended.result["lost"]] == [0]
 
 

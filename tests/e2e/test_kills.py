@@ -51,9 +51,9 @@ class Layout:
 
 
 LAYOUTS = {
-    "aggregated": Layout(5, PACE, [[[2], [3], [4]]]),
-    "disaggregated": Layout(6, [*PACE, *SPREAD], [[[2], [3]], [[4], [5]]]),
-    "torch": Layout(4, [*TORCH, "--max_batch_size", 4], [[[2], [3]]], "torch"),
+    "aggregated": Layout(4, PACE, [[[1], [2], [3]]]),
+    "disaggregated": Layout(5, [*PACE, *SPREAD], [[[1], [2]], [[3], [4]]]),
+    "torch": Layout(4, [*TORCH, "--control_ranks", 2, "--max_batch_size", 4], [[[2], [3]]], "torch"),
     "torch TP": Layout(
         8, [*TORCH, "--max_batch_size", 4, "--tensor_parallelism", 3], [[[2, 3, 4], [5, 6, 7]]], "torch"
     ),

@@ -26,14 +26,15 @@ pytestmark = pytest.mark.slow
 
 N_SAMPLES = 64
 TIMES = "ttft_ms:20,tpot_ms:6,kv_bytes_per_token:512"
-PAIRS = [*SPREAD, "--max_batch_size", 4]  # harness, leader, context 2 and 3, generation 4 and 5
-EXECUTORS = ["--max_batch_size", 4]  # harness, leader, executors 2 and 3
+PAIRS = [*SPREAD, "--max_batch_size", 4]  # two context and two generation instances
+EXECUTORS = ["--max_batch_size", 4]
 KINDS: dict[str, tuple[int, list[object], int, int | None]] = {  # ranks, options, victim, its instance
+    "harness and leader": (5, PAIRS, 0, None),
     "harness": (6, PAIRS, 0, None),
     "leader": (6, PAIRS, 1, None),
     "context": (6, PAIRS, 2, 0),
-    "generation": (6, PAIRS, 4, 2),
-    "executor": (4, EXECUTORS, 2, 0),
+    "generation": (5, PAIRS, 3, 2),
+    "executor": (3, EXECUTORS, 1, 0),
 }
 IN_MPI_INIT_S = 3.0  # by then the others are inside; if not, the case is one of "start"
 

@@ -202,7 +202,7 @@ def test_mpillm_mpirun_generates_for_its_ranks(both: Starter, tmp_path: Path) ->
     assert "wrote made.yaml: 4 workers" in ended.out
     assert (tmp_path / "made.yaml").read_text().count("- localhost:") == 4
     wrong = both.mpillm("mpirun", "-n", 3, "generate_disagg_config", *options).must(USAGE)
-    assert "mpirun -n 3: the options need 4 ranks; start mpirun -n 4" in wrong.message
+    assert "need 4 worker ranks, which do not fit; must be 4 (all ranks are workers)" in wrong.message
 
 
 def test_a_bad_option_is_reported_once(both: Starter) -> None:

@@ -56,7 +56,7 @@ def test_the_core_in_a_run(one: Starter, samples: Samples) -> None:
         samples,
         "Offline",
     )
-    ended = one.run(4, *words, core="llmlib_harness:EchoCore", env=env)
+    ended = one.run(3, *words, core="llmlib_harness:EchoCore", env=env)
     assert (
         "EchoCore.get_num_cores_for_workload() gave 1, but this run has 2 instances"
         in ended.must(USAGE).message

@@ -37,7 +37,12 @@ def test_memory_does_not_grow_with_completed_requests(one: Starter, tmp_path: Pa
     # looked at.
     options += ["--core_options", "ttft_ms:0.1", "--max_batch_size", 256]
     command = one.start(
-        4, *options, core="tests.helpers.plugin_cores:Counting", env={"PYTHONPATH": str(ROOT)}
+        4,
+        *options,
+        "--control_ranks",
+        2,
+        core="tests.helpers.plugin_cores:Counting",
+        env={"PYTHONPATH": str(ROOT)},
     )
     files = [tmp_path / "answered_2", tmp_path / "answered_3"]
     seen: list[tuple[int, list[int]]] = []

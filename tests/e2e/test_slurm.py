@@ -42,9 +42,10 @@ def under(two: Slurm, one: Starter) -> UnderSlurm:
     "tasks, options",
     [
         ([3, 1], ["-n", 4, "-N", 2]),
+        ([2, 1], ["-n", 3, "-N", 2, "--ntasks-per-node", 2]),
         ([1, 3], ["-n", 4, "-N", 2, "--distribution=arbitrary", "-w", "h1,h2,h2,h2"]),
     ],
-    ids=["block", "uneven"],
+    ids=["block", "most", "uneven"],
 )
 def test_the_plan_shows_slurms_nodes(both_under: UnderSlurm, tasks: list[int], options: list[object]) -> None:
     log_dir = ["--log_dir", both_under.starter.folder / "run"]
@@ -133,7 +134,7 @@ def test_a_killed_rank_ends_a_job_with_rank_0s_exit_code(mpich: str, two: Slurm,
     in_test(command, tmp_path / f"slurm-{job_of(command)}-0")
     os.kill(python_on(two.hosts, "h2", "run")[-1], signal.SIGKILL)
     ended = command.end(WITHIN_S).must(INSTANCE_LOST)
-    assert "rank 3 (executor, instance 1), h2, pid " in ended.out, "it shows what the job prints"
+    assert "rank 3 (executor, instance 2), h2, pid " in ended.out, "it shows what the job prints"
 
 
 def test_a_requeued_job_has_a_folder_of_its_own_and_the_first_says_why_it_ended(under: UnderSlurm) -> None:

@@ -20,10 +20,10 @@ A, B, C, D = gpu("a"), gpu("b", 40), gpu("c"), gpu("d", 40)
 
 
 def plan(workers: int, nodes: list[str] | None = None, tensor_parallelism: int = 1) -> disagg.WorldPlan:
-    size = workers + (1 if workers < 3 else 2)
-    return disagg.plan(
-        disagg.generate("aggregated", size, tensor_parallelism=tensor_parallelism), size, nodes
-    )
+    control = 1 if workers < 3 else 2
+    size = workers + control
+    made = disagg.generate("aggregated", size, control_ranks=control, tensor_parallelism=tensor_parallelism)
+    return disagg.plan(made, size, nodes)
 
 
 def test_no_gpu_is_the_cpu_and_none_is_asked_for() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-import disagg
 from mpillm.bench.other_load import least_disturbed
 from mpillm.bench.whole_runs import run_in
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, Layout
+from mpillm.experiments.advise.planning import world_size
 from mpillm.experiments.advise.simulated_slots import SlotTimes
 from mpillm.experiments.advise.step_times import Line, Sharing, StepTimes, fit, shared, slowdown
 from mpillm.experiments.run_series import must_have_verdict
@@ -131,9 +131,9 @@ class Calibrator:
             f"--num_threads={self.threads}",
         ]
         options += [f"--min_query_count={queries}", "--min_duration=0", f"--user_conf={conf}"]
-        world_size = disagg.ranks_for(candidate.ranks)
         must_have_verdict(
-            run_in(folder, ["-n", str(world_size), *self.mpirun], options), f"the calibration ({what})"
+            run_in(folder, ["-n", str(world_size(self.words, candidate.ranks)), *self.mpirun], options),
+            f"the calibration ({what})",
         )
         return RunFiles.read(folder)
 

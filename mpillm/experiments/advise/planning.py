@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _NODE = "this-node"
 
 
+def world_size(words: Sequence[str], worker_ranks: int) -> int:
+    """Return the ranks of a run with these options and so many worker ranks."""
+    return disagg.ranks_for(worker_ranks, parse_run(words).control_ranks)
+
+
 def plan_of(words: Sequence[str], worker_ranks: int) -> Planned:
     """Return the plan of a run with these options and so many worker ranks on this node.
 
@@ -33,7 +38,9 @@ def plan_of(words: Sequence[str], worker_ranks: int) -> Planned:
     report = JoinReport(
         _NODE, 0, 0.0, {"MPI": "Open MPI v5"}, digest=config.digest(), values=config.values, gpus=gpus
     )
-    return plan_run(config, dict.fromkeys(range(disagg.ranks_for(worker_ranks)), report))
+    return plan_run(
+        config, dict.fromkeys(range(disagg.ranks_for(worker_ranks, config.control_ranks)), report)
+    )
 
 
 def prepared(planned: Planned, folder: Callable[[], Path]) -> Prepared:

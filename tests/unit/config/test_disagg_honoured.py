@@ -71,8 +71,8 @@ def test_a_generated_yaml_is_what_ran_and_where() -> None:
             "float32",
         ]
     )
-    yaml = disagg_config(config, 5)
-    plan = disagg.plan(yaml, 5, ["a", "a", "b", "b", "c"])
+    yaml = disagg_config(config, 4)
+    plan = disagg.plan(yaml, 4, ["a", "b", "b", "c"])
     made = what_runs(
         config, yaml, plan, core_configs(config, plan, [instance.leader for instance in plan.instances], {})
     )
@@ -220,11 +220,17 @@ def test_a_plan_of_a_yaml_needs_no_world_size(file: Path, capsys: pytest.Capture
         )
     )
     assert plan_main(["--disagg_config", str(file), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["world_size"] == 6
-    assert plan_main(["--disagg_config", str(file), "--world_size", "5", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["world_size"] == 5
-    assert main(["run-harness", *DUMMY, "--disagg_config", str(file), "--dry_run"]) == 0
-    assert "mpirun -n 6 run" in capsys.readouterr().out
+    assert plan_main(["--disagg_config", str(file), "--world_size", "6", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 6
+    for more, n in ([], 5), (["--control_ranks", "2"], 6):
+        assert main(["run-harness", *DUMMY, "--disagg_config", str(file), "--dry_run", *more]) == 0
+        assert f"mpirun -n {n} run" in capsys.readouterr().out
+    with pytest.raises(
+        ConfigError,
+        match=r"--control_ranks 2: with the 4 worker ranks of .* it takes 6 ranks, not 5",
+    ):
+        plan_main(["--disagg_config", str(file), "--world_size", "5", "--control_ranks", "2"])
     with pytest.raises(
         ConfigError, match="plan needs --world_size N, --nodes HOST:SLOTS,… or --disagg_config FILE"
     ):

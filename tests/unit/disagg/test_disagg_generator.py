@@ -19,20 +19,19 @@ def instances(mode: str, world_size: int | None, **flags: Any) -> list[int]:
     ("world_size", "expected"),
     [
         (3, [1, 1]),
-        (4, [1, 1]),
-        (5, [1, 2]),
-        (6, [1, 3]),
-        (7, [1, 4]),
-        (8, [2, 4]),
-        (14, [4, 8]),
-        (8192, [2730, 5460]),
+        (4, [1, 2]),
+        (5, [1, 3]),
+        (6, [1, 4]),
+        (7, [2, 4]),
+        (13, [4, 8]),
+        (8191, [2730, 5460]),
     ],
 )
 def test_a_third_of_the_workers_are_context(world_size: int, expected: list[int]) -> None:
     assert instances("disaggregated", world_size) == expected
 
 
-@pytest.mark.parametrize(("world_size", "expected"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (8, 6)])
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 1), (2, 1), (3, 2), (4, 3), (5, 4), (8, 7)])
 def test_every_worker_is_an_executor(world_size: int, expected: int) -> None:
     assert instances("aggregated", world_size) == [expected]
 
@@ -40,14 +39,16 @@ def test_every_worker_is_an_executor(world_size: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("world_size", "flags", "expected"),
     [
-        (8, {"ctx_tp_size": 2}, [1, 4]),  # a third of 6 ranks is one instance of 2
-        (8, {"gen_tp_size": 2}, [2, 2]),
-        (9, {"gen_tp_size": 2}, [1, 3]),
+        (7, {"ctx_tp_size": 2}, [1, 4]),  # a third of 6 ranks is one instance of 2
+        (7, {"gen_tp_size": 2}, [2, 2]),
+        (8, {"gen_tp_size": 2}, [1, 3]),
         (14, {"ctx_tp_size": 2, "gen_tp_size": 4, "gen_pp_size": 2}, [2, 1]),
-        (18, {"ctx_tp_size": 8, "gen_tp_size": 8}, [1, 1]),  # more than a third, but at least one
-        (17, {"ctx_tp_size": 8, "gen_tp_size": 8}, [1, 1]),  # one control rank, where there are usually two
-        (12, {"num_ctx_servers": 4}, [4, 6]),
-        (12, {"num_gen_servers": 4}, [6, 4]),
+        (17, {"ctx_tp_size": 8, "gen_tp_size": 8}, [1, 1]),  # more than a third, but at least one
+        (18, {"ctx_tp_size": 8, "gen_tp_size": 8}, [1, 1]),  # two control ranks, where one would not fit
+        (8, {"control_ranks": 2}, [2, 4]),
+        (8, {"control_ranks": 1}, [2, 5]),
+        (11, {"num_ctx_servers": 4}, [4, 6]),
+        (11, {"num_gen_servers": 4}, [6, 4]),
         (12, {"num_ctx_servers": 2, "gen_tp_size": 4}, [2, 2]),
         (12, {"num_gen_servers": 1, "gen_tp_size": 4, "ctx_pp_size": 3}, [2, 1]),
         (4, {"num_ctx_servers": 1, "num_gen_servers": 1}, [1, 1]),
@@ -68,6 +69,7 @@ def test_flags_of_aggregated_mode() -> None:
     assert instances("aggregated", 4, tensor_parallelism=3) == [1]
     assert instances("aggregated", None, num_executors=5) == [5]
     assert instances("aggregated", 3, num_executors=1) == [1]
+    assert [instances("aggregated", 5, control_ranks=n) for n in (None, 1, 2)] == [[4], [4], [3]]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,11 @@ def test_flags_of_aggregated_mode() -> None:
         ),
         ("disaggregated", 5, {"num_ctx_servers": 4}, "must be 6 "),
         ("disaggregated", 20, {"ctx_tp_size": 8, "gen_tp_size": 8}, "must be 18 or 25 "),
-        ("aggregated", 9, {"num_executors": 1}, "must be 1 or 2 or 3 "),
+        ("aggregated", 9, {"num_executors": 1}, "must be 1 or 2 or 3 (1 or 2 ranks are control)"),
+        ("aggregated", 2, {"control_ranks": 2}, "must be 3 (--control_ranks 2)"),
+        ("aggregated", 1, {"control_ranks": 1}, "must be 2 (--control_ranks 1)"),
+        ("disaggregated", 17, {"control_ranks": 2, "ctx_tp_size": 8, "gen_tp_size": 8}, "must be 18 "),
+        ("aggregated", 9, {"control_ranks": 3}, "--control_ranks: 3 (an integer); must be 1 or 2"),
         ("aggregated", 1, {"tensor_parallelism": 2}, "must be 3 "),
         ("aggregated", 0, {}, "world size: 0 (an integer); must be"),
         (
@@ -142,18 +148,18 @@ def test_flags_reach_the_file() -> None:
 
 
 def test_instances_are_put_on_hosts() -> None:
-    config = with_hosts(generate("disaggregated", 5, first_worker_port=7000), "head", ["a", "b", "b"])
+    config = with_hosts(generate("disaggregated", 4, first_worker_port=7000), "head", ["a", "b", "b"])
     assert config.hostname == "head" and parse(dump(config)) == config
     assert [url for _, server in config.sections for url in server.urls] == ["a:7000", "b:7001", "b:7002"]
     assert (
-        with_hosts(generate("aggregated", 4), "head", ["a", "b"]).executors
-        == generate("aggregated", 4).executors
+        with_hosts(generate("aggregated", 3), "head", ["a", "b"]).executors
+        == generate("aggregated", 3).executors
     )
 
 
-@pytest.mark.parametrize(("workers", "ranks"), [(1, 2), (2, 3), (3, 5), (4, 6), (8192, 8194)])
+@pytest.mark.parametrize(("workers", "ranks"), [(1, 2), (2, 3), (3, 4), (8192, 8193)])
 def test_the_ranks_for_a_number_of_workers(workers: int, ranks: int) -> None:
-    assert ranks_for(workers) == ranks
+    assert (ranks_for(workers), ranks_for(workers, 2)) == (ranks, ranks + 1)
     executors = generate("aggregated", ranks).executors
     assert executors is not None and executors.num_instances == workers
 

@@ -26,8 +26,8 @@ def config(**sections: Any) -> DisaggConfig:
     return from_mapping(sections, "test")
 
 
-def test_five_ranks_disaggregated() -> None:
-    world = plan(generate("disaggregated", 5), 5)
+def test_harness_and_leader_have_ranks_of_their_own() -> None:
+    world = plan(generate("disaggregated", 5, control_ranks=2), 5)
     assert [rank.roles for rank in world.ranks] == [("harness",), ("leader",), ("ctx",), ("gen",), ("gen",)]
     assert (world.world_size, world.harness_rank, world.leader_rank) == (5, 0, 1)
     assert [(i.index, i.role, i.ranks, i.leader) for i in world.instances] == [
@@ -38,9 +38,9 @@ def test_five_ranks_disaggregated() -> None:
     assert [rank.device for rank in world.ranks] == [None, None, 0, 1, 2]
 
 
-def test_three_ranks_share_harness_and_leader() -> None:
-    world = plan(generate("disaggregated", 3), 3)
-    assert [rank.roles for rank in world.ranks] == [("harness", "leader"), ("ctx",), ("gen",)]
+def test_harness_and_leader_share_a_rank() -> None:
+    world = plan(generate("disaggregated", 4), 4)
+    assert [rank.roles for rank in world.ranks] == [("harness", "leader"), ("ctx",), ("gen",), ("gen",)]
     assert (world.harness_rank, world.leader_rank) == (0, 0)
 
 
@@ -148,7 +148,7 @@ def test_coordinates_are_those_of_trtllm(
 
 def test_devices_count_the_workers_of_each_node_under_any_placement() -> None:
     world = plan(generate("aggregated", 8), 8, ["a", "b", "c", "a", "b", "c", "a", "b"])
-    assert [rank.device for rank in world.ranks] == [None, None, 0, 0, 0, 1, 1, 1]
+    assert [rank.device for rank in world.ranks] == [None, 0, 0, 0, 1, 1, 1, 2]
 
 
 def test_contiguous_if_no_group_is_split_needlessly() -> None:

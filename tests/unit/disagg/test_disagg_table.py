@@ -8,7 +8,8 @@ from disagg import generate, parse_nodes, plan, ranges, table
 
 
 def test_a_row_for_each_rank() -> None:
-    text = table(plan(generate("disaggregated", 6, gen_tp_size=3), 6, parse_nodes("alpha:3,b:3")))
+    made = generate("disaggregated", 6, control_ranks=2, gen_tp_size=3)
+    text = table(plan(made, 6, parse_nodes("alpha:3,b:3")))
     assert text == (
         "6 ranks on 2 nodes: 2 control, 4 workers; 1 ctx instance, 1 gen instance\n"
         "2 TP groups, none over several nodes\n"

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+import disagg
 from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.config.options import parse_run
-from mpillm.report.repeat import options_again, said_options
+from mpillm.report.repeat import options_again, repeated, said_options
 from mpillm.report.run_environment import describe_environment, differences
+from mpillm.report.run_files import RunFiles
 from tests.helpers.run_directories import make_run
 
 WORDS = ["--core_type", "dummy", "--core_options", "a:1", "--scenarios", "Server"]
@@ -103,6 +105,26 @@ def test_another_version(tmp_path: Path) -> None:
         f"--max_output_len {wanted} (default) is stated: here it would be {wanted - 1} (default)",
     ]
     assert parse_run(words).max_output_len == wanted
+
+
+@pytest.mark.parametrize("yaml", [False, True])
+def test_a_version_with_other_control_ranks(tmp_path: Path, yaml: bool) -> None:
+    """The same ranks make the same instances again. With a YAML they do anyway."""
+    words = ["--core_type", "dummy"]
+    if yaml:
+        (tmp_path / "d.yaml").write_text("executors: {num_instances: 2}")
+        words += ["--disagg_config", str(tmp_path / "d.yaml")]
+    run = recorded(tmp_path / "run", *words)
+    made = disagg.plan(disagg.generate("aggregated", 4, control_ranks=2), 4)
+    (run / "plan.json").write_text(json.dumps(made.to_json()))
+    assert "control_ranks" not in repeated(RunFiles.read(run))[0]
+    config = json.loads((run / "config.json").read_text())
+    del config["control_ranks"]
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "disagg.yaml").write_text("executors: {num_instances: 2}")
+    again, notes = repeated(RunFiles.read(run))
+    assert parse_run(again).control_ranks == (None if yaml else 2)
+    assert any("--control_ranks 2 is stated" in note for note in notes) == (not yaml)
 
 
 def test_damaged_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
