@@ -16,11 +16,12 @@ EXIT_FILE = "MPILLM_EXIT_FILE"
 """Path of the file in which rank 0 leaves its exit code for the launcher.
 
 Beside it, rank 0 leaves `_STARTED` when it begins, and the launcher, in `_SIGNAL`, the number of the signal
-that interrupted it.
+that interrupted it, and in `_ABSENT`, which ranks have not answered its roll call.
 """
 
 _STARTED = "started"
 _SIGNAL = "signal"
+_ABSENT = "absent"
 
 TTY = "MPILLM_TTY"
 """Set to 1 when the launcher's standard output is a terminal: rank 0 may redraw a line."""
@@ -37,7 +38,7 @@ _JOB = re.compile(
     | PMIX_(?!MCA_).* | PRTE_(?!MCA_).* | PMI_.* | PMI2_.* | HYDI_.* | MPI_LOCAL(NRANKS|RANKID) | MPIEXEC_.* |
     GFORTRAN_UNBUFFERED_PRECONNECTED |
     SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID|STEPID|STEPMGR|STEP_.*|SRUN_.*|LAUNCH_NODE_IPADDR|MPI_TYPE|PMI.*|CPU_BIND.*|MEM_BIND.*)
-    | FLUX_(TASK_.*|JOB_(SIZE|NNODES)) | MPILLM_(EXIT_FILE|TTY)
+    | FLUX_(TASK_.*|JOB_(SIZE|NNODES)) | MPILLM_(EXIT_FILE|TTY|ROLL_CALL)
     """,
     re.VERBOSE,
 )
@@ -167,6 +168,19 @@ def told_signal(env: Mapping[str, str] = os.environ) -> int | None:
         return int(Path(env[EXIT_FILE]).with_name(_SIGNAL).read_text(encoding="ascii"))
     except (KeyError, OSError, ValueError):
         return None
+
+
+def tell_absent(ranks: str, exit_file: Path) -> None:
+    """Tell rank 0 which ranks the launcher has not heard of."""
+    exit_file.with_name(_ABSENT).write_text(ranks, encoding="ascii")
+
+
+def told_absent(env: Mapping[str, str] = os.environ) -> str:
+    """Return the ranks that the launcher has not heard of; "" if it has, or does not tell."""
+    try:
+        return Path(env[EXIT_FILE]).with_name(_ABSENT).read_text(encoding="ascii")
+    except (KeyError, OSError):
+        return ""
 
 
 def mpirun_ends_ranks(env: Mapping[str, str] = os.environ) -> bool:

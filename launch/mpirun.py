@@ -19,7 +19,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +31,14 @@ from launch.environment import (
     LAUNCH_TYPE,
     TTY,
     rank_environment,
+    tell_absent,
     tell_signal,
     told_exit_code,
     told_started,
 )
 from launch.find_mpirun import Mpi, detect
 from launch.launcher import RANK_COMMANDS
+from launch.roll_call import ROLL_CALL, RollCall
 from launch.signals import title
 from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
 
@@ -274,6 +276,20 @@ def _exports() -> list[str]:
     ]
 
 
+def _heard(roll_call: RollCall, exit_file: Path) -> Callable[[], str]:
+    """Return what names the ranks that are lost, and tells rank 0 which have not started."""
+    told = ""
+
+    def lost() -> str:
+        nonlocal told
+        if (absent := roll_call.absent()) != told:
+            tell_absent(absent, exit_file)
+            told = absent
+        return roll_call.lost()
+
+    return lost
+
+
 def main(
     argv: list[str],
     commands: Sequence[str] = RANK_COMMANDS,
@@ -299,7 +315,7 @@ def main(
         arguments.options,
         root=os.geteuid() == 0,
         cores=slots(),
-        exports=_exports() if several_hosts else [],
+        exports=[*_exports(), *([ROLL_CALL] if survive else [])] if several_hosts else [],
         survive=survive,
     )
     if arguments.dry_run:
@@ -314,6 +330,9 @@ def main(
     ):
         exit_file = Path(folder) / "exit_code"
         env = rank_environment(os.environ, exit_file, tty=sys.stdout.isatty(), session=session)
+        roll_call = RollCall(arguments.ranks) if several_hosts and survive else None
+        if roll_call is not None:
+            env[ROLL_CALL] = roll_call.address
         supervisor = Supervisor(
             openmpi=mpi.kind == "openmpi",
             stop_grace_s=stop_grace_s,
@@ -326,10 +345,15 @@ def main(
             lambda: told_started(exit_file),
             lambda: told_exit_code(exit_file) is not None,
             lambda number: tell_signal(number, exit_file),
+            _heard(roll_call, exit_file) if roll_call is not None else lambda: "",
         )
         told = told_exit_code(exit_file)
         if told is None and supervisor.never_started:
             told = NOT_READY
+        if told is None and supervisor.lost:
+            text = f"MPI can't start: {supervisor.lost} has ended"
+            print(f"mpillm: failed in phase 'join'\n  {text}", file=sys.stderr, flush=True)
+            told = INSTANCE_LOST
     code = exit_code(told, status, interrupted, survive)
     if told is None and interrupted is not None:
         say(f"interrupted ({title(interrupted)})")

@@ -67,6 +67,7 @@ class Supervisor:
         begins when it has told its exit code.
         """
         self.never_started = False
+        self.lost = ""
         self._start_deadline_s = start_deadline_s
         self._openmpi = openmpi
         self._grace_s = stop_grace_s
@@ -85,11 +86,12 @@ class Supervisor:
         started: Callable[[], bool],
         finished: Callable[[], bool],
         tell: Callable[[int], None] = lambda number: None,
+        lost: Callable[[], str] = lambda: "",
     ) -> tuple[int, int | None]:
         """Start `line` and wait; return its status (negative: by a signal), and the signal that interrupted
         it. `started` and `finished` say whether rank 0 has told that it runs, and that the run is over.
         `never_started`: it did not in time. `tell` tells the ranks which signal it was, before another one
-        reaches them."""
+        reaches them. `lost` names ranks without which MPI can't start; then this attribute does."""
         adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
         previous = {number: signal.signal(number, self._note) for number in stop_signals()}
@@ -102,7 +104,7 @@ class Supervisor:
                 preexec_fn=lambda: die_with_parent(self._at_our_death),
             )
             try:
-                self._wait(process, started, finished, tell)
+                self._wait(process, started, finished, tell, lost)
             finally:
                 self._note_segments(process)
                 end_processes(process, before)
@@ -134,6 +136,7 @@ class Supervisor:
         started: Callable[[], bool],
         finished: Callable[[], bool],
         tell: Callable[[int], None],
+        lost: Callable[[], str],
     ) -> None:
         """Wait for `process`, and return early when only killing is left to do."""
         stop_at: float | None = None
@@ -152,6 +155,9 @@ class Supervisor:
             elif start_by is not None and started():
                 start_by = None
                 look_until = time.monotonic() + _LOOK_S
+            elif stop_at is None and (who := lost()):
+                self.lost = who
+                stop_at = time.monotonic()
             elif stop_at is None and start_by is not None and time.monotonic() > start_by:
                 say(
                     f"mpirun has not started rank 0 within {self._start_deadline_s:g} s (--start_deadline):"

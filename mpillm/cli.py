@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from disagg.errors import ConfigError, nearest
+from launch import roll_call
 from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_code, tell_started
 from launch.launcher import EveryRankError, find_launcher, refuse_copies
 from launch.signals import stop_signals
@@ -93,6 +94,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Bad input is one message on stderr and exit code 2.
     """
+    try:
+        code = _told(argv)
+    except SystemExit:
+        roll_call.joined()
+        raise
+    except Exception:  # nobody expected it: the launcher shall name this rank
+        roll_call.fails()
+        raise
+    roll_call.joined()
+    return code
+
+
+def _told(argv: Sequence[str] | None) -> int:
+    """Run a command; tell of errors."""
     _open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals that lack a character
@@ -158,6 +173,7 @@ def _run(argv: Sequence[str]) -> int:
             f"no command '{argv[0]}'{nearest(name, COMMANDS)}; there are: {', '.join(COMMANDS)}"
         )
     tell_started()
+    roll_call.answer()
     if {"-h", "--help"} & {*argv}:
         if name != "mpirun" and (launcher := find_launcher()) is not None:
             if not launcher.first:

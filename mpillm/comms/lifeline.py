@@ -9,7 +9,6 @@ its power. Then the missing heartbeats do.
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import socket
 import struct
@@ -18,6 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from launch.roll_call import own_addresses as own_addresses
 
 _KEY_BYTES = 16
 _HELLO = struct.Struct(f"!{_KEY_BYTES}sI")  # the run's key and the caller's rank
@@ -142,19 +143,3 @@ def has_ended(connection: socket.socket) -> bool | None:
         return None
     except OSError:
         return False
-
-
-def own_addresses() -> tuple[str, ...]:
-    """Return this host's addresses that others may reach, the one behind its name first."""
-    import psutil
-
-    own = [
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
-    ]
-    with contextlib.suppress(OSError):
-        named = socket.gethostbyname(socket.gethostname())
-        own.sort(key=lambda address: address != named)
-    return tuple(own)

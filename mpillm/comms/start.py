@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch import roll_call
 from launch.check_world import check_world, library_title, understands
-from launch.environment import EXIT_FILE, clean_environment, tell_exit_code, told_exit_code
+from launch.environment import EXIT_FILE, clean_environment, tell_exit_code, told_absent, told_exit_code
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.siblings import EndedRanks, siblings, stopped_ranks
 from mpillm.comms.communicators import RunComms
@@ -84,6 +85,7 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
             begins()
             wait_for_node()
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        roll_call.joined()
     world = MPI.COMM_WORLD
     check_world(library, (world.size, world.rank), command)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -212,7 +214,12 @@ def _cause_to_end(pipe: int, seconds: float, rank: int) -> tuple[str, ExitCode] 
             if select.select([pipe], [], [], sure_s)[0]:
                 return None
             return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
-    who = stopped_ranks() or "a rank has not started, or can't be reached"
+    absent = told_absent()
+    who = stopped_ranks() or (
+        f"{absent} has not started, or was lost before that"
+        if absent
+        else "a rank has not started, or can't be reached"
+    )
     return f"MPI_Init did not end within the deadline of {seconds:g} s: {who}", ExitCode.NOT_READY
 
 

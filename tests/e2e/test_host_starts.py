@@ -1,0 +1,112 @@
+"""A rank of another host that is lost before MPI has started is named (make test-hosts, as root)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import support
+from tests.helpers.clusters import OnHosts, or_skip, python_on
+from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, ROOT, Command, Starter, wait_until
+from tools.hosts import Hosts, hosts
+
+pytestmark = pytest.mark.hosts
+
+WITHIN_S = 90.0  # hosts that share two cores start slowly
+VICTIM = 3  # the last of h2's
+WHERE = "h1:2,h2:2"
+RUN = ["run", "--core_type", "dummy", "--min_query_count", 20, "--join_deadline", 20]
+
+# Python reads it before anything else; rank 0 never gets past MPI_Init before the fault.
+SITE = """
+import os, signal, socket, sys
+if os.environ.get("OMPI_COMM_WORLD_RANK") == "{victim}" and "mpillm" in sys.orig_argv:
+    {fault}
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+AT_IMPORT = """
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "mpillm.comms.start":
+                {what}
+    sys.meta_path.insert(0, Broken())
+"""
+FAULTS = {
+    "a kill before Python's first line": KILL,
+    "a kill": AT_IMPORT.format(what=KILL),
+    "a broken import": AT_IMPORT.format(what="raise ImportError('broken there')"),
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Hosts]:
+    with or_skip(hosts(2)) as made:
+        yield made
+
+
+@pytest.fixture
+def on_hosts(two: Hosts, one: Starter) -> OnHosts:
+    return OnHosts(two, one)
+
+
+def start(on: OnHosts, monkeypatch: pytest.MonkeyPatch, fault: str, plain: bool) -> Command:
+    folder = on.starter.folder
+    (folder / "sitecustomize.py").write_text(SITE.format(victim=VICTIM, fault=fault))
+    monkeypatch.setattr(support, "ROOT", f"{folder}:{ROOT}")  # PYTHONPATH
+    return on.start(WHERE, *RUN, plain=plain)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["mpillm mpirun", "mpirun"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_ends(on_hosts: OnHosts, monkeypatch: pytest.MonkeyPatch, fault: str, plain: bool) -> None:
+    ended = start(on_hosts, monkeypatch, FAULTS[fault], plain).end(WITHIN_S)
+    assert ended.code != DONE, ended
+    if plain:  # mpirun's own words and its own exit code
+        assert re.search(rf"\brank {VICTIM}\b|@1,{VICTIM}\]", ended.err), ended
+        return
+    assert re.search(rf"\brank {VICTIM}\b", ended.err), ended
+    assert len(re.findall("MPI can't start|MPI_Init did not end", ended.err)) == 1, ended
+    if fault == "a kill before Python's first line":  # nobody hears of it before the deadline
+        ended.must(NOT_READY)
+    else:
+        assert f"rank {VICTIM} on h2 (pid " in ended.must(INSTANCE_LOST).message
+
+
+def test_a_rank_ends_in_mpi_init(on_hosts: OnHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one is stopped, so that none gets past it."""
+    command = start(on_hosts, monkeypatch, "signal.raise_signal(signal.SIGSTOP)", plain=False)
+    wait_until(lambda: len(python_on(on_hosts.hosts, "h2", "run")) == 2, "the ranks of h2", WITHIN_S)
+
+    def rank_2() -> list[int]:
+        return [
+            pid
+            for pid in python_on(on_hosts.hosts, "h2", "run")
+            if b"OMPI_COMM_WORLD_RANK=2\0" in Path(f"/proc/{pid}/environ").read_bytes()
+            and "mpi4py" in Path(f"/proc/{pid}/maps").read_text()
+        ]
+
+    os.kill(wait_until(rank_2, "rank 2 to load MPI", WITHIN_S)[0], signal.SIGKILL)
+    ended = command.end(WITHIN_S).must(INSTANCE_LOST)
+    assert "rank 2 on h2 (pid " in ended.message
+
+
+def test_a_rank_never_starts(on_hosts: OnHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped before its first line."""
+    ended = start(on_hosts, monkeypatch, "signal.raise_signal(signal.SIGSTOP)", plain=False).end(WITHIN_S)
+    assert f"rank {VICTIM} has not started" in ended.must(NOT_READY).message
+
+
+def test_a_host_without_python(on_hosts: OnHosts) -> None:
+    real = str(Path(sys.executable).resolve())
+    on_hosts.hosts.run("h2", "mount", "--bind", "/dev/null", real)
+    try:
+        ended = on_hosts.start(WHERE, *RUN).end(WITHIN_S)
+    finally:
+        on_hosts.hosts.run("h2", "umount", real)
+    assert ended.code != DONE and "h2" in ended.err, ended
