@@ -26,6 +26,7 @@ _KEY_BYTES = 16
 _HELLO = struct.Struct(f"!{_KEY_BYTES}sII64s")  # the key, rank, process id, host
 _JOINED = b"."
 _CONNECT_S = 5.0
+_SOON_S = 0.5
 _PAUSE_S = 0.1
 _NAMED = 8  # ranks, at most
 _READ = 1  # selectors.EVENT_READ
@@ -127,9 +128,9 @@ class _Answer:
         self._thread = threading.Thread(target=self._connect, args=(hosts, port, hello), daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until the launcher is reached, or can't be, for some seconds."""
-        self._thread.join(_CONNECT_S)
+    def wait(self, seconds: float = _CONNECT_S) -> None:
+        """Wait until the launcher is reached, or can't be."""
+        self._thread.join(seconds)
 
     def _connect(self, hosts: list[str], port: int, hello: bytes) -> None:
         for host in hosts:
@@ -173,6 +174,7 @@ def answer(env: Mapping[str, str] = os.environ) -> None:
     host = socket.gethostname().encode()[:64]
     hello = _HELLO.pack(bytes.fromhex(key), launcher.rank, os.getpid(), host)
     _answer = _Answer(hosts.split(","), int(port), hello)
+    _answer.wait(_SOON_S)  # a millisecond, as a rule; a rank that is lost at once shall be known
     os.register_at_fork(after_in_child=_answer.let_go)
 
 
