@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.roll_call import own_addresses as own_addresses
-
 _KEY_BYTES = 16
 _HELLO = struct.Struct(f"!{_KEY_BYTES}sI")  # the run's key and the caller's rank
 _CONNECT_S = 5.0

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from disagg import InstancePlan
+from launch.roll_call import own_addresses
 from mpillm.comms.control import RankControl
 from mpillm.comms.expendable import Expendable
-from mpillm.comms.lifeline import Lifelines, own_addresses
+from mpillm.comms.lifeline import Lifelines
 from mpillm.comms.messages import DrainReport, JoinReport, Rank0At, Setup
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport

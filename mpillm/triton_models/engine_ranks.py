@@ -26,8 +26,9 @@ from disagg.errors import ConfigError
 from launch.check_world import WrongLauncher
 from launch.environment import clean_environment
 from launch.launcher import EveryRankError
+from launch.roll_call import own_addresses
 from mpillm.comms.communicators import InstanceComms
-from mpillm.comms.lifeline import Lifeline, Lifelines, own_addresses
+from mpillm.comms.lifeline import Lifeline, Lifelines
 from mpillm.comms.start import node_name, start_mpi
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.base import LLMCore

@@ -106,7 +106,7 @@ def test_a_host_without_python(on_hosts: OnHosts) -> None:
     real = str(Path(sys.executable).resolve())
     on_hosts.hosts.run("h2", "mount", "--bind", "/dev/null", real)
     try:
-        ended = on_hosts.start(WHERE, *RUN).end(WITHIN_S)
+        ended = on_hosts.start(WHERE, *RUN).end(WITHIN_S, lingers=WITHIN_S)
     finally:
         on_hosts.hosts.run("h2", "umount", real)
     assert ended.code != DONE and "h2" in ended.err, ended
