@@ -35,11 +35,16 @@ def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int
     """Return the dummy's answers, back to back: token j is (hash of the prompt + j) % VOCAB_SIZE."""
     lengths = prompts.rows["n_tokens"].astype(np.int64)
     starts = np.cumsum(lengths) - lengths
-    position = np.arange(len(prompts.tokens), dtype=np.int64) - np.repeat(starts, lengths)
-    hashes = np.add.reduceat(prompts.tokens * (position * 2 + 1), starts) if len(starts) else starts
+    if not len(starts):
+        return np.zeros(0, np.int32)
+    # The sum over a prompt of token * (2 * its place in the prompt + 1), by places in the batch.
+    odd = np.arange(1, 2 * len(prompts.tokens) + 1, 2)
+    hashes = np.add.reduceat(prompts.tokens * odd, starts)
+    hashes -= 2 * starts * np.add.reduceat(prompts.tokens, starts, dtype=np.int64)
     out_starts = np.cumsum(n_output) - n_output
-    j = np.arange(int(n_output.sum()), dtype=np.int64) - np.repeat(out_starts, n_output)
-    return ((np.repeat(hashes, n_output) + j) % VOCAB_SIZE).astype(np.int32)
+    j = np.arange(int(n_output.sum())) + np.repeat(hashes % VOCAB_SIZE - out_starts, n_output)
+    answers: NDArray[np.int32] = (j % VOCAB_SIZE).astype(np.int32)
+    return answers
 
 
 class DummyCore(LLMCore):

@@ -31,7 +31,7 @@ class Histogram:
         seconds = np.concatenate(self._added)
         self._added.clear()
         bins = np.log(np.maximum(seconds, _LEAST_S) / _LEAST_S) / np.log(_RATIO)
-        np.add.at(self._counts, np.clip(bins.astype(np.int64), 0, _BINS - 1), 1)
+        self._counts += np.bincount(np.clip(bins.astype(np.int64), 0, _BINS - 1), minlength=_BINS)
         self._sum += float(seconds.sum())
 
     def cdf_ms(self, most: int = 300) -> dict[str, list[float]]:

@@ -140,6 +140,7 @@ class Harness(Role):
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has come
+        self._place = np.zeros(0, np.int64)  # in the last message that named the slot
         self._requests = self._make_requests()
         ANSWER.handle(route, self._on_answers)
         WINDOW.handle(route, self._on_window)
@@ -225,7 +226,8 @@ class Harness(Role):
                 [self._free[: self._n_free], new, np.zeros(size - self._n_free, np.uint32)]
             )
             self._n_free += grown
-            for name in ("_active", "_held", "_sample_ids", "_indices", "_issued_at", "_first_at"):
+            of_slots = "_active", "_held", "_sample_ids", "_indices", "_issued_at", "_first_at", "_place"
+            for name in of_slots:
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros(grown, old.dtype)]))
         self._n_free -= n
@@ -305,9 +307,14 @@ class Harness(Role):
         now: float,
     ) -> None:
         n, at = len(slots), index_of(slots)
-        if np.count_nonzero(self._active[at]) < n or (n > 1 and len(np.unique(slots)) != n):
+        if np.count_nonzero(self._active[at]) < n:
             raise RunError(Failure("a sample was answered twice"))
         self._active[at] = False
+        if n > 1:  # each is in this message once if it has still the place that was noted for it
+            places = np.arange(n)
+            self._place[at] = places
+            if np.count_nonzero(self._place[at] == places) < n:
+                raise RunError(Failure("a sample was answered twice in one message"))
         indices = self._indices[at].copy()
         issued, first = self._issued_at[at], self._first_at[at].copy()
         self._first_at[at] = now  # a FIRST that comes later is none
