@@ -85,7 +85,7 @@ test-kills: $(STAMP)
 	$(PY) -m pytest -m slow $(PYTEST_ARGS) tests/e2e/test_kills.py tests/e2e/test_kills_in_phases.py
 
 test-hosts: $(STAMP)
-	$(PY) -m pytest -m hosts -rs $(PYTEST_ARGS) tests/e2e/test_hosts.py tests/e2e/test_host_kills.py tests/e2e/test_host_starts.py
+	$(PY) -m pytest -m hosts -rs $(PYTEST_ARGS) tests/e2e/test_hosts.py tests/e2e/test_host_kills.py tests/e2e/test_host_starts.py tests/e2e/test_four_hosts.py
 
 # A shell where Slurm's commands reach two nodes; RUN_ARGS='CMD …' runs that instead. Nothing stays when it ends.
 slurm: $(STAMP)

@@ -219,13 +219,13 @@ def test_log_probabilities_are_those_of_transformers_whatever_the_layout(one: St
 def test_a_lost_instance_is_not_noticed_by_clients(one: Starter) -> None:
     """Their streams go on where they were, and nothing comes twice; what is asked later is answered, too."""
     pace = ("--core_options", "ttft_ms:50,tpot_ms:25", "--grace", 1.5)
-    command, host, port = serve(one, 4, "--core_type", "dummy", *pace)
+    command, host, port = serve(one, 3, "--core_type", "dummy", *pace)
     body = {"prompt": [5, 6, 7], "max_tokens": 60, "return_token_ids": True, "ignore_eos": True}
     open_ = [post(host, port, "/v1/completions", **body, stream=True).getresponse() for _ in range(6)]
     whole_ones = [post(host, port, "/v1/completions", **body) for _ in range(4)]
     begun = [response.read(400) for response in open_]
     ranks = json.loads((command.log_dir / "ranks.json").read_text())
-    os.kill(next(entry["pid"] for entry in ranks if entry["rank"] == 3), signal.SIGKILL)
+    os.kill(next(entry["pid"] for entry in ranks if entry["rank"] == 2), signal.SIGKILL)
     streamed = [tokens_of(start + response.read()) for start, response in zip(begun, open_, strict=True)]
     answered = [json.loads(connection.getresponse().read()) for connection in whole_ones]
     expected = answer(host, port, "/v1/completions", **body)["choices"][0]["token_ids"]
