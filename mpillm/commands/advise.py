@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     began = time.monotonic()
     calibration = calibrator.calibrate(list(found), ranks)
     print(f"  took {time.monotonic() - began:.0f} s", flush=True)
-    from mpillm.experiments.advise.prediction import Load, best, from_own_steps, predict
+    from mpillm.experiments.advise.prediction import Load, best, predict, with_steps_of
 
     most = np.full(len(dataset), config.max_output_len, np.int64)
     if dataset.output_lengths is not None:
@@ -131,10 +131,19 @@ def main(argv: Sequence[str]) -> int:
         print(f"\nverifying the best {len(tried)}", flush=True)
         mpirun = ["-n", str(world_size(words, ranks)), *options.mpirun_options]
 
-        def own(one: Prediction, run: RunFiles) -> float | None:
-            return from_own_steps(one.candidate, found[one.candidate], calibration, load, run)
+        def from_steps_of(one: Prediction, run: RunFiles) -> Prediction | None:
+            then = with_steps_of(calibration, one.candidate, run)
+            if then is None:
+                return None
+            return predict(one.candidate, found[one.candidate], then, load, limits_ms)
 
-        verified = _verify(folder, tried, words, mpirun, options.repeats, own)
+        def just_before(one: Prediction) -> Prediction | None:
+            if not calibration.steps:
+                return None
+            rate = one.figures["samples_per_second"]
+            return from_steps_of(one, calibrator.again(one.candidate, rate, len(issued.indices)))
+
+        verified = _verify(folder, tried, words, mpirun, options.repeats, just_before, from_steps_of)
         print("\n" + _errors(tried, verified))
     if options.output:
         write_json(
@@ -260,47 +269,58 @@ def _verify(
     words: Sequence[str],
     mpirun: list[str],
     repeats: int,
-    own: Callable[[Prediction, RunFiles], float | None],
+    just_before: Callable[[Prediction], Prediction | None],
+    from_steps_of: Callable[[Prediction, RunFiles], Prediction | None],
 ) -> list[dict[str, Any]]:
     """Run each `repeats` times, in turns; return the figures of that with the median throughput.
 
-    `own` simulates a run with its own steps: tokens per second.
+    `just_before` predicts a run anew right before it begins; `from_steps_of` simulates it with its own steps.
     """
 
-    def measure(what: Prediction, name: str) -> RunFiles:
+    def measure(what: Prediction, name: str) -> tuple[Prediction | None, RunFiles]:
         again = len([*folder.glob(f"{name}*")])
         where = folder / (name + (f"-again-{again}" if again else ""))
+        if (now := just_before(what)) is not None:
+            first, then = (one.figures["tokens_per_second"] for one in (what, now))
+            print(f"  {_label(what.candidate)}: {first:,.4g} tokens/s predicted, now {then:,.4g}", flush=True)
         ended = run_in(where, mpirun, [*words, *what.candidate.words()])
-        return RunFiles.read(must_have_verdict(ended, _label(what.candidate)).folder)
+        return now, RunFiles.read(must_have_verdict(ended, _label(what.candidate)).folder)
 
     found: list[list[dict[str, Any]]] = [[] for _ in tried]
     for turn in range(1, repeats + 1):
         for i, one in enumerate(tried):
-            run, others = least_disturbed(partial(measure, one, f"verify-{i + 1:02d}-{turn}"))
+            (now, run), others = least_disturbed(partial(measure, one, f"verify-{i + 1:02d}-{turn}"))
             shown = figures(run)
-            measured = shown["tokens_per_second"]
-            error = one.figures["tokens_per_second"] / measured - 1
-            simulated = own(one, run)
-            rest = None if simulated is None else simulated / measured - 1
-            off = f"{error:+.1%}" + ("" if rest is None else f", {rest:+.1%} from its own steps")
+            predictions = {"": one, "_just_before": now, "_from_own_steps": from_steps_of(one, run)}
+            said = {}
+            for name, what in predictions.items():
+                tokens = what and what.figures["tokens_per_second"]
+                said[f"predicted{name}"] = tokens
+                said[f"error{name}"] = tokens and tokens / shown["tokens_per_second"] - 1
+            last = said["error"] if now is None else said["error_just_before"]
             label = f"{i + 1}  {_label(one.candidate)}"
-            print(f"  {label}: {shown['status']}, prediction {off}{others.said()}", flush=True)
-            said = {"other_processes_cores": others.processes, "stolen_cores": others.stolen}
-            errors = {"error": error, "error_from_own_steps": rest}
-            found[i].append({"run": str(run.path), **errors, **said, **shown})
+            print(f"  {label}: {shown['status']}, prediction {last:+.1%}{others.said()}", flush=True)
+            said |= {"other_processes_cores": others.processes, "stolen_cores": others.stolen}
+            found[i].append({"run": str(run.path), **said, **shown})
     return [sorted(runs, key=lambda run: float(run["tokens_per_second"]))[repeats // 2] for runs in found]
 
 
 def _errors(chosen: Sequence[Prediction], verified: Sequence[dict[str, Any]]) -> str:
-    rows = [["", "tokens/s predicted", "measured", "error", "own steps", "per user predicted", "measured"]]
+    """Return a table of the predictions' errors: from the calibration, from just before, from own steps."""
+    first = ["", "tokens/s predicted", "just before", "measured", "errors", "just before", "own steps"]
+    rows = [[*first, "per user predicted", "measured"]]
     for one, found in zip(chosen, verified, strict=True):
-        both = [
-            (one.figures[name], found[name]) for name in ("tokens_per_second", "tokens_per_second_per_user")
-        ]
-        cells = ["-" if value is None else f"{value:,.4g}" for pair in both for value in pair]
-        rest = found["error_from_own_steps"]
-        errors = [f"{found['error']:+.1%}", "-" if rest is None else f"{rest:+.1%}"]
-        rows.append([_label(one.candidate), *cells[:2], *errors, *cells[2:]])
+        per_user = one.figures["tokens_per_second_per_user"], found["tokens_per_second_per_user"]
+        speeds = found["predicted"], found["predicted_just_before"], found["tokens_per_second"]
+        errors = [found[f"error{name}"] for name in ("", "_just_before", "_from_own_steps")]
+        rows.append(
+            [
+                _label(one.candidate),
+                *("-" if value is None else f"{value:,.4g}" for value in speeds),
+                *("-" if value is None else f"{value:+.1%}" for value in errors),
+                *("-" if value is None else f"{value:,.4g}" for value in per_user),
+            ]
+        )
     return table(rows)
 
 

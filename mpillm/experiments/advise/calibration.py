@@ -12,6 +12,7 @@ import numpy as np
 
 from mpillm.bench.other_load import least_disturbed
 from mpillm.bench.whole_runs import run_in
+from mpillm.config.options import parse_run
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, Layout
 from mpillm.experiments.advise.planning import world_size
 from mpillm.experiments.advise.simulated_slots import SlotTimes
@@ -22,9 +23,10 @@ from mpillm.report.run_files import RunFiles
 
 _ALONE = 8  # requests one after another
 # A run that fills all places lasts about this long, but answers no fewer and no more for each instance:
-_BUSY_S = 10.0
+_BUSY_S = 5.0
 _WAVES = 3  # times its places
 _MOST = 1000
+_AGAIN_S = 8.0  # of the test itself, right before a run that verifies; twice its places at least
 
 Costs = list[Mapping[str, Any]]
 
@@ -105,6 +107,17 @@ class Calibrator:
             steps[ONE_RANK], sharing = shared(steps[ONE_RANK], ranks, _costs(*beside))
         handoff = self._handoff(pairs, slots.get(pair.layout)) if pair else Line(0.0)
         return Calibration(steps, slots, sharing, handoff, self.answers)
+
+    def again(self, candidate: Candidate, samples_per_second: float, most: int) -> RunFiles:
+        """Run the first seconds of the candidate's test: the machine's speed changes, this is how it is now.
+
+        `samples_per_second`: as predicted; `most`: samples of the whole test. Raises ConfigError or
+        StageError if the run fails.
+        """
+        places = 2 * candidate.instances * candidate.max_batch_size
+        n = min(most, max(places, round(_AGAIN_S * samples_per_second)))
+        scenario = parse_run(self.words).scenario
+        return self._measure(f"{candidate} again", candidate, scenario, n)
 
     def _run(self, what: str, candidate: Candidate, scenario: str, queries: int) -> RunFiles:
         run, others = least_disturbed(lambda: self._measure(what, candidate, scenario, queries))

@@ -92,13 +92,13 @@ def predict(
     return Prediction(candidate, figures, float(good.sum()) / seconds)
 
 
-def from_own_steps(
-    candidate: Candidate, planned: Planned, calibration: Calibration, load: Load, run: RunFiles
-) -> float | None:
-    """Return the tokens per second of a run of the candidate, simulated with its own steps and answers.
+def with_steps_of(calibration: Calibration, candidate: Candidate, run: RunFiles) -> Calibration | None:
+    """Return the calibration with the steps that a run of the candidate had, and the answers that it gave.
 
-    How far this is off is the simulation's error; the rest of a prediction's is that the steps of the
-    calibration took longer or shorter than those of the run. None if the core does not tell its steps.
+    From a short run right before the candidate's it predicts what the machine's speed is then. From the
+    candidate's own run it predicts nothing: how far it is off is the simulation's error; the rest of a
+    prediction's is that its steps took longer or shorter than those it is from. None if the core does not
+    tell its steps.
     """
     costs: dict[Layout, list[Mapping[str, Any]]] = {}
     for instance in run.instances().values():
@@ -110,10 +110,9 @@ def from_own_steps(
         layout: replace(fit(own), alone=calibration.steps[layout].alone) for layout, own in costs.items()
     }
     rows = read_requests(run.path)
-    answers = dict(zip(rows["index"].tolist(), rows["tokens"].tolist(), strict=True))
+    seen = dict(zip(rows["index"].tolist(), rows["tokens"].tolist(), strict=True))
     # What ranks on the same cores cost each other is in the steps.
-    known = replace(calibration, steps=steps, sharing=ALONE, answers=answers)
-    return float(predict(candidate, planned, known, load, {}).figures["tokens_per_second"])
+    return replace(calibration, steps=steps, sharing=ALONE, answers={**calibration.answers, **seen})
 
 
 def _system(candidate: Candidate, planned: Planned, calibration: Calibration) -> System:

@@ -22,6 +22,21 @@ def test_what_disturbs_is_said(used: Disturbance, said: str) -> None:
     assert (used.degree > 1) == bool(said)
 
 
+def test_what_the_host_takes_for_minutes_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, taken = [0.0], [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(other_load, "_others_s", lambda: (0.0, taken[0]))
+
+    def measure(stolen: float) -> float:
+        now[0] += 10.0
+        taken[0] += 10 * stolen
+        return now[0]
+
+    assert least_disturbed(lambda: measure(0.05))[0] == 10.0
+    assert least_disturbed(lambda: measure(0.5))[0] == 20.0  # of three, until 40 s
+    assert now[0] == 40.0
+
+
 @pytest.mark.parametrize(
     ("others_s", "kept"),
     [

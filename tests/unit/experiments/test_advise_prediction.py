@@ -10,7 +10,7 @@ import pytest
 from mpillm.experiments.advise.calibration import Calibration
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate
 from mpillm.experiments.advise.planning import plan_of
-from mpillm.experiments.advise.prediction import Load, from_own_steps, predict
+from mpillm.experiments.advise.prediction import Load, predict, with_steps_of
 from mpillm.experiments.advise.simulated_slots import SlotTimes
 from mpillm.experiments.advise.step_times import ALONE, Line, Sharing, StepTimes
 from mpillm.loadgen.issue_order import Issued
@@ -52,16 +52,30 @@ def test_a_slower_machine_is_told_from_a_wrong_simulation(candidate: Candidate, 
     half = dict.fromkeys(range(N), TOKENS // 2)
     before = Calibration({ONE_RANK: TIMES}, {}, Sharing(2, 1.1), Line(1e-3), {})
     then = Calibration({ONE_RANK: SLOWER}, {}, ALONE, Line(1e-3), half)
-    found = from_own_steps(candidate, planned, before, LOAD, ran(tmp_path, candidate, SLOWER))
+    own = with_steps_of(before, candidate, ran(tmp_path, candidate, SLOWER))
+    assert own is not None
+    found = predict(candidate, planned, own, LOAD, {}).figures["tokens_per_second"]
     expected = predict(candidate, planned, then, LOAD, {}).figures["tokens_per_second"]
     assert found == pytest.approx(expected, rel=1e-3)
     predicted = predict(candidate, planned, before, LOAD, {}).figures["tokens_per_second"]
     assert found != pytest.approx(predicted, rel=0.05)
 
 
+def test_a_run_of_some_samples_says_what_the_others_will_take(tmp_path: Path) -> None:
+    """Answers that it did not see are those of the calibration."""
+    candidate = Candidate(ONE_RANK, 2, 4)
+    calibration = Calibration({ONE_RANK: TIMES}, {}, ALONE, Line(0.0), {N - 1: TOKENS, 0: 1})
+    run = ran(tmp_path, candidate, SLOWER)
+    (run.path / REQUESTS).write_bytes((run.path / REQUESTS).read_bytes()[: (N - 1) * RECORD.itemsize])
+    then = with_steps_of(calibration, candidate, run)
+    assert then is not None
+    assert then.answers[N - 1] == TOKENS and then.answers[0] == then.answers[N - 2] == TOKENS // 2
+    held = (4, 1, 20, 210, 100)
+    assert then.steps[ONE_RANK].seconds(held) == pytest.approx(SLOWER.seconds(held), rel=1e-3)
+
+
 def test_a_core_without_steps_has_none(tmp_path: Path) -> None:
     candidate = Candidate(ONE_RANK, 2, 4)
-    planned = plan_of(["--core_type=dummy", *candidate.words()], 2)
     slots = Calibration({}, {ONE_RANK: SlotTimes(Line(0.1), 0.01)}, ALONE, Line(0.0), {})
     run = RunFiles(tmp_path, plan={"ranks": [{"rank": 1, "roles": ["executor"], "instance": 0}]})
-    assert from_own_steps(candidate, planned, slots, LOAD, run) is None
+    assert with_steps_of(slots, candidate, run) is None
