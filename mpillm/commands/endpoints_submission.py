@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm import workloads
@@ -240,6 +241,15 @@ def _sampling(curve: Curve, workload: Workload) -> Sampling:
     )
 
 
+def per_user(summary: Mapping[str, Any]) -> str:
+    """Return the tokens/s of a user as the end of a line, or why there is none."""
+    if "tps_per_user" in summary:
+        return f"  {summary['tps_per_user']:.4g} per user"
+    if not summary["n_samples_completed"]:
+        return ""
+    return "  time per output token 0, which the checker rejects: most answers came in one piece"
+
+
 def _point(
     options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, workload: Workload
 ) -> list[str]:
@@ -276,10 +286,9 @@ def _point(
     )
     write_yaml(folder / CONFIG, {name: value for name, value in options.values.items() if value is not None})
     write_json(folder / SUMMARY, summary)
-    per_user = f"  {summary['tps_per_user']:.4g} per user" if "tps_per_user" in summary else ""
     print(
         f"{c:>6} at once  {len(test.records):,} requests in {duration:.1f} s"
-        f"  {summary['system_tps']:.4g} tokens/s{per_user}",
+        f"  {summary['system_tps']:.4g} tokens/s{per_user(summary)}",
         flush=True,
     )
     return _errors(test, f"{c} at once")

@@ -26,7 +26,7 @@ _ALONE = 8  # requests one after another
 _BUSY_S = 5.0
 _WAVES = 3  # times its places
 _MOST = 1000
-_AGAIN_S = 8.0  # of the test itself, right before a run that verifies; twice its places at least
+_AGAIN_S = 5.0  # of a test, right before it is verified: all its places at least, and at most half of it
 
 Costs = list[Mapping[str, Any]]
 
@@ -114,8 +114,8 @@ class Calibrator:
         `samples_per_second`: as predicted; `most`: samples of the whole test. Raises ConfigError or
         StageError if the run fails.
         """
-        places = 2 * candidate.instances * candidate.max_batch_size
-        n = min(most, max(places, round(_AGAIN_S * samples_per_second)))
+        places = candidate.instances * candidate.max_batch_size
+        n = max(min(most, places), min(most // 2, round(_AGAIN_S * samples_per_second)))
         scenario = parse_run(self.words).scenario
         return self._measure(f"{candidate} again", candidate, scenario, n)
 

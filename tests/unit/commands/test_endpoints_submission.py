@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from mpillm.bench.bench_endpoint import null_server
+from mpillm.bench.load_test import Record
 from mpillm.cli import main
 from mpillm.commands import endpoints_submission
 from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.submission.endpoint_points import result_summary
 
 WORDS = ("--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--submitter", "Us", "--system_name", "Box")
 
@@ -63,6 +65,16 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert (curve / "r4" / "result_summary.json").read_bytes() == before
         assert (curve / "r4" / "accuracy_results.json").exists()
         assert json.loads(failed.read_text())["n_samples_failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("latency", "said"), [(0.3, "  5 per user"), (0.1, "  time per output token 0"), (None, "")]
+)
+def test_answers_that_come_in_one_piece_are_said(latency: float | None, said: str) -> None:
+    """First and last token at once: no time per token, which MLCommons' checker rejects."""
+    records = [] if latency is None else [Record(8, ttft=0.1, latency=latency, output_len=2)] * 10
+    line = endpoints_submission.per_user(result_summary(records, 1.0, 0.0))
+    assert line.startswith(said) and bool(line) == bool(said)
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("llama3.1-8b", 0.0), ("gpt-oss-120b", 1.0)])
