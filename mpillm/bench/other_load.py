@@ -14,7 +14,6 @@ T = TypeVar("T")
 
 DISTURBS = 0.1  # cores that other processes use: from there on figures are disturbed
 STOLEN = 0.02  # cores that the host of a virtual machine gives to others: little is seen of what slows
-_MUCH_STOLEN = 0.1  # less than this goes on for minutes: measuring again does not escape it
 _ATTEMPTS = 3
 
 
@@ -29,11 +28,6 @@ class Disturbance:
     def degree(self) -> float:
         """How much it is beside what is passed over; above 1 figures are disturbed."""
         return max(self.processes / DISTURBS, self.stolen / STOLEN)
-
-    @property
-    def may_pass(self) -> bool:
-        """Whether it disturbs so much that measuring again, soon, is worth its time."""
-        return self.processes > DISTURBS or self.stolen > _MUCH_STOLEN
 
     def said(self) -> str:
         """Return it as the end of a line; "" if it does not disturb."""
@@ -62,7 +56,8 @@ class OtherLoad:
 def least_disturbed(measure: Callable[[], T]) -> tuple[T, Disturbance]:
     """Return what `measure` returns, and what others used meanwhile.
 
-    While processes disturb, or the host a lot, it is measured again, twice at most.
+    While other processes disturb, it is measured again, twice at most. What the host takes goes on for
+    minutes: measuring again does not escape it.
     """
     best: tuple[T, Disturbance] | None = None
     for _ in range(_ATTEMPTS):
@@ -70,7 +65,7 @@ def least_disturbed(measure: Callable[[], T]) -> tuple[T, Disturbance]:
         found = measure(), load.so_far()
         if best is None or found[1].degree < best[1].degree:
             best = found
-        if not found[1].may_pass:
+        if found[1].processes <= DISTURBS:
             break
     assert best is not None
     return best

@@ -24,6 +24,7 @@ RECORD = np.dtype(
 """One request, in the order in which answers came. 28 bytes."""
 
 _BUFFER_BYTES = 1 << 16
+_LONGEST_S = 1e8  # of a test: 3 years
 _TOGETHER = 256  # calls of `add` that are written at once: making records takes NumPy 20 µs, however few
 
 
@@ -88,10 +89,26 @@ class RequestLog:
 
 
 def read_requests(folder: Path) -> NDArray[np.void]:
-    """Return the records of a run, in order of issue, `RECORD`; a record that was cut at the end is left out.
+    """Return the records of a run, in order of issue, `RECORD`; a record that was cut at the end is left out,
+    and what no run writes.
 
     A run that still goes on may be read. Raises ConfigError if there is no such file, or it can't be read.
     """
+    rows = _records(folder)
+    rows = rows[_possible(rows)]
+    return rows[np.argsort(rows["issued"], kind="stable")]
+
+
+def damaged_requests(folder: Path) -> tuple[int, int]:
+    """Return how many records hold what no run writes, and how many there are; none without a file.
+
+    Raises ConfigError if it can't be read.
+    """
+    rows = _records(folder) if (folder / REQUESTS).exists() else np.empty(0, RECORD)
+    return len(rows) - int(_possible(rows).sum()), len(rows)
+
+
+def _records(folder: Path) -> NDArray[np.void]:
     path = folder / REQUESTS
     try:
         data = path.read_bytes()
@@ -101,5 +118,13 @@ def read_requests(folder: Path) -> NDArray[np.void]:
         ) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    rows = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
-    return rows[np.argsort(rows["issued"], kind="stable")]
+    return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+
+
+def _possible(rows: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Return which records a run can have written: others would make nonsense of charts and figures."""
+    found: NDArray[np.bool_] = (rows["index"] >= 0) & (rows["tokens"] >= 0) & (rows["error"] < 2)
+    found &= abs(rows["issued"]) < _LONGEST_S
+    for name in ("ttft", "latency"):
+        found &= ((rows[name] > -1) & (rows[name] < _LONGEST_S)) | (np.isnan(rows[name]) & (name == "ttft"))
+    return found

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 from disagg.errors import ConfigError
 from mpillm.files import read_json
 from mpillm.loadgen.logs import DETAIL, read_detail
-from mpillm.report.run_directory import TELEMETRY, TIMELINE
+from mpillm.report.request_log import damaged_requests
+from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE
 
 T = TypeVar("T")
 
@@ -70,6 +71,7 @@ class RunFiles:
         )
         if "loadgen_result" in result and not run.detail:
             reader.missing.append(f"{DETAIL} is missing, empty or can't be read: no verdict of LoadGen")
+        reader.requests()
         object.__setattr__(run, "missing", tuple(reader.missing))
         return run
 
@@ -166,3 +168,13 @@ class _Reader:
         if bad:
             self.missing.append(f"{name}: {bad} of {bad + len(rows)} lines can't be read")
         return rows
+
+    def requests(self) -> None:
+        """Note records of requests that are damaged; a test that answered none has no file."""
+        try:
+            bad, n = damaged_requests(self._folder)
+        except ConfigError as error:
+            self.missing.append(str(error).removeprefix(f"{self._folder}/"))
+            return
+        if bad:
+            self.missing.append(f"{REQUESTS}: {bad:,} of {n:,} records are damaged")

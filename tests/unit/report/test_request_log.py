@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.report.request_log import RECORD, RequestLog, read_requests
+from mpillm.report.request_log import RECORD, RequestLog, damaged_requests, read_requests
 
 NAN = float("nan")
 
@@ -41,6 +41,25 @@ def test_a_record_that_was_cut_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "requests.bin"
     file.write_bytes(file.read_bytes()[: RECORD.itemsize + 5])
     assert read_requests(tmp_path)["issued"].tolist() == [1.0]
+
+
+def test_a_record_that_no_run_writes_is_left_out_and_counted(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path)
+    add(log, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.5, 2.5, 3.5, 4.5, 5.5, NAN], 7.0)
+    log.close()
+    file = tmp_path / "requests.bin"
+    assert damaged_requests(tmp_path) == (0, 6)
+    rows = np.frombuffer(file.read_bytes(), RECORD).copy()
+    rows["issued"][0], rows["latency"][1], rows["ttft"][2] = NAN, np.inf, -1e30
+    rows["index"][3], rows["tokens"][4] = -1, -5
+    file.write_bytes(rows.tobytes())
+    assert read_requests(tmp_path)["issued"].tolist() == [6.0]
+    assert damaged_requests(tmp_path) == (5, 6)
+    random = np.random.default_rng(1)
+    file.write_bytes(random.bytes(28 * 1000))
+    assert len(read_requests(tmp_path)) < 10
+    file.unlink()
+    assert damaged_requests(tmp_path) == (0, 0)
 
 
 def test_a_test_without_answers_has_no_file(tmp_path: Path) -> None:
