@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.experiments.goodput import tpot_s
-from mpillm.experiments.intervals import Estimate, by_blocks, difference
+from mpillm.experiments.intervals import Estimate, by_blocks, difference, per_second
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 
@@ -30,20 +30,9 @@ class Figure:
 
     name: str
     unit: str
-    of: Callable[[Rows], float]
-    by_end: bool = False  # blocks of answers in the order in which they came, not in that of issue
+    of: Callable[[Rows], Any]  # the figure of some records; of a rate, each record's amount
+    rate: bool = False  # amounts per second
     issued_over_time: bool = True  # it means nothing where all requests were issued at once (Offline)
-
-
-def _per_second(of: Callable[[Rows], float]) -> Callable[[Rows], float]:
-    """Per second between the block's answers: the first one ends the time before the block's."""
-
-    def rate(rows: Rows) -> float:
-        ended = rows["issued"] + rows["latency"]
-        lasted = float(ended[-1] - ended[0])
-        return of(rows[1:]) / lasted if lasted > 0 else math.nan
-
-    return rate
 
 
 def _mean_ms(of: Callable[[Rows], NDArray[Any]]) -> Callable[[Rows], float]:
@@ -72,8 +61,8 @@ LATENCIES: dict[str, Callable[[Rows], NDArray[Any]]] = {
 """Seconds of each request; NaN where it has none."""
 
 FIGURES = (
-    Figure("samples/s", "", _per_second(len), by_end=True),
-    Figure("tokens/s", "", _per_second(lambda rows: float(rows["tokens"].sum())), by_end=True),
+    Figure("samples/s", "", lambda rows: np.ones(len(rows)), rate=True),
+    Figure("tokens/s", "", lambda rows: rows["tokens"].astype(np.float64), rate=True),
     *(
         Figure(f"{name} {kind}", "ms", figure, issued_over_time=name != "TPOT")
         for name, of in LATENCIES.items()
@@ -118,12 +107,14 @@ class ComparedRun:
 
     def estimate(self, figure: Figure) -> Estimate | None:
         """Return a figure; None if it means nothing for this run."""
-        if self.scenario == "Offline" and figure.issued_over_time and not figure.by_end:
+        if self.scenario == "Offline" and figure.issued_over_time and not figure.rate:
             return None
-        rows = self.rows
-        if figure.by_end:
-            rows = rows[np.argsort(rows["issued"] + rows["latency"], kind="stable")]
-        found = by_blocks(rows, figure.of)
+        if figure.rate:
+            issued, ended = self.rows["issued"], self.rows["issued"] + self.rows["latency"]
+            begun = np.where(np.isnan(self.rows["ttft"]), ended, issued + self.rows["ttft"])
+            found = per_second(begun, ended, figure.of(self.rows), float(issued.min(initial=math.inf)))
+        else:
+            found = by_blocks(self.rows, figure.of)
         return None if math.isnan(found.value) else found
 
 

@@ -13,6 +13,9 @@ BLOCKS = 20
 """Blocks of a run. Schmeiser (1982), "Batch size effects in the analysis of simulation output", Operations
 Research 30(3): more than 30 gain nothing, fewer than 10 lose precision."""
 
+SPANS = 10
+"""Spans of time of a run, for rates: batches, which end together, should be shorter than a span."""
+
 LEAST_PER_BLOCK = 5
 
 
@@ -49,6 +52,32 @@ def by_blocks(
         return Estimate(whole)
     error = math.sqrt(float(((parts - whole) ** 2).sum()) / (len(parts) - 1) / len(parts))
     return Estimate(whole, error, len(parts) - 1)
+
+
+def per_second(
+    begun: NDArray[np.float64],
+    ended: NDArray[np.float64],
+    amounts: NDArray[np.float64],
+    since: float,
+    spans: int = SPANS,
+) -> Estimate:
+    """Estimate a rate from `since` to the last end, and its error from equal spans of time.
+
+    Each amount is made evenly between its begin and its end (seconds): answers of a batch end together, so
+    that spans which count only ends have a whole batch or none. The first and the last span, of a system that
+    fills and empties, are in the error. Without LEAST_PER_BLOCK amounts a span, the error is NaN.
+    """
+    edges = np.linspace(since, float(ended.max(initial=since)), spans + 1)
+    lasted = float(edges[-1] - since)
+    if not lasted > 0:
+        return Estimate(math.nan)
+    whole = float(amounts.sum()) / lasted
+    if len(amounts) < spans * LEAST_PER_BLOCK:
+        return Estimate(whole)
+    took = np.maximum(ended - begun, 1e-9)
+    made = np.array([(amounts * np.clip((edge - begun) / took, 0, 1)).sum() for edge in edges])
+    parts = np.diff(made) / (lasted / spans)
+    return Estimate(whole, float(parts.std(ddof=1)) / math.sqrt(spans), spans - 1)
 
 
 def difference(a: Estimate, b: Estimate) -> Estimate:

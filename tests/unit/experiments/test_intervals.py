@@ -7,7 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from mpillm.experiments.intervals import Estimate, by_blocks, difference, paired_test, t_cdf, t_quantile
+from mpillm.experiments.intervals import (
+    Estimate,
+    by_blocks,
+    difference,
+    paired_test,
+    per_second,
+    t_cdf,
+    t_quantile,
+)
 
 VALUE = np.dtype([("x", "f8")])
 
@@ -49,6 +57,24 @@ def test_blocks_cover_the_mean_of_correlated_values_where_plain_errors_do_not() 
 def test_too_few_requests_have_no_interval() -> None:
     found = by_blocks(np.arange(50.0).view(VALUE), lambda part: float(part["x"].mean()))
     assert found.value == 24.5 and math.isnan(found.half_width())
+
+
+def test_a_rate_of_answers_that_end_in_batches_is_known() -> None:
+    """Two instances of 16 places, 10 batches each: 0.5 s a batch, whose speed varies by a tenth."""
+    rng = np.random.default_rng(4)
+    rounds, inside, reach = 200, 0, []
+    for _ in range(rounds):
+        ends = np.cumsum(0.5 * (1 + 0.1 * rng.standard_normal((2, 10))), axis=1)
+        ended = np.repeat(ends.ravel(), 16)
+        begun = np.repeat(np.hstack([np.zeros((2, 1)), ends[:, :-1]]).ravel(), 16)
+        found = per_second(begun, ended, np.full(320, 64.0), 0.0)
+        inside += abs(found.value - 32 * 64 / 0.5) < found.half_width(0.95)
+        reach.append(found.half_width() / found.value)
+    assert inside >= 0.88 * rounds
+    assert np.median(reach) < 0.12
+    few = per_second(np.zeros(49), np.ones(49), np.ones(49), 0.0)
+    assert few.value == 49.0 and math.isnan(few.half_width())
+    assert math.isnan(per_second(np.empty(0), np.empty(0), np.empty(0), math.inf).value)
 
 
 def test_the_difference_of_runs_is_as_uncertain_as_both() -> None:
