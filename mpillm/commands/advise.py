@@ -307,7 +307,7 @@ def _verify(
 
 def _errors(chosen: Sequence[Prediction], verified: Sequence[dict[str, Any]]) -> str:
     """Return a table of the predictions' errors: from the calibration, from just before, from own steps."""
-    first = ["", "tokens/s predicted", "just before", "measured", "errors", "just before", "own steps"]
+    first = ["", "tokens/s predicted", "just before", "measured", "error", "just before", "own steps"]
     rows = [[*first, "per user predicted", "measured"]]
     for one, found in zip(chosen, verified, strict=True):
         per_user = one.figures["tokens_per_second_per_user"], found["tokens_per_second_per_user"]

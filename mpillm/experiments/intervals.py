@@ -67,10 +67,10 @@ def per_second(
     that spans which count only ends have a whole batch or none. The first and the last span, of a system that
     fills and empties, are in the error. Without LEAST_PER_BLOCK amounts a span, the error is NaN.
     """
-    edges = np.linspace(since, float(ended.max(initial=since)), spans + 1)
-    lasted = float(edges[-1] - since)
+    lasted = float(ended.max()) - since if len(ended) else 0.0
     if not lasted > 0:
         return Estimate(math.nan)
+    edges = np.linspace(since, since + lasted, spans + 1)
     whole = float(amounts.sum()) / lasted
     if len(amounts) < spans * LEAST_PER_BLOCK:
         return Estimate(whole)
