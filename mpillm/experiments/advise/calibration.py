@@ -26,7 +26,7 @@ _ALONE = 8  # requests one after another
 _BUSY_S = 5.0
 _WAVES = 3  # times its places
 _MOST = 1000
-_AGAIN_S = 5.0  # of a test, right before it is verified: all its places at least, and at most half of it
+_AGAIN_S = 10.0  # of a test, right before it is verified: all its places at least, and at most half of it
 
 Costs = list[Mapping[str, Any]]
 
