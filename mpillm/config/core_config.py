@@ -47,6 +47,7 @@ class CoreConfig:
     kv_cache_fraction: float = fields.kv_cache_free_gpu_mem_fraction.default
     tokens_per_block: int = fields.tokens_per_block.default
     enable_chunked_context: bool = fields.enable_chunked_context.default
+    enable_max_num_tokens_tuning: bool = fields.enable_max_num_tokens_tuning.default
     context_chunking_policy: str = fields.context_chunking_policy.default  # or equal_progress
     batch_scheduler_policy: str = fields.batch_scheduler_policy.default  # or no_evict, static
     enable_kv_cache_reuse: bool = fields.enable_kv_cache_reuse.default

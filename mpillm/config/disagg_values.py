@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from disagg import DisaggConfig, ServerConfig
@@ -92,6 +92,10 @@ CORE = (
     Place(fields.enable_chunked_context, ("enable_chunked_prefill",)),
     Place(fields.speculative_config, ("speculative_config",)),
     Place(fields.context_chunking_policy, ("scheduler_config", "context_chunking_policy"), CHUNKING_POLICIES),
+    Place(
+        fields.enable_max_num_tokens_tuning,
+        ("scheduler_config", "dynamic_batch_config", "enable_max_num_tokens_tuning"),
+    ),
     Place(
         fields.batch_scheduler_policy, ("scheduler_config", "capacity_scheduler_policy"), SCHEDULER_POLICIES
     ),
@@ -181,9 +185,15 @@ def written(server: ServerConfig, values: Mapping[Place, Any]) -> ServerConfig:
         stated = place.words.get(value, value) if place.words else value
         if inner:
             there = known.get(outer, getattr(server, outer)) if outer in SERVER else extra.get(outer)
-            stated = {**(there or {}), inner[0]: stated}
+            stated = _put(there or {}, inner, stated)
         into[outer] = stated
     return dataclasses.replace(server, **known, extra=extra)
+
+
+def _put(there: Mapping[str, Any], keys: list[str], value: Any) -> dict[str, Any]:
+    """Return `there` with a value where `keys` lead, from the outside in."""
+    key, *inner = keys
+    return {**there, key: _put(there.get(key) or {}, inner, value) if inner else value}
 
 
 def with_sections(yaml: DisaggConfig, change: Callable[[str, ServerConfig], ServerConfig]) -> DisaggConfig:
@@ -198,14 +208,18 @@ def without_effect(server: ServerConfig) -> Iterator[str]:
     if ROUTER.of(server) == "kv_cache_aware":
         read |= {("router", name) for name in ROUTER_ARGUMENTS}
     for outer in ("kv_cache_config", "router", *server.extra):
-        value = getattr(server, outer) if outer in SERVER else server.extra[outer]
-        if value in _NOTHING or (outer,) in read or outer in _THEIR_WAY:
-            continue
-        if any(key[0] == outer for key in read):
-            yield from (
-                f"{outer}.{inner}"
-                for inner, there in value.items()
-                if there not in _NOTHING and (outer, inner) not in read
+        if outer not in _THEIR_WAY:
+            yield from _unread(
+                (outer,), getattr(server, outer) if outer in SERVER else server.extra[outer], read
             )
-        else:
-            yield outer
+
+
+def _unread(key: tuple[str, ...], value: Any, read: Set[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the names of what is stated at `key` and in it, but not in `read`."""
+    if value in _NOTHING or key in read:
+        return
+    if any(known[: len(key)] == key for known in read):
+        for inner, there in value.items():
+            yield from _unread((*key, inner), there, read)
+    else:
+        yield ".".join(key)

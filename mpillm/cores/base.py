@@ -82,6 +82,8 @@ class LLMCore(ABC):
     gives_logprobs: ClassVar[bool] = False
     # Honours --speculative_config.
     speculates: ClassVar[bool] = False
+    # Honours --enable_max_num_tokens_tuning.
+    tunes_steps: ClassVar[bool] = False
     # ``module:function``: from a RunConfig to the last stage of `generate-engines`.
     engine_stages: ClassVar[str | None] = None
     # ``module:function``: from a RunConfig and the command's words to what `run-llm-server` starts.

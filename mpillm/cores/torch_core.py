@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
 from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
 from mpillm.devices import Gpu
 from mpillm.engine import compilations
+from mpillm.engine.context_piece import context_piece
 from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
 from mpillm.engine.speculation.draft_model_info import check_speculation
 from mpillm.telemetry.recorder import Recorder
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MAX_WARM_UP = 64  # requests
 _HEALTH_PAUSE_S = 0.0005
+_TIMED = 3  # prompts of each size, of which the fastest counts
 # The KV cache's GPU memory over that of the buffers for moving caches, which the cache leaves free
 _CACHE_TO_BUFFERS = 32
 # Plain numbers: operations on flags take longer than the rest of a row.
@@ -67,6 +70,7 @@ class TorchCore(LLMCore):
     has_host_end = True
     gives_logprobs = True
     speculates = True
+    tunes_steps = True
     engine_stages = "mpillm.builder.torch_engine:engine_stages"
     servers = "mpillm.builder.torch_servers:torch_servers"
     framework = "PyTorch"
@@ -91,6 +95,10 @@ class TorchCore(LLMCore):
     def check(cls, config: CoreConfig) -> ModelInfo:
         info = check_model(config)
         check_speculation(config, info)
+        if config.enable_max_num_tokens_tuning and not config.enable_chunked_context:
+            raise ConfigError(
+                "--enable_max_num_tokens_tuning has no effect without --enable_chunked_context true",
+            )
         return info
 
     @classmethod
@@ -175,18 +183,41 @@ class TorchCore(LLMCore):
         )
 
     def run_health_check(self) -> None:
-        """Generate a token from a prompt of one, through all ranks of the instance, with an idle engine."""
+        """Generate a token from a prompt of one, through all ranks of the instance, with an idle engine.
+
+        Then choose the tokens of prompts in a step, if the user wants that.
+        """
         if not self._leads:
             return
+        self._first_token_s(1)
+        if self.config.enable_max_num_tokens_tuning and self.config.role != "generation":
+            size = self.config.tokens_per_block
+            most = min(self.info.max_seq_len, self.info.kv_cache_tokens // size * size) - 1
+            most = min(most, self.config.max_num_tokens)
+            self.engine.scheduler.context_piece = context_piece(
+                lambda n: min(self._first_token_s(n) for _ in range(_TIMED)), most
+            )
+
+    def _first_token_s(self, n: int) -> float:
+        """Return the seconds from a prompt of `n` tokens, which nobody has computed, to its first token."""
         from mpillm.engine.sampler import SamplingParams
         from mpillm.engine.sequence import Sequence
 
-        sequence = Sequence(id=0, prompt=[0], max_output=1, min_output=0, sampling=SamplingParams())
+        sequence = Sequence(
+            id=0,
+            prompt=[0] * n,
+            max_output=1,
+            min_output=0,
+            sampling=SamplingParams(),
+            salt=secrets.token_bytes(16),
+        )
+        begun = time.perf_counter()
         self.engine.add(sequence)
         while not sequence.output:
             if not self.engine.has_work():
                 time.sleep(_HEALTH_PAUSE_S)
             self.engine.step()
+        return time.perf_counter() - begun
 
     def warm_up_requests(self) -> Batch:
         """Return as many short requests as the batch and the cache hold, to prepare memory and kernels."""
@@ -215,7 +246,12 @@ class TorchCore(LLMCore):
         return True
 
     def statistics(self) -> dict[str, float]:
-        return {name: count - self._before_test.get(name, 0) for name, count in self._counts().items()}
+        counts: dict[str, float] = {
+            name: count - self._before_test.get(name, 0) for name, count in self._counts().items()
+        }
+        if self.config.enable_max_num_tokens_tuning:
+            counts["context_piece"] = self.engine.scheduler.context_piece
+        return counts
 
     def compiled_in_test(self) -> list[str]:
         return compilations.since(self._compiled_before_test)

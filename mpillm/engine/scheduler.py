@@ -44,6 +44,7 @@ class Scheduler:
         self._tokens_per_block = tokens_per_block
         self._max_batch_size = max_batch_size
         self._max_num_tokens = max_num_tokens
+        self.context_piece = max_num_tokens  # most tokens of contexts in a step
         self._chunked = chunked
         self._n_in_flight = n_in_flight
         self._has_room = {
@@ -79,7 +80,7 @@ class Scheduler:
             self._start()
         plan: list[tuple[Sequence, int]] = []
         left = self._max_num_tokens - self._add_generating(plan)
-        self._add_contexts(plan, left)
+        self._add_contexts(plan, min(left, self.context_piece))
         self._batch_runs = bool(self.running)
         return sorted(plan, key=lambda entry: entry[1] != 1)
 

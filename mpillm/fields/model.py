@@ -109,6 +109,14 @@ class ModelFields(Options):
         choices=tuple(CHUNKING_POLICIES),
         group="model",
     )
+    enable_max_num_tokens_tuning = Field(
+        "enable_max_num_tokens_tuning",
+        "choose how many tokens of prompts a step takes, at most max_num_tokens: as few as are computed at"
+        " nearly the best rate, measured before ready (TensorRT-LLM tunes while it runs)",
+        boolean,
+        default=False,
+        group="model",
+    )
     batch_scheduler_policy = Field(
         "batch_scheduler_policy",
         "when a request starts: once its prompt fits the KV cache (max_util; if the cache is full later,"

@@ -23,9 +23,7 @@ RUNTIME_FLAGS: dict[str, Field] = {
     "enable_batch_size_tuning": Field(
         "enable_batch_size_tuning", "choose the batch size while running", boolean, default=False
     ),
-    "enable_max_num_tokens_tuning": Field(
-        "enable_max_num_tokens_tuning", "choose max_num_tokens while running", boolean, default=False
-    ),
+    "enable_max_num_tokens_tuning": ModelFields.enable_max_num_tokens_tuning,
     "dynamic_batch_moving_average_window": Field(
         "dynamic_batch_moving_average_window",
         "iterations over which that tuning averages",
@@ -51,7 +49,6 @@ OTHER_NAMES: dict[str, tuple[str, Mapping[str, bool]]] = {
 }
 TENSORRT_ONLY = (
     "enable_batch_size_tuning",
-    "enable_max_num_tokens_tuning",
     "dynamic_batch_moving_average_window",
 )
 

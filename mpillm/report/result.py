@@ -148,6 +148,8 @@ def _measured_rows(result: Mapping[str, Any], what: str) -> list[tuple[str, Any]
         busy = f"busy {100 * instance['busy_fraction']:.0f} %"
         work = f"{instance['samples']} samples, {instance['tokens']} tokens, {busy}"
         rows.append((f"instance {instance['instance']}", work))
+        if piece := instance.get("context_piece"):
+            rows.append(("", f"at most {piece} tokens of prompts in a step, as measured before the test"))
         if drafted := instance.get("drafted_tokens"):
             accepted = instance["accepted_tokens"]
             share = f"{100 * accepted / drafted:.0f} %"

@@ -23,8 +23,11 @@ def section(**values: Any) -> dict[str, Any]:
     """Return a section with these options' values in their places."""
     made: dict[str, Any] = {}
     for name, value in values.items():
-        outer, *inner = PLACES[name].key
-        made[outer] = {**made.get(outer, {}), inner[0]: value} if inner else value
+        *outer, last = PLACES[name].key
+        into = made
+        for key in outer:
+            into = into.setdefault(key, {})
+        into[last] = value
     return made
 
 

@@ -56,6 +56,7 @@ class TrtllmExecutorCore(LLMCore):
     """An engine of `trtllm-build`, in this process."""
 
     uses_gpus = True
+    tunes_steps = True
     world_import = library.PACKAGE
     engine_stages = "mpillm.builder.trtllm:engine_stages"
     framework = "TensorRT-LLM"

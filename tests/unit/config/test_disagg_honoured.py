@@ -49,6 +49,7 @@ def test_the_run_directorys_yaml_is_what_ran(file: Path) -> None:
         "scheduler_config": {
             "context_chunking_policy": "FIRST_COME_FIRST_SERVED",
             "capacity_scheduler_policy": "MAX_UTILIZATION",
+            "dynamic_batch_config": {"enable_max_num_tokens_tuning": False},
         },
         "max_beam_width": 1,
     }

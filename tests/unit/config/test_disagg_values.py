@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "enable_kv_cache_reuse": (True, "true"),
     "enable_chunked_context": (True, "true"),
     "context_chunking_policy": ("EQUAL_PROGRESS", "equal_progress"),
+    "enable_max_num_tokens_tuning": (True, "true"),
     "batch_scheduler_policy": ("STATIC_BATCH", "static"),
     "speculative_config": (
         {"decoding_type": "NGram", "max_draft_len": 4},
@@ -54,6 +55,7 @@ OTHERS = {
     "enable_kv_cache_reuse": "false",
     "enable_chunked_context": "false",
     "context_chunking_policy": "first_come_first_served",
+    "enable_max_num_tokens_tuning": "false",
     "batch_scheduler_policy": "no_evict",
     "speculative_config": "decoding_type:NGram,max_draft_len:5",
     "beam_width": "2",

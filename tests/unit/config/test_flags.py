@@ -199,7 +199,6 @@ def test_policies_may_have_tensorrt_llms_names(value: str) -> None:
             "enable_batch_size_tuning:true",
             ["enable_batch_size_tuning True: has no effect on the {core} core: only TensorRT-LLM has it"],
         ),
-        ("enable_max_num_tokens_tuning:true", ["has no effect on the {core} core"]),
         ("dynamic_batch_moving_average_window:64", ["has no effect on the {core} core"]),
         (
             "exclude_input_from_output:false",

@@ -14,6 +14,7 @@ from mpillm.comms.messages import Batch
 from mpillm.cores.base import Metrics
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.model.attention import StepAttention
+from mpillm.engine.sequence import Sequence
 from mpillm.engine.step import Span
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hand_over, make_batch, make_core, make_pair
@@ -36,6 +37,38 @@ def test_greedy_tokens_equal_transformers(
     folder: Path, prompts: Tokens, expected: Tokens, options: dict[str, Any]
 ) -> None:
     assert answer(make_core(folder, **options), make_batch(prompts)) == expected
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_step_takes_the_tokens_of_prompts_that_were_chosen(
+    folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch, reuse: bool
+) -> None:
+    """32 to 128 tokens are measured; the last doubling is made not to pay, so pieces have at most 64."""
+    core = make_core(folder, enable_max_num_tokens_tuning=True, enable_kv_cache_reuse=reuse)
+    measured: list[int] = []
+    first_token_s = core._first_token_s
+
+    def slow(n: int) -> float:
+        measured.append(n)
+        assert first_token_s(n) > 0
+        return n if n > 64 else 1.0
+
+    monkeypatch.setattr(core, "_first_token_s", slow)
+    core.run_health_check()
+    assert measured == [1] + [n for n in (32, 64, 128) for _ in range(3)]
+    core.start_test()
+    scheduler = core.engine.scheduler
+    plan, pieces = scheduler.plan, []
+
+    def noted() -> list[tuple[Sequence, int]]:
+        planned = plan()
+        pieces.append(sum(n for _, n in planned if n > 1))
+        return planned
+
+    monkeypatch.setattr(scheduler, "plan", noted)
+    assert answer(core, make_batch(prompts)) == expected
+    assert max(pieces) == 64 < sum(map(len, prompts))
+    assert core.statistics()["context_piece"] == 64
 
 
 @pytest.mark.parametrize("max_num_tokens", [16, 2048])

@@ -118,6 +118,23 @@ def test_speculative_decoding_where_rules_or_the_core_forbid_it() -> None:
         assert str(error.value).startswith(why) and "speculative_config" in error.value.about
 
 
+def test_who_wants_tuned_steps_hears_what_it_needs() -> None:
+    tuned = ["--enable_max_num_tokens_tuning", "true", "--device", "cpu"]
+    torch = ["--model_path", "tiny-llama", "--load_format", "dummy"]
+    config = parse_run([*torch, *tuned, "--enable_chunked_context", "true"])
+    (core,) = plan_run(config, joined(config, 2)).cores
+    assert core.enable_max_num_tokens_tuning
+    named = "--enable_max_num_tokens_tuning"
+    for options, why in (
+        (torch, f"{named} has no effect without --enable_chunked_context true"),
+        (DUMMY, f"{named} true has no effect on the dummy core"),
+    ):
+        config = parse_run([*options, *tuned])
+        with pytest.raises(ConfigError) as error:
+            plan_run(config, joined(config, 2))
+        assert str(error.value) == why
+
+
 def test_who_asks_to_outlive_a_loss_hears_that_it_is_impossible() -> None:
     """The default of `serve` is told in the plan, an option that was given is an error."""
     why = "Some MPI 1 does not outlive a lost rank; Open MPI 5 does (ULFM)"
