@@ -190,7 +190,7 @@ class TorchCore(LLMCore):
         if not self._leads:
             return
         self._first_token_s(1)
-        if self.config.enable_max_num_tokens_tuning and self.config.role != "generation":
+        if self._tunes:
             size = self.config.tokens_per_block
             most = min(self.info.max_seq_len, self.info.kv_cache_tokens // size * size) - 1
             most = min(most, self.config.max_num_tokens)
@@ -249,7 +249,7 @@ class TorchCore(LLMCore):
         counts: dict[str, float] = {
             name: count - self._before_test.get(name, 0) for name, count in self._counts().items()
         }
-        if self.config.enable_max_num_tokens_tuning:
+        if self._tunes:
             counts["context_piece"] = self.engine.scheduler.context_piece
         return counts
 
@@ -281,6 +281,10 @@ class TorchCore(LLMCore):
             counts["drafted_tokens"] = speculation.drafted_tokens
             counts["accepted_tokens"] = speculation.accepted_tokens
         return counts
+
+    @property
+    def _tunes(self) -> bool:
+        return self.config.enable_max_num_tokens_tuning and self.config.role != "generation"
 
     def notify_stop(self) -> None:
         self._runs = self.worker = None
