@@ -82,7 +82,7 @@ test-cross: $(STAMP)
 	$(PY) -m pytest -m cross $(PYTEST_ARGS) tests/e2e/test_cross_product.py
 
 test-kills: $(STAMP)
-	$(PY) -m pytest -m slow $(PYTEST_ARGS) tests/e2e/test_kills.py tests/e2e/test_kills_in_phases.py
+	$(PY) -m pytest -m slow $(PYTEST_ARGS) tests/e2e/test_kills.py tests/e2e/test_kills_in_phases.py tests/e2e/test_kills_at_the_end.py
 
 test-hosts: $(STAMP)
 	$(PY) -m pytest -m hosts -rs $(PYTEST_ARGS) tests/e2e/test_hosts.py tests/e2e/test_host_kills.py tests/e2e/test_host_starts.py tests/e2e/test_four_hosts.py

@@ -109,15 +109,15 @@ class Console:
             self.line(f"  {name:<22} {value}")
 
     def failure(
-        self, when: str, failures: Sequence[Failure], see: str, describe: Callable[[int], str]
+        self, when: str, failures: Sequence[Failure], more: Sequence[str], describe: Callable[[int], str]
     ) -> None:
-        """Print the one message of a failed run: what failed, which ranks, and where to read more.
+        """Print the one message of a failed run: what failed, which ranks, and `more` lines.
 
         Ranks with the same cause share a line.
         """
         self._clear_bar()
         if all(failure.interrupted and failure.rank is None for failure in failures):
-            self._interrupted(f"mpillm: {failures[0].cause} {when}" + (f"\n  see {see}" if see else ""))
+            self._interrupted("\n  ".join([f"mpillm: {failures[0].cause} {when}", *more]))
             return
         by_cause: dict[tuple[str, str], list[int]] = {}
         for failure in failures:
@@ -132,8 +132,7 @@ class Console:
                     textwrap.indent("\n".join(trace.rstrip().splitlines()[-_TRACE_LINES:]), "    ")
                 )
         message += dict.fromkeys(f"  doctor: {failure.doctor}" for failure in failures if failure.doctor)
-        if see:
-            message.append(f"  see {see}")
+        message += [f"  {line}" for line in more]
         print("\n".join(message), file=self._err, flush=True)
 
     def _interrupted(self, message: str) -> None:

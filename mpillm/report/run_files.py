@@ -61,7 +61,8 @@ class RunFiles:
             {name: entry for name, entry in config.items() if _entry(entry)},
             reader.read("plan.json", _KNOWN_BY["plan.json"], dict),
             [rank for rank in ranks if isinstance(rank, dict)],
-            reader.read("machines.json", "the machines", dict) if result.get("loadgen_result") else {},
+            # Written when all ranks have reported, with the figures of each instance's test.
+            reader.read("machines.json", "the machines", dict) if result.get("compiled") is not None else {},
             # A server writes none, nor does a run that was killed early.
             reader.rows(TIMELINE)
             if result.get("status") not in (None, "SERVED") or (path / TIMELINE).exists()

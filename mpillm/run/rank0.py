@@ -19,13 +19,15 @@ from mpillm.comms.transport import Transport
 from mpillm.config.options import RunConfig
 from mpillm.cores.base import LLMCore
 from mpillm.errors import ExitCode, Failure, RunError, exit_code
-from mpillm.phases import Phase
+from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.report.result import failures_json
 from mpillm.report.run_directory import RunRecord, path_shown, take_directory
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.run.join import Planned, plan_run
+
+_THEN_WRITTEN = ("join", "ready", "test", "drain")  # phases after which result.json knows more
 
 
 class RunSession(Protocol):
@@ -52,8 +54,11 @@ class RunSession(Protocol):
     def ready(self) -> str:
         """Note that all ranks are ready; return a note for the person."""
 
+    def tested(self) -> None:
+        """Note what is known when the test has ended, before the ranks report."""
+
     def drained(self, reports: dict[int, DrainReport]) -> str:
-        """Note that the test is over; return a note for the person."""
+        """Note what the ranks report of the test; return a note for the person."""
 
     def finished(self) -> int:
         """Print the last lines, as everything has ended well; return the exit code."""
@@ -61,8 +66,8 @@ class RunSession(Protocol):
     def page(self) -> str:
         """Write the run's page; return its path for the console. Never raises."""
 
-    def failed(self) -> None:
-        """Note in the result what is known."""
+    def failed(self) -> str:
+        """Note in the result what is known; return what the person should know of it, or ""."""
 
 
 class Purpose(NamedTuple):
@@ -102,12 +107,14 @@ class Rank0:
             value, note = self._joined(reports), "all ranks agree"
         elif phase == "ready":
             note = self.session.ready()
+        elif phase == "test":
+            self.session.tested()
         elif phase == "drain":
             note = self.session.drained(reports)
         if self._record is not None:
             self._record.phases_s[phase] = round(seconds, 4)
-            if phase in ("join", "ready"):
-                self._record.write_unfinished("load" if phase == "join" else "test")
+            if phase in _THEN_WRITTEN:
+                self._record.write_unfinished(PHASES[PHASES.index(phase) + 1])
         self._console.phase("serve" if self._purpose.serves and phase == "test" else phase, seconds, note)
         return self.session.finished() if self.session and phase == "stop" else value
 
@@ -171,7 +178,9 @@ class Rank0:
         """Print the message and write the result; return the exit code."""
         phase, record = self.control.phase, self._record
         code = exit_code(failures, phase)
-        see = ""
+        more: list[str] = []
+        if self.session is not None and (known := self.session.failed()):
+            more.append(known)
         if record is not None:
             record.result |= {
                 "status": "FAILED",
@@ -180,11 +189,8 @@ class Rank0:
                 "failures": failures_json(failures),
             }
             ranks = sorted({f.rank for f in failures if f.rank is not None})
-            see = path_shown(
-                record.path / "ranks" / f"rank_{ranks[0]:04d}.log" if len(ranks) == 1 else record.path
-            )
-        if self.session is not None:
-            self.session.failed()
+            where = record.path / "ranks" / f"rank_{ranks[0]:04d}.log" if len(ranks) == 1 else record.path
+            more.append(f"see {path_shown(where)}")
         when = f"in phase '{phase}'" if code != ExitCode.USAGE else "before anything was loaded"
         unwritten = ""
         if record is not None:
@@ -192,7 +198,7 @@ class Rank0:
                 record.write_result()  # first: a launcher may kill this process in a moment
             except OSError as error:
                 unwritten = f"  result.json in {record.path} can't be written: {error.strerror}"
-        self._console.failure(when, failures, see, lambda rank: self.control.ranks[rank].describe())
+        self._console.failure(when, failures, more, lambda rank: self.control.ranks[rank].describe())
         if unwritten:
             self._console.line(unwritten)
         elif self.session is not None:

@@ -139,6 +139,9 @@ class ServeSession:
         serving = f"serving {', '.join(self.served.names)} at {self.url}"
         return f"{startup:.2f} s after the last rank was started; {serving}"
 
+    def tested(self) -> None:
+        """Do nothing: nobody judges what was served."""
+
     def drained(self, reports: dict[int, DrainReport]) -> str:
         totals = self._metrics.totals
         totals.started = self._frontend.started if self._frontend else 0.0
@@ -163,7 +166,7 @@ class ServeSession:
     def page(self) -> str:
         return leave_page(self._record.path, partial(self._telemetry.write, totals=self._metrics.totals))
 
-    def failed(self) -> None:
+    def failed(self) -> str:
         totals = self._metrics.totals
         totals.started = self._frontend.started if self._frontend else 0.0
         self._record.result |= {
@@ -172,6 +175,7 @@ class ServeSession:
             "aborted": self._metrics.aborted,
         }
         add_costs(self._record.result, totals, self._timeline)
+        return ""
 
 
 def _served(planned: Planned) -> Served:

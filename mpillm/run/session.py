@@ -133,18 +133,25 @@ class Session:
         self._record.result["startup_s"] = round(startup, 4)
         return f"{startup:.2f} s after the last rank was started"
 
-    def drained(self, reports: dict[int, DrainReport]) -> str:
-        """Judge the test from LoadGen's logs and the ranks' reports."""
-        if self._outputs:
-            self._outputs.close()
-        self._requests.close()
-        directory, result = self._record.path, self._record.result
+    def tested(self) -> None:
+        """Read LoadGen's verdict: it is known, and told, if a rank is lost before the others have
+        reported."""
+        directory = self._record.path
         judged = verdict(directory, self._config.test_mode)
         if judged is None:
             raise RunError(
                 Failure(f"LoadGen's logs in {directory} are missing or incomplete: is the disk full?")
             )
-        result |= {"status": judged, "loadgen_result": judged, "loadgen_unsatisfied": unsatisfied(directory)}
+        self._record.result["loadgen_result"] = judged
+
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        """Take over LoadGen's verdict, and what the ranks report."""
+        if self._outputs:
+            self._outputs.close()
+        self._requests.close()
+        directory, result = self._record.path, self._record.result
+        judged = result["loadgen_result"]
+        result |= {"status": judged, "loadgen_unsatisfied": unsatisfied(directory)}
         result["loadgen_advice"] = advice(directory) if judged == "INVALID" else []
         result |= test_result(self._totals, reports, self._timeline, len(self._plan.ranks))
         self._timeline.close()
@@ -181,8 +188,9 @@ class Session:
             self._config.price_per_gpu_hour,
         )
 
-    def failed(self) -> None:
-        """Add to the result what was counted before the failure."""
+    def failed(self) -> str:
+        """Add to the result what was counted before the failure; return LoadGen's verdict, if there is
+        one."""
         self._record.result |= {"samples": self._totals.samples, "errors": self._totals.errors}
         add_costs(self._record.result, self._totals, self._timeline)
         if self._timeline.computed() is not None:
@@ -191,6 +199,8 @@ class Session:
                 for i in self._plan.instances
             ]
             self._record.result.setdefault("per_instance", told)
+        judged = self._record.result["loadgen_result"]
+        return f"LoadGen's verdict on the test: {judged}; the run failed after it" if judged else ""
 
 
 def _open(

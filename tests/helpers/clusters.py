@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import pytest
@@ -41,17 +42,24 @@ class OnHosts:
         agent = hosts.write_remote_shell(starter.folder / "remote_shell")
         self._remote = ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", 1]
 
-    def start(self, where: str, *words: object, plain: bool = False, log_dir: Path | None = None) -> Command:
+    def start(
+        self,
+        where: str,
+        *words: object,
+        plain: bool = False,
+        log_dir: Path | None = None,
+        exports: Mapping[str, str] = MappingProxyType({}),
+    ) -> Command:
         """Start ``mpillm mpirun -H WHERE WORDS``, or plain mpirun; `where` has one rank per slot, as
-        ``h1:2,h2:1``."""
+        ``h1:2,h2:1``. `exports`: variables of all ranks."""
         slots = sum(int(host.partition(":")[2]) for host in where.split(","))
         mpillm = [self.starter.python, "-m", "mpillm"]
-        options = ["-n", slots, *self._remote, "-H", where]
+        options = ["-n", slots, *self._remote, "-H", where, *(w for name in exports for w in ("-x", name))]
         plain_head = [Path(self.starter.python).parent / "mpirun", *options, "-x", "PYTHONPATH", *mpillm]
         head = plain_head if plain else [*mpillm, "mpirun", *options]
         log_dir = log_dir or self.starter.folder / "run"
         line = [*head, *words, "--log_dir", log_dir]
-        env = ROOT_MAY | SHARED
+        env = {**ROOT_MAY, **SHARED, **exports}
         return self.starter.command(self.hosts.on(HEAD, list(map(str, line))), log_dir, env)
 
 

@@ -121,7 +121,9 @@ def test_an_interrupt_is_no_failure(rank: int | None, expected: str | None) -> N
     """An interrupt of the run is none; a signal to one rank is."""
     err = io.StringIO()
     failure = Failure("interrupted (Ctrl-C)", rank, code=130, interrupted=True)
-    Console(io.StringIO(), err).failure("in phase 'test'", [failure], "runs/x", lambda rank: f"rank {rank}")
+    Console(io.StringIO(), err).failure(
+        "in phase 'test'", [failure], ["see runs/x"], lambda rank: f"rank {rank}"
+    )
     assert err.getvalue() == (
         expected or "mpillm: failed in phase 'test'\n  rank 2: interrupted (Ctrl-C)\n  see runs/x\n"
     )

@@ -1,0 +1,61 @@
+"""A core that keeps the end of a run from ending: run as ``--core_type tests.helpers.held_cores:Held``.
+
+Every rank imports this module, so it can hold, and end, ranks without a core, too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from mpillm.comms.communicators import Communicators
+from mpillm.cores.dummy import DummyCore
+
+HELD = "tests.helpers.held_cores:Held"
+HOLD, VICTIM = "MPILLM_TEST_HOLD", "MPILLM_TEST_VICTIM"
+"""PHASE:RANK that waits in its phase until GO is there; PHASE:RANK that kills itself in its phase.
+
+The phases are drain and stop; and, once all ranks are released from the last one, free (communicators) and
+finalize.
+"""
+GO = Path("go")  # in the run's working directory
+_LONGEST_S = 120.0
+
+
+def _wait_at(place: str, rank: int) -> None:
+    """Do what the variables say of this place, if this is the rank."""
+    if os.environ.get(VICTIM) == f"{place}:{rank}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get(HOLD) == f"{place}:{rank}":
+        end = time.monotonic() + _LONGEST_S
+        while not GO.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+class Held(DummyCore):
+    """Waits in drain, or in stop."""
+
+    def flush(self) -> None:
+        super().flush()
+        _wait_at("drain", self.config.rank)
+
+    def notify_stop(self) -> None:
+        _wait_at("stop", self.config.rank)
+        super().notify_stop()
+
+
+def _first(place: str, call: Any) -> Any:
+    def called(*arguments: Any) -> Any:
+        _wait_at(place, MPI.COMM_WORLD.rank)
+        return call(*arguments)
+
+    return called
+
+
+Communicators.free = _first("free", Communicators.free)  # type: ignore[method-assign]
+MPI.Finalize = _first("finalize", MPI.Finalize)
