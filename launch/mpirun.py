@@ -276,6 +276,18 @@ def _exports() -> list[str]:
     ]
 
 
+def _call_the_roll(ranks: int) -> RollCall | None:
+    """Open the roll call; return None, and say so once, if no port can be opened for it."""
+    try:
+        return RollCall(ranks)
+    except OSError as error:
+        say(
+            f"no port can be opened ({error.strerror or error}): who is lost on another host before MPI has"
+            " started may be told by mpirun only"
+        )
+        return None
+
+
 def _heard(roll_call: RollCall, exit_file: Path) -> Callable[[], str]:
     """Return what names the ranks that are lost, and tells rank 0 which have not started."""
     told = ""
@@ -308,6 +320,9 @@ def main(
     mpi = detect()
     several_hosts = spans_hosts(arguments.options, os.environ)
     survive = arguments.command[0] not in _END_WITH_MPIRUN
+    calls = several_hosts and survive
+    roll_call = _call_the_roll(arguments.ranks) if calls and not arguments.dry_run else None
+    calls = calls and (roll_call is not None or arguments.dry_run)
     line = command_line(
         mpi,
         arguments.ranks,
@@ -315,7 +330,7 @@ def main(
         arguments.options,
         root=os.geteuid() == 0,
         cores=slots(),
-        exports=[*_exports(), *([ROLL_CALL] if survive else [])] if several_hosts else [],
+        exports=[*_exports(), *([ROLL_CALL] if calls else [])] if several_hosts else [],
         survive=survive,
     )
     if arguments.dry_run:
@@ -330,7 +345,6 @@ def main(
     ):
         exit_file = Path(folder) / "exit_code"
         env = rank_environment(os.environ, exit_file, tty=sys.stdout.isatty(), session=session)
-        roll_call = RollCall(arguments.ranks) if several_hosts and survive else None
         if roll_call is not None:
             env[ROLL_CALL] = roll_call.address
         supervisor = Supervisor(

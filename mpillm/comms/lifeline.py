@@ -1,27 +1,21 @@
 """Lifelines: TCP connections to rank 0 of the ranks whose processes it can't see, those of other hosts.
 
-When a process ends, however it does, its kernel closes its connection. So rank 0 knows of a lost rank within
-a millisecond, and the others of a lost rank 0, whatever MPI library and launcher make of the loss; some
-launchers leave rank 0 only a moment to say so. Nothing else is told here: a connection that fails otherwise
-(reset or timed out by the network), or that can't be made, tells nothing, and neither does a host that loses
-its power. Then the missing heartbeats do.
+So rank 0 knows of a lost rank within a millisecond (`launch.callers`), and the others of a lost rank 0,
+whatever MPI library and launcher make of the loss; some launchers leave rank 0 only a moment to say so. Where
+the connection tells nothing, the missing heartbeats do.
 """
 
 from __future__ import annotations
 
-import selectors
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-_KEY_BYTES = 16
-_HELLO = struct.Struct(f"!{_KEY_BYTES}sI")  # the run's key and the caller's rank
-_CONNECT_S = 5.0
-_PAUSE_S = 0.1
+from launch.callers import KEY, Callers, call
+
+_HELLO = struct.Struct(f"!{KEY}I")  # the run's key and the caller's rank
 
 
 class Address(NamedTuple):
@@ -43,62 +37,16 @@ def visible_pids() -> str:
 
 
 class Lifelines:
-    """Rank 0's ends. A thread waits for them in the kernel."""
+    """Rank 0's ends."""
 
     def __init__(self, hosts: tuple[str, ...]) -> None:
         """Open a port. Raises OSError if none can be."""
-        import secrets  # as hmac below: for rank 0 alone, and only with several hosts
-
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._listener = socket.create_server(
-            ("", 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
-        )
-        self.address = Address(hosts, self._listener.getsockname()[1], secrets.token_bytes(_KEY_BYTES))
         self.ended: frozenset[int] = frozenset()  # ranks whose processes have ended; replaced, never changed
-        self._events = selectors.DefaultSelector()
-        self._watch(self._listener, self._accept)
-        threading.Thread(target=self._run, name="mpillm-lifelines", daemon=True).start()
+        callers = Callers("mpillm-lifelines", _HELLO, self._note_end)
+        self.address = Address(hosts, callers.port, callers.key)
 
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._events.select():
-                key.data()
-
-    def _watch(self, connection: socket.socket, act: Callable[[], None]) -> None:
-        connection.setblocking(False)
-        self._events.register(connection, selectors.EVENT_READ, act)
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has gone by now, or no file descriptor is left: then select returns at once
-            time.sleep(_PAUSE_S)
-            return
-        self._watch(connection, lambda: self._hello(connection))
-
-    def _hello(self, connection: socket.socket) -> None:
-        try:
-            hello = connection.recv(_HELLO.size)
-        except OSError:
-            hello = b""
-        self._events.unregister(connection)
-        if len(hello) == _HELLO.size:
-            import hmac
-
-            key, rank = _HELLO.unpack(hello)
-            if hmac.compare_digest(key, self.address.key):
-                self._watch(connection, lambda: self._listen(connection, rank))
-                return
-        connection.close()
-
-    def _listen(self, connection: socket.socket, rank: int) -> None:
-        ended = has_ended(connection)
-        if ended is None:
-            return
-        self._events.unregister(connection)
-        connection.close()
-        if ended:
-            self.ended |= {rank}
+    def _note_end(self, fields: tuple[int]) -> None:
+        self.ended |= {*fields}
 
 
 class Lifeline:
@@ -112,16 +60,11 @@ class Lifeline:
         threading.Thread(target=self._connect, args=(address, rank), daemon=True).start()
 
     def _connect(self, address: Address, rank: int) -> None:
-        for host in address.hosts:
-            try:
-                connection = socket.create_connection((host, address.port), _CONNECT_S)
-                connection.sendall(_HELLO.pack(address.key, rank))
-                connection.setblocking(False)
-            except OSError as error:
-                self.problem = f"{host}: {error.strerror or error}"
-                continue
-            self._connection = connection
-            return
+        hello = _HELLO.pack(address.key, rank)
+        connection, self.problem = call(address.hosts, address.port, hello)
+        if connection is not None:
+            connection.setblocking(False)
+        self._connection = connection
 
     def ended(self) -> bool:
         """Return whether rank 0's process has ended. Any thread may ask, often."""

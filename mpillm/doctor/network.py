@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.roll_call import own_addresses
+from launch.callers import own_addresses
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
 
 ALL_PAIRS = 8  # nodes; more are measured in a ring

