@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from disagg.errors import ConfigError
 from launch.environment import told_signal
 from launch.signals import title
 from mpillm.phases import Phase
@@ -29,6 +31,20 @@ class ExitCode(enum.IntEnum):
     NOT_READY = 3
     TEST_FAILED = 4
     INSTANCE_LOST = 5
+
+
+@contextlib.contextmanager
+def needs_extra(who: str, extra: str) -> Iterator[None]:
+    """Say which package is missing, and how to install it, if the block can't import one.
+
+    `extra`: of mpillm's, which brings it. Raises ConfigError.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "mpillm":
+            raise
+        raise ConfigError(f"{who} needs the package '{error.name}': pip install 'mpillm[{extra}]'") from error
 
 
 class StageError(Exception):

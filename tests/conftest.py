@@ -25,6 +25,11 @@ BUSY = {
     )
 }
 
+# Their fixtures for the module take long, and would be made in each process that has one of these tests.
+TOGETHER = {
+    f"test_{name}" for name in ("advice", "beams", "forecast", "kv_cache_dtype", "troubleshooting_page")
+}
+
 # Under nohup, what tests start would inherit that SIGHUP is ignored, and rightly go on when one comes.
 # Handlers are not inherited.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -33,7 +38,9 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, one process has all of these."""
+    """With `--dist loadgroup`, one process has all of the busy ones, and one each of the other files."""
     for item in items:
         if item.path.stem in BUSY:
             item.add_marker(pytest.mark.xdist_group("busy"))
+        elif item.path.stem in TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -19,7 +19,7 @@ from mpillm.bench.whole_runs import run_once
 from mpillm.config.values import Values
 from mpillm.configurator.parsers import boolean, shell_words
 from mpillm.data.tokenizer import load_tokenizer
-from mpillm.errors import ExitCode
+from mpillm.errors import ExitCode, needs_extra
 from mpillm.fields import Field, not_negative, positive, seconds
 from mpillm.files import write_json
 from mpillm.triton_client.prompts_file import TOKENS_PER_WORD, read_prompts
@@ -145,15 +145,10 @@ def main(config: Options) -> int:
         raise ConfigError(f"bench core-model needs one of {', '.join(WORKLOADS)}", about=["workload"])
     if config.protocol == "mpi":
         return _through_mpi(config)
-    try:  # here, since -i mpi needs none of it
+    with needs_extra("bench core-model", "triton"):  # here, since -i mpi needs none of it
         from mpillm.bench.core_model_load import Target, arrival_times, over_grpc, over_http
         from mpillm.cores.triton_grpc.triton_ready import TritonError
         from mpillm.triton_client.end_to_end import PORTS, WARM_UPS
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"bench core-model needs the package '{error.name}': pip install 'mpillm[triton]'"
-        ) from error
-
     random = np.random.default_rng(config.seed)
     requests = _requests(config, random)
     due = arrival_times(len(requests), config.request_rate, config.time_delay_dist == "constant", random)

@@ -10,7 +10,7 @@ from disagg.errors import ConfigError
 from mpillm.config.values import Values, collect
 from mpillm.configurator.command_line import Parser
 from mpillm.configurator.parsers import boolean
-from mpillm.errors import ExitCode
+from mpillm.errors import ExitCode, needs_extra
 from mpillm.fields import Field, positive, seconds
 
 
@@ -57,14 +57,10 @@ def main(argv: Sequence[str]) -> int:
     options = collect(argv, _Options, parser)
     if not options.dataset:
         raise ConfigError("e2e-test needs --dataset FILE", about=["dataset"])
-    try:
+    with needs_extra("e2e-test", "triton"):
         from mpillm.triton_client.connection import AnswerError
         from mpillm.triton_client.end_to_end import PORTS, Differs, Server, check, measure
         from mpillm.triton_client.prompts_file import TOKENS_PER_WORD, read_prompts
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"e2e-test needs the package '{error.name}': pip install 'mpillm[triton]'"
-        ) from error
     most = options.max_input_len
     prompts = [
         prompt

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 from disagg.errors import ConfigError, nearest
-from mpillm.errors import ExitCode
+from mpillm.errors import ExitCode, needs_extra
 
 _CLIENTS = {
     "tokens": "a request to tensorrt_llm: inflight_batcher_llm_client.py",
@@ -24,12 +24,6 @@ def main(argv: Sequence[str]) -> int:
     name, *words = argv
     if name not in _CLIENTS:
         raise ConfigError(f"no client '{name}'{nearest(name, _CLIENTS)}; there are: {', '.join(_CLIENTS)}")
-    try:
+    with needs_extra("triton-client", "triton"):
         client = importlib.import_module(f"mpillm.triton_client.{name.removesuffix('s')}_client")
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "mpillm":
-            raise
-        raise ConfigError(
-            f"triton-client needs the package '{error.name}': pip install 'mpillm[triton]'"
-        ) from error
     return int(client.run(words))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.clusters import OnHosts, or_skip
 from tests.helpers.support import PYTHONS, Samples, Starter, make_samples
+from tools.hosts import Hosts, hosts
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,19 @@ def both(mpi: str, tmp_path: Path) -> Iterator[Starter]:
 def one(tmp_path: Path) -> Iterator[Starter]:
     """Yield a starter of commands with Open MPI, for what does not depend on the MPI."""
     yield from _starter("openmpi", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def module_hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """Yield hosts for the tests of a module: as many as its N_HOSTS says."""
+    with or_skip(hosts(request.module.N_HOSTS)) as made:
+        yield made
+
+
+@pytest.fixture
+def on_hosts(module_hosts: Hosts, one: Starter) -> OnHosts:
+    """Return what starts runs on the module's hosts, with Open MPI."""
+    return OnHosts(module_hosts, one)
 
 
 @pytest.fixture(scope="session")

@@ -145,6 +145,9 @@ USAGE_ERRORS: dict[str, tuple[int, list[object], list[str]]] = {
 ALIKE = (
     "world size, disaggregated",
     "world size, counts",
+    "world size, YAML",
+    "wrong type",
+    "log_dir in a file",
     "unknown section",
     "misspelt section",
     "urls",
@@ -257,7 +260,8 @@ def test_a_missing_model(one: Starter) -> None:
 
 @pytest.mark.parametrize(
     ("mpi", "phase", "code"),
-    [("openmpi", phase, NOT_READY) for phase in ("join", "load", "health", "warmup")]
+    [("openmpi", phase, NOT_READY) for phase in ("join", "load", "warmup")]
+    + [pytest.param("openmpi", "health", NOT_READY, marks=pytest.mark.slow)]  # as load
     + [("openmpi", "test", TEST_FAILED), ("mpich", "load", NOT_READY), ("mpich", "test", TEST_FAILED)],
     indirect=["mpi"],
 )
@@ -467,7 +471,11 @@ def test_a_rank_that_stops_at_its_start(both: Starter, rank: int) -> None:
     assert ended.seconds < START_S + 4 + 3 + 2 * GRACE_S, repr(ended)
 
 
-@pytest.mark.parametrize(("mpi", "control"), [("openmpi", 1), ("openmpi", 2), ("mpich", 1)], indirect=["mpi"])
+@pytest.mark.parametrize(
+    ("mpi", "control"),
+    [("openmpi", 1), pytest.param("openmpi", 2, marks=pytest.mark.slow), ("mpich", 1)],
+    indirect=["mpi"],
+)
 def test_a_stopped_rank_0(both: Starter, control: int) -> None:
     options = ["--heartbeat_timeout", 3, "--control_ranks", control]
     command = start_and_signal(both, 0, "test", signal.SIGSTOP, *options)
@@ -498,7 +506,7 @@ def test_a_killed_rank(both: Starter, rank: int, phase: str) -> None:
     ("mpi", "phase", "control"),
     [
         ("openmpi", "load", 1),
-        ("openmpi", "load", 2),
+        pytest.param("openmpi", "load", 2, marks=pytest.mark.slow),
         ("openmpi", "test", 1),
         ("openmpi", "test", 2),
         ("mpich", "load", 2),
@@ -524,6 +532,7 @@ def test_a_killed_rank_makes_others_fail(both: Starter) -> None:
     assert [failure["rank"] for failure in ended.result["failures"]] == [2]
 
 
+@pytest.mark.slow  # as test_a_killed_rank
 def test_a_core_that_exits(one: Starter) -> None:
     ended = one.run(4, *GRACE, "--core_options", "fault:exit,fault_rank:2,fault_at:5")
     check_failure(ended, INSTANCE_LOST, "the process has ended", rank=2, phase="test")

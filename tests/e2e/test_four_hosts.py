@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.clusters import OnHosts, or_skip, python_on
-from tests.helpers.support import DONE, Ended, Starter, wait_until
-from tools.hosts import Hosts, hosts
+from tests.helpers.clusters import OnHosts, python_on
+from tests.helpers.support import DONE, Ended, wait_until
 
 pytestmark = pytest.mark.hosts
 
+N_HOSTS = 4
 WITHIN_S = 120.0  # hosts that share two cores start slowly
 WHERE = "h1:2,h2:1,h3:1,h4:1"  # rank 0 controls
 MODEL = ["--model_path", "tiny-llama", "--num_threads", 1, "--device", "cpu"]
 FEW = ["--min_query_count", 16, "--max_output_len", 24, "--save_outputs"]
 TWICE_OVER_TWO = ["--tensor_parallelism", 2]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Hosts]:
-    with or_skip(hosts(4)) as made:
-        yield made
-
-
-@pytest.fixture
-def on_hosts(four: Hosts, one: Starter) -> OnHosts:
-    return OnHosts(four, one)
 
 
 def check_answers(on: OnHosts, ended: Ended) -> None:

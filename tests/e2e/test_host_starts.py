@@ -6,18 +6,18 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import support
-from tests.helpers.clusters import OnHosts, or_skip, python_on
+from tests.helpers.clusters import OnHosts, python_on
 from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, ROOT, Command, Starter, wait_until
-from tools.hosts import Hosts, hosts
+from tools.hosts import Hosts
 
 pytestmark = pytest.mark.hosts
 
+N_HOSTS = 2
 WITHIN_S = 90.0  # hosts that share two cores start slowly
 VICTIM = 3  # the last of h2's
 WHERE = "h1:2,h2:2"
@@ -45,15 +45,9 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Hosts]:
-    with or_skip(hosts(2)) as made:
-        yield made
-
-
 @pytest.fixture
-def on_hosts(two: Hosts, both: Starter) -> OnHosts:
-    return OnHosts(two, both)
+def on_hosts(module_hosts: Hosts, both: Starter) -> OnHosts:
+    return OnHosts(module_hosts, both)
 
 
 def start(on: OnHosts, monkeypatch: pytest.MonkeyPatch, fault: str, plain: bool) -> Command:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,23 +19,13 @@ import pytest
 
 from tests.e2e.test_faults import check_failure
 from tests.helpers.clusters import ENDLESS, OnHosts, or_skip, python_on
-from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Samples, Starter, wait_until
-from tools.hosts import Hosts, hosts
+from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Samples, wait_until
+from tools.hosts import Hosts
 
 pytestmark = pytest.mark.hosts
 
+N_HOSTS = 3
 WITHIN_S = 90.0  # hosts that share two cores start slowly
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Hosts]:
-    with or_skip(hosts(3)) as made:
-        yield made
-
-
-@pytest.fixture
-def on_hosts(three: Hosts, one: Starter) -> OnHosts:
-    return OnHosts(three, one)
 
 
 def test_no_host_but_the_first_needs_the_data_set_or_the_run_directory(
@@ -192,7 +181,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_hosts_end_with_their_maker(three: Hosts) -> None:
+def test_hosts_end_with_their_maker(module_hosts: Hosts) -> None:
     """Nothing runs on after a kill that nobody can handle."""
     maker = subprocess.Popen([sys.executable, "-c", HOLD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None

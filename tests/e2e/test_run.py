@@ -51,7 +51,7 @@ def check_each_index_once(ended: Ended, samples: Samples, n_output: int) -> None
 
 
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
-@pytest.mark.parametrize("ranks", [3, 4, 5, 8])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow), 5, 8])
 def test_every_sample_once_with_its_tokens(both: Starter, samples: Samples, ranks: int, mode: str) -> None:
     """LoadGen's accuracy log of an Offline test is complete, with harness and leader on one rank and on two
     (of 5)."""
@@ -238,7 +238,10 @@ def test_offline_performance_repeats_the_data_set(one: Starter, samples: Samples
     assert set(Counter(line["index"] for line in ended.outputs()).values()) == {3}
 
 
-@pytest.mark.parametrize("policy", ["load_balancing", "round_robin", "kv_cache_aware"])
+@pytest.mark.parametrize(
+    "policy",  # how each chooses, tests/unit/roles says
+    ["load_balancing", pytest.param("round_robin", marks=pytest.mark.slow), "kv_cache_aware"],
+)
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 def test_small_credits(one: Starter, samples: Samples, mode: str, policy: str) -> None:
     """With two requests at a time in each instance and little KV cache, everything waits at the leader, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,15 +63,21 @@ def of_sources() -> Iterator[Advice]:
                 yield Advice(where, span)
 
 
-def strings() -> Iterator[tuple[str, str]]:
-    """Yield the strings of the sources except docstrings, each with its file; {} stands for what is filled
+@functools.cache
+def strings() -> tuple[tuple[str, str], ...]:
+    """Return the strings of the sources except docstrings, each with its file; {} stands for what is filled
     in."""
+    return tuple(_strings())
+
+
+def _strings() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             where = str(path.relative_to(ROOT))
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-            for node in ast.walk(tree):
+            nodes = list(ast.walk(tree))
+            apart = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+            for node in nodes:
                 if isinstance(node, ast.JoinedStr):
                     apart.update(id(part) for part in node.values)
                     yield (
@@ -80,7 +87,7 @@ def strings() -> Iterator[tuple[str, str]]:
                             for part in node.values
                         ),
                     )
-            for node in ast.walk(tree):
+            for node in nodes:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart:
                     yield where, node.value
 

@@ -53,6 +53,6 @@ def test_a_certificate_for_another_host(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_server_that_speaks_no_tls() -> None:
     with ScriptedServer() as plain:
         url = plain.url.replace("http:", "https:")
-        with core_of(url, "--load_deadline=3") as core, pytest.raises(RunError) as caught:
+        with core_of(url, "--load_deadline=1") as core, pytest.raises(RunError) as caught:
             core.load()
     assert url in str(caught.value) and "Operation not permitted" not in str(caught.value)
