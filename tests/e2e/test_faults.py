@@ -8,7 +8,6 @@ passes.)
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,6 @@ from tests.helpers.support import (
     Starter,
 )
 
-HERE = Path(__file__).parent
 START_S = 45.0  # to start and to end: far more than it takes, because other tests may have the cores
 GRACE_S = 1.5
 GRACE: list[object] = ["--grace", GRACE_S]
