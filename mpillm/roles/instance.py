@@ -44,6 +44,7 @@ class InstanceRole(Follower):
         self._tokens = 0
         self._busy_s = 0.0
         self._polled = 0.0
+        self._was_busy = False  # at the last poll
         self._test_started = 0.0
         self._measure_at = self._log_at = math.inf
         self._measured: tuple[float, Metrics] | None = None  # when, and what
@@ -103,9 +104,9 @@ class InstanceRole(Follower):
 
     def poll(self) -> bool:
         now = time.perf_counter()
-        if self._owed:
+        if self._was_busy:  # not before: a rank without work sleeps until a request comes
             self._busy_s += now - self._polled
-        self._polled = now
+        self._polled, self._was_busy = now, self._owed > 0
         if self._open is not None:
             self._open.see(self._owed > 0, now)
         if now >= self._measure_at:

@@ -96,6 +96,30 @@ def test_an_instance_measures_itself_in_the_test(
     assert line.endswith("2 answer tokens computed, 3 requests running, 4 waiting, KV cache 50% full")
 
 
+def test_an_instance_that_slept_until_a_request_came_was_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without work sleeps: what lies before a request is not the request's time."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    core = DummyCore(CoreConfig("dummy"))
+    monkeypatch.setattr(core, "poll_responses", lambda: None)  # the test says when it has answered
+    route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
+    role = InstanceRole(core, route, leader=0, instance=0)
+    role.load()
+    role.ready()
+    role.test()
+    for at in (110.0, 130.0):
+        now[0] = at
+        role._on_work(0, core.warm_up_requests())
+        role.poll()
+        now[0] = at + 2
+        role.poll()
+        role._ended(role._owed)
+        role.poll()
+    now[0] = 140.0
+    role.poll()
+    assert role.report()["busy_s"] == 4.0
+
+
 def test_a_core_that_has_stopped_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine is gone, and phase stop may last until the next measurement is due."""
     now = [100.0]
