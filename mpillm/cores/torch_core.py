@@ -98,6 +98,7 @@ class TorchCore(LLMCore):
         if config.enable_max_num_tokens_tuning and not config.enable_chunked_context:
             raise ConfigError(
                 "--enable_max_num_tokens_tuning has no effect without --enable_chunked_context true",
+                about=["enable_max_num_tokens_tuning", "enable_chunked_context"],
             )
         return info
 
