@@ -111,8 +111,9 @@ class ModelFields(Options):
     )
     enable_max_num_tokens_tuning = Field(
         "enable_max_num_tokens_tuning",
-        "choose how many tokens of prompts a step takes, at most max_num_tokens: as few as are computed at"
-        " nearly the best rate, measured before ready (TensorRT-LLM tunes while it runs)",
+        "with enable_chunked_context: choose how many tokens of prompts a step takes, at most max_num_tokens:"
+        " as few as are computed at nearly the best rate, measured before ready (TensorRT-LLM tunes while it"
+        " runs)",
         boolean,
         default=False,
         group="model",

@@ -119,7 +119,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         models = [core_class.check(core) for core in cores]
     check_handoff(cores, models)
     _check_speculation(config, core_class, cores)
-    _check_tuning(config, core_class)
+    _check_tuning(config, core_class, cores)
     yaml = what_runs(config, yaml, plan, cores)
     outlives_losses = config.on_instance_loss == "continue"
     if outlives_losses and (why := _why_a_loss_ends_it(plan, reports[0].versions["MPI"], bool(gpus), serves)):
@@ -142,12 +142,11 @@ def _check_speculation(config: RunConfig, core_class: type[LLMCore], cores: list
         raise ConfigError(why, about=about)
 
 
-def _check_tuning(config: RunConfig, core_class: type[LLMCore]) -> None:
-    """Raise ConfigError if the core can't choose the tokens of a step."""
-    if config.enable_max_num_tokens_tuning and not core_class.tunes_steps:
-        raise ConfigError(
-            f"{config.named('enable_max_num_tokens_tuning')} has no effect on the {config.core_type} core"
-        )
+def _check_tuning(config: RunConfig, core_class: type[LLMCore], cores: list[CoreConfig]) -> None:
+    """Raise ConfigError if the core can't choose the tokens of a step, and an instance should."""
+    name = "enable_max_num_tokens_tuning"
+    if not core_class.tunes_steps and any(core.enable_max_num_tokens_tuning for core in cores):
+        raise ConfigError(f"--{name} has no effect on the {config.core_type} core", about=[name])
 
 
 def _why_a_loss_ends_it(plan: WorldPlan, mpi: str, on_gpus: bool, serves: bool) -> str:

@@ -55,16 +55,11 @@ def test_killed_after_the_test(one: Starter, few: Samples, kind: str, phase: str
     """LoadGen's verdict stands, but not as the run's if a rank was needed that is lost."""
     n, _, victim, instance = ALL[kind]
     command = start(one, few, kind, policy, {HOLD: f"{phase}:{n - 1}"})
-    before = {"drain": "test", "stop": "drain"}[phase]
-    wait_until(
-        lambda: f"\n  {before} " in command.out or command.process.poll() is not None, f"phase {phase}"
-    )
+    wait_for(command, {"drain": "test", "stop": "drain"}[phase])
     signal_rank(command, victim)
     goes_on = policy == "continue" and instance is not None
     if goes_on:
-        wait_until(
-            lambda: "\n  lost " in command.out or command.process.poll() is not None, "its loss to be known"
-        )
+        wait_for(command, "lost")
         release(one)
     ended = command.end()
     assert "Traceback" not in ended.err, ended

@@ -127,7 +127,7 @@ def test_who_wants_tuned_steps_hears_what_it_needs() -> None:
     named = "--enable_max_num_tokens_tuning"
     for options, why in (
         (torch, f"{named} has no effect without --enable_chunked_context true"),
-        (DUMMY, f"{named} true has no effect on the dummy core"),
+        (DUMMY, f"{named} has no effect on the dummy core"),
     ):
         config = parse_run([*options, *tuned])
         with pytest.raises(ConfigError) as error:
