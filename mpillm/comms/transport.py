@@ -132,7 +132,8 @@ class Transport:
             return self._local.popleft()
         # Bounded, so that a flood of large messages cannot exhaust memory before anybody reads them.
         if len(self._arriving) < 64:
-            message = self._probe()
+            # Open MPI and MPICH may only fetch, in one look, what the next one returns.
+            message = self._probe() or self._probe()
             if message is not None:
                 status = self._status
                 buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -187,6 +188,12 @@ class Transport:
                 return count > 0
             self.handlers[received.tag](received)
         return True
+
+    def dispatch_own(self) -> None:
+        """Pass this rank's messages to itself to their handlers, without a look at MPI."""
+        while self._local:
+            received = self._local.popleft()
+            self.handlers[received.tag](received)
 
     def dispatch_whoever_is_lost(self) -> None:
         """Dispatch, or sleep shortly, ignoring lost ranks: for the end of a run."""

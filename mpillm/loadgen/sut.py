@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import mlperf_loadgen as lg
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.comms.loop import EventLoop
 from mpillm.loadgen.settings import log_settings
 
 # LoadGen's callback waits for the GIL while the event loop runs: Python's default of 5 ms would dominate a
@@ -31,16 +31,16 @@ class LoadGenTest:
     """One test. `issued` fills while it runs; any thread may report completions."""
 
     def __init__(
-        self, settings: Any, n_samples: int, directory: Path, audit_conf: str, wake: Callable[[], None]
+        self, settings: Any, n_samples: int, directory: Path, audit_conf: str, loop: EventLoop
     ) -> None:
-        """`wake`: called in LoadGen's thread whenever `issued` or `finished` has changed."""
+        """`loop`: the main thread's, which is told whenever `issued` or `finished` has changed."""
         self.issued: deque[Query] = deque()
         self.finished = False
         self.error: BaseException | None = None
         self.use_token_latencies = (
             bool(settings.use_token_latencies) and settings.scenario != lg.TestScenario.Offline
         )
-        self._wake = wake
+        self._loop = loop
         self._arguments = (settings, log_settings(directory), audit_conf)
         # Fast: it passes on plain numbers, not an object for each sample.
         self._sut = lg.ConstructFastSUT(self._issue, lambda: None)
@@ -63,7 +63,8 @@ class LoadGenTest:
 
     def _issue(self, ids: list[int], indices: list[int]) -> None:
         self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), time.perf_counter()))
-        self._wake()
+        # Many samples are the main thread's: LoadGen's has more queries to issue.
+        (self._loop.ask if len(ids) == 1 else self._loop.wake)()
 
     def _run(self) -> None:
         settings, logs, audit = self._arguments
@@ -74,7 +75,7 @@ class LoadGenTest:
         except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
             self.error = error
         self.finished = True
-        self._wake()
+        self._loop.wake()
 
 
 def sample_responses(

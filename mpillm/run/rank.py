@@ -234,16 +234,18 @@ class Rank:
             setup,
             comms,
             route,
-            partial(session.make_harness, wake=self._doorbell.ring_own) if session else None,
+            partial(session.make_harness, loop=self._loop) if session else None,
             session.make_half if session else None,
             self._control.report,
-            self._doorbell.ring_own,
+            self._loop.wake,
         )
-        if route:
-            self._loop.pollers.append(route.dispatch)
-            self._loop.quiet_s.append(route.quiet_s)
-        self._loop.pollers += [role.poll for role in self._roles]
-        self._loop.quiet_s += [role.quiet_s for role in self._roles]
+        polls = [role.poll for role in self._roles]
+        # What asks comes first: the leader has its requests in the same turn.
+        asks, rest = (polls[-1:], polls[:-1]) if session else ([], polls)
+        self._loop.pollers += [*asks, *([route.dispatch] if route else []), *rest]
+        self._loop.quiet_s += [*([route.quiet_s] if route else []), *(role.quiet_s for role in self._roles)]
+        if route and session and ranks[self.rank].instance is None:  # a core belongs to the main thread
+            self._loop.errands += [*asks, route.dispatch_own, *rest, route.reap]
         if session:
             self._loop.pollers.append(session.poll)
         return _Part(comms, route, machine)

@@ -13,6 +13,7 @@ from launch.callers import own_addresses
 from mpillm.comms.control import RankControl
 from mpillm.comms.expendable import Expendable
 from mpillm.comms.lifeline import Lifelines
+from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport, JoinReport, Rank0At, Setup
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
@@ -33,10 +34,10 @@ _THEN_WRITTEN = ("join", "ready", "test", "drain")  # phases after which result.
 class RunSession(Protocol):
     """What a run has on rank 0 from when all ranks have joined."""
 
-    def make_harness(self, route: Transport, leader: int, wake: Callable[[], None]) -> Role:
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Role:
         """Return the role that asks; `leader`: the leader's rank.
 
-        `wake`: for other threads, when the role has something to do.
+        `loop`: for other threads, when the role has something to do.
         """
 
     def make_half(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole | None:

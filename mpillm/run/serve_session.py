@@ -10,6 +10,7 @@ from pathlib import Path
 import disagg
 from disagg.errors import ConfigError
 from mpillm import __version__
+from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
@@ -96,8 +97,8 @@ class ServeSession:
         self._mailbox = mailbox
         self._frontend: Frontend | None = None
 
-    def make_harness(self, route: Transport, leader: int, wake: Callable[[], None]) -> Frontend:
-        self._mailbox.wake = wake
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Frontend:
+        self._mailbox.wake = loop.wake
         self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
         return self._frontend
 

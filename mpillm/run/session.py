@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
@@ -66,7 +67,7 @@ class Session:
         self._last_start = max(report.started for report in prepared.planned.reports.values())
         self._progress_at = self._logged_at = 0.0
 
-    def make_harness(self, route: Transport, leader: int, wake: Callable[[], None]) -> Harness:
+    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> Harness:
         """Return the harness role; `leader`: the leader's rank."""
         config, dataset, settings = self._config, self._prepared.dataset, self._prepared.settings
         return Harness(
@@ -81,7 +82,7 @@ class Session:
                 config.top_p,
                 config.seed,
             ),
-            LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, wake),
+            LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, loop),
             self._outputs.add if self._outputs else None,
             self._plan.instances[0].role == "ctx",
             self._totals,

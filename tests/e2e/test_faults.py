@@ -200,3 +200,37 @@ def test_a_core_that_hangs_late(one: Starter, phase: str, code: int) -> None:
     ended = one.run(4, f"--{phase}_deadline", 2, *GRACE, core="tests.helpers.plugin_cores:Faulty", env=env)
     causes = [f"phase '{phase}' missed its deadline of 2 s", "in _at", "time.sleep"]
     check_failure(ended, code, *causes, rank=2, phase=phase, within=START_S + 2 + GRACE_S)
+
+
+ERRAND = """
+import threading
+
+from mpillm.comms.loop import EventLoop
+from mpillm.cores.dummy import DummyCore
+
+ask = EventLoop.ask
+
+
+def ask_to_fail(loop):
+    loop.errands.insert(0, fail)
+    ask(loop)
+
+
+def fail():
+    raise ValueError("broken in " + threading.current_thread().name)
+
+
+EventLoop.ask = ask_to_fail
+
+
+class Core(DummyCore):
+    pass
+"""
+
+
+def test_an_error_while_loadgens_thread_sends(both: Starter) -> None:
+    """It does the main thread's work while that sleeps, and the main thread ends the run."""
+    (both.folder / "errands.py").write_text(ERRAND)
+    env = {"PYTHONPATH": f"{both.folder}:{ROOT}"}
+    ended = both.run(3, *ENDLESS, core="errands:Core", env=env)
+    check_failure(ended, TEST_FAILED, "ValueError: broken in mpillm-loadgen", rank=0, phase="test")

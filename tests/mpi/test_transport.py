@@ -124,6 +124,20 @@ def test_messages_to_itself(comm: MPI.Intracomm) -> None:
     assert transport.poll() is None
 
 
+def test_messages_to_itself_alone(comm: MPI.Intracomm) -> None:
+    """What comes from others waits for `dispatch`."""
+    transport = Transport(comm)
+    got: list[int] = []
+    transport.handlers[Tag.WORK] = lambda received: got.append(received.source)
+    transport.send((comm.rank + 1) % comm.size, Tag.WORK, bytes_of(1))
+    comm.Barrier()
+    transport.send(comm.rank, Tag.WORK, bytes_of(2))
+    transport.dispatch_own()
+    assert got == [comm.rank]
+    until(lambda: len(got) == 2, transport.dispatch)
+    transport.flush(20)
+
+
 def test_take_is_out_of_turn(comm: MPI.Intracomm) -> None:
     transport = Transport(comm)
     if comm.rank == 0:
