@@ -16,16 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import NULL_BLOCK
-from mpillm.engine.model.paged_attention import PagedAttention
+from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
+from mpillm.engine.model.paged_attention import Contexts, PagedAttention
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.staging import to_device
 from mpillm.engine.step import Span, Step
+from mpillm.engine.weights.memory import most_copied
 
 _SLOWER = 1.02  # less than that is noise
 _SAMPLED_ROWS = 16  # in the warm-up, which runs only PyTorch's kernels; logits of more rows take gigabytes
@@ -113,7 +114,7 @@ class GpuSteps:
         """Run a decode step on what the buffers hold."""
         tokens, slots, positions = self._rows[: 3 * size].view(3, size)
         x = self._embed(tokens, slots) if self._part.groups.layout.is_first_stage else self._hidden[:size]
-        return self._part.model.forward(x, self._attention(slots, positions, size, ()), None)
+        return self._part.model.forward(x, self._attention(slots, positions, size, None), None)
 
     def _mixed(
         self, step: Step, slots: list[int], layer_stored: Callable[[int], None] | None
@@ -130,32 +131,24 @@ class GpuSteps:
             np.array([span.n_cached for span in step.spans]) - starts, counts
         )
         row_slots = np.repeat(slots, counts)
-        tiles = self._tiles(step.spans[n_decode:], starts[n_decode:])
+        plan = self._plan_contexts(step.spans[n_decode:], starts[n_decode:].tolist())
         wanted = np.array(step.wanted, np.int64)
-        parts = [np.array(step.tokens), row_slots, positions, wanted, row_slots[wanted], tiles.reshape(-1)]
+        parts = [np.array(step.tokens), row_slots, positions, wanted, row_slots[wanted]]
+        arrays = [*plan.tiles, plan.copies]
+        parts += [array.reshape(-1) for array in arrays]
         at = np.cumsum([len(part) for part in parts])[:-1].tolist()
         inputs = to_device(np.concatenate(parts), self._part.device).tensor_split(at)
-        tokens, slots_there, positions_there, wanted_there, slots_wanted, tiles_there = inputs
+        tokens, slots_there, positions_there, wanted_there, slots_wanted, *planned = inputs
+        contexts = (there.view(array.shape) for there, array in zip(planned, arrays, strict=True))
         is_first = self._part.groups.layout.is_first_stage
         x = self._embed(tokens, slots_there) if is_first else self._part.receive_hidden(n)
-        attention = self._attention(
-            slots_there,
-            positions_there,
-            n_decode,
-            tiles_there.view(-1, 5).tensor_split([int((tiles[:, 4] == 0).sum())]),
-        )
+        attention = self._attention(slots_there, positions_there, n_decode, Contexts(plan, *contexts))
         return self._part.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
 
-    def _tiles(self, spans: list[Span], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tiles of `kernels.context_attention`: without cached tokens first, then long ones."""
+    def _plan_contexts(self, spans: list[Span], starts: list[int]) -> ContextPlan:
         part = self._part
-        size = self._kernels.context_tile(part.n_heads, part.cache.keys.shape[2], part.dtype)
-        tiles = [
-            (start + at, min(size, span.n_new - at), span.n_cached + at, span.slot, span.n_cached)
-            for span, start in zip(spans, starts.tolist(), strict=True)
-            for at in range(0, span.n_new, size)
-        ]
-        return np.array(sorted(tiles, key=lambda tile: (tile[4] > 0, -tile[2])), np.int64).reshape(-1, 5)
+        n_queries = self._kernels.context_tile(part.n_heads, part.cache.keys.shape[2], part.dtype)
+        return ContextPlan.of(spans, starts, n_queries, most_copied(part.info.max_seq_len))
 
     def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:
         model = self._part.model
@@ -163,7 +156,7 @@ class GpuSteps:
         return self._part.groups.all_reduce(x)
 
     def _attention(
-        self, slots: Tensor, positions: Tensor, n_decode: int, tiles: tuple[Tensor, ...]
+        self, slots: Tensor, positions: Tensor, n_decode: int, contexts: Contexts | None
     ) -> PagedAttention:
         return PagedAttention(
             self._kernels,
@@ -174,7 +167,7 @@ class GpuSteps:
             slots,
             positions,
             n_decode,
-            tiles,
+            contexts,
         )
 
     def _tell_blocks(self, spans: list[Span]) -> None:
@@ -261,8 +254,9 @@ class GpuSteps:
             n_contexts = -(-(n_tokens - ones) // longest)
             contexts = [len(part) for part in np.array_split(range(n_tokens - ones), n_contexts)]
             yield self._nobodys([1] * ones + sorted(contexts))
-        if largest > 1 and longest > 2:  # a chunk that is not its context's first
-            yield self._nobodys([2], n_cached=1)
+        for n_new in (2, LEAST_QUERIES):  # chunks that are not their contexts' first
+            if largest >= n_new and longest > n_new:
+                yield self._nobodys([n_new], n_cached=1)
         for n_rows in reversed(ladder(most)):
             yield self._nobodys([1] * n_rows)
         for n_rows in {1, min(most, _SAMPLED_ROWS)}:

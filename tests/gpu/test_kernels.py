@@ -219,18 +219,34 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
             raise AssertionError("the table is too small")
         kernels.rotate_store(qkv, ours[0], ours[1], scales, rotations, table, row_slots, positions, heads)
         out, wanted = torch.full((2, sum(news), heads * d), torch.nan, device=DEVICE).to(dtype)
-        for module, to in ((kernels, out), (plain, wanted)):
-            at_once = module.context_tile(heads, kv_heads, dtype)
-            tiles = [
-                [start + at, min(at_once, new - at), held + at, slot, held]
-                for start, new, held, slot in zip(starts, news, n_cached, slots.tolist(), strict=False)
-                for at in range(0, new, at_once)
-            ]
-            module.context_attention(
-                qkv, ours[0], ours[1], scales, table, torch.tensor(tiles, device=DEVICE), to, heads,
-                any(n_cached),
-            )  # fmt: skip
-        assert error(out, wanted) < limit(dtype)
+        ends = [held + new for held, new in zip(n_cached, news, strict=True)]
+        firsts = [sum(ends[:i]) for i in range(m)]
+        copies = torch.tensor(list(zip(slots.tolist(), ends, firsts, strict=False)), device=DEVICE)
+        for copied in (False, True):
+            copied_to = []
+            for module, to in ((kernels, out), (plain, wanted)):
+                keys_of = None
+                if copied:
+                    keys_of = module.copied_rows(
+                        ours[0], ours[1], table, copies, sum(ends), max(ends), qkv.dtype
+                    )
+                    copied_to.append(keys_of)
+                at_once = module.context_tile(heads, kv_heads, dtype)
+                tiles = [
+                    [start + at, min(at_once, new - at), held + at, slot]
+                    + ([0, first] if copied else [held, start])
+                    for start, new, held, slot, first in zip(
+                        starts, news, n_cached, slots.tolist(), firsts, strict=False
+                    )
+                    for at in range(0, new, at_once)
+                ]
+                to.fill_(torch.nan)
+                module.context_attention(
+                    qkv, keys_of, ours[0], ours[1], scales, table, torch.tensor(tiles, device=DEVICE), to,
+                    heads, any(n_cached) and not copied,
+                )  # fmt: skip
+            assert not copied or torch.equal(*copied_to)
+            assert error(out, wanted) < limit(dtype)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])

@@ -13,6 +13,7 @@ __all__ = [
     "combine",
     "context_attention",
     "context_tile",
+    "copied_rows",
     "decode_attention",
     "embed",
     "rotate_store",
@@ -46,28 +47,39 @@ def rotate_store(
     qkv[:, : n_heads + k] = torch.view_as_real(turned).flatten(-2).to(qkv.dtype)
     block = table[slots, positions // size].long()
     key_scales, value_scales = (None, None) if scales is None else scales
-    keys[block, :, positions % size] = rounded(qkv[:, n_heads : n_heads + k], keys.dtype, key_scales)
-    values[block, :, positions % size] = rounded(qkv[:, n_heads + k :], values.dtype, value_scales)
+    for pool, own, some in (
+        (keys, qkv[:, n_heads : n_heads + k], key_scales),
+        (values, qkv[:, n_heads + k :], value_scales),
+    ):
+        held = rounded(own, pool.dtype, some)
+        pool[block, :, positions % size] = held
+        own.copy_(held.to(qkv.dtype))
     return qkv
 
 
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, blocks: Tensor, positions: Tensor
-) -> Tensor:
-    """Attend with q [rows, heads, head_dim] of one sequence, in float32."""
-    k, size, d = keys.shape[1:]
-    n = int(positions.max()) + 1
-    blocks = blocks[: -(-n // size)].long()
-    pools = zip((keys, values), (None, None) if scales is None else scales, strict=True)
-    wide = (widened(pool[blocks], torch.float32, some) for pool, some in pools)
+def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Attend with q [rows, heads, head_dim] to float32 [tokens, kv_heads, head_dim]."""
+    n, d = int(positions.max()) + 1, q.shape[2]
     keys, values = (
-        x.transpose(0, 1).reshape(k, -1, d)[:, :n].repeat_interleave(q.shape[1] // k, 0) for x in wide
+        x.transpose(0, 1)[:, :n].repeat_interleave(q.shape[1] // x.shape[1], 0) for x in (keys, values)
     )
     scores = torch.einsum("rhd,htd->rht", q.float(), keys) / d**0.5
     hidden = torch.arange(n, device=q.device) > positions[:, None]
     return torch.einsum(
         "rht,htd->rhd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values
     ).flatten(1)
+
+
+def _in_blocks(
+    keys: Tensor, values: Tensor, scales: Tensor | None, blocks: Tensor, n: int
+) -> tuple[Tensor, Tensor]:
+    """Return the first n tokens of a sequence in float32, with the cache's scales."""
+    blocks = blocks[: -(-n // keys.shape[2])].long()
+    pools = zip((keys, values), (None, None) if scales is None else scales, strict=True)
+    some, others = (
+        widened(pool[blocks], torch.float32, scale).transpose(1, 2).flatten(0, 1)[:n] for pool, scale in pools
+    )
+    return some, others
 
 
 def decode_attention(
@@ -82,17 +94,34 @@ def decode_attention(
     n_heads: int,
 ) -> None:
     for i, (slot, position) in enumerate(zip(slots.tolist(), positions, strict=True)):
-        out[i] = _attend(qkv[i : i + 1, :n_heads], keys, values, scales, table[slot], position[None])[0].to(
-            out.dtype
-        )
+        held = _in_blocks(keys, values, scales, table[slot], int(position) + 1)
+        out[i] = _attend(qkv[i : i + 1, :n_heads], *held, position[None])[0].to(out.dtype)
 
 
 def context_tile(n_heads: int, n_kv_heads: int, dtype: torch.dtype) -> int:
     return 16
 
 
+def copied_rows(
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    copies: Tensor,
+    n_rows: int,
+    longest: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    rows = torch.full((n_rows, 2, *keys.shape[1:4:2]), torch.nan, dtype=dtype, device=keys.device)
+    for slot, n, first in copies.tolist():
+        assert n <= longest
+        for i, pool in enumerate((keys, values)):
+            rows[first : first + n, i] = pool[table[slot].long()].transpose(1, 2).flatten(0, 1)[:n].to(dtype)
+    return rows.flatten(1, 2)
+
+
 def context_attention(
     qkv: Tensor,
+    copied: Tensor | None,
     keys: Tensor,
     values: Tensor,
     scales: Tensor | None,
@@ -102,8 +131,15 @@ def context_attention(
     n_heads: int,
     cached: bool,
 ) -> None:
-    for row, n, position, slot, _ in tiles.tolist():
+    k = keys.shape[1]
+    rows = qkv[:, n_heads:] if copied is None else copied
+    for row, n, position, slot, n_cached, first in tiles.tolist():
+        assert cached or not n_cached
+        n_own = position + n - n_cached
+        own = rows[first : first + n_own].float().view(n_own, 2, k, -1).transpose(0, 1)
+        if scales is not None:
+            own = own * scales.view(2, 1, k, 1)
+        held = _in_blocks(keys, values, scales, table[slot], n_cached)
+        some, others = (torch.cat(parts) for parts in zip(held, own, strict=True))
         positions = torch.arange(position, position + n, device=qkv.device)
-        out[row : row + n] = _attend(
-            qkv[row : row + n, :n_heads], keys, values, scales, table[slot], positions
-        ).to(out.dtype)
+        out[row : row + n] = _attend(qkv[row : row + n, :n_heads], some, others, positions).to(out.dtype)

@@ -221,21 +221,64 @@ def _take_in(best, total, result, q, key, value, seen, scale, MASKED: tl.constex
     return highest, total, tl.dot(weight.to(q.dtype), value, result * shrink[:, None], input_precision="ieee")
 
 
+@triton.jit(do_not_specialize_on_alignment=["copies"])
+def _copy(
+    rows, keys, values, table, copies, n_per_slot,
+    K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    head, copy = tl.program_id(0), copies + tl.program_id(2) * 3
+    slot, n, first = tl.load(copy), tl.load(copy + 1).to(tl.int32), tl.load(copy + 2)
+    token, d = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    held = token < n
+    block = tl.load(table + slot * n_per_slot + token // SIZE, mask=held, other=0).to(tl.int64)
+    cell = (((block * K + head) * SIZE + token % SIZE) * D)[:, None] + d[None, :]
+    row = rows + (((first + token) * 2 * K + head) * D)[:, None] + d[None, :]
+    inside = held[:, None] & (d < D)[None, :]
+    key = tl.load(keys + cell, mask=inside, other=0.0)
+    tl.store(row, key.to(tl.float32).to(rows.dtype.element_ty), mask=inside)
+    value = tl.load(values + cell, mask=inside, other=0.0)
+    tl.store(row + K * D, value.to(tl.float32).to(rows.dtype.element_ty), mask=inside)
+
+
+def copied_rows(
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    copies: Tensor,
+    n_rows: int,
+    longest: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return keys and values of whole sequences, out of their blocks: [n_rows, 2 * kv_heads, head_dim].
+
+    They keep the cache's numbers, without its scales. copies [m, 3] (int64): slot, tokens (at most
+    `longest`), and the row of the first; the rows of all sequences are `n_rows`.
+    """
+    k, size, d = keys.shape[1:]
+    rows, tile = keys.new_empty(n_rows, 2 * k, d, dtype=dtype), 32
+    _copy[(k, triton.cdiv(longest, tile), len(copies))](
+        rows, keys, values, table, copies, table.stride(0),
+        K=k, D=d, SIZE=size, BLOCK_D=triton.next_power_of_2(d), TILE=tile, num_warps=4,
+    )  # fmt: skip
+    return rows
+
+
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
 def _context(
-    qkv, keys, values, scales, table, tiles, out, n_per_slot, scale,
+    qkv, own_rows, keys, values, scales, table, tiles, out, n_per_slot, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, CACHED: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr,
+    CACHED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    head, tile = tl.program_id(0), tiles + tl.program_id(1) * 5
+    head, tile = tl.program_id(0), tiles + tl.program_id(1) * 6
     G: tl.constexpr = H // K
-    W: tl.constexpr = (H + 2 * K) * D
+    W: tl.constexpr = HEADS * D
     row, slot, position = tl.load(tile), tl.load(tile + 3), tl.load(tile + 2).to(tl.int32)
     n, n_cached = tl.load(tile + 1).to(tl.int32), tl.load(tile + 4).to(tl.int32)
     member, d, step = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     query, token = head * G + member % G, member // G
     real = (token < n)[:, None] & (d < D)[None, :]
-    q = tl.load(qkv + ((row + token) * W + query * D)[:, None] + d[None, :], mask=real, other=0.0)
+    q = tl.load(qkv + (((row + token) * (H + 2 * K) + query) * D)[:, None] + d[None, :], mask=real, other=0.0)
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -243,7 +286,7 @@ def _context(
     if SCALED:
         scale *= tl.load(scales + head)
         value_scale = tl.load(scales + K + head)
-    if CACHED:  # what earlier steps have computed
+    if CACHED:  # what only blocks hold
         wide_q = q
         if SCALED:
             wide_q = _operand(q)
@@ -258,9 +301,9 @@ def _context(
             best, total, result = _take_in(
                 best, total, result, wide_q, key, value, held[None, :], scale, True
             )
-    # What this step computes, from its rows: first the tiles that every query sees.
+    # What is in rows: first the tiles that every query sees.
     own = position - n_cached
-    first = qkv + (row - own) * W + (H + head) * D
+    first = own_rows + tl.load(tile + 5) * W + (FIRST + head) * D
     where, inside = step[:, None] * W + d[None, :], (step >= 0)[:, None] & (d < D)[None, :]
     n_full = own // TILE * TILE
     for _ in range(0, n_full, TILE):
@@ -287,6 +330,7 @@ def context_tile(n_heads: int, n_kv_heads: int, dtype: torch.dtype) -> int:
 
 def context_attention(
     qkv: Tensor,
+    copied: Tensor | None,
     keys: Tensor,
     values: Tensor,
     scales: Tensor | None,
@@ -298,18 +342,21 @@ def context_attention(
 ) -> None:
     """Attend with several new tokens per sequence, causally, to them and to everything before.
 
-    Keys and values of this step come from qkv, whose rows are side by side, those before from the cache.
+    Keys and values come from rows: of qkv, those of a sequence side by side, or of `copied` (see
+    `copied_rows`). Only those before a sequence's first row come from the cache.
 
-    tiles [m, 5] (int64): first row, rows (at most `context_tile`), position of the first, slot, and how many
-    tokens of the sequence earlier steps have computed: none unless `cached`. The rest as in
-    `decode_attention`.
+    tiles [m, 6] (int64): first row of the queries, how many (at most `context_tile`), position of the first,
+    slot, how many tokens of the sequence are not in rows (none unless `cached`), and the row of the next
+    one. The rest as in `decode_attention`.
     """
-    d = qkv.shape[2]
-    k, size = keys.shape[1:3]
+    n_kv, d = keys.shape[1], qkv.shape[2]
+    size = keys.shape[2]
     rows, tile, n_warps, n_stages = _CONTEXT[qkv.dtype]
-    _context[(k, len(tiles))](
-        qkv, keys, values, out if scales is None else scales, table, tiles, out, table.stride(0),
-        _LOG2_E / math.sqrt(d), H=n_heads, K=k, D=d, SIZE=size,
-        ROWS=max(rows, triton.next_power_of_2(n_heads // k)), BLOCK_D=max(16, triton.next_power_of_2(d)),
-        TILE=tile, CACHED=cached, SCALED=scales is not None, num_warps=n_warps, num_stages=n_stages,
+    _context[(n_kv, len(tiles))](
+        qkv, qkv if copied is None else copied, keys, values, out if scales is None else scales, table, tiles,
+        out, table.stride(0), _LOG2_E / math.sqrt(d), H=n_heads, K=n_kv, D=d, SIZE=size,
+        ROWS=max(rows, triton.next_power_of_2(n_heads // n_kv)), BLOCK_D=max(16, triton.next_power_of_2(d)),
+        TILE=tile, HEADS=n_heads + 2 * n_kv if copied is None else 2 * n_kv,
+        FIRST=n_heads if copied is None else 0, CACHED=cached, SCALED=scales is not None,
+        num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels.attention_kernels import context_attention as context_attention
 from mpillm.engine.kernels.attention_kernels import context_tile as context_tile
+from mpillm.engine.kernels.attention_kernels import copied_rows as copied_rows
 from mpillm.engine.kernels.attention_kernels import decode_attention as decode_attention
 from mpillm.engine.kernels.expert_kernels import combine as combine
 from mpillm.engine.kernels.expert_kernels import route as route

@@ -8,14 +8,26 @@ from typing import Any
 from torch import Tensor
 
 from mpillm.engine.cache.kv_cache import KVCache
+from mpillm.engine.model.context_plan import ContextPlan
 from mpillm.engine.model.ops import Unscaled
 
 
 @dataclass(frozen=True)
-class PagedAttention:
-    """As `transformer.Attention`: `n_decode` rows that add one token, then the rows of tiles.
+class Contexts:
+    """A step's `ContextPlan`, and its arrays on the device."""
 
-    The fields are arguments of `kernels`; `tiles`: of sequences without cached tokens, and of others.
+    plan: ContextPlan
+    fresh: Tensor
+    copied: Tensor
+    in_blocks: Tensor
+    copies: Tensor
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """As `transformer.Attention`: `n_decode` rows that add one token, then those of contexts.
+
+    The other fields are arguments of `kernels`.
     """
 
     kernels: Any
@@ -26,7 +38,7 @@ class PagedAttention:
     slots: Tensor
     positions: Tensor
     n_decode: int
-    tiles: tuple[Tensor, ...]
+    contexts: Contexts | None
 
     def __call__(self, layer: int, qkv: Tensor | Unscaled) -> Tensor:
         cache, n = self.cache, self.n_decode
@@ -38,7 +50,25 @@ class PagedAttention:
         if n:
             rows = self.table, self.slots[:n], self.positions[:n]
             self.kernels.decode_attention(turned[:n], *held, *rows, out[:n], self.n_heads)
-        for i, tiles in enumerate(self.tiles):
-            if len(tiles):
-                self.kernels.context_attention(turned, *held, self.table, tiles, out, self.n_heads, i > 0)
+        if self.contexts is not None:
+            self._attend_with_contexts(self.contexts, turned, held, out)
         return out
+
+    def _attend_with_contexts(
+        self, contexts: Contexts, qkv: Tensor, held: tuple[Tensor, Tensor, Tensor | None], out: Tensor
+    ) -> None:
+        keys, values, _ = held
+        plan, copied = contexts.plan, None
+        if len(contexts.copies):
+            copied = self.kernels.copied_rows(
+                keys, values, self.table, contexts.copies, plan.n_copied, plan.longest, qkv.dtype
+            )
+        for tiles, rows, reads_blocks in (
+            (contexts.fresh, None, False),
+            (contexts.copied, copied, False),
+            (contexts.in_blocks, None, True),
+        ):
+            if len(tiles):
+                self.kernels.context_attention(
+                    qkv, rows, *held, self.table, tiles, out, self.n_heads, reads_blocks
+                )

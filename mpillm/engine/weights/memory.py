@@ -20,6 +20,7 @@ from mpillm.engine.weights.quantization import held
 if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 
+_MOST_COPIED = 1 << 16  # tokens
 _GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory
 
 # For cgroup v2 and v1: limit, usage, and the part of it that is cached files, which the system can drop.
@@ -53,6 +54,12 @@ def gpu_room(
     step = (
         width * per_row * max(config.max_num_tokens, config.max_batch_size)
         + 20 * model.vocab_size * config.max_batch_size
+        # Contexts that attention copies out of their blocks, a layer at a time.
+        + width
+        * 2
+        * max(1, model.n_kv_heads // config.tp_size)
+        * model.head_dim
+        * most_copied(config.max_seq_len or model.max_position_embeddings)
     )
     room = there - weights - step - _GPU_OVERHEAD
     if room < config.tokens_per_block * model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size):
@@ -64,6 +71,11 @@ def gpu_room(
             about=["tensor_parallelism"],
         )
     return room
+
+
+def most_copied(max_seq_len: int) -> int:
+    """Return how many tokens' keys and values attention copies out of blocks at once (see `ContextPlan`)."""
+    return min(_MOST_COPIED, max_seq_len)
 
 
 def available_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:

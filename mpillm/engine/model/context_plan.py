@@ -1,0 +1,57 @@
+"""How a step's kernels attend with contexts, several new tokens of a sequence: in which tiles, to what.
+
+A context's keys and values of its own step are rows of the step. Those of earlier steps are in the cache's
+blocks, and a program that reads them there looks each up and, from fp8, widens it: for each tile of queries
+anew. A context with many queries has its whole sequence copied into rows first, once per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from mpillm.engine.step import Span
+
+LEAST_QUERIES = 128  # of a context that is worth copying
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """Arguments of `attention_kernels.context_attention` and `copied_rows` for a step."""
+
+    tiles: tuple[NDArray[np.int64], ...]  # [m, 6]: nothing cached; the cache copied; the cache in its blocks
+    copies: NDArray[np.int64]  # [m, 3]
+    n_copied: int  # rows
+    longest: int  # sequence among them, tokens
+
+    @staticmethod
+    def of(spans: Sequence[Span], starts: Sequence[int], n_queries: int, most: int) -> ContextPlan:
+        """Plan for `spans`, each with its first row of the step.
+
+        A tile has `n_queries` of them; at most `most` tokens are copied.
+        """
+        tiles: tuple[list[tuple[int, ...]], ...] = [], [], []
+        copies: list[tuple[int, int, int]] = []
+        n_copied = longest = 0
+        for span, start in zip(spans, starts, strict=True):
+            n, n_cached, first, kind = span.n_cached + span.n_new, span.n_cached, start, 0
+            if n_cached:
+                kind = 2
+                if span.n_new >= LEAST_QUERIES and n_copied + n <= most:
+                    kind, n_cached, first = 1, 0, n_copied
+                    copies.append((span.slot, n, n_copied))
+                    n_copied, longest = n_copied + n, max(longest, n)
+            tiles[kind].extend(
+                (start + at, min(n_queries, span.n_new - at), span.n_cached + at, span.slot, n_cached, first)
+                for at in range(0, span.n_new, n_queries)
+            )
+        arrays = (
+            np.array(sorted(some, key=lambda tile: -tile[2]), np.int64).reshape(-1, 6)  # long ones first
+            for some in tiles
+        )
+        return ContextPlan(tuple(arrays), np.array(copies, np.int64).reshape(-1, 3), n_copied, longest)
