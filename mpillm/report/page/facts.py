@@ -26,7 +26,7 @@ class InstanceFacts:
     role: str  # ctx, gen or executor
     ranks: list[int]
     knows_steps: bool = False
-    share: float | None = None  # of the test, in which it computed, or, unless `knows_steps`, held requests
+    share: float | None = None  # of the test, in which it did what `share_of` says
     strip: list[float] | None = None  # the same in `_STRIP` pieces of the test
     waited: float | None = None  # share of the test in which requests waited in it
     result: dict[str, Any] | None = None  # its entry in result.json
@@ -36,6 +36,11 @@ class InstanceFacts:
     @property
     def name(self) -> str:
         return f"{_ROLES.get(self.role, self.role)} {self.number}"
+
+    @property
+    def share_of(self) -> str:
+        """What `share` counts, for a reader. What a run prints as busy is always the latter."""
+        return "computing" if self.knows_steps else "holding requests"
 
     @property
     def load(self) -> float | None:

@@ -178,8 +178,7 @@ def _said(facts: Facts, worst: InstanceFacts | None) -> str:
 
 
 def _card(one: InstanceFacts, is_worst: bool) -> str:
-    verb = "computing" if one.knows_steps else "holding requests"
-    share = "" if one.share is None else f"<b>{100 * one.share:.0f} %</b> {verb}"
+    share = "" if one.share is None else f"<b>{100 * one.share:.0f} %</b> {one.share_of}"
     waited = "" if not one.waited else f"requests waited {100 * one.waited:.0f} % of the time"
     said = " · ".join(filter(None, (share, waited)))
     ranks = f"rank {one.ranks[0]}" if len(one.ranks) == 1 else f"ranks {one.ranks[0]} to {one.ranks[-1]}"
@@ -252,7 +251,8 @@ def figures(facts: Facts) -> str:
                 f"{100 * kv['peak']:.0f} %" if kv else "",
             )
         )
-    names = ["", "samples", "tokens", "busy", "requests waited"]
+    shares = dict.fromkeys(one.share_of for one in facts.instances.values() if one.share is not None)
+    names = ["", "samples", "tokens", " or ".join(shares), "requests waited"]
     names += ["most running", "most waiting", "KV cache at most"]
     known = [i for i in range(len(names)) if any(row[i] != "" for row in instances)]  # others say nothing
     rows = [[row[i] for i in known] for row in instances] if len(known) > 1 else []

@@ -151,6 +151,17 @@ def test_a_person_reads_verdict_bottleneck_limits_and_cost(run: Path) -> None:
     assert "What is missing" not in said
 
 
+@pytest.mark.parametrize(("knows_steps", "share"), [(True, "computing"), (False, "holding requests")])
+def test_the_table_says_what_an_instance_s_share_is_of(run: Path, knows_steps: bool, share: str) -> None:
+    """The busy share of result.json, as printed, is that with requests: another figure if steps are known."""
+    telemetry = json.loads((run / "telemetry.json").read_text())
+    for noted_there in telemetry["ranks"].values():
+        noted_there["knows_steps"] = knows_steps
+    write(run / "telemetry.json", telemetry)
+    said = words(write_page(run))
+    assert f" tokens {share} requests waited" in said and " busy " not in said
+
+
 def test_the_page_loads_nothing(run: Path) -> None:
     text = write_page(run).read_text()
     assert loads_nothing(text)
