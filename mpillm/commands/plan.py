@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import disagg
 from disagg.errors import ConfigError
 from mpillm.config.disagg_yaml import PORTS, disagg_config
-from mpillm.config.options import parse
+from mpillm.config.options import check_mode, parse
 from mpillm.configurator import Field
 from mpillm.configurator.command_line import Parser
 from mpillm.cores.registry import BackendRegistry
@@ -31,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm plan --disagg_config disagg.yaml --nodes a:4,b:4 --format json",
     )
     config = parse(argv, parser, [*_SHOWN, format_field]).with_yaml()
+    check_mode(config)
     nodes = disagg.parse_nodes(config.nodes) if config.nodes else None
     world_size = config.world_size or (
         len(nodes)

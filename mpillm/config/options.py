@@ -346,6 +346,11 @@ def _check_together(config: RunConfig) -> None:
         for name in needing:
             if not is_there and config.given(name) and getattr(config, name) != BY_NAME[name].default:
                 raise ConfigError(f"{config.named(name)} has no effect without {needed}")
+    check_mode(config)
+
+
+def check_mode(config: RunConfig) -> None:
+    """Raise ConfigError for sizes of the instances of another mode."""
     conflicting = (
         (
             "aggregated",

@@ -321,7 +321,7 @@ def test_a_contradiction_names_both(
         with pytest.raises(ConfigError) as error:
             given(file, *words.split(), model="tiny-llama", context_servers=LAYOUT, generation_servers=LAYOUT)
         assert str(error.value) == message.format(file=file)
-    elif "no meaning" not in message:
+    else:
         file.write_text(
             json.dumps({"model": "tiny-llama", "context_servers": LAYOUT, "generation_servers": LAYOUT})
         )
