@@ -6,6 +6,7 @@ once, and responses are sent from the engine's thread, in decoupled mode one for
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -84,6 +85,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the engine; an exception is shown in the server's log, and the model is not ready."""
+        faulthandler.enable()  # a crash of the process shows where in Python its threads were
         logging.basicConfig(level=logging.INFO, format=f"{args['model_name']}: %(levelname)s %(message)s")
         config = json.loads(args["model_config"])
         parameters = config["parameters"]
