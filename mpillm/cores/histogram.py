@@ -18,6 +18,7 @@ class Histogram:
         self._counts = np.zeros(_BINS, np.int64)
         self._sum = 0.0
         self._added: list[NDArray[np.float64]] = []  # not counted yet
+        self._ones: list[float] = []  # as well
 
     def add(self, seconds: NDArray[np.float64]) -> None:
         """Count durations, shape [n]; the array is kept."""
@@ -25,11 +26,18 @@ class Histogram:
         if len(self._added) >= _TOGETHER:
             self._count()
 
+    def add_one(self, seconds: float) -> None:
+        """Count a duration."""
+        self._ones.append(seconds)
+        if len(self._ones) >= _TOGETHER:
+            self._count()
+
     def _count(self) -> None:
-        if not self._added:
+        seconds = np.concatenate([*self._added, self._ones])
+        if not len(seconds):
             return
-        seconds = np.concatenate(self._added)
         self._added.clear()
+        self._ones.clear()
         bins = np.log(np.maximum(seconds, _LEAST_S) / _LEAST_S) / np.log(_RATIO)
         self._counts += np.bincount(np.clip(bins.astype(np.int64), 0, _BINS - 1), minlength=_BINS)
         self._sum += float(seconds.sum())

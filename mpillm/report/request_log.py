@@ -36,6 +36,7 @@ class RequestLog:
         self._path = folder / REQUESTS
         self._file: BinaryIO | None = None
         self._added: list[tuple[NDArray[Any], ...]] = []  # the columns of answers that are not written yet
+        self._ones: list[tuple[float, float, float, int, int, bool]] = []  # rows that came after them
 
     def add(
         self,
@@ -51,11 +52,26 @@ class RequestLog:
         `first`: NaN where there was no first token. The arrays are kept. Raises OSError, with the file's
         name, if the disk is full.
         """
+        self._take_ones()
         self._added.append((issued, first, ended - issued, index, tokens, error))
         if len(self._added) >= _TOGETHER:
             self._write()
 
+    def add_one(
+        self, issued: float, first: float, ended: float, index: int, tokens: int, error: bool
+    ) -> None:
+        """As `add`, of one answer."""
+        self._ones.append((issued, first, ended - issued, index, tokens, error))
+        if len(self._ones) >= _TOGETHER:
+            self._write()
+
+    def _take_ones(self) -> None:
+        if self._ones:
+            self._added.append(tuple(map(np.array, zip(*self._ones, strict=True))))
+            self._ones.clear()
+
     def _write(self) -> None:
+        self._take_ones()
         if not self._added:
             return
         issued, first, latency, index, tokens, error = map(np.concatenate, zip(*self._added, strict=True))

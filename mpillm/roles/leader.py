@@ -20,7 +20,6 @@ from mpillm.comms.messages import (
     DONE,
     DROP,
     GRANT,
-    NO_INSTANCE,
     QUERY,
     RESPONSE,
     SETTLE,
@@ -31,6 +30,7 @@ from mpillm.comms.messages import (
     ResponseFlag,
     by_value,
     index_of,
+    total,
 )
 from mpillm.comms.transport import Received, Transport
 from mpillm.errors import ExitCode, Failure, RunError
@@ -132,7 +132,7 @@ class Leader(Role):
     def _on_query(self, source: int, batch: Batch) -> None:
         self._waiting.append(batch)
         ids, needs = batch.rows["id"], batch.rows["n_tokens"].astype(np.int64) + batch.rows["max_output"]
-        most = int(ids.max()) + 1
+        most = int(ids[0] if len(ids) == 1 else ids.max()) + 1
         if most > len(self._needs):
             grown = max(most, 2 * len(self._needs)) - len(self._needs)
             self._needs = np.concatenate([self._needs, np.zeros(grown, np.int64)])
@@ -145,7 +145,9 @@ class Leader(Role):
         instance = self._instance_at[received.source]
         self._heard[instance] = time.monotonic()
         buffer, rows = received.buffer, DONE.read(received.buffer).rows
-        if (any_of := int(np.bitwise_or.reduce(rows["flags"]))) & _LOST or self._retries.any:
+        flags = rows["flags"]
+        any_of = int(flags[0] if len(flags) == 1 else np.bitwise_or.reduce(flags))
+        if any_of & _LOST or self._retries.any:
             batch, again = self._retries.sift(instance, DONE.read(buffer), self._needs)
             self._send_again(again)
             if not len(batch):
@@ -161,7 +163,9 @@ class Leader(Role):
         if self._cancelling:
             for id_ in rows["id"][(flags & _CANCEL_DONE) != 0].tolist():
                 self._cancelling.pop(id_, None)
-        final = rows["id"][(flags & _FINAL) != 0]
+        final = rows["id"]
+        if len(flags) > 1 or not flags[0] & _FINAL:
+            final = final[(flags & _FINAL) != 0]
         if self._generation is None:
             self._return_credits(self._entry, final)
         else:
@@ -270,16 +274,16 @@ class Leader(Role):
         n = len(entries)
         if not n:
             return 0
-        rows, needs = rows[:n].copy(), needs[:n]
+        rows, needs = rows[:n], needs[:n]
         at = index_of(rows["id"])
         self._entry.owner[at] = self._entry.last_owner[at] = entries
-        rows["generation"] = NO_INSTANCE
-        if self._generation is not None:
+        if self._generation is not None:  # otherwise each has NO_INSTANCE already
+            rows = rows.copy()
             self._generation.take(generation, needs)
             self._generation.owner[at] = generation
             rows["generation"] = self._generation.instances[generation]
             self._touch(int(self._generation.instances[generation]))
-        n_tokens = int(rows["n_tokens"].sum())
+        n_tokens = total(rows["n_tokens"])
         for entry, part in by_value(entries, Batch(rows, batch.tokens[:n_tokens])):
             instance = int(self._entry.instances[entry])
             self._touch(instance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import Batch
+from mpillm.comms.messages import Batch, total
 from mpillm.roles.room_tree import RoomTree
 
 
@@ -98,7 +98,7 @@ class InstancePool:
 
     def take(self, position: int, needs: NDArray[np.int64]) -> None:
         """Take credit for requests that were sent; `needs`: KV tokens of each."""
-        n, tokens = len(needs), int(needs.sum())
+        n, tokens = len(needs), total(needs)
         self.free_requests[position] -= n
         self.free_tokens[position] -= tokens
         self.owed_requests[position] += n
@@ -110,7 +110,7 @@ class InstancePool:
         if not len(positions):
             return
         if len(positions) == 1 or (positions == positions[0]).all():  # as a rule: one instance has answered
-            self._return_to(int(positions[0]), len(positions), int(needs.sum()))
+            self._return_to(int(positions[0]), len(positions), total(needs))
             return
         where, at = np.unique(positions, return_inverse=True)
         tokens = np.bincount(at, weights=needs).astype(np.int64)

@@ -245,7 +245,7 @@ class Rank:
         self._loop.pollers += [*asks, *([route.dispatch] if route else []), *rest]
         self._loop.quiet_s += [*([route.quiet_s] if route else []), *(role.quiet_s for role in self._roles)]
         if route and session and ranks[self.rank].instance is None:  # a core belongs to the main thread
-            self._loop.errands += [*asks, route.dispatch_own, *rest, route.reap]
+            self._loop.errands += [*asks, route.dispatch_own, *rest]
         if session:
             self._loop.pollers.append(session.poll)
         return _Part(comms, route, machine)

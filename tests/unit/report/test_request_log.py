@@ -34,6 +34,18 @@ def test_requests_come_back_in_order_of_issue(tmp_path: Path) -> None:
     assert len(read_requests(tmp_path)) == 3
 
 
+def test_single_answers_come_between_others(tmp_path: Path) -> None:
+    log = RequestLog(tmp_path)
+    log.add_one(1.0, 1.5, 3.0, 4, 2, False)
+    add(log, [1.0, 1.0], [1.25, 1.25], 4.0)
+    log.add_one(1.0, NAN, 6.0, 5, 0, True)
+    log.close()
+    rows = np.frombuffer((tmp_path / "requests.bin").read_bytes(), RECORD)
+    assert rows["latency"].tolist() == [2.0, 3.0, 3.0, 5.0]
+    assert rows["index"].tolist() == [4, 0, 1, 5] and rows["tokens"].tolist() == [2, 7, 7, 0]
+    assert rows["error"].tolist() == [0, 0, 1, 1] and np.isnan(rows["ttft"]).tolist() == [False] * 3 + [True]
+
+
 def test_a_record_that_was_cut_is_left_out(tmp_path: Path) -> None:
     log = RequestLog(tmp_path)
     add(log, [1.0, 2.0], [1.5, 2.5], 3.0)
