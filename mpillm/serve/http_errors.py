@@ -36,9 +36,13 @@ async def body_of(request: web.Request) -> bytes:
     if request.content.is_eof():  # it came with the headers, as almost always
         return await request.read()
     try:
-        return await asyncio.wait_for(request.read(), BODY_S)
+        body = await asyncio.wait_for(request.read(), BODY_S)
     except (asyncio.TimeoutError, TimeoutError):  # two classes in Python 3.10
         raise ApiError(408, f"the body has not come within {BODY_S:g} s", code="body_too_slow") from None
+    # Before Python 3.12 `wait_for` swallows that this was cancelled if the body has just come.
+    if request.transport is None:
+        raise asyncio.CancelledError
+    return body
 
 
 async def on_expect(request: web.Request) -> web.Response | None:

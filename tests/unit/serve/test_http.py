@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -186,6 +187,27 @@ def test_clients_that_disconnect_cancel_their_requests(disaggregated: bool, path
             await asyncio.gather(*tasks, return_exceptions=True)
             await a.idle()
             assert a.service.metrics.aborted == 40
+
+    run(test)
+
+
+@BOTH
+def test_a_client_that_leaves_right_after_its_body(disaggregated: bool) -> None:
+    """Its request, which would not end by itself, is cancelled, or never begins."""
+
+    async def test() -> None:
+        async with api(disaggregated, core={"ttft_ms": 0.5, "tpot_ms": HOUR_MS}) as a:
+            body = json.dumps({"prompt": "hello", "max_tokens": 9}).encode()
+            reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+                b"Content-Length: %d\r\n\r\n" % len(body)
+            )
+            await reader.readuntil(b"\r\n\r\n")
+            assert a.service.active == 1  # it waits for the body
+            writer.write(body)
+            writer.close()
+            await a.idle()
 
     run(test)
 
