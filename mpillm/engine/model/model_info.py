@@ -271,15 +271,16 @@ def _lengths(config: CoreConfig, model: ModelConfig, kv_dtype: str, gpu_room: in
         )
     longest = wanted or model.max_position_embeddings
     block = config.tokens_per_block
+    held_by_one = -(-longest // block) * block
     per_token = model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)
     if config.kv_cache_tokens is None and gpu_room is None:
         room = max(longest, _DEFAULT_KV_BYTES // per_token)
-        return -(-min(room, config.max_batch_size * longest) // block) * block, longest
+        return -(-min(room, config.max_batch_size * held_by_one) // block) * block, longest
     size = config.kv_cache_tokens
     if size is None:
         assert gpu_room is not None
         size = min(
-            int(config.kv_cache_fraction * gpu_room) // per_token, config.max_batch_size * longest + block
+            int(config.kv_cache_fraction * gpu_room) // per_token, config.max_batch_size * held_by_one + block
         )
     elif gpu_room is not None and size * per_token > gpu_room:
         needed = f"a KV cache of {size} tokens needs {shown(size * per_token)} on a GPU"
