@@ -66,7 +66,11 @@ class Options(Values):
         "max_batch_size", "requests of an instance at once", positive, default=1024, group="benchmark"
     )
     max_num_tokens = Field(
-        "max_num_tokens", "tokens of one engine step", positive, default=8192, group="benchmark"
+        "max_num_tokens",
+        "tokens of one engine step; a whole prompt's if they are more and contexts are not chunked",
+        positive,
+        default=8192,
+        group="benchmark",
     )
     kv_cache_free_gpu_mem_fraction = Field(
         "kv_cache_free_gpu_mem_fraction", "as for run", fraction, default=0.9, group="benchmark"
@@ -132,6 +136,7 @@ def _pair(text: str) -> tuple[int, int]:
 
 def _run(config: Options, model: str, n_in: int, n_out: int, n_samples: int) -> dict[str, Any]:
     """Return the run's `result.json`; of a run without one, a status and its last lines."""
+    is_chunked = config.extra.get("enable_chunked_context") is True  # otherwise a prompt must fit a step
     options = {
         "model_path": model,
         "quantization": config.quantization,
@@ -144,7 +149,7 @@ def _run(config: Options, model: str, n_in: int, n_out: int, n_samples: int) -> 
         "min_output_len": n_out,
         "max_seq_len": n_in + n_out,
         "max_batch_size": config.max_batch_size,
-        "max_num_tokens": max(config.max_num_tokens, n_in),
+        "max_num_tokens": config.max_num_tokens if is_chunked else max(config.max_num_tokens, n_in),
         "kv_cache_free_gpu_mem_fraction": config.kv_cache_free_gpu_mem_fraction,
         "batch_scheduler_policy": "no_evict",  # as in the published runs
         **config.extra,
