@@ -14,8 +14,6 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-import triton
-
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import Held, KVCache
@@ -23,6 +21,7 @@ from mpillm.engine.gpu_steps import GpuSteps, ladder
 from mpillm.engine.kernels import attention_kernels, expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.kernels.fp8_kernels import WIDENED_ROWS
+from mpillm.engine.kernels.launch import Kernel
 from mpillm.engine.model.linear import Fp8Linear, Linear
 from mpillm.engine.weights import rank_weights as weights
 from mpillm.engine.weights.build_engine import build
@@ -150,8 +149,9 @@ def forget_kernels() -> None:
     """Forget them as in a new process; what Triton has on disk stays."""
     for module in (kernels, attention_kernels, fp8_kernels, expert_kernels):
         for kernel in vars(module).values():
-            if isinstance(kernel, triton.runtime.jit.JITFunction):
-                kernel.device_caches.clear()
+            if isinstance(kernel, Kernel):
+                kernel.compiled.clear()
+                kernel.function.device_caches.clear()
 
 
 @pytest.mark.parametrize("limits", [(64, 1024), (3, 50), (70, 300)])

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
+
 _LOG2_E = math.log2(math.e)
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none
 # For contexts, measured on an H200 (docs/engine.md): query rows of a program, over all heads that share a KV
@@ -63,6 +65,7 @@ def _widened_pairs(both):
     return first * 256.0, second * 256.0
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "sums", "bests"])
 def _decode(
     qkv, keys, values, scales, table, slots, positions, out, parts, sums, bests, n_per_slot, scale,
@@ -143,6 +146,7 @@ def _decode(
         tl.store(bests + at, best, mask=member < G)
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["sums", "bests"])
 def _join(
     out,
@@ -188,11 +192,11 @@ def decode_attention(
     k, size = keys.shape[1:3]
     if scales is not None:
         values = values.view(torch.int16)
-    splits = min(_MOST_SPLITS, max(1, triton.next_power_of_2(triton.cdiv(_PROGRAMS, n * k))))
+    splits = min(_MOST_SPLITS, max(1, next_power_of_2(cdiv(_PROGRAMS, n * k))))
     tile, n_warps, n_stages = _DECODE[scales is not None]
     if qkv.dtype == torch.float32:  # no tensor cores: more registers
         n_warps, n_stages = 4, 2
-    rows, block_d = max(8, triton.next_power_of_2(n_heads // k)), max(32, triton.next_power_of_2(d))
+    rows, block_d = max(8, next_power_of_2(n_heads // k)), max(32, next_power_of_2(d))
     parts = out if splits == 1 else qkv.new_empty(n, n_heads, splits, d, dtype=torch.float32)
     sums, bests = (out, out) if splits == 1 else qkv.new_empty(2, n, n_heads, splits, dtype=torch.float32)
     _decode[(k, n, splits)](
@@ -221,6 +225,7 @@ def _take_in(best, total, result, q, key, value, seen, scale, MASKED: tl.constex
     return highest, total, tl.dot(weight.to(q.dtype), value, result * shrink[:, None], input_precision="ieee")
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["copies"])
 def _copy(
     rows, keys, values, table, copies, n_per_slot,
@@ -256,13 +261,14 @@ def copied_rows(
     """
     k, size, d = keys.shape[1:]
     rows, tile = keys.new_empty(n_rows, 2 * k, d, dtype=dtype), 32
-    _copy[(k, triton.cdiv(longest, tile), len(copies))](
+    _copy[(k, cdiv(longest, tile), len(copies))](
         rows, keys, values, table, copies, table.stride(0),
-        K=k, D=d, SIZE=size, BLOCK_D=triton.next_power_of_2(d), TILE=tile, num_warps=4,
+        K=k, D=d, SIZE=size, BLOCK_D=next_power_of_2(d), TILE=tile, num_warps=4,
     )  # fmt: skip
     return rows
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
 def _context(
     qkv, own_rows, keys, values, scales, table, tiles, out, n_per_slot, scale,
@@ -355,7 +361,7 @@ def context_attention(
     _context[(n_kv, len(tiles))](
         qkv, qkv if copied is None else copied, keys, values, out if scales is None else scales, table, tiles,
         out, table.stride(0), _LOG2_E / math.sqrt(d), H=n_heads, K=n_kv, D=d, SIZE=size,
-        ROWS=max(rows, triton.next_power_of_2(n_heads // n_kv)), BLOCK_D=max(16, triton.next_power_of_2(d)),
+        ROWS=max(rows, next_power_of_2(n_heads // n_kv)), BLOCK_D=max(16, next_power_of_2(d)),
         TILE=tile, HEADS=n_heads + 2 * n_kv if copied is None else 2 * n_kv,
         FIRST=n_heads if copied is None else 0, CACHED=cached, SCALED=scales is not None,
         num_warps=n_warps, num_stages=n_stages,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpillm.engine.kernels.fp8_kernels import quantize_rows
+from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.model.ops import Choice, Rounded
 
 _ROUTED_ROWS = 128  # at a time
@@ -29,6 +30,7 @@ def _chosen(scores, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexp
     return chosen
 
 
+@Kernel
 @triton.jit(do_not_specialize=["n"])
 def _route(
     scores, weights, order, ends, n, n_experts, first, n_mine,
@@ -71,12 +73,13 @@ def route(scores: Tensor, n_chosen: int, experts: range) -> Choice:
     ends = torch.empty(len(experts), dtype=torch.int32, device=scores.device)
     _route[(1,)](
         scores, weights, order, ends, n, n_experts, experts.start, len(experts),
-        CHOSEN=n_chosen, ROWS=min(_ROUTED_ROWS, max(16, triton.next_power_of_2(n))),
-        BLOCK=triton.next_power_of_2(n_experts),
+        CHOSEN=n_chosen, ROWS=min(_ROUTED_ROWS, max(16, next_power_of_2(n))),
+        BLOCK=next_power_of_2(n_experts),
     )  # fmt: skip
     return Choice(weights, order, ends)
 
 
+@Kernel
 @triton.jit
 def _grouped_product(
     out, x, row_scales, weights, scales, order, ends, n_experts, n_out, n_in,
@@ -151,15 +154,16 @@ def grouped_product(x: Tensor | Rounded, weights: Tensor, scales: Tensor | None,
     n_chosen = min(n_pairs, n_experts)
     n_tiles = (n_pairs - n_chosen) // rows + n_chosen  # when each expert has one row more than whole tiles
     out = torch.empty(n_pairs, n_out, dtype=dtype, device=weights.device)
-    _grouped_product[(n_tiles, triton.cdiv(n_out, columns))](
+    _grouped_product[(n_tiles, cdiv(n_out, columns))](
         out, numbers, row_scales, weights, scales_there, choice.order, choice.ends, n_experts, n_out, n_in,
         SCALED=scales is not None, SHARE=choice.pairs_per_row(numbers),
-        BLOCK=triton.next_power_of_2(n_experts),
+        BLOCK=next_power_of_2(n_experts),
         ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip
     return out
 
 
+@Kernel
 @triton.jit
 def _combine(out, y, weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -178,5 +182,5 @@ def combine(y: Tensor, weights: Tensor) -> Tensor:
     """As `ops.combine`."""
     (n, n_chosen), width = weights.shape, y.shape[1]
     out = y.new_empty(n, width)
-    _combine[(n, triton.cdiv(width, 1024))](out, y, weights, width, CHOSEN=n_chosen, BLOCK=1024)
+    _combine[(n, cdiv(width, 1024))](out, y, weights, width, CHOSEN=n_chosen, BLOCK=1024)
     return out

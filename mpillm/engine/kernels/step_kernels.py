@@ -25,12 +25,14 @@ from mpillm.engine.kernels.expert_kernels import combine as combine
 from mpillm.engine.kernels.expert_kernels import route as route
 from mpillm.engine.kernels.fp8_kernels import load_scaled, nearest_fp8, new_rounded, parts_of, store_rounded
 from mpillm.engine.kernels.fp8_kernels import scaled as scaled
+from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.kernels.sum_kernels import sum_add_norm
 from mpillm.engine.model.ops import Partial, Rounded, Unscaled
 
 _LARGEST = tl.constexpr(448.0)  # fp8 number
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["tokens", "slots"])
 def _embed(out, weight, tokens, slots, last, first_row, n_rows, width, BLOCK: tl.constexpr):
     row = tl.program_id(0)
@@ -52,12 +54,13 @@ def embed(weight: Tensor, tokens: Tensor, slots: Tensor, last: Tensor, first: in
     """
     n, width = len(tokens), weight.shape[1]
     out = weight.new_empty(n, width)
-    _embed[(n, triton.cdiv(width, 1024))](
+    _embed[(n, cdiv(width, 1024))](
         out, weight, tokens, slots, last, first, weight.shape[0], width, BLOCK=1024
     )
     return out
 
 
+@Kernel
 @triton.jit
 def _add_norm(
     out, scales, x, delta, row_scales, column_scales, weight, width, eps,
@@ -97,7 +100,7 @@ def add_norm(
     if isinstance(delta, Partial):
         return sum_add_norm(delta.shared, x, delta.product, weight, eps, rounds)
     n, width = x.shape
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     adds = delta is not None
     out: Tensor | Rounded = new_rounded(n, width, x) if rounds else torch.empty_like(x)
     to, scales = (out.numbers, out.scales) if isinstance(out, Rounded) else (out, out)
@@ -117,6 +120,7 @@ def _activated(gate_up, row_scales, scales, row, width, column, UNSCALED: tl.con
     return (gate * tl.sigmoid(gate) * up).to(gate_up.dtype.element_ty)
 
 
+@Kernel
 @triton.jit
 def _silu_mul(out, gate_up, row_scales, column_scales, width, UNSCALED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -125,6 +129,7 @@ def _silu_mul(out, gate_up, row_scales, column_scales, width, UNSCALED: tl.const
     tl.store(out + row * width + column, value, mask=column < width)
 
 
+@Kernel
 @triton.jit
 def _silu_mul_rounded(
     out, scales, gate_up, row_scales, column_scales, width, UNSCALED: tl.constexpr, BLOCK: tl.constexpr
@@ -140,17 +145,18 @@ def silu_mul(gate_up: Tensor | Unscaled, rounds: bool = False) -> Tensor | Round
     parts, unscaled = parts_of(gate_up)
     n, width = len(parts.numbers), parts.numbers.shape[1] // 2
     if rounds:
-        rounded, block = new_rounded(n, width, parts.numbers), triton.next_power_of_2(width)
+        rounded, block = new_rounded(n, width, parts.numbers), next_power_of_2(width)
         n_warps = min(32, max(1, block // 512))
         _silu_mul_rounded[(n,)](
             rounded.numbers, rounded.scales, *parts, width, UNSCALED=unscaled, BLOCK=block, num_warps=n_warps
         )
         return rounded
     out = parts.numbers.new_empty(n, width)
-    _silu_mul[(n, triton.cdiv(width, 1024))](out, *parts, width, UNSCALED=unscaled, BLOCK=1024)
+    _silu_mul[(n, cdiv(width, 1024))](out, *parts, width, UNSCALED=unscaled, BLOCK=1024)
     return out
 
 
+@Kernel
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _rotate_store(
     qkv, row_scales, column_scales, keys, values, scales, rotations, table, slots, positions, n_per_slot,
@@ -210,14 +216,15 @@ def rotate_store(
     n, all_heads, d = parts.numbers.shape
     k, size = keys.shape[1:3]
     heads = 8
-    _rotate_store[(n, triton.cdiv(all_heads, heads))](
+    _rotate_store[(n, cdiv(all_heads, heads))](
         *parts, keys, values, rotations if scales is None else scales, rotations, table, slots, positions,
-        table.stride(0), H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=triton.next_power_of_2(d),
+        table.stride(0), H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=next_power_of_2(d),
         UNSCALED=unscaled, SCALED=scales is not None, num_warps=4,
     )  # fmt: skip
     return parts.numbers
 
 
+@Kernel
 @triton.jit(do_not_specialize=["n_blocks", "first_head", "n"])
 def _copy_blocks(
     keys,
@@ -264,7 +271,7 @@ def copy_blocks(
     [4, n]) has for each block its number, the index of its first token, the piece's tokens and its address.
     """
     n_layers, n_blocks, n_held, size, dim = keys.shape
-    block, n = min(2048, triton.next_power_of_2(size * dim)), table.shape[1]
+    block, n = min(2048, next_power_of_2(size * dim)), table.shape[1]
     _copy_blocks[(n, n_layers * n_heads)](
         keys, values, table, n, n_blocks, first_head, n_held, n_heads, size, dim, into_pieces, block
     )

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpillm.engine.kernels.fp8_kernels import load_scaled, new_rounded, parts_of, store_rounded
+from mpillm.engine.kernels.launch import Kernel, next_power_of_2
 from mpillm.engine.model.ops import Rounded, Unscaled
 from mpillm.engine.parallel.shared_rows import FEW_ROWS, PROGRAMS, SharedRows
 
@@ -106,6 +107,7 @@ def _add_norm(
         tl.store(out + at + column, normed.to(out.dtype.element_ty), mask=real)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rank", "n_rows", "n"])
 def _sum_add_norm(
     out, scales, x, part, row_scales, column_scales, weight, addresses, turns, rank, n_rows, n, width, eps,
@@ -158,7 +160,7 @@ def sum_add_norm(
     Every rank has to call it, with the same n.
     """
     n, width = x.shape
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     out: Tensor | Rounded = new_rounded(n, width, x) if rounds else torch.empty_like(x)
     to, scales = (out.numbers, out.scales) if isinstance(out, Rounded) else (out, out)
     (numbers, row_scales, column_scales), unscaled = parts_of(part)

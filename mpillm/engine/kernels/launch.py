@@ -1,0 +1,58 @@
+"""Launch a Triton kernel again without Triton's own search for its compiled form.
+
+At each launch Triton describes all arguments and options in a text and looks that up, which takes longer
+than the launch itself; a step with contexts launches a thousand kernels. Here the key is a tuple.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+class Kernel:
+    """A function of `triton.jit` for one GPU, launched in the same way: ``kernel[grid](*args, **constants)``.
+
+    `compiled`: its compiled forms, each with the constants that follow the arguments.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.compiled: dict[tuple[object, ...], tuple[Any, list[object]]] = {}
+        names: list[str] = getattr(function, "do_not_specialize", [])  # Triton's interpreter has none
+        self._unspecialized = [function.arg_names.index(name) for name in names]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, (*grid, 1, 1)[:3])
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        # All that a compiled form may depend on, and more: of a number, Triton asks only whether it is 1 or a
+        # multiple of 16.
+        key = [(arg.dtype, arg.data_ptr() & 15) if isinstance(arg, Tensor) else arg for arg in args]
+        for i in self._unspecialized:
+            key[i] = None
+        whole = (*key, *constants.items())
+        if (known := self.compiled.get(whole)) is not None:
+            compiled, rest = known
+            compiled[grid](*args, *rest)
+            return
+        compiled = self.function[grid](*args, **constants)
+        if compiled is not None:  # as it is in Triton's interpreter
+            rest = [constants[name] for name in self.function.arg_names[len(args) :]]
+            self.compiled[whole] = compiled, rest
+
+
+# Triton's own, which kernels can call too, take microseconds.
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least `n` (positive)."""
+    return 1 << (n - 1).bit_length()
