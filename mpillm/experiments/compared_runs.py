@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.experiments.goodput import tpot_s
 from mpillm.experiments.intervals import Estimate, by_blocks, difference, per_second
+from mpillm.loadgen.logs import quantile
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 
@@ -45,12 +46,12 @@ def _mean_ms(of: Callable[[Rows], NDArray[Any]]) -> Callable[[Rows], float]:
 
 
 def _quantile_ms(of: Callable[[Rows], NDArray[Any]], q: float) -> Callable[[Rows], float]:
-    def quantile(rows: Rows) -> float:
+    def one(rows: Rows) -> float:
         values = of(rows)
         values = values[np.isfinite(values)]
-        return 1e3 * float(np.quantile(values, q)) if len(values) else math.nan
+        return 1e3 * quantile(values, q) if len(values) else math.nan
 
-    return quantile
+    return one
 
 
 LATENCIES: dict[str, Callable[[Rows], NDArray[Any]]] = {

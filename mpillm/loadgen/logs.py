@@ -43,6 +43,15 @@ def read_detail(directory: Path) -> dict[str, Any]:
     return {entry["key"]: entry["value"] for entry in _entries(directory / DETAIL)}
 
 
+def quantile(values: NDArray[Any], q: float) -> float:
+    """Return a quantile as LoadGen reports it: of n sorted values the one at index floor(q * n), 0 <= q < 1.
+
+    No mean of neighbours: 0.99 of fewer than 100 values is the largest.
+    """
+    at = int(q * len(values))
+    return float(np.partition(values, at)[at])
+
+
 def latencies_ms(directory: Path) -> dict[str, float] | None:
     """Return mean, p50, p90 and p99 of the time from a sample's issue to its whole answer.
 

@@ -22,6 +22,7 @@ from mpillm.experiments.advise.simulated_slots import SlotInstance
 from mpillm.experiments.advise.simulator import At, Make, Simulation, System, latencies
 from mpillm.experiments.advise.step_times import ALONE, fit
 from mpillm.loadgen.issue_order import Issued
+from mpillm.loadgen.logs import quantile
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 
@@ -86,8 +87,8 @@ def predict(
         "tokens_per_second": tokens,
         "tokens_per_second_per_gpu": tokens / candidate.ranks,
         "tokens_per_second_per_user": 1 / float(known.mean()) if len(known) and known.mean() else None,
-        "ttft_p99_ms": 1e3 * float(np.quantile(first, 0.99)),
-        "tpot_p99_ms": 1e3 * float(np.quantile(known, 0.99)) if len(known) else None,
+        "ttft_p99_ms": 1e3 * quantile(first, 0.99),
+        "tpot_p99_ms": 1e3 * quantile(known, 0.99) if len(known) else None,
     }
     return Prediction(candidate, figures, float(good.sum()) / seconds)
 

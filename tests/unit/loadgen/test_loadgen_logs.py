@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.loadgen.logs import advice, latencies_ms, read_answers, read_detail, unsatisfied, verdict
+from mpillm.loadgen.logs import (
+    advice,
+    latencies_ms,
+    quantile,
+    read_answers,
+    read_detail,
+    unsatisfied,
+    verdict,
+)
 from tests.helpers.run_directories import log_entry, make_run, write
 
 
@@ -140,3 +148,17 @@ def test_latencies_of_whole_answers(tmp_path: Path) -> None:
     assert latencies_ms(tmp_path) is None
     (tmp_path / "mlperf_log_detail.txt").write_text("\n".join(lines))
     assert latencies_ms(tmp_path) == {"mean": 2.5, "p50": 2.0, "p90": 4.0, "p99": 7.0}
+
+
+def test_a_quantile_is_one_of_the_values() -> None:
+    """As LoadGen takes it, so that no two figures of one run differ by how they interpolate."""
+    for n, q, at in (
+        (1, 0.99, 0),
+        (4, 0.5, 2),
+        (5, 0.5, 2),
+        (64, 0.99, 63),
+        (100, 0.99, 99),
+        (200, 0.99, 198),
+    ):
+        values = np.random.default_rng(n).permutation(n).astype(np.float32)
+        assert quantile(values, q) == at
