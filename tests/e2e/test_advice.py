@@ -108,6 +108,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".*mpirun -n \d doctor( --json)?": Typed(says="launcher"),
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
     r"srun .*": Parsed("there is no Slurm here"),
+    r"MLPERF_DISAGG_LAUNCH_TYPE=\S+ srun .*": Elsewhere("with a real Slurm: tests/e2e/test_slurm.py"),
     r".* --core_type trtllm_(endpoint|disagg) .*": Elsewhere(
         "a server must be there: tests/e2e/test_endpoint.py"
     ),
@@ -174,7 +175,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* bench routing .*": Typed(
         "--offline_samples 2000 --qps 200 --server_s 1 --idle_s 1 --repeats 1", says="part of aiohttp's p99"
     ),
-    r".* bench soak.*": Typed("--samples 100000 --duration 6", says="bytes/sample"),
+    r".* bench soak.*": Typed("--samples 2000000 --duration 6", says="bytes/sample"),
     r".* bench engine .*--against vllm.*": Elsewhere("tests/peers/test_servers.py"),
     r".* bench engine --model_path .*": Typed("--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"),
     r".* bench load .*": Typed("--repeats 1", says="engine"),
