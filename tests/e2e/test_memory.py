@@ -19,7 +19,7 @@ LOADGEN_BYTES = {"harness": 8, "leader": 0, "instance": 0}
 
 # What each request left behind would show between any two looks; what an allocator takes or gives back (where
 # LoadGen's list doubles, it may keep the old one: 1.2 MB) shows between two. So most looks decide, and
-# the whole is held to a wider limit, for what grows in steps only: 28 bytes for each of the 150,000 requests.
+# the whole is held to a wider limit, for what grows in steps only: 32 bytes for each of the 130,000 requests.
 NOISE_BYTES = 4
 STEPS_KB = 4096
 
@@ -60,10 +60,12 @@ def test_memory_does_not_grow_with_completed_requests(one: Starter, tmp_path: Pa
     ended = command.end().must(DONE)
     assert ended.result["samples"] == N_SAMPLES
     roles = ["harness", "leader", "instance", "instance"]
-    seen = [entry for entry in seen if entry[0] >= 0.1 * N_SAMPLES]  # all have begun by then
+    # All have begun by then, and each thread that makes objects has its allocator's memory: up to a third of
+    # the test rank 0 once took 1.3 MB for that, and 2.3 MB where LoadGen's list doubled (65,536).
+    seen = [entry for entry in seen if entry[0] >= 0.35 * N_SAMPLES]
     assert len(seen) >= 10, f"looked at too seldom: {seen}"
     (first, before), (last, after) = seen[0], seen[-1]
-    assert last - first >= 0.6 * N_SAMPLES, f"looked at too seldom: {seen}"
+    assert last - first >= 0.5 * N_SAMPLES, f"looked at too seldom: {seen}"
     for rank, role in enumerate(roles):
         what = f"rank {rank} ({role}); done and RSS in kB: {[(d, r[rank]) for d, r in seen]}"
         slope = statistics.median(1024 * (r[rank] - q[rank]) / (d - c) for (c, q), (d, r) in pairwise(seen))
