@@ -44,7 +44,7 @@ def read_detail(directory: Path) -> dict[str, Any]:
 
 
 def quantile(values: NDArray[Any], q: float) -> float:
-    """Return a quantile as LoadGen reports it: of n sorted values the one at index floor(q * n), 0 <= q < 1.
+    """Return a quantile as LoadGen reports it: of n > 0 sorted values the one at floor(q * n), q < 1.
 
     No mean of neighbours: 0.99 of fewer than 100 values is the largest.
     """
