@@ -1,19 +1,28 @@
-"""``bench table``: whole runs beside the figures that TensorRT-LLM publishes for one H200."""
+"""``bench table``: whole runs beside the figures that NVIDIA publishes for one H200."""
 
 from __future__ import annotations
 
+import json
+import math
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm.bench.whole_runs import run_in
 from mpillm.config.values import Values
 from mpillm.configurator.parsers import flag_dict, fraction
 from mpillm.fields import Field, positive, seconds
+from mpillm.report.page.facts import floats
+from mpillm.report.run_directory import TELEMETRY
 
 # Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
-# 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html
+# 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html. Llama 2
+# 70B: the best single H200 of MLPerf Inference v4.1, Offline, whose data set has 294 tokens in and out on
+# average.
 PUBLISHED: dict[str, dict[str, float]] = {
     "llama3.1-8b": {
         "128/128": 27_911, "128/2048": 26_221, "500/2000": 20_770, "1000/1000": 17_744,
@@ -23,6 +32,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
         "128/128": 3_803, "128/2048": 4_336, "500/2000": 3_666, "1000/1000": 2_909,
         "2048/128": 442, "2048/2048": 2_003, "20000/2000": 283,
     },
+    "llama2-70b": {"294/294": 4_488},
 }  # fmt: skip
 
 
@@ -83,9 +93,11 @@ class Options(Values):
     )
 
 
+_UNKNOWN = math.nan, math.nan
+
 DESCRIPTION = (
     "Print output tokens/s of whole runs (mpirun, LoadGen, Offline; random prompts and weights)"
-    " beside TensorRT-LLM 1.0's."
+    " beside TensorRT-LLM 1.0's, with the GPUs' mean power and clock in the test."
 )
 EPILOG = """examples:
   python -m mpillm bench table --pairs 128/2048,1000/1000 --num_samples 2048
@@ -102,13 +114,13 @@ def main(config: Options) -> int:
     )
     print(
         f"  {'model':<14} {'in/out':>12} {'samples':>8} {'at once':>8} {'evicted':>8} {'test, s':>8}"
-        f" {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6}   LoadGen",
+        f" {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6} {'W':>5} {'MHz':>6}   LoadGen",
         flush=True,
     )
     n_failed = 0
     for model in config.models.split(","):
         for n_in, n_out in pairs:
-            result = _run(config, model, n_in, n_out, n_samples)
+            result, (watts, mhz) = _run(config, model, n_in, n_out, n_samples)
             theirs = PUBLISHED.get(Path(model).name, {}).get(f"{n_in}/{n_out}")
             n_failed += result["status"] == "FAILED"
             if result["status"] == "FAILED":
@@ -121,7 +133,8 @@ def main(config: Options) -> int:
             evicted = sum(instance["preemptions"] for instance in result["per_instance"])
             print(
                 f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {at_once:>8,.0f} {evicted:>8}"
-                f" {result['test_s']:>8.1f} {rate:>15,.0f} {compared}   {result['loadgen_result']}",
+                f" {result['test_s']:>8.1f} {rate:>15,.0f} {compared} {watts:>5.0f} {mhz:>6,.0f}"
+                f"   {result['loadgen_result']}",
                 flush=True,
             )
     return 1 if n_failed else 0
@@ -134,8 +147,13 @@ def _pair(text: str) -> tuple[int, int]:
     return int(n_in), int(n_out)
 
 
-def _run(config: Options, model: str, n_in: int, n_out: int, n_samples: int) -> dict[str, Any]:
-    """Return the run's `result.json`; of a run without one, a status and its last lines."""
+def _run(
+    config: Options, model: str, n_in: int, n_out: int, n_samples: int
+) -> tuple[dict[str, Any], tuple[float, float]]:
+    """Return the run's `result.json`, and `_power_and_clock`.
+
+    Of a run without a result, a status and its last lines.
+    """
     is_chunked = config.extra.get("enable_chunked_context") is True  # otherwise a prompt must fit a step
     options = {
         "model_path": model,
@@ -156,13 +174,33 @@ def _run(config: Options, model: str, n_in: int, n_out: int, n_samples: int) -> 
     }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryDirectory(prefix="mpillm-table-") as folder:
+        path = Path(folder) / "run"
         try:
-            ended = run_in(
-                Path(folder) / "run", ("-n", str(config.ranks)), words, deadline_s=config.run_deadline
-            )
+            ended = run_in(path, ("-n", str(config.ranks)), words, deadline_s=config.run_deadline)
         except ConfigError as error:
-            return _failed(str(error))
-        return ended.result or _failed(" | ".join(ended.tail.splitlines()[-3:]) or f"exit code {ended.code}")
+            return _failed(str(error)), _UNKNOWN
+        if not ended.result:
+            return _failed(" | ".join(ended.tail.splitlines()[-3:]) or f"exit code {ended.code}"), _UNKNOWN
+        try:
+            telemetry = json.loads((path / TELEMETRY).read_text(encoding="utf-8"))
+        except FileNotFoundError:  # of a run that failed
+            return ended.result, _UNKNOWN
+        return ended.result, _power_and_clock(telemetry)
+
+
+def _power_and_clock(telemetry: Mapping[str, Any]) -> tuple[float, float]:
+    """Return mean W and SM MHz of a GPU in the test, from telemetry.json; NaN if no driver said them."""
+    found = []
+    for rank in telemetry["ranks"].values():
+        begin, end = next(ends for name, *ends in rank["phases"] if name == "test")
+        if gpu := rank["samples"].get("gpu"):
+            at, joules, mhz = (floats(gpu[name]) for name in ("seconds", "energy_j", "sm_mhz"))
+            inside = (begin <= at) & (at <= end)
+            if inside.sum() > 1:
+                at, joules, mhz = at[inside], joules[inside], mhz[inside]
+                found.append((float((joules[-1] - joules[0]) / (at[-1] - at[0])), float(mhz.mean())))
+    watts, clock = np.mean(found, axis=0) if found else _UNKNOWN
+    return float(watts), float(clock)
 
 
 def _failed(cause: str) -> dict[str, Any]:

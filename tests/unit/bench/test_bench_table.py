@@ -1,7 +1,8 @@
-"""`bench table`: what it gives each run."""
+"""`bench table`: what it gives each run, and what it prints of one."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,3 +30,52 @@ def test_a_step_holds_a_whole_prompt_only_where_it_must(
     words = ["--models", "tiny-llama", "--pairs", "500/20", "--max_num_tokens", "64", *extra]
     assert main(["bench", "table", *words]) == 1
     assert given["--max_num_tokens"] == expected
+
+
+def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gpu(joules: float, mhz: float) -> dict[str, Any]:
+        """Of a rank whose GPU draws and clocks twice as much while it loads."""
+        seconds = [-2, -1, 0, 1, 2, 3]
+        return {
+            "phases": [["load", -2.0, 0.0], ["test", 0.0, 2.5]],
+            "samples": {
+                "gpu": {
+                    "seconds": seconds,
+                    "energy_j": [joules * (2 * at if at < 0 else at) for at in seconds],
+                    "sm_mhz": [2 * mhz if at < 0 else mhz for at in seconds],
+                }
+            },
+        }
+
+    harness = {"phases": [["test", 0.0, 2.5]], "samples": {}}
+    result = {
+        "status": "VALID", "tokens_per_second": 30_702.0, "samples": 40, "test_s": 2.5,
+        "loadgen_result": "VALID",
+        "per_instance": [{"metrics": {"running": {"peak": 7}}, "preemptions": 3}],
+    }  # fmt: skip
+
+    def run_in(folder: Path, *_: Any, **__: Any) -> EndedRun:
+        folder.mkdir()
+        ranks = {"0": harness, "1": gpu(600, 1000), "2": gpu(700, 1500)}
+        (folder / "telemetry.json").write_text(json.dumps({"ranks": ranks}), encoding="utf-8")
+        return EndedRun(folder, 0, result)
+
+    monkeypatch.setattr(bench_table, "run_in", run_in)
+    assert main(["bench", "table", "--pairs", "128/128"]) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row == [
+        "llama3.1-8b",
+        "128/128",
+        "40",
+        "7",
+        "3",
+        "2.5",
+        "30,702",
+        "27,911",
+        "1.10",
+        "650",
+        "1,250",
+        "VALID",
+    ]
