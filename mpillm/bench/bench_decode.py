@@ -102,6 +102,13 @@ class Options(Values):
     context_len = Field(
         "context_len", "GPU: tokens in the cache of each sequence", positive, default=512, group="benchmark"
     )
+    pieces = Field(
+        "pieces",
+        "GPU: tokens of a prompt in a step beside a batch, separated by commas",
+        integers,
+        default=(64, 256),
+        group="benchmark",
+    )
     bandwidth = Field(
         "bandwidth", "GPU: memory bandwidth, TB/s", not_negative, default=4.3, group="benchmark"
     )
@@ -115,7 +122,8 @@ def bench_decode(config: Options) -> int:
         raise ConfigError("--device cuda: there is no NVIDIA GPU")
     batches, context, n_steps = config.batches, config.context_len, config.output_len
     block = CoreConfig.tokens_per_block
-    longest = context + n_steps + _WARM_UP + 2 * block
+    longest_decoded = context + n_steps + _WARM_UP + 2 * block
+    longest = max(longest_decoded, context + max(config.pieces) + block)
     core = CoreConfig(
         core_type="torch",
         model_path=config.model_path or "llama3.1-8b",
@@ -126,7 +134,7 @@ def bench_decode(config: Options) -> int:
         max_batch_size=max(batches),
         max_num_tokens=max(config.max_num_tokens, *batches),
         max_seq_len=longest,
-        kv_cache_tokens=max(batches) * (longest + block),
+        kv_cache_tokens=max(batches) * (longest_decoded + block) + longest,
         enable_chunked_context=True,
     )
     info = check_model(core)
@@ -134,6 +142,7 @@ def bench_decode(config: Options) -> int:
     import torch
 
     from mpillm.bench.decode_parts import decode_parts, measure_roofline, seconds_of
+    from mpillm.bench.mixed_steps import mixed_step
     from mpillm.engine.kernels import step_kernels
     from mpillm.engine.parallel.groups import Groups
     from mpillm.engine.worker import Worker
@@ -141,6 +150,7 @@ def bench_decode(config: Options) -> int:
     started = time.perf_counter()
     dummy = info.folder is None
     worker = Worker.on_gpu(info, block, Groups(), core.max_batch_size, dummy=dummy, device="cuda:0")
+    worker.warm_up(core.max_num_tokens)
     torch.cuda.synchronize()
     startup = time.perf_counter() - started
     with torch.inference_mode():
@@ -149,7 +159,7 @@ def bench_decode(config: Options) -> int:
                 layer.copy_(torch.randn(layer.shape, device=layer.device))
     dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
     print(f"{gpus[0].name}, {core.model_path}, {dtypes}, KV cache in {info.kv_dtype}")
-    print(f"{context} tokens of context, greedy; loaded and captured in {startup:.1f} s")
+    print(f"{context} tokens of context, greedy; loaded, captured and warmed up in {startup:.1f} s")
     roofline = measure_roofline(worker.part, step_kernels)
     explained: list[str] = []
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
@@ -177,6 +187,11 @@ def bench_decode(config: Options) -> int:
         f" {roofline.peak / 1e12:.0f} TFLOP/s, of the head {roofline.peak_in_floats / 1e12:.0f}"
     )
     print("\n".join(explained))
+    print("steps in which one of the batch computes a piece of its prompt")
+    print(f"  {'batch':>6} {'piece':>6} {'step ms':>9} {'host ms':>9}")
+    for batch, piece in itertools.product(batches, config.pieces):
+        mixed = mixed_step(worker, batch, context, piece, block)
+        print(f"  {batch:>6} {piece:>6} {mixed.step_s * 1e3:>9.2f} {mixed.host_s * 1e3:>9.2f}", flush=True)
     return 0
 
 

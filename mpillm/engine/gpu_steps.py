@@ -4,13 +4,14 @@ Only a step's tokens go back to the host, which reads them while the next step r
 device under its sequence's slot, and a row whose token the host does not know yet (`UNREAD`) takes it from
 there. Block tables are on the device, too. A step in which every sequence adds one token (decode) is a CUDA
 graph, captured at load for each size of a ladder; fewer rows are padded with rows of an unused slot, whose
-block is `NULL_BLOCK`. Other steps are launched kernel by kernel: they are long enough to hide the launches.
+block is `NULL_BLOCK`. Of other steps, what lies between two attentions is a graph (`LayerGraphs`), unless
+they are long enough to hide the launches of all kernels.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import NULL_BLOCK
+from mpillm.engine.graph_sizes import gpu_ms, ladder, too_slow
+from mpillm.engine.layer_graphs import LayerGraphs
 from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
 from mpillm.engine.model.paged_attention import Contexts, PagedAttention
 from mpillm.engine.model_part import ModelPart
@@ -28,17 +31,10 @@ from mpillm.engine.staging import to_device
 from mpillm.engine.step import Span, Step
 from mpillm.engine.weights.memory import most_copied
 
-_SLOWER = 1.02  # less than that is noise
+# Rows of a step with contexts whose layers are graphs; for more, an H200 takes longer than its host with
+# every model.
+_LEAST_LAYER_ROWS, _MOST_LAYER_ROWS = 16, 1024
 _SAMPLED_ROWS = 16  # in the warm-up, which runs only PyTorch's kernels; logits of more rows take gigabytes
-
-
-def ladder(max_batch_size: int) -> list[int]:
-    """Return decode sizes to capture: doubling while reading weights dominates, then four per doubling."""
-    sizes, size = [], 1
-    while size < max_batch_size:
-        sizes.append(size)
-        size += size if size < 64 else (1 << size.bit_length() - 1) // 4
-    return [*sizes, max_batch_size]
 
 
 def use_gpu(device: str) -> Any:
@@ -73,6 +69,7 @@ class GpuSteps:
             )
         self._slots_wanted = self._last[:0]  # slots of the rows that the last `forward` returned
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._layers: LayerGraphs | None = None  # made by the warm-up
         if device.type == "cuda":
             self._capture(ladder(max_batch_size))
 
@@ -131,18 +128,22 @@ class GpuSteps:
             np.array([span.n_cached for span in step.spans]) - starts, counts
         )
         row_slots = np.repeat(slots, counts)
+        size = (self._layers.size_for(n) if self._layers is not None else None) or n
+        rows = np.zeros((3, size), np.int64)
+        rows[1] = self._nobody
+        rows[:, :n] = step.tokens, row_slots, positions
         plan = self._plan_contexts(step.spans[n_decode:], starts[n_decode:].tolist())
         wanted = np.array(step.wanted, np.int64)
-        parts = [np.array(step.tokens), row_slots, positions, wanted, row_slots[wanted]]
-        arrays = [*plan.tiles, plan.copies]
-        parts += [array.reshape(-1) for array in arrays]
-        at = np.cumsum([len(part) for part in parts])[:-1].tolist()
-        inputs = to_device(np.concatenate(parts), self._part.device).tensor_split(at)
-        tokens, slots_there, positions_there, wanted_there, slots_wanted, *planned = inputs
-        contexts = (there.view(array.shape) for there, array in zip(planned, arrays, strict=True))
+        arrays = [rows, wanted, row_slots[wanted], *plan.tiles, plan.copies]
+        at = np.cumsum([array.size for array in arrays])[:-1].tolist()
+        inputs = to_device(np.concatenate([array.reshape(-1) for array in arrays]), self._part.device)
+        there = [part.view(array.shape) for part, array in zip(inputs.tensor_split(at), arrays, strict=True)]
+        rows_there, wanted_there, slots_wanted, *planned = there
+        attention = self._attention(rows_there[1], rows_there[2], n_decode, Contexts(plan, *planned))
+        if self._layers is not None and self._layers.has(size):
+            return self._layers.run(rows_there, n, attention, wanted_there, layer_stored), slots_wanted
         is_first = self._part.groups.layout.is_first_stage
-        x = self._embed(tokens, slots_there) if is_first else self._part.receive_hidden(n)
-        attention = self._attention(slots_there, positions_there, n_decode, Contexts(plan, *contexts))
+        x = self._embed(rows_there[0], rows_there[1]) if is_first else self._part.receive_hidden(n)
         return self._part.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
 
     def _plan_contexts(self, spans: list[Span], starts: list[int]) -> ContextPlan:
@@ -203,34 +204,15 @@ class GpuSteps:
             compilations.note(f"CUDA graph of a decode step, {size} rows")
         self._graphs = dict(sorted(self._graphs.items()))
         if self._part.groups.layout.tp_size == 1:  # ranks of a group would have to agree
-            self._drop_slow()
-
-    def _drop_slow(self) -> None:
-        """Drop graphs that take longer than a larger one, which then serves their rows.
-
-        For some numbers of rows cuBLAS chooses kernels half as fast as those for more rows.
-        """
-        fastest = math.inf
-        for size in reversed(list(self._graphs)):
-            took = self._replay_ms(size)
-            if took > _SLOWER * fastest:
+            for size in too_slow({size: self._replay_ms(size) for size in self._graphs}):
                 del self._graphs[size]
-            fastest = min(fastest, took)
 
     @torch.inference_mode()
     def _replay_ms(self, size: int) -> float:
-        """Replay a graph twice on padding rows and return the shorter time in ms."""
+        """Replay a graph on padding rows and return how long it takes."""
         self._rows.zero_()
         self._rows[size : 2 * size] = self._nobody
-        times = []
-        for _ in range(2):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            self._graphs[size][0].replay()
-            end.record()
-            end.synchronize()
-            times.append(float(start.elapsed_time(end)))
-        return min(times)
+        return gpu_ms(self._graphs[size][0].replay)
 
     # --- warm-up ---
 
@@ -240,6 +222,32 @@ class GpuSteps:
             run(step)
         if self._part.device.type == "cuda":
             torch.cuda.synchronize()
+            self._capture_layers(max_num_tokens, run)
+
+    def _capture_layers(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
+        """Capture graphs of steps with contexts, as far as launching the kernels takes longer."""
+        sizes = [size for size in ladder(min(max_num_tokens, _MOST_LAYER_ROWS)) if size >= _LEAST_LAYER_ROWS]
+        if not sizes:
+            return
+        launched = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            run(self._nobodys([1, min(2 * _LEAST_LAYER_ROWS, self._part.info.max_seq_len)]))
+            launched.append(1e3 * (time.perf_counter() - begun))
+            torch.cuda.synchronize()
+        layers = self._new_layers(sizes[-1])
+        layers.fill(sizes, min(launched))
+        self._layers = layers
+
+    def _new_layers(self, most: int) -> LayerGraphs:
+        return LayerGraphs(
+            self._part,
+            self._embed,
+            lambda slots, positions: self._attention(slots, positions, 0, None),
+            self._nobody,
+            most,
+            next((graph.pool() for graph, _ in self._graphs.values()), None),
+        )
 
     def _nobodys_steps(self, max_num_tokens: int) -> Iterator[Step]:
         """Yield steps that write only to `NULL_BLOCK`.

@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import Held, KVCache
-from mpillm.engine.gpu_steps import GpuSteps, ladder
+from mpillm.engine.gpu_steps import GpuSteps
+from mpillm.engine.graph_sizes import ladder
 from mpillm.engine.kernels import attention_kernels, expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.kernels.fp8_kernels import WIDENED_ROWS

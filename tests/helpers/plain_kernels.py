@@ -39,6 +39,7 @@ def rotate_store(
     slots: Tensor,
     positions: Tensor,
     n_heads: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     n, d = len(qkv), qkv.shape[2]
     k, size = keys.shape[1:3]
@@ -54,7 +55,7 @@ def rotate_store(
         held = rounded(own, pool.dtype, some)
         pool[block, :, positions % size] = held
         own.copy_(held.to(qkv.dtype))
-    return qkv
+    return qkv if out is None else out.copy_(qkv)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def silu_mul(gate_up: Tensor | Unscaled, rounds: bool = False) -> Tensor | Round
 @Kernel
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _rotate_store(
-    qkv, row_scales, column_scales, keys, values, scales, rotations, table, slots, positions, n_per_slot,
+    out, qkv, row_scales, column_scales, keys, values, scales, rotations, table, slots, positions, n_per_slot,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr, UNSCALED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +188,7 @@ def _rotate_store(
     stored = held.to(keys.dtype.element_ty)
     if not SCALED:
         held = stored
-    tl.store(qkv + row * width + at, tl.where(head < H, x, held.to(x.dtype)), mask=real)
+    tl.store(out + row * width + at, tl.where(head < H, x, held.to(x.dtype)), mask=real)
     cell = ((block * K + (head - H) % K) * SIZE + position % SIZE) * D + column
     tl.store(keys + cell, stored, mask=real & (head >= H) & (head < H + K))
     tl.store(values + cell, stored, mask=real & (head >= H + K))
@@ -204,24 +204,27 @@ def rotate_store(
     slots: Tensor,
     positions: Tensor,
     n_heads: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Rotate queries and keys; store keys and values in the cache. In qkv they become what the cache holds.
+    """Rotate queries and keys; store keys and values in the cache. In `out` they become what the cache holds.
 
     So attention gets the same from either, without the cache's scales.
 
     qkv [n, heads + 2 * kv_heads, head_dim]; keys, values, scales: a layer's cache; rotations [positions,
-    head_dim] (float32): cosine and sine of each pair; slots, positions [n] (int64). Returns qkv.
+    head_dim] (float32): cosine and sine of each pair; slots, positions [n] (int64). Returns `out`, of qkv's
+    shape, by default in its place.
     """
     parts, unscaled = parts_of(qkv)
+    out = parts.numbers if out is None else out
     n, all_heads, d = parts.numbers.shape
     k, size = keys.shape[1:3]
     heads = 8
     _rotate_store[(n, cdiv(all_heads, heads))](
-        *parts, keys, values, rotations if scales is None else scales, rotations, table, slots, positions,
-        table.stride(0), H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=next_power_of_2(d),
+        out, *parts, keys, values, rotations if scales is None else scales, rotations, table, slots,
+        positions, table.stride(0), H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=next_power_of_2(d),
         UNSCALED=unscaled, SCALED=scales is not None, num_warps=4,
     )  # fmt: skip
-    return parts.numbers
+    return out
 
 
 @Kernel

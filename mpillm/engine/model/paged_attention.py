@@ -41,18 +41,30 @@ class PagedAttention:
     contexts: Contexts | None
 
     def __call__(self, layer: int, qkv: Tensor | Unscaled) -> Tensor:
-        cache, n = self.cache, self.n_decode
-        held = cache.keys[layer], cache.values[layer], None if cache.scales is None else cache.scales[layer]
-        turned = self.kernels.rotate_store(
-            qkv, *held, self.rotations, self.table, self.slots, self.positions, self.n_heads
+        turned = self.store(layer, qkv)
+        out = turned.new_empty(len(turned), self.n_heads * turned.shape[2])
+        self.attend(layer, turned, out)
+        return out
+
+    def store(self, layer: int, qkv: Tensor | Unscaled, out: Tensor | None = None) -> Tensor:
+        """See `step_kernels.rotate_store`."""
+        turned: Tensor = self.kernels.rotate_store(
+            qkv, *self._held(layer), self.rotations, self.table, self.slots, self.positions, self.n_heads, out
         )
-        out: Tensor = turned.new_empty(len(turned), self.n_heads * turned.shape[2])
+        return turned
+
+    def attend(self, layer: int, turned: Tensor, out: Tensor) -> None:
+        """Attend with what `store` returned: out [rows, heads * head_dim]."""
+        held, n = self._held(layer), self.n_decode
         if n:
             rows = self.table, self.slots[:n], self.positions[:n]
             self.kernels.decode_attention(turned[:n], *held, *rows, out[:n], self.n_heads)
         if self.contexts is not None:
             self._attend_with_contexts(self.contexts, turned, held, out)
-        return out
+
+    def _held(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        cache = self.cache
+        return cache.keys[layer], cache.values[layer], None if cache.scales is None else cache.scales[layer]
 
     def _attend_with_contexts(
         self, contexts: Contexts, qkv: Tensor, held: tuple[Tensor, Tensor, Tensor | None], out: Tensor

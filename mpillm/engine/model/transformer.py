@@ -172,35 +172,70 @@ class Llama:
         each of this stage's layers as soon as the cache has its keys and values. `adapters` change
         products of all rows: then `wanted` is None.
         """
-        eps = self.config.rms_norm_eps
-        normed = self._ops.add_norm(
-            x, None, self.layers[0].input_norm, eps, self.layers[0].qkv.rounds(len(x))
-        )
-        for i, layer in enumerate(self.layers):
-            qkv = layer.qkv.unscaled(normed)
-            if adapters is not None:
-                adapters.add(i, "qkv", normed, qkv)
-            attended = attention(i, self._by_head(qkv))
+        qkv = self.enter(x, adapters)
+        last = len(self.layers) - 1
+        for i in range(last):
+            attended = attention(i, qkv)
             if layer_stored is not None:
                 layer_stored(i)
-            is_last = i == len(self.layers) - 1
-            if self.lm_head is not None and is_last and wanted is not None:  # nothing reads the other rows
-                x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
-            part = layer.o.unscaled(attended)
-            if adapters is not None:
-                adapters.add(i, "o", attended, part)
-            delta = self._sum(part)
-            normed = self._ops.add_norm(x, delta, layer.post_norm, eps, layer.mlp.rounds(len(x)))
-            delta = self._sum(layer.mlp(normed, i, adapters))
-            if is_last and self.lm_head is None:
-                assert not isinstance(delta, Partial)  # ranks of several stages share no rows
-                return x.add_(self._ops.scaled(delta))
-            if is_last:
-                break
-            following = self.layers[i + 1]
-            normed = self._ops.add_norm(x, delta, following.input_norm, eps, following.qkv.rounds(len(x)))
-        last: Tensor = self._ops.add_norm(x, delta, self._norm, eps)
+            qkv = self.between(i, x, attended, adapters)
+        attended = attention(last, qkv)
+        if layer_stored is not None:
+            layer_stored(last)
+        return self.leave(x, attended, wanted, adapters)
+
+    # The parts of `forward`: what comes before, between and after attention.
+
+    def enter(self, x: Tensor, adapters: Adapters | None = None) -> Tensor | Unscaled:
+        """Return the first layer's qkv."""
+        first = self.layers[0]
+        normed = self._ops.add_norm(
+            x, None, first.input_norm, self.config.rms_norm_eps, first.qkv.rounds(len(x))
+        )
+        return self._qkv(0, normed, adapters)
+
+    def between(
+        self, layer: int, x: Tensor, attended: Tensor, adapters: Adapters | None = None
+    ) -> Tensor | Unscaled:
+        """Return the next layer's qkv; x becomes its residual."""
+        delta = self._rest(layer, x, attended, adapters)
+        following = self.layers[layer + 1]
+        normed = self._ops.add_norm(
+            x, delta, following.input_norm, self.config.rms_norm_eps, following.qkv.rounds(len(x))
+        )
+        return self._qkv(layer + 1, normed, adapters)
+
+    def leave(
+        self, x: Tensor, attended: Tensor, wanted: Tensor | None, adapters: Adapters | None = None
+    ) -> Tensor:
+        """Return what `forward` does."""
+        if self.lm_head is not None and wanted is not None:  # nothing reads the other rows
+            x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
+        delta = self._rest(len(self.layers) - 1, x, attended, adapters)
+        if self.lm_head is None:
+            assert not isinstance(delta, Partial)  # ranks of several stages share no rows
+            return x.add_(self._ops.scaled(delta))
+        last: Tensor = self._ops.add_norm(x, delta, self._norm, self.config.rms_norm_eps)
         return last
+
+    def _qkv(self, layer: int, normed: Any, adapters: Adapters | None) -> Tensor | Unscaled:
+        qkv = self.layers[layer].qkv.unscaled(normed)
+        if adapters is not None:
+            adapters.add(layer, "qkv", normed, qkv)
+        return self._by_head(qkv)
+
+    def _rest(
+        self, i: int, x: Tensor, attended: Tensor, adapters: Adapters | None
+    ) -> Tensor | Unscaled | Partial:
+        """Run the rest of a layer after attention: return what is still to be added to x."""
+        layer = self.layers[i]
+        part = layer.o.unscaled(attended)
+        if adapters is not None:
+            adapters.add(i, "o", attended, part)
+        normed = self._ops.add_norm(
+            x, self._sum(part), layer.post_norm, self.config.rms_norm_eps, layer.mlp.rounds(len(x))
+        )
+        return self._sum(layer.mlp(normed, i, adapters))
 
     def _by_head(self, qkv: Tensor | Unscaled) -> Tensor | Unscaled:
         if isinstance(qkv, Unscaled):

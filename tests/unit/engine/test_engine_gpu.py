@@ -23,7 +23,7 @@ from mpillm.engine import worker as worker_module
 from mpillm.engine.engine import Engine
 from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.engine_messages import PLAN
-from mpillm.engine.gpu_steps import ladder
+from mpillm.engine.graph_sizes import ladder, too_slow
 from mpillm.engine.model.model_info import check_model
 from mpillm.engine.model.ops import Partial
 from mpillm.engine.parallel.groups import Groups, MpiGroups
@@ -325,6 +325,33 @@ def test_decode_is_padded_to_the_ladder(
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
+def test_contexts_are_padded_between_attentions(
+    model: str, folder: Path, prompts: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding rows touch no sequence; calls take the place of graphs. Larger steps have none."""
+    source = folder if model == "tiny-llama" else Path(model)
+    wanted = answer(make_engine(source, on_gpu=False), prompts)
+    engine = make_engine(source, max_batch_size=7, max_num_tokens=70)
+    steps: Any = engine.worker.steps
+    layers = steps._new_layers(64)
+    for size in (16, 32, 64):
+        layers.add(size)
+    n_rows, run = [], layers.run
+
+    def noting(rows: torch.Tensor, n: int, *arguments: Any) -> torch.Tensor:
+        n_rows.append((n, rows.shape[1]))
+        layers._attended[n:] = 1e30  # what no row may read
+        out: torch.Tensor = run(rows, n, *arguments)
+        return out
+
+    monkeypatch.setattr(layers, "run", noting)
+    steps._layers = layers
+    assert answer(engine, prompts) == wanted
+    assert len(n_rows) > 1 and all(n <= size for n, size in n_rows)
+    assert any(n < size for n, size in n_rows)
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
 @pytest.mark.parametrize(
     ("options", "n_prompts"),
     [
@@ -374,6 +401,11 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
         classes, met = ({(n - behind).bit_length() for n in some} for some in (warmed[name], numbers))
         assert met <= classes, (name, sorted(numbers), sorted(warmed[name]))
     assert answers == answer(make_engine(Path(model), max_seq_len=90, **options), prompts, sampling)
+
+
+def test_sizes_that_a_larger_one_beats() -> None:
+    assert too_slow({1: 2.0, 2: 2.5, 4: 3.0, 8: 2.01}) == [4, 2]
+    assert too_slow({}) == []
 
 
 def test_the_ladder() -> None:
