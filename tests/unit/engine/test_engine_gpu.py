@@ -217,8 +217,11 @@ class ThreadGroups(MpiGroups):
         return x
 
 
+@pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["", "padded between attentions"])
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[int, int]) -> None:
+def test_all_ranks_of_an_instance_warm_up_together(
+    folder: Path, shape: tuple[int, int], sizes: tuple[int, ...]
+) -> None:
     """Each rank does the same collectives in the same order, and takes what the stage before it has sent."""
     torch.set_num_threads(1)
     meeting, brought, hidden = threading.Barrier(2), [None, None], queue.Queue[torch.Tensor]()
@@ -238,6 +241,11 @@ def test_all_ranks_of_an_instance_warm_up_together(folder: Path, shape: tuple[in
         worker = Worker.on_gpu(
             check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=plain_kernels
         )
+        if sizes:
+            steps: Any = worker.steps
+            steps._layers = steps._new_layers(max(sizes))
+            for size in sizes:
+                steps._layers.add(size)
         worker.warm_up(100)
 
     with ThreadPoolExecutor(2) as threads:
