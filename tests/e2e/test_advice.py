@@ -142,7 +142,6 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* --config_file closed/NVIDIA/.*": Elsewhere(
         "NVIDIA's repository is not here; tests/unit has files of its form"
     ),
-    r".* --input_mean IN .*": Elsewhere("IN and OUT stand for lengths, and it takes a GPU"),
     r"mpirun -n N .*--model_path llama3.1-8b.*": Parsed("a model of 16 GB"),
     r"\$R .*": Parsed("a model of 140 GB"),
     r".* --device cuda.*|.* bench (agreement|all-reduce|handoff).*": NO_GPU,
