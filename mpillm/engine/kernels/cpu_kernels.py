@@ -93,9 +93,8 @@ class CpuKernels:
     ) -> None:
         """Rotate queries and keys in place, and store keys and values.
 
-        qkv: [rows, heads + 2 * kv_heads, head_dim];
-        rotations: complex64 [rows, head_dim / 2]; slots: int64 [rows], block * tokens_per_block + place;
-        keys, values: a layer of the cache.
+        qkv: [rows, heads + 2 * kv_heads, head_dim]; rotations: complex64 [rows, head_dim / 2]; slots: int64
+        [rows], block * tokens_per_block + place; keys, values: a layer of the cache.
         """
         kv_heads, size = keys.shape[1:3]
         n, heads = qkv.shape[:2]
