@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +36,9 @@ TOGETHER = {
 # Handlers are not inherited.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+
+# What the engine compiles for CPUs, tests and what they start leave here, not in the user's cache.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
