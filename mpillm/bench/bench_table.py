@@ -97,7 +97,7 @@ _UNKNOWN = math.nan, math.nan
 
 DESCRIPTION = (
     "Print output tokens/s of whole runs (mpirun, LoadGen, Offline; random prompts and weights)"
-    " beside TensorRT-LLM 1.0's, with the GPUs' mean power and clock in the test."
+    " beside TensorRT-LLM 1.0's, with the GPUs' mean power and clock in the test (-: not known)."
 )
 EPILOG = """examples:
   python -m mpillm bench table --pairs 128/2048,1000/1000 --num_samples 2048
@@ -128,12 +128,12 @@ def main(config: Options) -> int:
                 print(f"  {model:<14} {f'{n_in}/{n_out}':>12} {n_samples:>8} failed: {causes}", flush=True)
                 continue
             rate = result["tokens_per_second"]
-            compared = f"{theirs:>8,.0f} {rate / theirs:>6.2f}" if theirs else f"{'':>8} {'':>6}"
+            compared = f"{theirs:>8,.0f} {rate / theirs:>6.2f}" if theirs else f"{'-':>8} {'-':>6}"
             at_once = sum(instance["metrics"]["running"]["peak"] for instance in result["per_instance"])
             evicted = sum(instance["preemptions"] for instance in result["per_instance"])
             print(
                 f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {at_once:>8,.0f} {evicted:>8}"
-                f" {result['test_s']:>8.1f} {rate:>15,.0f} {compared} {watts:>5.0f} {mhz:>6,.0f}"
+                f" {result['test_s']:>8.1f} {rate:>15,.0f} {compared} {_shown(watts):>5} {_shown(mhz):>6}"
                 f"   {result['loadgen_result']}",
                 flush=True,
             )
@@ -201,6 +201,10 @@ def _power_and_clock(telemetry: Mapping[str, Any]) -> tuple[float, float]:
                 found.append((float((joules[-1] - joules[0]) / (at[-1] - at[0])), float(mhz.mean())))
     watts, clock = np.mean(found, axis=0) if found else _UNKNOWN
     return float(watts), float(clock)
+
+
+def _shown(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.0f}"
 
 
 def _failed(cause: str) -> dict[str, Any]:
