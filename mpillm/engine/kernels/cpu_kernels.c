@@ -1,14 +1,25 @@
 /* What is between a model's matrix products, for CPUs: cpu_kernels.py compiles and calls it.
 
    Numbers are float, or with -DBF16=1 bfloat16, computed as float. -DD: head_dim, a multiple of 16;
-   -DGROUP: query heads of a KV head; -DTILE: how many of those go together (it divides GROUP). */
+   -DGROUP: query heads of a KV head. */
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
+/* TILE: query heads that go together; PIECE: vectors of their outputs whose sums are in registers at once. */
+#ifdef __AVX512F__
 #define LANES 16
+#define TILE (GROUP % 4 == 0 ? 4 : GROUP % 3 == 0 ? 3 : GROUP % 2 == 0 ? 2 : 1)
+#else
+#define LANES 8
+#define TILE (GROUP % 3 == 0 ? 3 : GROUP % 2 == 0 ? 2 : 1)
+#endif
 #define VECTORS (D / LANES)
+#define PIECE (VECTORS % 4 == 0 ? 4 : VECTORS % 2 == 0 ? 2 : 1)
 #define PARTS (GROUP / TILE)
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -29,7 +40,14 @@ static inline number put(float x) /* to the nearest, ties to even */
 
 static inline floats load(const number *x)
 {
-    return (floats)(__builtin_convertvector(*(const numbers *)x, words) << 16);
+#if defined __AVX512F__
+    words wide = (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+#elif defined __AVX2__ /* GCC makes five instructions of what this one does */
+    words wide = (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x));
+#else
+    words wide = __builtin_convertvector(*(const numbers *)x, words);
+#endif
+    return (floats)(wide << 16);
 }
 
 static inline void store(number *to, floats x)
@@ -49,12 +67,13 @@ static inline void store(number *to, floats x) { *(floats *)to = x; }
 
 static inline float total(floats x)
 {
-    typedef float half __attribute__((vector_size(2 * LANES)));
-    typedef float quarter __attribute__((vector_size(LANES)));
-    union { floats all; half parts[2]; } halves = {x};
-    union { half all; quarter parts[2]; } quarters = {halves.parts[0] + halves.parts[1]};
-    quarter last = quarters.parts[0] + quarters.parts[1];
-    return (last[0] + last[2]) + (last[1] + last[3]);
+    typedef float quarter __attribute__((vector_size(16)));
+    union { floats all; quarter parts[LANES / 4]; } parts = {x};
+    quarter sum = parts.parts[0] + parts.parts[1];
+#if LANES == 16
+    sum += parts.parts[2] + parts.parts[3];
+#endif
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 /* e to the power of x, at most 88, within 2 ulp; 0 becomes as little as 1e-38 below -87 (Cephes' expf). */
@@ -146,13 +165,18 @@ static void attend_tile(const number *q, number *out, const number *keys, const 
     for (int64_t first = 0; first < tokens; first += size) {
         const number *key = keys + blocks[first / size] * kv_heads * size * D;
         int64_t end = first + size < tokens ? first + size : tokens;
-        for (int64_t t = first; t < end; t++, key += D)
-            for (int h = 0; h < TILE; h++) {
-                floats products = query[h][0] * load(key);
-                for (int c = 1; c < VECTORS; c++)
-                    products += query[h][c] * load(key + c * LANES);
-                scores[h * stride + t] = total(products);
+        for (int64_t t = first; t < end; t++, key += D) {
+            floats products[TILE];
+#pragma GCC unroll 64
+            for (int c = 0; c < VECTORS; c++) {
+                floats part = load(key + c * LANES);
+#pragma GCC unroll 4
+                for (int h = 0; h < TILE; h++)
+                    products[h] = c ? products[h] + query[h][c] * part : query[h][c] * part;
             }
+            for (int h = 0; h < TILE; h++)
+                scores[h * stride + t] = total(products[h]);
+        }
     }
     float shares[TILE];
     for (int h = 0; h < TILE; h++) {
@@ -170,13 +194,22 @@ static void attend_tile(const number *q, number *out, const number *keys, const 
     }
     for (int64_t first = 0; first < tokens; first += size) {
         const number *value = values + blocks[first / size] * kv_heads * size * D;
-        int64_t end = first + size < tokens ? first + size : tokens;
-        for (int64_t t = first; t < end; t++, value += D)
-            for (int c = 0; c < VECTORS; c++) {
-                floats part = load(value + c * LANES);
+        int64_t n = first + size < tokens ? size : tokens - first;
+        for (int c = 0; c < VECTORS; c += PIECE) {
+            floats held[TILE][PIECE];
+            for (int h = 0; h < TILE; h++)
+                for (int v = 0; v < PIECE; v++)
+                    held[h][v] = sums[h][c + v];
+            for (int64_t t = 0; t < n; t++)
+#pragma GCC unroll 4
                 for (int h = 0; h < TILE; h++)
-                    sums[h][c] += scores[h * stride + t] * part;
-            }
+#pragma GCC unroll 4
+                    for (int v = 0; v < PIECE; v++)
+                        held[h][v] += scores[h * stride + first + t] * load(value + t * D + (c + v) * LANES);
+            for (int h = 0; h < TILE; h++)
+                for (int v = 0; v < PIECE; v++)
+                    sums[h][c + v] = held[h][v];
+        }
     }
     for (int h = 0; h < TILE; h++)
         for (int c = 0; c < VECTORS; c++)

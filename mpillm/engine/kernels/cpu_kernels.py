@@ -1,35 +1,24 @@
 """`cpu_kernels.c`, compiled where there is a C compiler: what is between matrix products, in one call each.
 
-PyTorch takes several passes for each, and a dozen for a cache in blocks. Where there is no compiler (`CC`, or
-`cc`), or it can't compile them, `ops` and `attention` compute the same in PyTorch, as they do for numbers and
-heads that the kernels do not take.
+PyTorch takes several passes for each, and a dozen for a cache in blocks. Where `c_library` cannot compile,
+`ops` and `attention` compute the same in PyTorch, as for numbers and heads that the kernels do not take.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpillm.engine.kernels.c_library import address, c_library
 from mpillm.engine.model import ops
 from mpillm.engine.model.ops import Choice, Partial, Unscaled
 
-_log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
-# The compiler's OpenMP is the one that PyTorch has loaded, by name: both have the same threads.
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
-_LANES = 16
-_ACCUMULATORS = 16  # vector registers for sums
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ARGUMENTS = {
     "add_norm": [*[_POINTER] * 4, *[_INT] * 2, ctypes.c_float],
@@ -64,8 +53,8 @@ class CpuKernels:
         """As `ops.add_norm`."""
         assert not rounds and not isinstance(delta, Unscaled | Partial)
         out = torch.empty_like(x)
-        added = None if delta is None else _address(delta)
-        self._add_norm(_address(x), added, _address(weight), _address(out), *x.shape, eps)
+        added = None if delta is None else address(delta)
+        self._add_norm(address(x), added, address(weight), address(out), *x.shape, eps)
         return out
 
     def silu_mul(self, gate_up: Tensor | Unscaled, rounds: bool = False) -> Tensor:
@@ -73,7 +62,7 @@ class CpuKernels:
         assert not rounds
         gate_up = ops.scaled(gate_up)
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        self._silu_mul(_address(gate_up), _address(out), *out.shape)
+        self._silu_mul(address(gate_up), address(out), *out.shape)
         return out
 
     def scaled(self, product: Tensor | Unscaled) -> Tensor:
@@ -98,7 +87,7 @@ class CpuKernels:
         """
         kv_heads, size = keys.shape[1:3]
         n, heads = qkv.shape[:2]
-        arrays = map(_address, (qkv, rotations, slots, keys, values))
+        arrays = map(address, (qkv, rotations, slots, keys, values))
         self._rotate_store(*arrays, n, heads - 2 * kv_heads, kv_heads, size)
 
     def attend(
@@ -116,7 +105,7 @@ class CpuKernels:
         rows: int64 [n, 3], each a row, where its sequence's blocks begin in `tables` (int64), and how many
         tokens it sees, at most `longest`.
         """
-        arrays = map(_address, (qkv, out, keys, values, rows, tables))
+        arrays = map(address, (qkv, out, keys, values, rows, tables))
         self._attend(*arrays, len(rows), *keys.shape[1:3], longest)
 
 
@@ -126,48 +115,8 @@ def cpu_kernels(dtype: torch.dtype, head_dim: int, group: int) -> CpuKernels | N
 
     None where that is not possible.
     """
-    if dtype not in (torch.float32, torch.bfloat16) or head_dim % _LANES:
+    if dtype not in (torch.float32, torch.bfloat16) or head_dim % 16:
         return None
-    most = max(1, _ACCUMULATORS * _LANES // head_dim)
-    tile = next(n for n in range(min(most, group), 0, -1) if group % n == 0)
-    flags = (
-        *_FLAGS,
-        f"-DBF16={int(dtype == torch.bfloat16)}",
-        f"-DD={head_dim}",
-        f"-DGROUP={group}",
-        f"-DTILE={tile}",
-    )
-    compiler = os.environ.get("CC", "cc")
-    if shutil.which(compiler) is None:
-        return None
-    try:
-        return CpuKernels(_compiled(compiler, flags))
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        _log.warning("no compiled kernels, so steps take longer: %s: %s", compiler, said.strip())
-        return None
-
-
-def _compiled(compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile, half a second, and keep the result in the user's cache, for this compiler and kind of CPU."""
-    # What the compiler defines by itself names its version and all instructions that it may use here.
-    about = subprocess.run(
-        [compiler, *flags, "-dM", "-E", str(_SOURCE)], check=True, capture_output=True
-    ).stdout
-    name = hashlib.sha256(about + " ".join(flags).encode() + _SOURCE.read_bytes()).hexdigest()[:32]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpillm"
-    kept = folder / f"{name}.so"
-    if not kept.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / kept.name
-            subprocess.run(
-                [compiler, *flags, str(_SOURCE), "-o", str(made), "-lm"], check=True, capture_output=True
-            )
-            made.replace(kept)  # whole or not at all, for other ranks
-    return ctypes.CDLL(str(kept))
-
-
-def _address(x: Tensor) -> int:
-    assert x.is_contiguous()
-    return x.data_ptr()
+    macros = {"BF16": int(dtype == torch.bfloat16), "D": head_dim, "GROUP": group}
+    library = c_library(_SOURCE, *(f"{name}={value}" for name, value in macros.items()))
+    return None if library is None else CpuKernels(library)

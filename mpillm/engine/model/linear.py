@@ -1,22 +1,27 @@
 """The matrix product with weights, floats or 8 bits: the only place in a running model that quantises.
 
-Floats on x86 go to oneDNN with packed weights, measured on AMD EPYCs: with AVX-512 2 to 2.5 times as fast as
-PyTorch's default (MKL) in float32, and 1.2 times in bfloat16; with AVX2, in float32, 1.0 to 3.2 times with
-4 to 100 rows, 0.5 to 1.9 times with one, 0.8 to 1.1 times with 250 and more. Elsewhere `F.linear`.
+Floats on a CPU go to `CpuProducts`, where it can be compiled and is faster than what there is without it: on
+x86 oneDNN with packed weights, elsewhere `F.linear`. Measured on AMD EPYCs, oneDNN is 2 to 2.5 times as fast
+as PyTorch's default (MKL) with AVX-512 in float32, and 1.2 times in bfloat16; with AVX2, in float32, 1.0 to
+3.2 times with 4 to 100 rows, 0.5 to 1.9 times with one, 0.8 to 1.1 times with 250 and more. docs/engine.md
+has `CpuProducts` beside it.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mpillm.engine.huge_pages import use_huge_pages
+from mpillm.engine.kernels.cpu_products import CpuProducts, cpu_products
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled
 from mpillm.engine.weights.quantize import dequantize_rows
 
+_log = logging.getLogger(__name__)
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; it works for any number of rows
 _FEW_ROWS = 32
 _PIECE = 1 << 20  # int8 numbers widened at a time: they fit a core's cache
@@ -31,12 +36,15 @@ class Linear:
         If it is packed, it may be changed or freed afterwards; otherwise it is kept.
         """
         self.out_features, self.in_features = weight.shape
-        if weight.device.type == "cpu" and weight.is_floating_point() and _packs(weight.dtype):
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
-            use_huge_pages(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight))
+        self._products: CpuProducts | None = None
+        if weight.device.type == "cpu" and weight.is_floating_point():
+            self._products = _compiled(weight.dtype)
+            weight = _packed(weight) if self._products is None else self._products.pack(weight)
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._products is not None:
+            return self._products.multiply(x, self._weight, self.out_features)
         return _product(x, self._weight)
 
     def unscaled(self, x: Tensor) -> Tensor | Unscaled:
@@ -178,6 +186,28 @@ def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Li
     )
 
 
+@functools.cache
+def _compiled(dtype: torch.dtype) -> CpuProducts | None:
+    """Return compiled products, where they take less time on this machine than `_product`."""
+    products = cpu_products(dtype)
+    if products is None:
+        return None
+    mine, others = products.times_beside(
+        lambda weight: functools.partial(_product, weight=_packed(weight)), dtype
+    )
+    _log.info("a product of %s takes %.0f us compiled, %.0f otherwise", dtype, mine * 1e6, others * 1e6)
+    return products if mine < others else None
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """Return a CPU's weights as `_product` takes them."""
+    if not _packs(weight.dtype):
+        return weight
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+    use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    return packed
+
+
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     if weight.is_mkldnn or (x.device.type == "cpu" and _cpu_has("AVX512")):
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
@@ -186,7 +216,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _packs(dtype: torch.dtype) -> bool:
-    """Return whether packed weights of this dtype are the fastest on this machine's CPU."""
+    """Return whether oneDNN with packed weights of this dtype is faster than `F.linear` on this CPU."""
     return _cpu_has("AVX512") or (dtype == torch.float32 and _cpu_has("AVX2"))
 
 

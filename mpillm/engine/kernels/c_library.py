@@ -1,0 +1,58 @@
+"""Compile a C file where there is a C compiler (`CC`, or `cc`), once for each kind of CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+# The compiler's OpenMP is the one that PyTorch has loaded, by name: both have the same threads.
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+
+
+def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
+    """Compile, or find, `source` with some macros (``NAME=VALUE``). None where that is not possible."""
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        return None
+    flags = (*_FLAGS, *(f"-D{macro}" for macro in defined))
+    try:
+        return _compiled(compiler, source, flags)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        _log.warning("%s is not compiled, so steps take longer: %s: %s", source.name, compiler, said.strip())
+        return None
+
+
+def address(x: Tensor) -> int:
+    """Return where a contiguous tensor's numbers begin."""
+    assert x.is_contiguous()
+    return x.data_ptr()
+
+
+def _compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile, half a second, and keep the result in the user's cache, for this compiler and kind of CPU."""
+    # What the compiler defines by itself names its version and all instructions that it may use here.
+    about = subprocess.run(
+        [compiler, *flags, "-dM", "-E", str(source)], check=True, capture_output=True
+    ).stdout
+    name = hashlib.sha256(about + " ".join(flags).encode() + source.read_bytes()).hexdigest()[:32]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpillm"
+    kept = folder / f"{name}.so"
+    if not kept.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / kept.name
+            subprocess.run(
+                [compiler, *flags, str(source), "-o", str(made), "-lm"], check=True, capture_output=True
+            )
+            made.replace(kept)  # whole or not at all, for other ranks
+    return ctypes.CDLL(str(kept))

@@ -1,0 +1,143 @@
+/* Products with weights, for CPUs: cpu_products.py compiles and calls it.
+
+   Numbers are float, or with -DBF16=1 bfloat16, multiplied and added as float. Weights lie in panels of WIDTH
+   outputs, rows are copied into tiles of up to ROWS, and a tile's sums with a panel stay in registers (the way of
+   GotoBLAS and BLIS: Goto and van de Geijn, ACM TOMS 34(3), 2008). */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __AVX512F__ /* 32 registers of 16 floats: 24 sums */
+#define LANES 16
+#define ROWS 12
+#else /* 16 of 8: 12 sums */
+#define LANES 8
+#define ROWS 6
+#endif
+#define WIDTH (2 * LANES)
+#define DEPTH 600      /* inputs at most of a panel's piece, which stays in a core's cache for all tiles */
+#define MOST_ROWS 96   /* that are copied at once */
+
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#if BF16
+typedef uint16_t number;
+typedef uint16_t numbers __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+
+static inline float get(number x) { return ((union { uint32_t bits; float real; }){(uint32_t)x << 16}).real; }
+
+/* Outputs LANES apart lie side by side: widening them takes an instruction each. */
+static inline floats first(const number *w) { return (floats)(*(const words *)w << 16); }
+static inline floats second(const number *w) { return (floats)(*(const words *)w & 0xffff0000); }
+
+static inline void store(number *to, floats x) /* to the nearest, ties to even */
+{
+    words bits = (words)x, nan = (words)(x != x);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(numbers *)to = __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), numbers);
+}
+#else
+typedef float number;
+
+static inline float get(number x) { return x; }
+static inline floats first(const number *w) { return *(const floats *)w; }
+static inline floats second(const number *w) { return *(const floats *)(w + LANES); }
+static inline void store(number *to, floats x) { *(floats *)to = x; }
+#endif
+
+const int64_t width = WIDTH;
+
+/* Add to sums [rows, WIDTH], or begin them, what `depth` inputs of x [depth, rows] and w [depth, WIDTH] give.
+
+   What is needed next is fetched meanwhile, `step` bytes for each input: memory is read all the time, not only
+   while a panel meets its first tile. */
+static inline __attribute__((always_inline)) void multiply_tile(const int rows, const float *x, const number *w,
+                                                                float *sums, int64_t depth, int begins,
+                                                                const char *next, int64_t step)
+{
+    floats held[ROWS][2];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < 2; v++)
+            held[r][v] = begins ? (floats){0} : *(floats *)(sums + r * WIDTH + v * LANES);
+    for (int64_t k = 0; k < depth; k++, x += rows, w += WIDTH, next += step) {
+        floats some = first(w), others = second(w);
+        __builtin_prefetch(next);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            held[r][0] += some * x[r];
+            held[r][1] += others * x[r];
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < 2; v++)
+            *(floats *)(sums + r * WIDTH + v * LANES) = held[r][v];
+}
+
+/* The same; for each number of rows the compiler makes a loop of its own, whose sums are registers. */
+static void multiply_rows(int rows, const float *x, const number *w, float *sums, int64_t depth, int begins,
+                          const char *next, int64_t step)
+{
+#define CASE(n) \
+    case n: \
+        multiply_tile(n, x, w, sums, depth, begins, next, step); \
+        break;
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
+#undef CASE
+}
+
+/* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH]; the last panel is filled up. */
+void multiply(const number *x, const number *weights, number *out, int64_t n, int64_t inputs, int64_t outputs)
+{
+    int64_t panels = (outputs + WIDTH - 1) / WIDTH, pieces = (inputs + DEPTH - 1) / DEPTH;
+    int64_t depth = (inputs + pieces - 1) / pieces;
+    if (n == 0)
+        return;
+    float *copied = malloc((n < MOST_ROWS ? n : MOST_ROWS) * inputs * sizeof(float));
+    if (!copied)
+        abort();
+#pragma omp parallel
+    for (int64_t begin = 0; begin < n; begin += MOST_ROWS) {
+        int64_t m = n - begin < MOST_ROWS ? n - begin : MOST_ROWS;
+        int64_t tiles = (m + ROWS - 1) / ROWS; /* tile t: rows m * t / tiles to m * (t + 1) / tiles */
+#pragma omp for
+        for (int64_t t = 0; t < tiles; t++) {
+            int64_t start = m * t / tiles, rows = m * (t + 1) / tiles - start;
+            const number *from = x + (begin + start) * inputs;
+            float *to = copied + start * inputs;
+            for (int64_t k = 0; k < inputs; k++)
+                for (int64_t r = 0; r < rows; r++)
+                    *to++ = get(from[r * inputs + k]);
+        }
+#pragma omp for
+        for (int64_t p = 0; p < panels; p++) {
+            float sums[MOST_ROWS * WIDTH];
+            const number *panel = weights + p * inputs * WIDTH;
+            for (int64_t k = 0; k < inputs; k += depth) {
+                int64_t some = inputs - k < depth ? inputs - k : depth;
+                const number *piece = panel + k * WIDTH;
+                const char *next = (const char *)(piece + some * WIDTH);
+                int64_t step = WIDTH * sizeof(number) / tiles;
+                for (int64_t t = 0; t < tiles; t++) {
+                    int64_t start = m * t / tiles, rows = m * (t + 1) / tiles - start;
+                    multiply_rows(rows, copied + start * inputs + k * rows, piece, sums + start * WIDTH, some,
+                                  k == 0, next + t * step * some, step);
+                }
+            }
+            int64_t filled = outputs - p * WIDTH < WIDTH ? outputs - p * WIDTH : WIDTH;
+            for (int64_t r = 0; r < m; r++) {
+                number row[WIDTH];
+                for (int v = 0; v < WIDTH; v += LANES)
+                    store(row + v, *(const floats *)(sums + r * WIDTH + v));
+                memcpy(out + (begin + r) * outputs + p * WIDTH, row, filled * sizeof(number));
+            }
+        }
+    }
+    free(copied);
+}

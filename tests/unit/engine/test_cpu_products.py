@@ -1,0 +1,88 @@
+"""Compiled products with packed weights compute what PyTorch's do, and are used where they are faster."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mpillm.engine.kernels.cpu_products import CpuProducts, cpu_products
+from mpillm.engine.model import linear
+from mpillm.engine.model.linear import Linear
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def products_of(dtype: torch.dtype) -> CpuProducts:
+    products = cpu_products(dtype)
+    assert products is not None
+    return products
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("inputs", [1, 64, 600, 601, 1900])  # pieces of up to 600
+@pytest.mark.parametrize("outputs", [1, 31, 64, 100])  # panels of 16 or 32
+def test_equal_pytorchs(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    torch.manual_seed(1)
+    products, weight = products_of(dtype), torch.randn(outputs, inputs).to(dtype)
+    packed = products.pack(weight)
+    for n in (0, 1, 2, 5, 6, 7, 12, 13, 40, 96, 97, 300):
+        x = torch.randn(n, inputs).to(dtype)
+        exact = x.double() @ weight.double().T
+        found = products.multiply(x, packed, outputs)
+        assert found.dtype == dtype
+        rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=rounding * inputs**0.5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rounds_to_the_nearest_and_keeps_what_is_not_a_number(dtype: torch.dtype) -> None:
+    products, weight = products_of(dtype), torch.eye(16).to(dtype)
+    x = torch.tensor([[1, -0.0, 3e38, torch.inf, -torch.inf, 0.1]]).to(dtype)
+    column = torch.zeros(6, 16, dtype=dtype)
+    column[torch.arange(6), torch.arange(6)] = x[0]
+    found = products.multiply(column[:3], products.pack(weight), 16)
+    assert found.equal(column[:3])
+    sums = products.multiply(torch.ones(1, 2, dtype=dtype), products.pack(x.reshape(3, 2)), 3)
+    assert sums[0].isnan().tolist() == [False, False, False] and sums[0, 1].isinf()
+    assert products.multiply(x[:, 3:5], products.pack(torch.ones(1, 2, dtype=dtype)), 1).isnan()
+    # 1 + 2^-8 lies between two bfloat16: the even one.
+    tie = products.multiply(
+        torch.ones(1, 2, dtype=dtype), products.pack(torch.tensor([[1, 2**-8]]).to(dtype)), 1
+    )
+    assert tie.item() == (1 if dtype == torch.bfloat16 else 1 + 2**-8)
+
+
+def test_packed_weights_are_copies() -> None:
+    weight = torch.randn(16, 1)
+    packed = products_of(torch.float32).pack(weight)
+    weight.zero_()
+    assert packed.abs().sum() > 0
+
+
+@pytest.fixture
+def _measured_anew() -> Iterator[None]:
+    linear._compiled.cache_clear()
+    yield
+    linear._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("_measured_anew")
+@pytest.mark.parametrize(("mine", "is_used"), [(1.0, True), (3.0, False)])
+def test_the_faster_ones_are_used(monkeypatch: pytest.MonkeyPatch, mine: float, is_used: bool) -> None:
+    monkeypatch.setattr(CpuProducts, "times_beside", lambda self, other, dtype: (mine, 2.0))
+    weight, x = torch.randn(20, 30), torch.randn(4, 30)
+    assert isinstance(Linear(weight)._products, CpuProducts) == is_used
+    torch.testing.assert_close(Linear(weight)(x), x @ weight.T)
+
+
+def test_times_are_those_of_the_same_product() -> None:
+    def other(weight: torch.Tensor) -> functools.partial[torch.Tensor]:
+        return functools.partial(torch.nn.functional.linear, weight=weight)
+
+    mine, others = products_of(torch.float32).times_beside(other, torch.float32)
+    assert 0 < mine < 1 and 0 < others < 1
