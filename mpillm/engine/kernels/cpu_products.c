@@ -1,12 +1,15 @@
 /* Products with weights, for CPUs: cpu_products.py compiles and calls it.
 
-   Numbers are float, or with -DBF16=1 bfloat16, multiplied and added as float. Weights lie in panels of WIDTH
-   outputs, rows are copied into tiles of up to ROWS, and a tile's sums with a panel stay in registers (the way of
-   GotoBLAS and BLIS: Goto and van de Geijn, ACM TOMS 34(3), 2008). */
+   Rows are float, or with -DBF16=1 bfloat16, weights the same or with -DINT8=1 int8; all are multiplied and added
+   as float. Weights lie in panels of WIDTH outputs, rows are copied into tiles of up to ROWS, and a tile's sums
+   with a panel stay in registers (the way of GotoBLAS and BLIS: Goto and van de Geijn, ACM TOMS 34(3), 2008). */
 
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #ifdef __AVX512F__ /* 32 registers of 16 floats: 24 sums */
 #define LANES 16
@@ -28,10 +31,6 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(2), may_al
 
 static inline float get(number x) { return ((union { uint32_t bits; float real; }){(uint32_t)x << 16}).real; }
 
-/* Outputs LANES apart lie side by side: widening them takes an instruction each. */
-static inline floats first(const number *w) { return (floats)(*(const words *)w << 16); }
-static inline floats second(const number *w) { return (floats)(*(const words *)w & 0xffff0000); }
-
 static inline void store(number *to, floats x) /* to the nearest, ties to even */
 {
     words bits = (words)x, nan = (words)(x != x);
@@ -42,9 +41,38 @@ static inline void store(number *to, floats x) /* to the nearest, ties to even *
 typedef float number;
 
 static inline float get(number x) { return x; }
-static inline floats first(const number *w) { return *(const floats *)w; }
-static inline floats second(const number *w) { return *(const floats *)(w + LANES); }
 static inline void store(number *to, floats x) { *(floats *)to = x; }
+#endif
+
+/* `first` and `second` are the halves of a panel's row. */
+#if INT8
+typedef int8_t weight;
+
+static inline floats first(const weight *w)
+{
+#if defined __AVX512F__
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)w)));
+#elif defined __AVX2__
+    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)w)));
+#else
+    floats wide;
+    for (int i = 0; i < LANES; i++)
+        wide[i] = w[i];
+    return wide;
+#endif
+}
+static inline floats second(const weight *w) { return first(w + LANES); }
+#elif BF16
+typedef number weight;
+
+/* Numbers LANES apart lie side by side: widening them takes an instruction each. */
+static inline floats first(const weight *w) { return (floats)(*(const words *)w << 16); }
+static inline floats second(const weight *w) { return (floats)(*(const words *)w & 0xffff0000); }
+#else
+typedef number weight;
+
+static inline floats first(const weight *w) { return *(const floats *)w; }
+static inline floats second(const weight *w) { return *(const floats *)(w + LANES); }
 #endif
 
 const int64_t width = WIDTH;
@@ -53,7 +81,7 @@ const int64_t width = WIDTH;
 
    What is needed next is fetched meanwhile, `step` bytes for each input: memory is read all the time, not only
    while a panel meets its first tile. */
-static inline __attribute__((always_inline)) void multiply_tile(const int rows, const float *x, const number *w,
+static inline __attribute__((always_inline)) void multiply_tile(const int rows, const float *x, const weight *w,
                                                                 float *sums, int64_t depth, int begins,
                                                                 const char *next, int64_t step)
 {
@@ -76,7 +104,7 @@ static inline __attribute__((always_inline)) void multiply_tile(const int rows, 
 }
 
 /* The same; for each number of rows the compiler makes a loop of its own, whose sums are registers. */
-static void multiply_rows(int rows, const float *x, const number *w, float *sums, int64_t depth, int begins,
+static void multiply_rows(int rows, const float *x, const weight *w, float *sums, int64_t depth, int begins,
                           const char *next, int64_t step)
 {
 #define CASE(n) \
@@ -92,8 +120,11 @@ static void multiply_rows(int rows, const float *x, const number *w, float *sums
 #undef CASE
 }
 
-/* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH]; the last panel is filled up. */
-void multiply(const number *x, const number *weights, number *out, int64_t n, int64_t inputs, int64_t outputs)
+/* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH] times scales [panels * WIDTH], or NULL.
+
+   The last panel is filled up. */
+void multiply(const number *x, const weight *weights, const float *scales, number *out, int64_t n,
+              int64_t inputs, int64_t outputs)
 {
     int64_t panels = (outputs + WIDTH - 1) / WIDTH, pieces = (inputs + DEPTH - 1) / DEPTH;
     int64_t depth = (inputs + pieces - 1) / pieces;
@@ -118,12 +149,12 @@ void multiply(const number *x, const number *weights, number *out, int64_t n, in
 #pragma omp for
         for (int64_t p = 0; p < panels; p++) {
             float sums[MOST_ROWS * WIDTH];
-            const number *panel = weights + p * inputs * WIDTH;
+            const weight *panel = weights + p * inputs * WIDTH;
             for (int64_t k = 0; k < inputs; k += depth) {
                 int64_t some = inputs - k < depth ? inputs - k : depth;
-                const number *piece = panel + k * WIDTH;
+                const weight *piece = panel + k * WIDTH;
                 const char *next = (const char *)(piece + some * WIDTH);
-                int64_t step = WIDTH * sizeof(number) / tiles;
+                int64_t step = WIDTH * sizeof(weight) / tiles;
                 for (int64_t t = 0; t < tiles; t++) {
                     int64_t start = m * t / tiles, rows = m * (t + 1) / tiles - start;
                     multiply_rows(rows, copied + start * inputs + k * rows, piece, sums + start * WIDTH, some,
@@ -133,8 +164,12 @@ void multiply(const number *x, const number *weights, number *out, int64_t n, in
             int64_t filled = outputs - p * WIDTH < WIDTH ? outputs - p * WIDTH : WIDTH;
             for (int64_t r = 0; r < m; r++) {
                 number row[WIDTH];
-                for (int v = 0; v < WIDTH; v += LANES)
-                    store(row + v, *(const floats *)(sums + r * WIDTH + v));
+                for (int v = 0; v < WIDTH; v += LANES) {
+                    floats some = *(const floats *)(sums + r * WIDTH + v);
+                    if (scales)
+                        some *= *(const floats *)(scales + p * WIDTH + v);
+                    store(row + v, some);
+                }
                 memcpy(out + (begin + r) * outputs + p * WIDTH, row, filled * sizeof(number));
             }
         }

@@ -22,12 +22,16 @@ _ROWS, _OUTPUTS, _INPUTS, _ROUNDS = 64, 1024, 512, 5
 
 
 class CpuProducts:
-    """Packs weights of float32 or bfloat16, and multiplies rows of the same dtype with them."""
+    """Packs weights, and multiplies rows with them.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    Rows are float32 or bfloat16, weights of the same type or int8.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
         self._multiply = library.multiply
-        self._multiply.argtypes, self._multiply.restype = [*[_POINTER] * 3, *[_INT] * 3], None
+        self._multiply.argtypes, self._multiply.restype = [*[_POINTER] * 4, *[_INT] * 3], None
         self._width = _INT.in_dll(library, "width").value
+        self._dtype, self._weight_dtype = dtype, weight_dtype
 
     def pack(self, weight: Tensor) -> Tensor:
         """Copy `weight` [out, in] to panels: [ceil(out / width), in, width], zeros behind the last output."""
@@ -41,22 +45,26 @@ class CpuProducts:
         use_huge_pages(packed.data_ptr(), packed.nbytes)
         return packed
 
-    def multiply(self, x: Tensor, packed: Tensor, n_outputs: int) -> Tensor:
-        """Return x [n, in] times weights: [n, out]."""
+    def pack_scales(self, scales: Tensor) -> Tensor:
+        """Copy one scale for each output to float32 [panels * width]."""
+        return F.pad(scales.flatten().float(), (0, -scales.numel() % self._width)).clone()
+
+    def multiply(self, x: Tensor, packed: Tensor, n_outputs: int, scales: Tensor | None = None) -> Tensor:
+        """Return x [n, in] times weights, times `scales` from `pack_scales`: [n, out]."""
         x = x.contiguous()
         out = x.new_empty(len(x), n_outputs)
-        self._multiply(address(x), address(packed), address(out), *x.shape, n_outputs)
+        factors = None if scales is None else address(scales)
+        self._multiply(address(x), address(packed), factors, address(out), *x.shape, n_outputs)
         return out
 
-    def times_beside(
-        self, other: Callable[[Tensor], Callable[[Tensor], Tensor]], dtype: torch.dtype
-    ) -> tuple[float, float]:
+    def times_beside(self, other: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> tuple[float, float]:
         """Return the seconds that a product of some rows takes, here and by `other`.
 
         `other` takes weights [out, in] and returns what multiplies rows with them.
         """
         with torch.inference_mode():
-            weight, x = torch.rand(_OUTPUTS, _INPUTS).to(dtype), torch.rand(_ROWS, _INPUTS).to(dtype)
+            weight = torch.randint(-127, 128, (_OUTPUTS, _INPUTS)).to(self._weight_dtype)
+            x = torch.rand(_ROWS, _INPUTS).to(self._dtype)
             packed, product = self.pack(weight), other(weight)
             ways: tuple[Callable[[], Tensor], ...] = (
                 lambda: self.multiply(x, packed, _OUTPUTS),
@@ -68,12 +76,13 @@ class CpuProducts:
 
 
 @functools.cache
-def cpu_products(dtype: torch.dtype) -> CpuProducts | None:
-    """Compile, or find, the products for `dtype`. None where that is not possible."""
-    if dtype not in (torch.float32, torch.bfloat16):
+def cpu_products(dtype: torch.dtype, weight_dtype: torch.dtype) -> CpuProducts | None:
+    """Compile, or find, the products of rows of `dtype`. None where that is not possible."""
+    if dtype not in (torch.float32, torch.bfloat16) or weight_dtype not in (dtype, torch.int8):
         return None
-    library = c_library(_SOURCE, f"BF16={int(dtype == torch.bfloat16)}")
-    return None if library is None else CpuProducts(library)
+    macros = {"BF16": dtype == torch.bfloat16, "INT8": weight_dtype == torch.int8}
+    library = c_library(_SOURCE, *(f"{name}={value:d}" for name, value in macros.items()))
+    return None if library is None else CpuProducts(library, dtype, weight_dtype)
 
 
 def _seconds(way: Callable[[], object]) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,8 @@ class Linear:
         """
         self.out_features, self.in_features = weight.shape
         self._products: CpuProducts | None = None
-        if weight.device.type == "cpu" and weight.is_floating_point():
-            self._products = _compiled(weight.dtype)
+        if weight.device.type == "cpu":
+            self._products = _compiled(weight.dtype, weight.dtype)
             weight = _packed(weight) if self._products is None else self._products.pack(weight)
         self._weight = weight
 
@@ -57,28 +58,21 @@ class Linear:
 
 
 class Int8Linear(Linear):
-    """int8 weights with a scale per output, on a CPU: widened a piece at a time, then outputs are scaled.
+    """int8 weights with a scale per output, on a CPU: widened as they are read, then outputs are scaled."""
 
-    In bfloat16, up to `_FEW_ROWS` rows, PyTorch's own kernel is faster; in float32 it measured 7 to 40 times
-    as slow.
-    """
-
-    def __init__(self, weight: Tensor, scales: Tensor) -> None:
-        """int8 [out, in], float32 [out, 1]."""
-        super().__init__(weight)
-        self._scales = scales.view(1, -1)
-        self._ones = torch.ones(self.out_features, dtype=torch.bfloat16)
+    def __init__(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        """int8 [out, in], float32 [out, 1]; `dtype` is that of x."""
+        self.out_features, self.in_features = weight.shape
+        self._products = _compiled(dtype, torch.int8)
+        if self._products is None:
+            self._weight, self._scales = weight, scales.view(1, -1)
+        else:
+            self._weight, self._scales = self._products.pack(weight), self._products.pack_scales(scales)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16 and len(x) <= _FEW_ROWS:
-            return torch._weight_int8pack_mm(x, self._weight, self._ones).mul_(self._scales)
-        wide = x if _packs(x.dtype) else x.float()  # without AVX-512, bfloat16 is slower than float32
-        pieces = torch.split(self._weight, max(1, _PIECE // self.in_features))
-        return (
-            torch.cat([_product(wide, piece.to(wide.dtype)) for piece in pieces], dim=1)
-            .mul_(self._scales)
-            .to(x.dtype)
-        )
+        if self._products is not None:
+            return self._products.multiply(x, self._weight, self.out_features, self._scales)
+        return _product_of_int8(x, self._weight).mul_(self._scales).to(x.dtype)
 
 
 class Fp8Linear(Linear):
@@ -178,7 +172,7 @@ def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Li
     if scales is None:
         return Linear(weight)
     if weight.dtype == torch.int8:
-        return Int8Linear(weight, scales)
+        return Int8Linear(weight, scales, dtype)
     return (
         Linear(dequantize_rows(weight, scales, dtype))
         if weight.device.type == "cpu"
@@ -187,15 +181,20 @@ def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Li
 
 
 @functools.cache
-def _compiled(dtype: torch.dtype) -> CpuProducts | None:
-    """Return compiled products, where they take less time on this machine than `_product`."""
-    products = cpu_products(dtype)
+def _compiled(dtype: torch.dtype, weight_dtype: torch.dtype) -> CpuProducts | None:
+    """Return compiled products, where they take less time on this machine than what there is without."""
+    products = cpu_products(dtype, weight_dtype)
     if products is None:
         return None
-    mine, others = products.times_beside(
-        lambda weight: functools.partial(_product, weight=_packed(weight)), dtype
-    )
-    _log.info("a product of %s takes %.0f us compiled, %.0f otherwise", dtype, mine * 1e6, others * 1e6)
+
+    def other(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        if weight_dtype == torch.int8:
+            return functools.partial(_product_of_int8, weight=weight)
+        return functools.partial(_product, weight=_packed(weight))
+
+    mine, others = products.times_beside(other)
+    about = dtype, weight_dtype, mine * 1e6, others * 1e6
+    _log.info("a product of %s with weights of %s takes %.0f us compiled, %.0f otherwise", *about)
     return products if mine < others else None
 
 
@@ -218,6 +217,19 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 def _packs(dtype: torch.dtype) -> bool:
     """Return whether oneDNN with packed weights of this dtype is faster than `F.linear` on this CPU."""
     return _cpu_has("AVX512") or (dtype == torch.float32 and _cpu_has("AVX2"))
+
+
+def _product_of_int8(x: Tensor, weight: Tensor) -> Tensor:
+    """Widen int8 weights a piece at a time.
+
+    In bfloat16, up to `_FEW_ROWS` rows, PyTorch's own kernel is faster; in float32 it measured 7 to 40 times
+    as slow.
+    """
+    if x.dtype == torch.bfloat16 and len(x) <= _FEW_ROWS:
+        return torch._weight_int8pack_mm(x, weight, torch.ones(len(weight), dtype=x.dtype))
+    wide = x if _packs(x.dtype) else x.float()  # without AVX-512, bfloat16 is slower than float32
+    pieces = torch.split(weight, max(1, _PIECE // weight.shape[1]))
+    return torch.cat([_product(wide, piece.to(wide.dtype)) for piece in pieces], dim=1)
 
 
 @functools.cache

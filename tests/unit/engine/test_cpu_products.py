@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no 
 TYPES = [torch.float32, torch.bfloat16]
 
 
-def products_of(dtype: torch.dtype) -> CpuProducts:
-    products = cpu_products(dtype)
+def products_of(dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> CpuProducts:
+    products = cpu_products(dtype, weight_dtype or dtype)
     assert products is not None
     return products
 
@@ -37,6 +37,21 @@ def test_equal_pytorchs(dtype: torch.dtype, inputs: int, outputs: int) -> None:
         assert found.dtype == dtype
         rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=rounding * inputs**0.5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("outputs", [1, 31, 64, 100])
+def test_int8_weights_are_scaled(dtype: torch.dtype, outputs: int) -> None:
+    torch.manual_seed(1)
+    products = products_of(dtype, torch.int8)
+    weight, scales = torch.randint(-127, 128, (outputs, 700), dtype=torch.int8), torch.rand(outputs, 1)
+    packed, factors = products.pack(weight), products.pack_scales(scales)
+    for n in (1, 7, 40, 97):
+        x = torch.randn(n, 700).to(dtype)
+        exact = (x.double() @ weight.double().T) * scales.double().T
+        found = products.multiply(x, packed, outputs, factors)
+        rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=rounding * 1000)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -74,7 +89,7 @@ def _measured_anew() -> Iterator[None]:
 @pytest.mark.usefixtures("_measured_anew")
 @pytest.mark.parametrize(("mine", "is_used"), [(1.0, True), (3.0, False)])
 def test_the_faster_ones_are_used(monkeypatch: pytest.MonkeyPatch, mine: float, is_used: bool) -> None:
-    monkeypatch.setattr(CpuProducts, "times_beside", lambda self, other, dtype: (mine, 2.0))
+    monkeypatch.setattr(CpuProducts, "times_beside", lambda self, other: (mine, 2.0))
     weight, x = torch.randn(20, 30), torch.randn(4, 30)
     assert isinstance(Linear(weight)._products, CpuProducts) == is_used
     torch.testing.assert_close(Linear(weight)(x), x @ weight.T)
@@ -84,5 +99,5 @@ def test_times_are_those_of_the_same_product() -> None:
     def other(weight: torch.Tensor) -> functools.partial[torch.Tensor]:
         return functools.partial(torch.nn.functional.linear, weight=weight)
 
-    mine, others = products_of(torch.float32).times_beside(other, torch.float32)
+    mine, others = products_of(torch.float32).times_beside(other)
     assert 0 < mine < 1 and 0 < others < 1

@@ -24,10 +24,12 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("piece", [1, 64 * 20, 1 << 20])
-def test_int8(monkeypatch: pytest.MonkeyPatch, piece: int, dtype: torch.dtype) -> None:
-    """Products are right for few rows and many, and with matrices of one piece and of several."""
-    monkeypatch.setattr(linear, "_PIECE", piece)
+@pytest.mark.parametrize("piece", [1, 64 * 20, 1 << 20, None])
+def test_int8(monkeypatch: pytest.MonkeyPatch, piece: int | None, dtype: torch.dtype) -> None:
+    """Products are right for few rows and many, with matrices of one piece and of several, and compiled."""
+    if piece is not None:
+        monkeypatch.setattr(linear, "_PIECE", piece)
+        monkeypatch.setattr(linear, "_compiled", lambda *_: None)
     numbers, scales, floats = matrix("int8")
     product = make_linear(numbers, scales, dtype)
     assert isinstance(product, Int8Linear) and (product.out_features, product.in_features) == (96, 64)
