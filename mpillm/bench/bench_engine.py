@@ -16,6 +16,7 @@ from disagg.errors import ConfigError
 from launch.children import Children
 from mpillm.bench.bench_decode import Options, bench_decode
 from mpillm.bench.other_load import OtherLoad
+from mpillm.bench.product_rates import product_rates
 from mpillm.bench.transformers_baseline import TransformersBaseline
 from mpillm.bench.vllm_baseline import VllmBaseline
 from mpillm.config.core_config import CoreConfig
@@ -25,9 +26,12 @@ from mpillm.engine.model.model_info import ModelInfo, check_model
 
 if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
+    from mpillm.engine.model.linear import Linear
 
 Answer = Callable[[], list[list[int]]]
 
+_ROWS = 1, 8, 40, 256
+_SQUARE = 2048  # rows, inputs and outputs of a large product
 _STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one batch
 
 
@@ -65,6 +69,8 @@ def main(config: Options) -> int:
 
     import torch
 
+    from mpillm.engine.dtypes import torch_dtype
+
     torch.set_num_threads(config.n_threads)
     engine = _Engine(core, info)
     contenders: dict[str, Answer] = {"engine": lambda: engine.answer(prompts, config.output_len)}
@@ -97,11 +103,18 @@ def main(config: Options) -> int:
         spread = f"({min(rates):.1f} to {max(rates):.1f})"
         print(f"  {name:<32} {statistics.median(rates):>9.1f} {spread:>18}   {ratio:.2f} x")
     # Disturbances only add time, and the products are short: compare the least of each, not round by round.
-    share = min(products) / min(times["engine"])
+    seconds = min(products)
+    share, rate = seconds / min(times["engine"]), engine.n_operations() / seconds / 1e9
     print(
         f"  matrix products alone, same shapes and kernels: {share:.0%} of the engine's time"
-        " (least of each over the rounds)"
+        " (least of each over the rounds),"
+        f" {rate:.0f} GFLOP/s (a large square one: {engine.best_rate():.0f})"
     )
+    if (both := product_rates(info.config, torch_dtype(info.dtype), _ROWS)) is not None:
+        shown = ", ".join(
+            f"{n:,} rows {mine:.0f} ({without:.0f})" for n, (mine, without) in zip(_ROWS, both, strict=True)
+        )
+        print(f"  a layer's products, compiled (and without a compiler), GFLOP/s: {shown}")
     print(
         f"  other processes used {others.processes:.2f} cores meanwhile, the host took {others.stolen:.2f}"
         + (": the figures are disturbed" if others.degree > 1 else "")
@@ -198,24 +211,52 @@ class _Engine:
         """Return the seconds for the last `answer`'s matrix products with weights, alone and one by one."""
         import torch
 
+        dtype = self._engine.worker.part.dtype
+        widths = {linear.in_features for linear, _ in self._products()}
+        longest = max(rows for rows, _ in self._steps)
+        inputs = {width: torch.randn(longest, width).to(dtype) for width in widths}
+        with torch.inference_mode():
+            started = time.perf_counter()
+            for linear, n in self._products():
+                linear(inputs[linear.in_features][:n])
+            return time.perf_counter() - started
+
+    def n_operations(self) -> int:
+        """Return the floating-point operations of these."""
+        return sum(2 * n * linear.in_features * linear.out_features for linear, n in self._products())
+
+    def best_rate(self) -> float:
+        """Return the GFLOP/s of a large square product with weights, the best of three."""
+        import torch
+
+        from mpillm.engine.model.linear import Linear
+
+        dtype = self._engine.worker.part.dtype
+        with torch.inference_mode():
+            linear, x = (
+                Linear(torch.randn(_SQUARE, _SQUARE).to(dtype)),
+                torch.randn(_SQUARE, _SQUARE).to(dtype),
+            )
+            times = []
+            for _ in range(3):
+                started = time.perf_counter()
+                linear(x)
+                times.append(time.perf_counter() - started)
+        return 2 * _SQUARE**3 / min(times) / 1e9
+
+    def _products(self) -> Iterator[tuple[Linear, int]]:
+        """Yield each product with weights of the last `answer`, and its rows."""
         from mpillm.engine.model.transformer import Mlp
 
-        model, dtype = self._engine.worker.part.model, self._engine.worker.part.dtype
+        model = self._engine.worker.part.model
         layers = [
             (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
             for layer in model.layers
             if isinstance(layer.mlp, Mlp)
         ]
         assert model.lm_head is not None
-        widths = {linear.in_features for linears in layers for linear in linears}
-        longest = max(rows for rows, _ in self._steps)
-        inputs = {width: torch.randn(longest, width).to(dtype) for width in widths}
-        with torch.inference_mode():
-            started = time.perf_counter()
-            for rows, wanted in self._steps:
-                for linears in layers:
-                    last = wanted if linears is layers[-1] else rows
-                    for linear, n in zip(linears, (rows, last, last, last), strict=True):
-                        linear(inputs[linear.in_features][:n])
-                model.lm_head(inputs[model.lm_head.in_features][:wanted])
-            return time.perf_counter() - started
+        for rows, wanted in self._steps:
+            for linears in layers:
+                last = wanted if linears is layers[-1] else rows
+                yield from zip(linears, (rows, last, last, last), strict=True)
+            yield model.lm_head, wanted

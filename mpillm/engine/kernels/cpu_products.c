@@ -120,59 +120,69 @@ static void multiply_rows(int rows, const float *x, const weight *w, float *sums
 #undef CASE
 }
 
+/* Rows of x in tiles, as `multiply_tile` reads them: tile t has the rows from `tile_start` t to t + 1. */
+static inline int64_t tile_start(int64_t t, int64_t rows)
+{
+    return rows * t / ((rows + ROWS - 1) / ROWS);
+}
+
+/* out [rows, outputs], WIDTH of its columns or fewer, from tiles of rows and a panel's weights and scales. */
+static void multiply_panel(const float *tiles, const weight *panel, const float *scales, number *out,
+                           int64_t rows, int64_t inputs, int64_t columns, int64_t outputs)
+{
+    int64_t n_tiles = (rows + ROWS - 1) / ROWS, pieces = (inputs + DEPTH - 1) / DEPTH;
+    int64_t depth = (inputs + pieces - 1) / pieces, step = WIDTH * sizeof(weight) / n_tiles;
+    float sums[MOST_ROWS * WIDTH];
+    for (int64_t k = 0; k < inputs; k += depth) {
+        int64_t some = inputs - k < depth ? inputs - k : depth;
+        const weight *piece = panel + k * WIDTH;
+        const char *next = (const char *)(piece + some * WIDTH);
+        for (int64_t t = 0; t < n_tiles; t++) {
+            int64_t start = tile_start(t, rows), n = tile_start(t + 1, rows) - start;
+            multiply_rows(n, tiles + start * inputs + k * n, piece, sums + start * WIDTH, some, k == 0,
+                          next + t * step * some, step);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        number row[WIDTH];
+        for (int v = 0; v < WIDTH; v += LANES) {
+            floats some = *(const floats *)(sums + r * WIDTH + v);
+            if (scales)
+                some *= *(const floats *)(scales + v);
+            store(row + v, some);
+        }
+        memcpy(out + r * outputs, row, columns * sizeof(number));
+    }
+}
+
 /* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH] times scales [panels * WIDTH], or NULL.
 
    The last panel is filled up. */
 void multiply(const number *x, const weight *weights, const float *scales, number *out, int64_t n,
               int64_t inputs, int64_t outputs)
 {
-    int64_t panels = (outputs + WIDTH - 1) / WIDTH, pieces = (inputs + DEPTH - 1) / DEPTH;
-    int64_t depth = (inputs + pieces - 1) / pieces;
     if (n == 0)
         return;
-    float *copied = malloc((n < MOST_ROWS ? n : MOST_ROWS) * inputs * sizeof(float));
-    if (!copied)
+    float *tiles = malloc((n < MOST_ROWS ? n : MOST_ROWS) * inputs * sizeof(float));
+    if (!tiles)
         abort();
+    for (; n > 0; n -= MOST_ROWS, x += MOST_ROWS * inputs, out += MOST_ROWS * outputs) {
+        int64_t rows = n < MOST_ROWS ? n : MOST_ROWS;
 #pragma omp parallel
-    for (int64_t begin = 0; begin < n; begin += MOST_ROWS) {
-        int64_t m = n - begin < MOST_ROWS ? n - begin : MOST_ROWS;
-        int64_t tiles = (m + ROWS - 1) / ROWS; /* tile t: rows m * t / tiles to m * (t + 1) / tiles */
+        {
 #pragma omp for
-        for (int64_t t = 0; t < tiles; t++) {
-            int64_t start = m * t / tiles, rows = m * (t + 1) / tiles - start;
-            const number *from = x + (begin + start) * inputs;
-            float *to = copied + start * inputs;
-            for (int64_t k = 0; k < inputs; k++)
-                for (int64_t r = 0; r < rows; r++)
-                    *to++ = get(from[r * inputs + k]);
-        }
-#pragma omp for
-        for (int64_t p = 0; p < panels; p++) {
-            float sums[MOST_ROWS * WIDTH];
-            const weight *panel = weights + p * inputs * WIDTH;
-            for (int64_t k = 0; k < inputs; k += depth) {
-                int64_t some = inputs - k < depth ? inputs - k : depth;
-                const weight *piece = panel + k * WIDTH;
-                const char *next = (const char *)(piece + some * WIDTH);
-                int64_t step = WIDTH * sizeof(weight) / tiles;
-                for (int64_t t = 0; t < tiles; t++) {
-                    int64_t start = m * t / tiles, rows = m * (t + 1) / tiles - start;
-                    multiply_rows(rows, copied + start * inputs + k * rows, piece, sums + start * WIDTH, some,
-                                  k == 0, next + t * step * some, step);
-                }
+            for (int64_t t = 0; t < (rows + ROWS - 1) / ROWS; t++) {
+                int64_t start = tile_start(t, rows), end = tile_start(t + 1, rows);
+                float *to = tiles + start * inputs;
+                for (int64_t k = 0; k < inputs; k++)
+                    for (int64_t r = start; r < end; r++)
+                        *to++ = get(x[r * inputs + k]);
             }
-            int64_t filled = outputs - p * WIDTH < WIDTH ? outputs - p * WIDTH : WIDTH;
-            for (int64_t r = 0; r < m; r++) {
-                number row[WIDTH];
-                for (int v = 0; v < WIDTH; v += LANES) {
-                    floats some = *(const floats *)(sums + r * WIDTH + v);
-                    if (scales)
-                        some *= *(const floats *)(scales + p * WIDTH + v);
-                    store(row + v, some);
-                }
-                memcpy(out + (begin + r) * outputs + p * WIDTH, row, filled * sizeof(number));
-            }
+#pragma omp for nowait /* the end of the region waits */
+            for (int64_t j = 0; j < outputs; j += WIDTH)
+                multiply_panel(tiles, weights + j * inputs, scales ? scales + j : NULL, out + j, rows, inputs,
+                               outputs - j < WIDTH ? outputs - j : WIDTH, outputs);
         }
     }
-    free(copied);
+    free(tiles);
 }

@@ -186,16 +186,17 @@ def _compiled(dtype: torch.dtype, weight_dtype: torch.dtype) -> CpuProducts | No
     products = cpu_products(dtype, weight_dtype)
     if products is None:
         return None
-
-    def other(weight: Tensor) -> Callable[[Tensor], Tensor]:
-        if weight_dtype == torch.int8:
-            return functools.partial(_product_of_int8, weight=weight)
-        return functools.partial(_product, weight=_packed(weight))
-
-    mine, others = products.times_beside(other)
+    mine, others = products.times_beside(uncompiled)
     about = dtype, weight_dtype, mine * 1e6, others * 1e6
     _log.info("a product of %s with weights of %s takes %.0f us compiled, %.0f otherwise", *about)
     return products if mine < others else None
+
+
+def uncompiled(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the product of rows with a CPU's weights, without scales, as it is without `CpuProducts`."""
+    if weight.dtype == torch.int8:
+        return functools.partial(_product_of_int8, weight=weight)
+    return functools.partial(_product, weight=_packed(weight))
 
 
 def _packed(weight: Tensor) -> Tensor:

@@ -1,0 +1,24 @@
+"""`bench engine` shows what compiled products gain, where there are any."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from mpillm.bench.product_rates import product_rates
+from mpillm.engine.kernels import cpu_products
+from mpillm.engine.model.model_config import load_model_config
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_each_number_of_rows_has_both_rates() -> None:
+    rates = product_rates(load_model_config("tiny-llama"), torch.float32, (1, 40))
+    assert rates is not None and len(rates) == 2
+    assert all(0 < rate < 1e5 for both in rates for rate in both)
+
+
+def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "cpu_products", lambda *_: None)
+    assert product_rates(load_model_config("tiny-llama"), torch.float32, (1,)) is None
