@@ -19,8 +19,8 @@
 #define ROWS 6
 #endif
 #define WIDTH (2 * LANES)
-#define DEPTH 600      /* inputs at most of a panel's piece, which stays in a core's cache for all tiles */
-#define MOST_ROWS 96   /* that are copied at once */
+#define DEPTH 600    /* inputs at most of a panel's piece, which stays in a core's cache for all tiles */
+#define MOST_ROWS 96 /* that are copied at once */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 

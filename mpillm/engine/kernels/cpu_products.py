@@ -37,7 +37,7 @@ class CpuProducts:
         """Copy `weight` [out, in] to panels: [ceil(out / width), in, width], zeros behind the last output."""
         outputs, inputs = weight.shape
         weight = F.pad(weight, (0, 0, 0, -outputs % self._width))
-        halves = weight.view(-1, 2, self._width // 2, inputs)
+        halves = weight.reshape(-1, 2, self._width // 2, inputs)
         # bfloat16: outputs of both halves side by side
         order = (0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2)
         packed = halves.permute(order).clone(memory_format=torch.contiguous_format)
