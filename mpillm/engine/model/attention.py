@@ -26,7 +26,8 @@ from mpillm.engine.step import Span
 
 _MAX_PADDING = 1.25  # padded rows over real ones, for contexts computed together
 # Tokens of a context, with those before it, that go to `CpuKernels.attend`: 32 take it a half to a quarter of
-# the time of PyTorch's attention, 512 0.6 to 0.95, 1,024 0.8 to 1.4 (two cores of an AMD EPYC with AVX-512).
+# the time of PyTorch's attention, 512 0.6 to 0.95, 1,024 0.8 to 1.4 (two cores of an AMD EPYC with AVX-512);
+# with AVX2 64 a half, 512 0.7 to 0.9, 1,024 1.03 to 1.15.
 _MOST_BY_ROW = 512
 
 
