@@ -1,4 +1,4 @@
-"""Python packages: those that mpillm requires, those of its extras, and whether the nodes have the same."""
+"""Python packages that mpillm and its extras require, whether the nodes have the same, and the C compiler."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict
+from mpillm.engine.kernels.c_library import compiler
 
 _DEVELOPMENT = ("lint", "test")  # extras of those who change mpillm
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,\s.-]+\])?\s*\(?([^;)]*)\)?\s*(?:;.*)?")
@@ -22,6 +23,7 @@ class PackageFacts(NamedTuple):
     required: dict[str, str] | None  # what is wrong, by package; None: mpillm itself is not installed
     extras: dict[str, tuple[str, ...]]  # what each extra lacks
     versions: dict[str, str]  # of those that are there
+    compiler: str | None = None  # of C
 
 
 def package_facts() -> PackageFacts:
@@ -29,7 +31,7 @@ def package_facts() -> PackageFacts:
     try:
         requirements = metadata.requires("mpillm") or []
     except metadata.PackageNotFoundError:
-        return PackageFacts(None, {}, {})
+        return PackageFacts(None, {}, {}, compiler())
     required: dict[str, str] = {}
     extras: dict[str, list[str]] = {}
     versions: dict[str, str] = {}
@@ -49,7 +51,8 @@ def package_facts() -> PackageFacts:
             required[name] = wrong
         elif wrong and lacks is not None:
             lacks.append(name)
-    return PackageFacts(required, {extra: tuple(lacks) for extra, lacks in extras.items()}, versions)
+    lacking = {extra: tuple(lacks) for extra, lacks in extras.items()}
+    return PackageFacts(required, lacking, versions, compiler())
 
 
 # --- checks ---
@@ -102,7 +105,19 @@ def same_packages(installed: Installed, world: World) -> list[Line]:
     return [Line("same packages", Status.WARNING, told, "install the same on all nodes")]
 
 
-CHECKS = (packages, extras, same_packages)
+def c_compiler(installed: Installed, world: World) -> list[Line]:
+    """What the torch core compiles with: its kernels for CPUs, and Triton's launchers on GPUs."""
+
+    def verdict(facts: PackageFacts) -> Verdict:
+        if facts.compiler is not None:
+            return Verdict(Status.OK, facts.compiler)
+        advice = "install one (Debian: gcc and libc6-dev), or name one with CC"
+        return Verdict(Status.WARNING, "none: the torch core computes up to 8 times slower on CPUs", advice)
+
+    return by_verdict("C compiler", {rank: verdict(facts) for rank, facts in installed.items()})
+
+
+CHECKS = (packages, extras, same_packages, c_compiler)
 
 
 def _version(name: str) -> str | None:

@@ -10,25 +10,32 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 # The compiler's OpenMP is the one that PyTorch has loaded, by name: both have the same threads.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 
 
+def compiler() -> str | None:
+    """Return the path of the C compiler, or None if there is none."""
+    return shutil.which(os.environ.get("CC", "cc"))
+
+
 def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
     """Compile, or find, `source` with some macros (``NAME=VALUE``). None where that is not possible."""
-    compiler = os.environ.get("CC", "cc")
-    if shutil.which(compiler) is None:
+    if (found := compiler()) is None:
+        _log.warning("there is no C compiler for %s, so steps take longer", source.name)
         return None
     flags = (*_FLAGS, *(f"-D{macro}" for macro in defined))
     try:
-        return _compiled(compiler, source, flags)
-    except (OSError, subprocess.CalledProcessError) as error:
+        return _compiled(found, source, flags)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: nobody's home
         said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        _log.warning("%s is not compiled, so steps take longer: %s: %s", source.name, compiler, said.strip())
+        _log.warning("%s is not compiled, so steps take longer: %s: %s", source.name, found, said.strip())
         return None
 
 
@@ -38,12 +45,10 @@ def address(x: Tensor) -> int:
     return x.data_ptr()
 
 
-def _compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile, half a second, and keep the result in the user's cache, for this compiler and kind of CPU."""
+def _compiled(found: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile with `found`, half a second, and keep the result in the user's cache for this kind of CPU."""
     # What the compiler defines by itself names its version and all instructions that it may use here.
-    about = subprocess.run(
-        [compiler, *flags, "-dM", "-E", str(source)], check=True, capture_output=True
-    ).stdout
+    about = subprocess.run([found, *flags, "-dM", "-E", str(source)], check=True, capture_output=True).stdout
     name = hashlib.sha256(about + " ".join(flags).encode() + source.read_bytes()).hexdigest()[:32]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpillm"
     kept = folder / f"{name}.so"
@@ -52,7 +57,7 @@ def _compiled(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDL
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / kept.name
             subprocess.run(
-                [compiler, *flags, str(source), "-o", str(made), "-lm"], check=True, capture_output=True
+                [found, *flags, str(source), "-o", str(made), "-lm"], check=True, capture_output=True
             )
             made.replace(kept)  # whole or not at all, for other ranks
     return ctypes.CDLL(str(kept))

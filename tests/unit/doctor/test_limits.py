@@ -14,7 +14,7 @@ from mpillm.doctor import limits
 from mpillm.doctor.alone import explain
 from mpillm.doctor.disk import disk_facts, run_directory
 from mpillm.doctor.findings import Line, Status, Verdict, World, by_verdict, judge, shown, size, worst
-from mpillm.doctor.installed import PackageFacts, package_facts, packages, same_packages
+from mpillm.doctor.installed import PackageFacts, c_compiler, package_facts, packages, same_packages
 from mpillm.doctor.limits import UNLIMITED, LimitFacts, limit_facts
 
 PLENTY = LimitFacts(
@@ -133,6 +133,15 @@ def test_packages_that_differ() -> None:
     (line,) = same_packages(facts, world)
     assert (line.status, line.text) == (Status.WARNING, "numpy 2.0 (rank 0) or 2.1 (rank 1)")
     assert same_packages(facts, World({0: "a", 1: "a"})) == []
+
+
+def test_a_missing_c_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World({0: "a", 1: "b"})
+    there = PackageFacts({}, {}, {}, "/usr/bin/cc")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    lines = c_compiler({0: there, 1: package_facts()}, world)
+    assert [(line.status, line.ranks) for line in lines] == [(Status.OK, (0,)), (Status.WARNING, (1,))]
+    assert "CC" in lines[1].advice
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:

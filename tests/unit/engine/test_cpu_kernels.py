@@ -106,6 +106,23 @@ def test_where_there_is_no_compiler_or_it_fails_pytorch_computes(
 
 
 @needs_cc
+def test_a_user_without_a_home_computes_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in containers that run under any number."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with caplog.at_level(logging.WARNING):
+        assert cpu_kernels.__wrapped__(torch.float32, 16, 5) is None
+    assert "home directory" in caplog.text
+
+
+@needs_cc
 def test_they_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for _ in range(2):
