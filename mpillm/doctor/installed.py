@@ -106,13 +106,13 @@ def same_packages(installed: Installed, world: World) -> list[Line]:
 
 
 def c_compiler(installed: Installed, world: World) -> list[Line]:
-    """What the torch core compiles with: its kernels for CPUs, and Triton's launchers on GPUs."""
+    """What the embedded engine compiles with: its kernels for CPUs, and Triton's launchers on GPUs."""
 
     def verdict(facts: PackageFacts) -> Verdict:
         if facts.compiler is not None:
             return Verdict(Status.OK, facts.compiler)
         advice = "install one (Debian: gcc and libc6-dev), or name one with CC"
-        return Verdict(Status.WARNING, "none: the torch core computes up to 8 times slower on CPUs", advice)
+        return Verdict(Status.WARNING, "none: the embedded engine is up to 8 times slower on CPUs", advice)
 
     return by_verdict("C compiler", {rank: verdict(facts) for rank, facts in installed.items()})
 
