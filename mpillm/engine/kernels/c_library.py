@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # The compiler's OpenMP is the one that PyTorch has loaded, by name: both have the same threads.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_LONGEST_S = 60.0  # for a compiler that hangs
 
 
 def compiler() -> str | None:
@@ -33,7 +34,7 @@ def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
     flags = (*_FLAGS, *(f"-D{macro}" for macro in defined))
     try:
         return _compiled(found, source, flags)
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: nobody's home
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home
         said = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
         _log.warning("%s is not compiled, so steps take longer: %s: %s", source.name, found, said.strip())
         return None
@@ -48,7 +49,9 @@ def address(x: Tensor) -> int:
 def _compiled(found: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     """Compile with `found`, half a second, and keep the result in the user's cache for this kind of CPU."""
     # What the compiler defines by itself names its version and all instructions that it may use here.
-    about = subprocess.run([found, *flags, "-dM", "-E", str(source)], check=True, capture_output=True).stdout
+    about = subprocess.run(
+        [found, *flags, "-dM", "-E", str(source)], check=True, capture_output=True, timeout=_LONGEST_S
+    ).stdout
     name = hashlib.sha256(about + " ".join(flags).encode() + source.read_bytes()).hexdigest()[:32]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpillm"
     kept = folder / f"{name}.so"
@@ -57,7 +60,10 @@ def _compiled(found: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / kept.name
             subprocess.run(
-                [found, *flags, str(source), "-o", str(made), "-lm"], check=True, capture_output=True
+                [found, *flags, str(source), "-o", str(made), "-lm"],
+                check=True,
+                capture_output=True,
+                timeout=_LONGEST_S,
             )
             made.replace(kept)  # whole or not at all, for other ranks
     return ctypes.CDLL(str(kept))
