@@ -21,7 +21,7 @@ from mpillm.engine.gpu_steps import GpuSteps
 from mpillm.engine.graph_sizes import ladder
 from mpillm.engine.kernels import attention_kernels, expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
-from mpillm.engine.kernels.fp8_kernels import WIDENED_ROWS
+from mpillm.engine.kernels.few_rows import MOST_ROWS
 from mpillm.engine.kernels.launch import Kernel
 from mpillm.engine.model.linear import Fp8Linear, Linear
 from mpillm.engine.weights import rank_weights as weights
@@ -280,7 +280,7 @@ class PlainFp8Linear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         seen = (
             x.bfloat16().float()
-            if len(x) <= WIDENED_ROWS
+            if len(x) <= MOST_ROWS[True]
             else dequantize_rows(*quantize_rows(x, "fp8"), torch.float32)
         )
         return (seen @ self._floats.T).to(x.dtype)
@@ -301,7 +301,7 @@ def test_fp8_products(dtype: torch.dtype) -> None:
             found, wanted = product(x), plain(x).float()
             errors = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
             # Tensor cores sum products of fp8 numbers with fewer bits than float32 has.
-            limit = 1e-2 if n > WIDENED_ROWS else 5e-3 if dtype == torch.bfloat16 else 1e-4
+            limit = 1e-2 if n > MOST_ROWS[True] else 5e-3 if dtype == torch.bfloat16 else 1e-4
             assert found.dtype == dtype and found.shape == (n, n_out) and float(errors.max()) < limit, (
                 n_out,
                 n_in,

@@ -19,6 +19,7 @@ from mpillm.engine.dtypes import torch_dtype  # noqa: E402
 from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
+from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
 from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
 from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows  # noqa: E402
@@ -26,6 +27,7 @@ from tests.helpers import plain_kernels as plain  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+needs_assembly = pytest.mark.skipif(INTERPRETED, reason="has assembly")
 
 
 def error(out: torch.Tensor | Rounded, wanted: torch.Tensor | Rounded) -> float:
@@ -132,20 +134,46 @@ def test_rows_in_fp8(dtype: torch.dtype) -> None:
         assert not differing[n // 2].any()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="has assembly")
+@needs_assembly
 def test_every_fp8_number() -> None:
     """Each number, subnormal ones too, stays itself when it is multiplied by one, also by a split sum."""
     codes = torch.arange(256, device=DEVICE).to(torch.uint8)
     codes = codes[codes & 0x7F != 0x7F]  # what is no number
     weight = codes.repeat(16, 32).view(torch.float8_e4m3fn)
-    arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    product = FewRows(weight, torch.ones(16, device=DEVICE))
     for start in range(0, 254, 8):
         x = torch.zeros(8, weight.shape[1], device=DEVICE)
         n = min(8, 254 - start)
         x[torch.arange(n), 254 * 13 + start + torch.arange(n)] = 1
-        found = fp8_kernels.product_of_few_rows(x, weight, torch.ones(16, device=DEVICE), arrived)
+        found = product(x)
         assert torch.equal(found[:n, 3], codes[start : start + n].view(torch.float8_e4m3fn).float())
-    assert not arrived.any()
+
+
+@pytest.mark.parametrize("quantization", ["none", pytest.param("fp8", marks=needs_assembly)])
+def test_few_rows_with_what_follows(quantization: str) -> None:
+    """SiLU and the residual are as in kernels of their own, time after time, for shapes that no tile fits."""
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    torch.manual_seed(0)
+    for n_out, n_in in (
+        ((4096, 14336), (96, 80), (1056, 4112), (16, 2064)) if not INTERPRETED else ((96, 160),)
+    ):
+        weight, scales = torch.randn(n_out, n_in, device=DEVICE), None
+        weight = weight / n_in**0.5
+        if quantization == "fp8":
+            weight, scales = quantize_rows(weight, "fp8")
+            floats = dequantize_rows(weight, scales, torch.float32)
+        else:
+            weight = weight.to(dtype)
+            floats = weight.float()
+        few = FewRows(weight, scales)
+        for n in (1, 3, few.most_rows):
+            x, residual = torch.randn(n, n_in, device=DEVICE).to(dtype), torch.randn(n, n_out, device=DEVICE)
+            product = x.float() @ floats.T
+            assert error(few(x), product) < limit(dtype)
+            assert error(few(x, activated=True), plain.silu_mul(product.clone())) < limit(dtype)
+            sums = [few(x, residual=residual.to(dtype, copy=True)) for _ in range(3)]
+            assert error(sums[0], residual + product) < limit(dtype)
+            assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
 
 
 @pytest.mark.parametrize("held", ["as computed", "bfloat16", "fp8"])

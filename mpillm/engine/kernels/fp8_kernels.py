@@ -1,10 +1,4 @@
-"""Triton kernels around products with fp8 weights, on NVIDIA GPUs: rounding of rows, scales, and few rows.
-
-A product of few rows takes as long as reading its weights from memory, if enough programs read at once. So a
-program has a narrow tile of outputs; where the tiles are too few, several programs share one, each with a
-part of the sum. The last to finish adds the parts, always in the same order, so that the result does not
-depend on which it is.
-"""
+"""Triton kernels around products with fp8 weights, on NVIDIA GPUs: rounding of rows, and scales."""
 
 from __future__ import annotations
 
@@ -16,12 +10,6 @@ from torch import Tensor
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.model.ops import Rounded, Unscaled
 
-# Most rows for `product_of_few_rows`. At batch 1 a step of Llama 8B took 2.98 ms with it, 3.18 with rounded
-# rows and cuBLAS: rounding costs more there than it saves.
-WIDENED_ROWS = 8
-# Outputs and depth of a program's step, and programs wanted, measured on an H200 (docs/quantization.md).
-_COLUMNS, _DEPTH, _PROGRAMS = 32, 128, 512
-_MOST_SPLITS = 8
 SCALED_ROWS = 1024  # from so many on, a product that scales its rows and outputs itself is as fast
 
 
@@ -106,82 +94,4 @@ def scaled(product: Tensor | Unscaled) -> Tensor:
         return product
     out, width = torch.empty_like(product.numbers), product.numbers.shape[1]
     _scale[(len(out), cdiv(width, 1024))](out, *product, width, BLOCK=1024)
-    return out
-
-
-@triton.jit
-def _widened(numbers):
-    """Return float8_e4m3fn as bfloat16, four at a time: the bits moved into place, times 2^120.
-
-    The factor corrects the exponent. Triton's own conversion goes through float16, one number at a time, and
-    is slower than memory.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, scale, none;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        and.b32 a, a, 0x80008000;
-        and.b32 b, b, 0x80008000;
-        lop3.b32 a, c, 0x07F007F0, a, 0xEA;
-        lop3.b32 b, d, 0x07F007F0, b, 0xEA;
-        mov.b32 scale, 0x7B807B80;
-        mov.b32 none, 0x80008000;
-        fma.rn.bf16x2 $0, a, scale, none;
-        fma.rn.bf16x2 $1, b, scale, none;
-        }""",
-        "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@Kernel
-@triton.jit(do_not_specialize=["n"])
-def _product(
-    out, parts, arrived, x, weight, scales, n, n_out, n_in,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(1)
-    row, column, depth = tl.arange(0, ROWS), tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
-    share = tl.cdiv(tl.cdiv(n_in, DEPTH), SPLITS) * DEPTH
-    first = split * share
-    a = weight + column.to(tl.int64)[:, None] * n_in + depth[None, :]
-    b = x + row[None, :] * n_in + depth[:, None]
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)  # transposed: a tensor core's left operand is longer
-    for at in range(first, tl.minimum(first + share, n_in), DEPTH):
-        left = tl.load(a + at, mask=(column < n_out)[:, None] & (at + depth < n_in)[None, :], other=0.0)
-        right = tl.load(b + at, mask=(row < n)[None, :] & (at + depth < n_in)[:, None], other=0.0)
-        total = tl.dot(_widened(left), right.to(tl.bfloat16), total)
-    real = (column < n_out)[:, None] & (row < n)[None, :]
-    cell = row[None, :] * n_out + column[:, None]
-    if SPLITS > 1:
-        tl.store(parts + split * n * n_out + cell, total, mask=real)
-        tl.debug_barrier()  # every thread has stored its part before one of them counts
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") < SPLITS - 1:
-            return
-        tl.store(arrived + tile, 0)  # for the next product
-        total = tl.zeros([COLUMNS, ROWS], tl.float32)
-        for i in range(SPLITS):
-            total += tl.load(parts + i * n * n_out + cell, mask=real, other=0.0)
-    total *= tl.load(scales + column, mask=column < n_out, other=0.0)[:, None]
-    tl.store(out + cell, total.to(out.dtype.element_ty), mask=real)
-
-
-def product_of_few_rows(x: Tensor, weight: Tensor, scales: Tensor, arrived: Tensor) -> Tensor:
-    """Return x @ weight.T with the dtype of x.
-
-    x [n, in]: floats of at most `WIDENED_ROWS` rows; weight: float8_e4m3fn [out, in], both multiples of 16;
-    scales: float32, one per output; arrived: at least out / 16 zeros (int32), which are zeros again
-    afterwards, for one product at a time.
-    """
-    n, (n_out, n_in) = len(x), weight.shape
-    tiles = cdiv(n_out, _COLUMNS)
-    splits = min(_MOST_SPLITS, next_power_of_2(cdiv(_PROGRAMS, tiles)), cdiv(n_in, _DEPTH))
-    out = x.new_empty(n, n_out)
-    parts = out if splits == 1 else x.new_empty(splits, n, n_out, dtype=torch.float32)
-    _product[(tiles, splits)](
-        out, parts, arrived, x, weight, scales, n, n_out, n_in,
-        ROWS=WIDENED_ROWS, COLUMNS=_COLUMNS, DEPTH=_DEPTH, SPLITS=splits, num_warps=2, num_stages=6,
-    )  # fmt: skip
     return out

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ from mpillm.engine.kernels.cpu_products import CpuProducts, cpu_products
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled
 from mpillm.engine.weights.quantize import dequantize_rows
 
+if TYPE_CHECKING:
+    from mpillm.engine.kernels.few_rows import FewRows
+
 _log = logging.getLogger(__name__)
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; it works for any number of rows
 _FEW_ROWS = 32
@@ -30,6 +34,8 @@ _PIECE = 1 << 20  # int8 numbers widened at a time: they fit a core's cache
 
 class Linear:
     """``x @ weight.T``: x [n, in], weight [out, in]; the result is [n, out], with the dtype of x."""
+
+    _few: FewRows | None = None  # on a GPU, of bfloat16 or fp8
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` has the dtype of x.
@@ -41,12 +47,17 @@ class Linear:
         if weight.device.type == "cpu":
             self._products = _compiled(weight.dtype, weight.dtype)
             weight = _packed(weight) if self._products is None else self._products.pack(weight)
+        elif weight.dtype == torch.bfloat16:
+            from mpillm.engine.kernels.few_rows import FewRows
+
+            self._few = FewRows(weight, None)
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._products is not None:
             return self._products.multiply(x, self._weight, self.out_features)
-        return _product(x, self._weight)
+        few = self.few(len(x))
+        return _product(x, self._weight) if few is None else few(x)
 
     def unscaled(self, x: Tensor) -> Tensor | Unscaled:
         """Return the product, or leave its scales to the next operation: that saves a pass."""
@@ -55,6 +66,10 @@ class Linear:
     def rounds(self, n_rows: int) -> bool:
         """Return whether it takes this many rows as `Rounded`: rounding x where it is made saves a pass."""
         return False
+
+    def few(self, n_rows: int) -> FewRows | None:
+        """Return the product that takes along what follows it, if there is one for so many rows."""
+        return self._few if self._few is not None and n_rows <= self._few.most_rows else None
 
 
 class Int8Linear(Linear):
@@ -83,11 +98,13 @@ class Fp8Linear(Linear):
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
         """float8_e4m3fn [out, in], both multiples of 16 (see `check_fp8`); float32 [out, 1]."""
+        from mpillm.engine.kernels.few_rows import FewRows
+
         self.out_features, self.in_features = weight.shape
         self._weight = weight
         self._scales = scales.view(1, -1)
         self._one = torch.ones((), device=weight.device)
-        self._arrived = torch.zeros(self.out_features // 16, dtype=torch.int32, device=weight.device)
+        self._few = FewRows(weight, scales)
 
     def __call__(self, x: Tensor | Rounded) -> Tensor:
         from mpillm.engine.kernels import fp8_kernels
@@ -97,8 +114,8 @@ class Fp8Linear(Linear):
     def unscaled(self, x: Tensor | Rounded) -> Tensor | Unscaled:
         from mpillm.engine.kernels import fp8_kernels
 
-        if isinstance(x, Tensor) and not self.rounds(len(x)):
-            return fp8_kernels.product_of_few_rows(x, self._weight, self._scales, self._arrived)
+        if isinstance(x, Tensor) and (few := self.few(len(x))) is not None:
+            return few(x)
         numbers, row_scales, dtype = x if isinstance(x, Rounded) else fp8_kernels.quantize_rows(x)
         # cuBLAS has one kernel for products with scales of rows and outputs. Without them it chooses among
         # many, which saves 3 to 40 % of the time up to 512 rows (docs/quantization.md).
@@ -114,9 +131,7 @@ class Fp8Linear(Linear):
         return product if scales_now else Unscaled(product, row_scales, self._scales)
 
     def rounds(self, n_rows: int) -> bool:
-        from mpillm.engine.kernels import fp8_kernels
-
-        return n_rows > fp8_kernels.WIDENED_ROWS
+        return self.few(n_rows) is None
 
 
 class GroupedLinear:

@@ -73,12 +73,21 @@ class Mlp:
         self.gate_up = weights.linear(gate_up)
         self.down = weights.linear(down)
 
-    def __call__(self, x: Any, layer: int = 0, adapters: Adapters | None = None) -> Tensor | Unscaled:
+    def __call__(
+        self, x: Any, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
+    ) -> Tensor | Unscaled | None:
+        """Compute. With `residual` it may add the result there, and return None."""
         n_rows = len(x.numbers if isinstance(x, Rounded) else x)
-        gate_up = self.gate_up.unscaled(x)
-        if adapters is not None:
-            adapters.add(layer, "gate_up", x, gate_up)
-        hidden = self._ops.silu_mul(gate_up, self.down.rounds(n_rows))
+        if adapters is None and (few := self.gate_up.few(n_rows)) is not None:
+            hidden = few(x, activated=True)
+        else:
+            gate_up = self.gate_up.unscaled(x)
+            if adapters is not None:
+                adapters.add(layer, "gate_up", x, gate_up)
+            hidden = self._ops.silu_mul(gate_up, self.down.rounds(n_rows))
+        if residual is not None and (few := self.down.few(n_rows)) is not None:
+            few(hidden, residual=residual)
+            return None
         down = self.down.unscaled(hidden)
         if adapters is not None:
             adapters.add(layer, "down", hidden, down)
@@ -100,8 +109,10 @@ class Mixture:
         self.gate_up = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w13") for i in experts])
         self.down = GroupedLinear([weights.linear(f"{prefix}.experts.{i}.w2") for i in experts])
 
-    def __call__(self, x: Tensor, layer: int = 0, adapters: Adapters | None = None) -> Tensor:
-        """Compute; no adapter changes experts."""
+    def __call__(
+        self, x: Tensor, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Compute; no adapter changes experts, and the result is never added to `residual`."""
         choice = self._ops.route(self.router(x), self._n_chosen, self._experts)
         hidden = self._ops.silu_mul(self.gate_up(x, choice), self.down.rounds)
         return self._ops.combine(self.down(hidden, choice), choice.weights)
@@ -214,7 +225,7 @@ class Llama:
         delta = self._rest(len(self.layers) - 1, x, attended, adapters)
         if self.lm_head is None:
             assert not isinstance(delta, Partial)  # ranks of several stages share no rows
-            return x.add_(self._ops.scaled(delta))
+            return x if delta is None else x.add_(self._ops.scaled(delta))
         last: Tensor = self._ops.add_norm(x, delta, self._norm, self.config.rms_norm_eps)
         return last
 
@@ -226,29 +237,33 @@ class Llama:
 
     def _rest(
         self, i: int, x: Tensor, attended: Tensor, adapters: Adapters | None
-    ) -> Tensor | Unscaled | Partial:
-        """Run the rest of a layer after attention: return what is still to be added to x."""
-        layer = self.layers[i]
-        part = layer.o.unscaled(attended)
+    ) -> Tensor | Unscaled | Partial | None:
+        """Run the rest of a layer after attention: return what is still to be added to x, if anything is."""
+        layer, eps = self.layers[i], self.config.rms_norm_eps
+        # What a product may be added to at once: a part of a sum and what an adapter changes are not.
+        residual = x if self._groups.layout.tp_size == 1 and adapters is None else None
+        part: Tensor | Unscaled | None = None
+        if residual is not None and (few := layer.o.few(len(x))) is not None:
+            few(attended, residual=residual)
+        else:
+            part = layer.o.unscaled(attended)
         if adapters is not None:
             adapters.add(i, "o", attended, part)
-        normed = self._ops.add_norm(
-            x, self._sum(part), layer.post_norm, self.config.rms_norm_eps, layer.mlp.rounds(len(x))
-        )
-        return self._sum(layer.mlp(normed, i, adapters))
+        normed = self._ops.add_norm(x, self._sum(part), layer.post_norm, eps, layer.mlp.rounds(len(x)))
+        return self._sum(layer.mlp(normed, i, adapters, residual))
 
     def _by_head(self, qkv: Tensor | Unscaled) -> Tensor | Unscaled:
         if isinstance(qkv, Unscaled):
             return qkv._replace(numbers=qkv.numbers.view(-1, self._n_heads, self.config.head_dim))
         return qkv.view(-1, self._n_heads, self.config.head_dim)
 
-    def _sum(self, product: Tensor | Unscaled) -> Tensor | Unscaled | Partial:
-        """Sum over the TP group, whose ranks have scales of their own.
+    def _sum(self, product: Tensor | Unscaled | None) -> Tensor | Unscaled | Partial | None:
+        """Sum over the TP group, whose ranks have scales of their own. None has been added to the residual.
 
         A rank that is alone leaves the scales to the next operation, one that shares rows with the others
         also the sum.
         """
-        if self._groups.layout.tp_size == 1:
+        if product is None or self._groups.layout.tp_size == 1:
             return product
         if (shared := self._groups.shared_rows) is not None:
             n_rows = len(product.numbers if isinstance(product, Unscaled) else product)

@@ -1,0 +1,138 @@
+"""Products of few rows on NVIDIA GPUs: as fast as their weights are read, with the operation that follows.
+
+A product of few rows takes as long as reading its weights from memory, if enough programs read at once. So a
+program has a narrow tile of outputs; where the tiles are too few, several programs share one, each with a
+part of the sum. The last to finish adds the parts, always in the same order, so that the result does not
+depend on which it is.
+
+SiLU and the sum with the residual are taken along: a kernel of their own takes such a step 3 us, a hundredth
+of a layer's time or more. (A norm is not: each program would have to read its weights, too.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
+
+# For weights in fp8 and in bfloat16, measured on an H200 (docs/engine.md): the most rows, above which cuBLAS
+# is faster; outputs and depth of a program's step, and pipeline stages.
+MOST_ROWS = {True: 8, False: 16}
+_TILE = {True: (32, 128, 4), False: (32, 128, 3)}
+_PROGRAMS = 512  # wanted
+_MOST_SPLITS = 8
+
+
+@triton.jit
+def _widened(numbers):
+    """Return float8_e4m3fn as bfloat16, four at a time: the bits moved into place, times 2^120.
+
+    The factor corrects the exponent. Triton's own conversion goes through float16, one number at a time, and
+    is slower than memory.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, scale, none;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        shr.u32 c, a, 4;
+        shr.u32 d, b, 4;
+        and.b32 a, a, 0x80008000;
+        and.b32 b, b, 0x80008000;
+        lop3.b32 a, c, 0x07F007F0, a, 0xEA;
+        lop3.b32 b, d, 0x07F007F0, b, 0xEA;
+        mov.b32 scale, 0x7B807B80;
+        mov.b32 none, 0x80008000;
+        fma.rn.bf16x2 $0, a, scale, none;
+        fma.rn.bf16x2 $1, b, scale, none;
+        }""",
+        "=r,=r,r", [numbers], dtype=tl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@Kernel
+@triton.jit(do_not_specialize=["n"])
+def _product(
+    out, parts, arrived, x, weight, scales, n, n_out, n_in,
+    ACTIVATED: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of `out` [n, n_out].
+
+    If it is ACTIVATED, the weights have twice as many outputs, and a tile has a gate and a value of each.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row, depth, place = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
+    WIDTH: tl.constexpr = COLUMNS // 2 if ACTIVATED else COLUMNS  # of the tile in `out`
+    real_place = tile * WIDTH + place % WIDTH < n_out
+    column = (place // WIDTH) * n_out + tile * WIDTH + place % WIDTH
+    share = tl.cdiv(tl.cdiv(n_in, DEPTH), SPLITS) * DEPTH
+    first = split * share
+    a = weight + column.to(tl.int64)[:, None] * n_in + depth[None, :]
+    b = x + row[None, :] * n_in + depth[:, None]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)  # transposed: a tensor core's left operand is longer
+    for at in range(first, tl.minimum(first + share, n_in), DEPTH):
+        left = tl.load(a + at, mask=real_place[:, None] & (at + depth < n_in)[None, :], other=0.0)
+        right = tl.load(b + at, mask=(row < n)[None, :] & (at + depth < n_in)[:, None], other=0.0)
+        if SCALED:
+            left = _widened(left)
+        total = tl.dot(left, right.to(left.dtype), total)
+    if SPLITS > 1:
+        width = 2 * n_out if ACTIVATED else n_out
+        real, cell = real_place[:, None] & (row < n)[None, :], row[None, :] * width + column[:, None]
+        tl.store(parts + split * n * width + cell, total, mask=real)
+        tl.debug_barrier()  # every thread has stored its part before one of them counts
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(arrived + tile, 0)  # for the next product
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
+        for i in range(SPLITS):
+            total += tl.load(parts + i * n * width + cell, mask=real, other=0.0)
+    if SCALED:
+        total *= tl.load(scales + column, mask=real_place, other=0.0)[:, None]
+    # What follows sees the product as it would be stored.
+    result = total.to(out.dtype.element_ty)
+    if ACTIVATED:
+        halves = tl.reshape(result.to(tl.float32), [2, WIDTH, ROWS])
+        gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+        result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+    to = tile * WIDTH + tl.arange(0, WIDTH)
+    cell, real = out + row[None, :] * n_out + to[:, None], (to < n_out)[:, None] & (row < n)[None, :]
+    if ADDED:
+        result = tl.load(cell, mask=real, other=0.0).to(tl.float32) + result.to(tl.float32)
+    tl.store(cell, result.to(out.dtype.element_ty), mask=real)
+
+
+class FewRows:
+    """The product of at most `most_rows` rows with some weights, one at a time."""
+
+    def __init__(self, weight: Tensor, scales: Tensor | None) -> None:
+        """weight [out, in]: float8_e4m3fn with scales (float32, one per output), or floats without."""
+        self._weight, self._scales = weight, scales
+        self.most_rows = MOST_ROWS[scales is not None]
+        self._columns, self._depth, self._n_stages = _TILE[scales is not None]
+        self._tiles = cdiv(len(weight), self._columns)
+        # How many programs of each tile have stored their part: zeros again after each product.
+        self._arrived = torch.zeros(self._tiles, dtype=torch.int32, device=weight.device)
+
+    def __call__(self, x: Tensor, activated: bool = False, residual: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T [n, out] with the dtype of x [n, in]: that of the weights, if they are floats.
+
+        `activated`: return silu(gate) * up [n, out / 2]; the gate's outputs come first. `residual` [n, out]:
+        add the product to it, and return it.
+        """
+        n, (n_all, n_in) = len(x), self._weight.shape
+        splits = min(_MOST_SPLITS, next_power_of_2(cdiv(_PROGRAMS, self._tiles)), cdiv(n_in, self._depth))
+        out = x.new_empty(n, n_all // 2 if activated else n_all) if residual is None else residual
+        parts = out if splits == 1 else x.new_empty(splits, n, n_all, dtype=torch.float32)
+        scales = x if self._scales is None else self._scales
+        _product[(self._tiles, splits)](
+            out, parts, self._arrived, x, self._weight, scales, n, out.shape[1], n_in,
+            ACTIVATED=activated, ADDED=residual is not None, SCALED=self._scales is not None,
+            ROWS=max(8, next_power_of_2(n)), COLUMNS=self._columns, DEPTH=self._depth, SPLITS=splits,
+            num_warps=2, num_stages=self._n_stages,
+        )  # fmt: skip
+        return out
