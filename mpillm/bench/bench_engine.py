@@ -112,7 +112,8 @@ def main(config: Options) -> int:
     )
     if (both := product_rates(info.config, torch_dtype(info.dtype), _ROWS)) is not None:
         shown = ", ".join(
-            f"{n:,} rows {mine:.0f} ({without:.0f})" for n, (mine, without) in zip(_ROWS, both, strict=True)
+            f"{n:,} {'row' if n == 1 else 'rows'} {mine:.0f} ({without:.0f})"
+            for n, (mine, without) in zip(_ROWS, both, strict=True)
         )
         print(f"  a layer's products, compiled (and without a compiler), GFLOP/s: {shown}")
     print(

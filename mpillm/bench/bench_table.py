@@ -22,7 +22,7 @@ from mpillm.report.run_directory import TELEMETRY
 # Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
 # 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html. Llama 2
 # 70B: the best single H200 of MLPerf Inference v4.1, Offline, whose data set has 294 tokens in and out on
-# average.
+# average (github.com/mlcommons/inference_results_v4.1, closed/NVIDIA/results/H200-SXM-141GB-CTSx1_TRT).
 PUBLISHED: dict[str, dict[str, float]] = {
     "llama3.1-8b": {
         "128/128": 27_911, "128/2048": 26_221, "500/2000": 20_770, "1000/1000": 17_744,
@@ -34,6 +34,11 @@ PUBLISHED: dict[str, dict[str, float]] = {
     },
     "llama2-70b": {"294/294": 4_488},
 }  # fmt: skip
+# What to know when one compares with a model's figures.
+_NOTES = {
+    "llama2-70b": "llama2-70b: theirs is of a card with 1,000 W; eight of 700 W, in the same submission, made"
+    " 31,303 together, 3,913 each",
+}
 
 
 class Options(Values):
@@ -137,6 +142,8 @@ def main(config: Options) -> int:
                 f"   {result['loadgen_result']}",
                 flush=True,
             )
+        if note := _NOTES.get(Path(model).name):
+            print(f"  {note}", flush=True)
     return 1 if n_failed else 0
 
 

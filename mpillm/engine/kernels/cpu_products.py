@@ -63,8 +63,9 @@ class CpuProducts:
         `other` takes weights [out, in] and returns what multiplies rows with them.
         """
         with torch.inference_mode():
-            weight = torch.randint(-127, 128, (_OUTPUTS, _INPUTS)).to(self._weight_dtype)
-            x = torch.rand(_ROWS, _INPUTS).to(self._dtype)
+            own = torch.Generator().manual_seed(0)  # others' random numbers stay what they were
+            weight = torch.randint(-127, 128, (_OUTPUTS, _INPUTS), generator=own).to(self._weight_dtype)
+            x = torch.rand(_ROWS, _INPUTS, generator=own).to(self._dtype)
             packed, product = self.pack(weight), other(weight)
             ways: tuple[Callable[[], Tensor], ...] = (
                 lambda: self.multiply(x, packed, _OUTPUTS),
