@@ -48,11 +48,12 @@ def address(x: Tensor) -> int:
 
 def _compiled(found: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     """Compile with `found`, half a second, and keep the result in the user's cache for this kind of CPU."""
-    # What the compiler defines by itself names its version and all instructions that it may use here.
+    # The source with all that it includes, and what the compiler defines by itself: that names its version and
+    # all instructions that it may use here.
     about = subprocess.run(
-        [found, *flags, "-dM", "-E", str(source)], check=True, capture_output=True, timeout=_LONGEST_S
+        [found, *flags, "-dD", "-E", "-P", str(source)], check=True, capture_output=True, timeout=_LONGEST_S
     ).stdout
-    name = hashlib.sha256(about + " ".join(flags).encode() + source.read_bytes()).hexdigest()[:32]
+    name = hashlib.sha256(about + " ".join(flags).encode()).hexdigest()[:32]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpillm"
     kept = folder / f"{name}.so"
     if not kept.exists():

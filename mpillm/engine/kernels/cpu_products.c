@@ -4,45 +4,19 @@
    as float. Weights lie in panels of WIDTH outputs, rows are copied into tiles of up to ROWS, and a tile's sums
    with a panel stay in registers (the way of GotoBLAS and BLIS: Goto and van de Geijn, ACM TOMS 34(3), 2008). */
 
-#include <stdint.h>
+#include "cpu_vectors.h"
+
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 #ifdef __AVX512F__ /* 32 registers of 16 floats: 24 sums */
-#define LANES 16
 #define ROWS 12
 #else /* 16 of 8: 12 sums */
-#define LANES 8
 #define ROWS 6
 #endif
 #define WIDTH (2 * LANES)
 #define DEPTH 600    /* inputs at most of a panel's piece, which stays in a core's cache for all tiles */
 #define MOST_ROWS 96 /* that are copied at once */
-
-typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#if BF16
-typedef uint16_t number;
-typedef uint16_t numbers __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
-
-static inline float get(number x) { return ((union { uint32_t bits; float real; }){(uint32_t)x << 16}).real; }
-
-static inline void store(number *to, floats x) /* to the nearest, ties to even */
-{
-    words bits = (words)x, nan = (words)(x != x);
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *(numbers *)to = __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), numbers);
-}
-#else
-typedef float number;
-
-static inline float get(number x) { return x; }
-static inline void store(number *to, floats x) { *(floats *)to = x; }
-#endif
 
 /* `first` and `second` are the halves of a panel's row. */
 #if INT8
