@@ -48,8 +48,8 @@ def address(x: Tensor) -> int:
 
 def _compiled(found: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     """Compile with `found`, half a second, and keep the result in the user's cache for this kind of CPU."""
-    # The source with all that it includes, and what the compiler defines by itself: that names its version and
-    # all instructions that it may use here.
+    # The source with all that it includes, and what the compiler defines by itself, which names its version
+    # and all instructions that it may use here.
     about = subprocess.run(
         [found, *flags, "-dD", "-E", "-P", str(source)], check=True, capture_output=True, timeout=_LONGEST_S
     ).stdout
