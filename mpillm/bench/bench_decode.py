@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
+from mpillm.configurator.parsers import flag_dict
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
@@ -56,6 +57,13 @@ class Options(Values):
         "vllm_python",
         "the Python of an environment with vLLM for CPUs; make test-peers makes one",
         default=".venv-peers/bin/python",
+        group="benchmark",
+    )
+    speculative_config = Field(
+        "speculative_config",
+        "CPU: instead of others, the engine with these guesses takes turns with the engine without"
+        " (docs/speculation.md), as key:value,key:value",
+        flag_dict,
         group="benchmark",
     )
     num_prompts = Field(

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +37,13 @@ _STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one
 
 
 DESCRIPTION = (
-    "Measure offline output tokens/s of the embedded engine and of transformers or vLLM:"
+    "Measure offline output tokens/s of the embedded engine and of transformers, vLLM or itself with guesses:"
     " greedy, all answers of one length."
 )
 EPILOG = """examples:
   python -m mpillm bench engine --model_path DIR
   python -m mpillm bench engine --model_path DIR --against vllm --dtype bfloat16
+  python -m mpillm bench engine --model_path DIR --speculative_config decoding_type:NGram,max_draft_len:4
   python -m mpillm bench engine --device cuda --batches 1,64"""
 
 
@@ -74,11 +76,19 @@ def main(config: Options) -> int:
     torch.set_num_threads(config.n_threads)
     engine = _Engine(core, info)
     contenders: dict[str, Answer] = {"engine": lambda: engine.answer(prompts, config.output_len)}
+    guessing: _Engine | None = None
+    if config.speculative_config:
+        guessing = _Engine(replace(core, speculative_config=config.speculative_config), info)
+        guessing.answer(prompts, 2)
+        contenders["engine, with guesses"] = partial(guessing.answer, prompts, config.output_len)
     load = OtherLoad()
     times: dict[str, list[float]] = {}
     answers: dict[str, list[list[int]]] = {}
     products: list[float] = []
-    with _others(config, info, prompts) as baseline:
+    answering: contextlib.AbstractContextManager[dict[str, Answer]] = (
+        _others(config, info, prompts) if guessing is None else contextlib.nullcontext({})
+    )
+    with answering as baseline:
         contenders |= baseline
         engine.answer(prompts, 2)  # warms up memory and kernels
         for i in range(config.repeats):
@@ -123,6 +133,9 @@ def main(config: Options) -> int:
     for name in list(contenders)[1:]:
         same = sum(a == b for a, b in zip(answers["engine"], answers[name], strict=True))
         print(f"  answers equal to {name}: {same} of {len(prompts)}")
+    if guessing is not None:
+        right, made = guessing.guesses()
+        print(f"  guesses of a round: {made:,}, of which {right:,} were right")
     return 0
 
 
@@ -177,12 +190,17 @@ class _Engine:
         from mpillm.engine.engine import Engine
         from mpillm.engine.engine_limits import EngineLimits
         from mpillm.engine.parallel.groups import Groups
+        from mpillm.engine.speculation.draft_model_info import check_speculation
+        from mpillm.engine.speculation.start_speculation import start_speculation
         from mpillm.engine.worker import Worker
 
         limits = EngineLimits(core.max_batch_size, core.max_num_tokens, core.tokens_per_block)
         self._engine: Engine = Engine(
             info, limits, Worker.on_cpu(info, core.tokens_per_block, Groups(), dummy=False)
         )
+        if core.speculative_config:
+            check_speculation(core, info)
+            self._engine.speculation = start_speculation(core, self._engine.scheduler)
         self._steps: list[tuple[int, int]] = []  # rows, rows with logits
         part = self._engine.worker.part
         forward = part.model.forward
@@ -198,6 +216,8 @@ class _Engine:
         from mpillm.engine.sequence import Sequence as EngineSequence
 
         self._steps.clear()
+        if (speculation := self._engine.speculation) is not None:
+            speculation.accepted_tokens = speculation.drafted_tokens = 0
         sequences = [
             EngineSequence(i, prompt, n_output, n_output, SamplingParams())
             for i, prompt in enumerate(prompts)
@@ -207,6 +227,12 @@ class _Engine:
         while not self._engine.is_idle():
             self._engine.step()
         return [sequence.output for sequence in sequences]
+
+    def guesses(self) -> tuple[int, int]:
+        """Return how many of the last `answer`'s guesses were right, and how many it made."""
+        speculation = self._engine.speculation
+        assert speculation is not None
+        return speculation.accepted_tokens, speculation.drafted_tokens
 
     def products(self) -> float:
         """Return the seconds for the last `answer`'s matrix products with weights, alone and one by one."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from mpillm.engine.weights.sources import save_preset
 from tests.helpers.support import Starter
 
 SMALL = ("--device", "cpu", "--models", "tiny-llama", "--prompt_lens", 64, "--mebibytes", 1, "--repeats", 1)
@@ -26,6 +28,17 @@ def test_a_table_of_whole_runs(one: Starter) -> None:
     assert re.search(r"tiny-llama +9/4 +3 +[012] +0 +[\d.]+ +[\d,]+ +- +- +- +- +VALID", ended.out), ended.out
     assert re.search(r"tiny-llama +90000/4 +3 failed: .*max_seq_len", ended.out), ended.out
     assert "expected tokens in/out" in one.mpillm("bench", "table", *small, "--pairs", "9x4").must(2).message
+
+
+def test_the_engine_beside_itself_with_guesses(one: Starter, tmp_path: Path) -> None:
+    save_preset("tiny-llama", tmp_path / "model")
+    words = ("bench", "engine", "--model_path", tmp_path / "model", "--speculative_config")
+    few = ("--num_prompts", 4, "--output_len", 32, "--repeats", 1)
+    ended = one.mpillm(*words, "decoding_type:NGram,max_draft_len:2", *few).must(0)
+    assert "answers equal to engine, with guesses: 4 of 4" in ended.out
+    found = re.search(r"guesses of a round: (\d+), of which (\d+) were right", ended.out)
+    assert found is not None and int(found[1]) >= int(found[2]) > 0, ended.out
+    assert "did you mean 'NGram'" in one.mpillm(*words, "decoding_type:Ngramm", *few).must(2).message
 
 
 def test_core_models_table_has_whole_latencies_through_mpi(one: Starter) -> None:

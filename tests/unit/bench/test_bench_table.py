@@ -81,5 +81,5 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
     ]
     # Their figure for this one is of a card that may take more power than most.
     assert main(["bench", "table", "--models", "llama2-70b", "--pairs", "294/294"]) == 0
-    row, note = capsys.readouterr().out.splitlines()[-2:]
-    assert " 4,488 " in row and "1,000 W" in note
+    line, note = capsys.readouterr().out.splitlines()[-2:]
+    assert " 4,488 " in line and "1,000 W" in note
