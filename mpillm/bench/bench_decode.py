@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _WARM_UP = 4  # steps
 _PAUSE_S = 50e-6
+# An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
+# whose limit is 700.
+_LEAST_METERED_S = 1.0
 
 
 class Options(Values):
@@ -215,7 +218,10 @@ def _explained(batch: int, decoded: Decoded, times: dict[Part, float], roofline:
     rest = decoded.step_s - sum(times.values())
     lines.append(f"  {'the rest':<23} {rest * 1e3:>9.3f}   norms, rotary embedding, cache, sampler, gaps")
     lines.append(f"  {'on the host':<23} {decoded.host_s * 1e3:>9.3f}   beside the step before it")
-    if not math.isnan(joules := decoded.watts * decoded.step_s):
+    if decoded.metered_s < _LEAST_METERED_S:
+        n_steps = math.ceil(_LEAST_METERED_S / decoded.step_s)
+        lines.append(f"  {decoded.sm_mhz:.0f} MHz; for watts these steps are too few: --output_len {n_steps}")
+    elif not math.isnan(joules := decoded.watts * decoded.step_s):
         lines.append(
             f"  {decoded.watts:.0f} W, {decoded.sm_mhz:.0f} MHz; {joules:.3g} J a step,"
             f" {1e3 * joules / batch:.3g} mJ a token"
@@ -242,8 +248,9 @@ class Decoded(NamedTuple):
 
     step_s: float  # from one step's tokens to the next one's
     host_s: float  # this process's work for a step
-    watts: float  # NaN where the driver does not say
-    sm_mhz: float  # half way, likewise
+    metered_s: float  # how long watts were metered; NaN where the driver does not say, as what follows
+    watts: float
+    sm_mhz: float  # half way
 
 
 def _decode(
@@ -276,12 +283,15 @@ def _decode(
         host_s = 0.0
         if meter is not None and seen - 1 in (_WARM_UP, _WARM_UP + n_steps // 2, _WARM_UP + n_steps):
             readings.append((time.perf_counter(), dict(zip(GPU_COLUMNS, meter.read(), strict=True))))
-    watts = sm_mhz = math.nan
+    metered_s = watts = sm_mhz = math.nan
     if len(readings) == 3:
         (began, before), (_, half_way), (ended, after) = readings
-        watts, sm_mhz = (after["energy_j"] - before["energy_j"]) / (ended - began), half_way["sm_mhz"]
+        metered_s, sm_mhz = ended - began, half_way["sm_mhz"]
+        watts = (after["energy_j"] - before["energy_j"]) / metered_s
     steps = [b - a for a, b in itertools.pairwise(arrivals)][_WARM_UP - 1 :]
-    return Decoded(statistics.median(steps), statistics.median(host_times[_WARM_UP:]), watts, sm_mhz)
+    return Decoded(
+        statistics.median(steps), statistics.median(host_times[_WARM_UP:]), metered_s, watts, sm_mhz
+    )
 
 
 def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:

@@ -67,7 +67,7 @@ def test_the_roofline_names_the_limit() -> None:
     assert (roofline.seconds(head), roofline.limit(head)) == (10.0, "arithmetic")
     assert (roofline.seconds(computes), roofline.limit(computes)) == (5.0, "arithmetic")
     text = _explained(
-        4, Decoded(10.0, 0.5, watts=350.0, sm_mhz=1700.0), {reads: 3.0, computes: 6.0}, roofline
+        4, Decoded(10.0, 0.5, 30.0, watts=350.0, sm_mhz=1700.0), {reads: 3.0, computes: 6.0}, roofline
     )
     assert [line.split() for line in text.splitlines()][1:4] == [
         ["reads", "3000.000", "2000.000", "1.50", "memory"],
@@ -75,6 +75,8 @@ def test_the_roofline_names_the_limit() -> None:
         ["the", "rest", "1000.000", *["norms,", "rotary", "embedding,", "cache,", "sampler,", "gaps"]],
     ]
     assert "350 W, 1700 MHz; 3.5e+03 J a step, 8.75e+05 mJ a token" in text
-    assert "W," not in _explained(
-        4, Decoded(10.0, 0.5, watts=math.nan, sm_mhz=math.nan), {reads: 3.0}, roofline
-    )
+    unknown = Decoded(10.0, 0.5, metered_s=math.nan, watts=math.nan, sm_mhz=math.nan)
+    assert "MHz" not in _explained(4, unknown, {reads: 3.0}, roofline)
+    short = Decoded(0.004, 0.001, metered_s=0.12, watts=852.0, sm_mhz=1700.0)
+    last = _explained(4, short, {reads: 3.0}, roofline).splitlines()[-1]
+    assert last == "  1700 MHz; for watts these steps are too few: --output_len 250"
