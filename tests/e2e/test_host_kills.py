@@ -54,8 +54,9 @@ def _kill_ranks(made: Hosts) -> None:
 
 def _kill_daemon(made: Hosts) -> None:
     for pid in made.processes(LOST):
-        if Path(f"/proc/{pid}/comm").read_text().strip() == "prted":
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended meanwhile
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "prted":
+                os.kill(pid, signal.SIGKILL)
 
 
 HITS: dict[str, Callable[[Hosts], None]] = {
