@@ -24,6 +24,7 @@ from mpillm.config.core_config import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_info import ModelInfo, check_model
+from mpillm.engine.speculation.draft_model_info import check_speculation
 
 if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
@@ -68,6 +69,8 @@ def main(config: Options) -> int:
         raise ConfigError(f"--model_path {config.model_path}: transformers needs a folder, not a preset")
     prompts = _prompts(info, config)
     n_output = len(prompts) * config.output_len
+    with_guesses = replace(core, speculative_config=config.speculative_config)
+    check_speculation(with_guesses, info)
 
     import torch
 
@@ -78,7 +81,7 @@ def main(config: Options) -> int:
     contenders: dict[str, Answer] = {"engine": lambda: engine.answer(prompts, config.output_len)}
     guessing: _Engine | None = None
     if config.speculative_config:
-        guessing = _Engine(replace(core, speculative_config=config.speculative_config), info)
+        guessing = _Engine(with_guesses, info)
         guessing.answer(prompts, 2)
         contenders["engine, with guesses"] = partial(guessing.answer, prompts, config.output_len)
     load = OtherLoad()
@@ -190,7 +193,6 @@ class _Engine:
         from mpillm.engine.engine import Engine
         from mpillm.engine.engine_limits import EngineLimits
         from mpillm.engine.parallel.groups import Groups
-        from mpillm.engine.speculation.draft_model_info import check_speculation
         from mpillm.engine.speculation.start_speculation import start_speculation
         from mpillm.engine.worker import Worker
 
@@ -199,7 +201,6 @@ class _Engine:
             info, limits, Worker.on_cpu(info, core.tokens_per_block, Groups(), dummy=False)
         )
         if core.speculative_config:
-            check_speculation(core, info)
             self._engine.speculation = start_speculation(core, self._engine.scheduler)
         self._steps: list[tuple[int, int]] = []  # rows, rows with logits
         part = self._engine.worker.part
