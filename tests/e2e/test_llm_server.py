@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import stat
 import sys
 import urllib.request
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.make_folder import make_folder
+from tests.helpers.serving_place import make_serving_place
 from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, free_ports, wait_until
 
 SERVER = f"""#!{sys.executable}
@@ -61,21 +61,7 @@ socketserver.TCPServer(("", port), Handler).serve_forever()
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return where the commands run: with stand-ins first in PATH, and two model repositories."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name in ("tritonserver", "trtllm-serve"):
-        (programs / name).write_text(SERVER)
-        (programs / name).chmod(0o755 | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("MLPERF_DISAGG_LAUNCH_TYPE", raising=False)
-    for server in (0, 1):
-        model = tmp_path / f"repo_{server}" / f"model-{server}"
-        model.mkdir(parents=True)
-        (model / "config.pbtxt").write_text(
-            'parameters { key: "gpu_device_ids" value { string_value: "0" } }'
-        )
-    (tmp_path / "llama").mkdir()
-    return tmp_path
+    return make_serving_place(tmp_path, SERVER, monkeypatch)
 
 
 # Two servers with three ports each: the gRPC ports are named, the other four follow them.

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from mpillm.cli import main
+from tests.helpers.serving_place import make_serving_place
 from tests.helpers.support import DONE, USAGE
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with two model repositories and a model; PATH has programs that nothing starts."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name in ("tritonserver", "trtllm-serve"):
-        (programs / name).touch(0o755)
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("MLPERF_DISAGG_LAUNCH_TYPE", raising=False)
-    for server in (0, 1):
-        model = tmp_path / f"repo_{server}" / f"model-{server}"
-        model.mkdir(parents=True)
-        (model / "config.pbtxt").write_text(
-            'parameters { key: "gpu_device_ids" value { string_value: "0" } }'
-        )
-    (tmp_path / "llama").mkdir()
-    return tmp_path
+    return make_serving_place(tmp_path, "", monkeypatch)
 
 
 DRY = {

@@ -24,7 +24,6 @@ from mpillm.engine.engine import Engine
 from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.engine_messages import PLAN
 from mpillm.engine.graph_sizes import ladder, too_slow
-from mpillm.engine.model.linear import Linear
 from mpillm.engine.model.model_info import check_model
 from mpillm.engine.model.ops import Partial
 from mpillm.engine.parallel.groups import Groups, MpiGroups
@@ -123,42 +122,6 @@ def test_tokens_fed_on_the_device_are_transformers(
     engine = make_engine(folder, **options)
     assert answer(engine, prompts) == expected
     assert ("kv_cache_tokens" in options) == (engine.scheduler.preemptions > 3)
-
-
-class PlainFewRows:
-    """As `kernels.few_rows.FewRows`, and counts its products."""
-
-    most_rows = 4
-    n_products = 0
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
-
-    def __call__(
-        self, x: torch.Tensor, activated: bool = False, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        assert len(x) <= self.most_rows
-        PlainFewRows.n_products += 1
-        product = torch.nn.functional.linear(x, self._weight)
-        if activated:
-            return plain_kernels.silu_mul(product)
-        return product if residual is None else residual.add_(product)
-
-
-def test_few_rows_take_along_what_follows(
-    folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = Linear.__init__
-
-    def make_with_few(self: Linear, weight: torch.Tensor) -> None:
-        few: Any = PlainFewRows(weight.clone())
-        make(self, weight)
-        self._few = few
-
-    monkeypatch.setattr(Linear, "__init__", make_with_few)
-    assert answer(make_engine(folder, max_batch_size=3), prompts) == expected
-    n_layers = check_model(CoreConfig("torch", model_path=str(folder))).config.n_layers
-    assert PlainFewRows.n_products > 3 * n_layers * N_OUTPUT
 
 
 def test_a_mixture(prompts: Tokens) -> None:

@@ -1,13 +1,18 @@
-"""Products with weights of 8 bits on a CPU against those with the weights multiplied out."""
+"""Products with weights: 8 bits on a CPU against those multiplied out; few rows with what follows them."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mpillm.engine.model import linear
+from mpillm.engine.model import linear, ops
 from mpillm.engine.model.linear import Int8Linear, Linear, make_linear
 from mpillm.engine.weights.quantize import quantize_rows
+from tests.helpers.oracle import Tokens
+from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
 
 def matrix(
@@ -46,3 +51,38 @@ def test_fp8_on_a_cpu_becomes_floats() -> None:
     assert type(product) is Linear
     x = torch.randn(5, 64)
     torch.testing.assert_close(product(x), x @ floats.T, atol=1e-5, rtol=1e-5)
+
+
+class PlainFewRows:
+    """As `kernels.few_rows.FewRows`, which is for GPUs."""
+
+    most_rows = 4
+
+    def __init__(self, weight: torch.Tensor, seen: list[int]) -> None:
+        """`seen` gets the rows of each product."""
+        self._weight, self._seen = weight.clone(), seen
+
+    def __call__(
+        self, x: torch.Tensor, activated: bool = False, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self._seen.append(len(x))
+        product = torch.nn.functional.linear(x, self._weight)
+        if activated:
+            return ops.silu_mul(product)
+        return product if residual is None else residual.add_(product)
+
+
+def test_few_rows_take_along_what_follows(
+    folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, seen = Linear.__init__, list[int]()
+
+    def make_with_few(self: Linear, weight: torch.Tensor) -> None:
+        few: Any = PlainFewRows(weight, seen)
+        make(self, weight)
+        self._few = few
+
+    monkeypatch.setattr(Linear, "__init__", make_with_few)
+    core = make_core(folder, max_batch_size=3)
+    assert answer(core, make_batch(prompts)) == expected
+    assert len(seen) > 3 * core.info.config.n_layers * N_OUTPUT and max(seen) <= PlainFewRows.most_rows
