@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
@@ -15,17 +15,14 @@ from mpillm.configurator.parsers import flag_dict
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
+from mpillm.engine.speculation.draft_model_info import check_speculation
+from mpillm.engine.speculation.speculative_config import SpeculativeConfig, decode_rows
 from mpillm.fields import Field, integers, not_negative, positive
-from mpillm.telemetry.gpu_meter import GPU_COLUMNS, GpuMeter
 
 if TYPE_CHECKING:
     from mpillm.bench.decode_parts import Part, Roofline
-    from mpillm.engine.engine import Engine
-    from mpillm.engine.sequence import Sequence
-    from mpillm.engine.worker import Worker
+    from mpillm.bench.decode_steps import Decoded
 
-_WARM_UP = 4  # steps
-_PAUSE_S = 50e-6
 # An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
 # whose limit is 700.
 _LEAST_METERED_S = 1.0
@@ -64,8 +61,8 @@ class Options(Values):
     )
     speculative_config = Field(
         "speculative_config",
-        "CPU: instead of others, the engine with these guesses takes turns with the engine without"
-        " (docs/speculation.md), as key:value,key:value",
+        "CPU: instead of others, the engine with these guesses takes turns with the engine without; GPU: also"
+        " time steps that test guesses (docs/speculation.md); as key:value,key:value",
         flag_dict,
         group="benchmark",
     )
@@ -133,7 +130,12 @@ def bench_decode(config: Options) -> int:
         raise ConfigError("--device cuda: there is no NVIDIA GPU")
     batches, context, n_steps = config.batches, config.context_len, config.output_len
     block = CoreConfig.tokens_per_block
-    longest_decoded = context + n_steps + _WARM_UP + 2 * block
+    guesses = SpeculativeConfig.read(config.speculative_config) if config.speculative_config else None
+    n_guesses = guesses.max_draft_len if guesses else 0
+
+    from mpillm.bench.decode_steps import WARM_UP, decode_steps
+
+    longest_decoded = context + n_steps + WARM_UP + n_guesses + 2 * block
     longest = max(longest_decoded, context + max(config.pieces) + block)
     core = CoreConfig(
         core_type="torch",
@@ -143,12 +145,14 @@ def bench_decode(config: Options) -> int:
         kv_cache_dtype=config.kv_cache_dtype,
         gpu_bytes=gpus[0].free,
         max_batch_size=max(batches),
-        max_num_tokens=max(config.max_num_tokens, *batches),
+        max_num_tokens=max(config.max_num_tokens, max(batches) * (1 + n_guesses)),
         max_seq_len=longest,
         kv_cache_tokens=max(batches) * (longest_decoded + block) + longest,
         enable_chunked_context=True,
+        speculative_config=config.speculative_config,
     )
     info = check_model(core)
+    check_speculation(core, info)
 
     import torch
 
@@ -160,7 +164,15 @@ def bench_decode(config: Options) -> int:
 
     started = time.perf_counter()
     dummy = info.folder is None
-    worker = Worker.on_gpu(info, block, Groups(), core.max_batch_size, dummy=dummy, device="cuda:0")
+    worker = Worker.on_gpu(
+        info,
+        block,
+        Groups(),
+        core.max_batch_size,
+        dummy=dummy,
+        device="cuda:0",
+        decode_rows=decode_rows(core),
+    )
     worker.warm_up(core.max_num_tokens)
     torch.cuda.synchronize()
     startup = time.perf_counter() - started
@@ -173,14 +185,15 @@ def bench_decode(config: Options) -> int:
     print(f"{context} tokens of context, greedy; loaded, captured and warmed up in {startup:.1f} s")
     roofline = measure_roofline(worker.part, step_kernels)
     explained: list[str] = []
+    plain_s: dict[int, float] = {}  # a step of each batch
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
     print(
         f"  {'batch':>6} {'step ms':>9} {'floor ms':>9} {'ratio':>6}"
         f" {'tokens/s':>9} {'attention':>10} {'products':>9}"
     )
     for batch in batches:
-        decoded = _decode(worker, info, core, batch, context, n_steps)
-        step_s, n_tokens = decoded.step_s, context + _WARM_UP + n_steps // 2
+        decoded = decode_steps(worker, core, batch, context, n_steps)
+        step_s, n_tokens = decoded.step_s, context + WARM_UP + n_steps // 2
         n_bytes = _weight_bytes(info, batch)
         n_bytes += batch * n_tokens * info.config.kv_bytes_per_token(info.kv_dtype)
         floor_s = n_bytes / (config.bandwidth * 1e12)
@@ -193,6 +206,7 @@ def bench_decode(config: Options) -> int:
             flush=True,
         )
         explained.append(_explained(batch, decoded, times, roofline))
+        plain_s[batch] = step_s
     print(
         f"roofline, measured: {roofline.bandwidth / 1e12:.2f} TB/s reading; products of many rows"
         f" {roofline.peak / 1e12:.0f} TFLOP/s, of the head {roofline.peak_in_floats / 1e12:.0f}"
@@ -203,6 +217,18 @@ def bench_decode(config: Options) -> int:
     for batch, piece in itertools.product(batches, config.pieces):
         mixed = mixed_step(worker, batch, context, piece, block)
         print(f"  {batch:>6} {piece:>6} {mixed.step_s * 1e3:>9.2f} {mixed.host_s * 1e3:>9.2f}", flush=True)
+    if guesses is not None:
+        print(
+            "steps that test guesses of each sequence, none right; they pay if so many are right on average"
+        )
+        print(f"  {'batch':>6} {'guesses':>7} {'step ms':>9} {'plain':>9} {'pay from':>9}")
+        for batch, n in itertools.product(batches, range(1, n_guesses + 1)):
+            tested = decode_steps(worker, core, batch, context, n_steps, replace(guesses, max_draft_len=n))
+            step_ms, plain_ms = tested.step_s * 1e3, plain_s[batch] * 1e3
+            print(
+                f"  {batch:>6} {n:>7} {step_ms:>9.3f} {plain_ms:>9.3f} {step_ms / plain_ms - 1:>9.2f}",
+                flush=True,
+            )
     return 0
 
 
@@ -241,67 +267,3 @@ def _weight_bytes(info: ModelInfo, batch: int) -> int:
         experts = 3 * c.n_layers * c.n_experts * c.intermediate_size * c.hidden_size * expert_width
         n_bytes -= round(experts * (1 - c.n_experts_per_token / c.n_experts) ** batch)
     return n_bytes
-
-
-class Decoded(NamedTuple):
-    """Consecutive steps of the whole engine: medians."""
-
-    step_s: float  # from one step's tokens to the next one's
-    host_s: float  # this process's work for a step
-    metered_s: float  # how long watts were metered; NaN where the driver does not say, as what follows
-    watts: float
-    sm_mhz: float  # half way
-
-
-def _decode(
-    worker: Worker, info: ModelInfo, core: CoreConfig, batch: int, context: int, n_steps: int
-) -> Decoded:
-    from mpillm.engine.engine import Engine
-    from mpillm.engine.engine_limits import EngineLimits
-
-    engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
-    sequences = [_admitted(engine, i, context, _WARM_UP + n_steps + 1) for i in range(batch)]
-    try:
-        meter = GpuMeter(0)
-    except OSError:
-        meter = None
-    arrivals: list[float] = []
-    host_times: list[float] = []
-    readings: list[tuple[float, dict[str, float]]] = []
-    host_s, seen = 0.0, 1
-    while not engine.is_idle():
-        if not engine.has_work():
-            time.sleep(_PAUSE_S)
-        began = time.perf_counter()
-        engine.step()
-        host_s += time.perf_counter() - began
-        if len(sequences[0].output) == seen:
-            continue
-        seen = len(sequences[0].output)
-        arrivals.append(time.perf_counter())
-        host_times.append(host_s)
-        host_s = 0.0
-        if meter is not None and seen - 1 in (_WARM_UP, _WARM_UP + n_steps // 2, _WARM_UP + n_steps):
-            readings.append((time.perf_counter(), dict(zip(GPU_COLUMNS, meter.read(), strict=True))))
-    metered_s = watts = sm_mhz = math.nan
-    if len(readings) == 3:
-        (began, before), (_, half_way), (ended, after) = readings
-        metered_s, sm_mhz = ended - began, half_way["sm_mhz"]
-        watts = (after["energy_j"] - before["energy_j"]) / metered_s
-    steps = [b - a for a, b in itertools.pairwise(arrivals)][_WARM_UP - 1 :]
-    return Decoded(
-        statistics.median(steps), statistics.median(host_times[_WARM_UP:]), metered_s, watts, sm_mhz
-    )
-
-
-def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
-    """Return a sequence in generation, as if handed over by a context instance."""
-    from mpillm.engine.sampler import SamplingParams
-    from mpillm.engine.sequence import Sequence
-
-    sequence = Sequence(i, [1 + i] * context, n_output, 0, SamplingParams(), output=[2 + i], n_cached=context)
-    blocks = engine.scheduler.reserve(context, sequence.n_cached_at_most)
-    assert blocks is not None
-    sequence.blocks = blocks
-    engine.scheduler.admit(sequence)
-    return sequence

@@ -170,6 +170,7 @@ class TorchCore(LLMCore):
             groups = Groups(layout) if self.comms is None or alone else MpiGroups(layout, self.comms)
             return Worker.on_cpu(self.info, c.tokens_per_block, groups, dummy=dummy)
         from mpillm.engine.parallel.nccl import NcclGroups
+        from mpillm.engine.speculation.speculative_config import decode_rows
 
         torch.cuda.set_device(c.device or 0)
         groups = Groups(layout) if self.comms is None or alone else NcclGroups(layout, self.comms)
@@ -181,6 +182,7 @@ class TorchCore(LLMCore):
             dummy=dummy,
             device=f"cuda:{c.device or 0}",
             shares_rows=c.options.get(CUSTOM_ALL_REDUCE, True),
+            decode_rows=decode_rows(c),
         )
 
     def run_health_check(self) -> None:

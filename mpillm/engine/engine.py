@@ -49,7 +49,6 @@ class Engine:
         self.worker = worker
         self._peers = worker.peers
         self._n_stages = worker.part.groups.layout.pp_size
-        self._depth = self._n_stages + worker.steps.n_ahead  # steps in flight
         size, n_blocks = limits.tokens_per_block, info.kv_cache_tokens // limits.tokens_per_block
         self.blocks = PrefixCache(n_blocks, size) if limits.reuse else BlockAllocator(n_blocks)
         self.scheduler = Scheduler(
@@ -103,7 +102,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Return whether `step` has something to do now."""
-        can_plan = len(self._in_flight) < self._depth and self.scheduler.can_plan()
+        can_plan = self._may_start() and self.scheduler.can_plan()
         return can_plan or self.handoffs.has_orders() or self._has_tokens() or bool(self._cancelled)
 
     @property
@@ -147,9 +146,9 @@ class Engine:
         sequences of its own, so that every stage has work. A worker that feeds a token to the next step by
         itself (`n_ahead`) gets that step before the token is read. If a sequence turns out to have ended,
         what that step computes for it is dropped; its blocks may already belong to another sequence of a
-        later step.
+        later step. Before a step that tests guesses, and after it, all tokens must be read.
         """
-        plan = self.scheduler.plan() if len(self._in_flight) < self._depth else []
+        plan = self.scheduler.plan() if self._may_start() else []
         if plan and self.speculation is not None:
             plan = self.speculation.add_drafts(plan)
         if plan or self.handoffs.has_orders():
@@ -203,6 +202,11 @@ class Engine:
         progress += [Progress(sequence, is_first=False, is_final=True) for sequence in self._cancelled]
         self._cancelled.clear()
         return progress
+
+    def _may_start(self) -> bool:
+        """Return whether another step may be in flight."""
+        waits = self.speculation is not None and self.speculation.waits()
+        return len(self._in_flight) < self._n_stages + (0 if waits else self.worker.steps.n_ahead)
 
     def _note_step(self, begun: float, counts: StepCounts) -> None:
         """Note a step that has ended. One that began during another counts from that one's end."""

@@ -2,10 +2,10 @@
 
 Only a step's tokens go back to the host, which reads them while the next step runs. A new token stays on the
 device under its sequence's slot, and a row whose token the host does not know yet (`UNREAD`) takes it from
-there. Block tables are on the device, too. A step in which every sequence adds one token (decode) is a CUDA
-graph, captured at load for each size of a ladder; fewer rows are padded with rows of an unused slot, whose
-block is `NULL_BLOCK`. Of other steps, what lies between two attentions is a graph (`LayerGraphs`), unless
-they are long enough to hide the launches of all kernels.
+there. Block tables are on the device, too. A step in which every sequence adds one token, and maybe guesses
+(decode), is a CUDA graph, captured at load for each size of a ladder; fewer rows are padded with rows of an
+unused slot, whose block is `NULL_BLOCK`. Of other steps, what lies between two attentions is a graph
+(`LayerGraphs`), unless they are long enough to hide the launches of all kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mpillm.engine import compilations
@@ -47,8 +48,10 @@ def use_gpu(device: str) -> Any:
 class GpuSteps:
     """Implements `worker.Steps`. On a CPU it works with plain `kernels`, slowly and without graphs."""
 
-    def __init__(self, part: ModelPart, max_batch_size: int, kernels: Any) -> None:
-        """Capture the graphs, which takes seconds."""
+    def __init__(
+        self, part: ModelPart, max_batch_size: int, kernels: Any, decode_rows: int | None = None
+    ) -> None:
+        """Capture the graphs, which takes seconds. `decode_rows`: see `Worker.on_gpu`."""
         info, device = part.info, part.device
         self._part = part
         self._kernels = kernels
@@ -56,6 +59,7 @@ class GpuSteps:
         # another rank needs the token.
         self.n_ahead = 1 if part.groups.layout.pp_size == 1 else 0
         self._max_batch_size = max_batch_size
+        self._decode_rows = decode_rows or max_batch_size
         self._nobody = max_batch_size  # the slot of rows that pad a graph
         with torch.inference_mode():
             self._rotations = torch.view_as_real(part.model.rotations).flatten(1).contiguous()
@@ -63,41 +67,42 @@ class GpuSteps:
             self._table = torch.zeros(max_batch_size + 1, n_per_slot, dtype=torch.int32, device=device)
             self._last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=device)
             # Tokens, slots, positions.
-            self._rows = torch.zeros(3 * max_batch_size, dtype=torch.int64, device=device)
+            self._rows = torch.zeros(3 * self._decode_rows, dtype=torch.int64, device=device)
             self._hidden = torch.zeros(
-                max_batch_size, info.config.hidden_size, dtype=part.dtype, device=device
+                self._decode_rows, info.config.hidden_size, dtype=part.dtype, device=device
             )
         self._slots_wanted = self._last[:0]  # slots of the rows that the last `forward` returned
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._layers: LayerGraphs | None = None  # made by the warm-up
         if device.type == "cuda":
-            self._capture(ladder(max_batch_size))
+            self._capture(ladder(self._decode_rows))
 
     # --- a step ---
 
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
         self._tell_blocks(step.spans)
-        slots = [span.slot for span in step.spans]
-        if layer_stored is None and len(step.tokens) == len(step.spans) == len(step.wanted):
-            x, self._slots_wanted = self._decode(step, slots)
+        slots, n_cached, counts = np.array([(span.slot, span.n_cached, span.n_new) for span in step.spans]).T
+        starts = np.cumsum(counts) - counts
+        positions = np.arange(len(step.tokens)) + np.repeat(n_cached - starts, counts)
+        rows = np.array([step.tokens, np.repeat(slots, counts), positions])
+        if layer_stored is None and len(step.tokens) == len(step.wanted):
+            x, self._slots_wanted = self._decode(rows)
         else:
-            x, self._slots_wanted = self._mixed(step, slots, layer_stored)
+            x, self._slots_wanted = self._mixed(step, rows, starts.tolist(), layer_stored)
         return x
 
     def feed(self, tokens: Tensor) -> None:
         self._last.index_copy_(0, self._slots_wanted, tokens)
 
-    def _decode(self, step: Step, slots: list[int]) -> tuple[Tensor, Tensor]:
-        """Run a step in which every sequence adds one token and gets one.
+    def _decode(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Run a step of which each row gets a token.
 
         Returns this stage's output and the slots.
         """
-        n = len(slots)
+        n = rows.shape[1]
         size = next((size for size in self._graphs if size >= n), n)
-        rows = np.zeros((3, size), np.int64)
-        rows[1] = self._nobody
-        rows[:, :n] = step.tokens, slots, [span.n_cached for span in step.spans]
-        self._rows[: 3 * size].copy_(to_device(rows.reshape(-1), self._part.device))
+        padded = self._padded(rows, size)
+        self._rows[: 3 * size].copy_(to_device(padded.reshape(-1), self._part.device))
         if not self._part.groups.layout.is_first_stage:
             self._hidden[:n] = self._part.receive_hidden(n)
         if size in self._graphs:
@@ -114,27 +119,24 @@ class GpuSteps:
         return self._part.model.forward(x, self._attention(slots, positions, size, None), None)
 
     def _mixed(
-        self, step: Step, slots: list[int], layer_stored: Callable[[int], None] | None
+        self,
+        step: Step,
+        rows: NDArray[np.int64],
+        starts: list[int],
+        layer_stored: Callable[[int], None] | None,
     ) -> tuple[Tensor, Tensor]:
         """Run a step in which some sequences add several tokens.
 
-        Returns this stage's output (on the last stage only the wanted rows), and the slots of the wanted
-        rows.
+        `starts`: each sequence's first row. Returns this stage's output (on the last stage only the wanted
+        rows), and the slots of the wanted rows.
         """
-        n, counts = len(step.tokens), np.array([span.n_new for span in step.spans])
-        starts = np.cumsum(counts) - counts
-        n_decode = int((counts == 1).sum())
-        positions = np.arange(n) + np.repeat(
-            np.array([span.n_cached for span in step.spans]) - starts, counts
-        )
-        row_slots = np.repeat(slots, counts)
+        n = rows.shape[1]
+        n_decoding = sum(span.n_new == 1 or span.is_few for span in step.spans)
+        n_decode = [*starts, n][n_decoding]
         size = (self._layers.size_for(n) if self._layers is not None else None) or n
-        rows = np.zeros((3, size), np.int64)
-        rows[1] = self._nobody
-        rows[:, :n] = step.tokens, row_slots, positions
-        plan = self._plan_contexts(step.spans[n_decode:], starts[n_decode:].tolist())
+        plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])
         wanted = np.array(step.wanted, np.int64)
-        arrays = [rows, wanted, row_slots[wanted], *plan.tiles, plan.copies]
+        arrays = [self._padded(rows, size), wanted, rows[1, wanted], *plan.tiles, plan.copies]
         at = np.cumsum([array.size for array in arrays])[:-1].tolist()
         inputs = to_device(np.concatenate([array.reshape(-1) for array in arrays]), self._part.device)
         there = [part.view(array.shape) for part, array in zip(inputs.tensor_split(at), arrays, strict=True)]
@@ -145,6 +147,13 @@ class GpuSteps:
         is_first = self._part.groups.layout.is_first_stage
         x = self._embed(rows_there[0], rows_there[1]) if is_first else self._part.receive_hidden(n)
         return self._part.model.forward(x, attention, wanted_there, layer_stored), slots_wanted
+
+    def _padded(self, rows: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+        """Return tokens, slots and positions with rows of nobody after them."""
+        padded = np.zeros((3, size), np.int64)
+        padded[1] = self._nobody
+        padded[:, : rows.shape[1]] = rows
+        return padded
 
     def _plan_contexts(self, spans: list[Span], starts: list[int]) -> ContextPlan:
         part = self._part
@@ -265,7 +274,7 @@ class GpuSteps:
         for n_new in (2, LEAST_QUERIES):  # chunks that are not their contexts' first
             if largest >= n_new and longest > n_new:
                 yield self._nobodys([n_new], n_cached=1)
-        for n_rows in reversed(ladder(most)):
+        for n_rows in reversed(ladder(self._decode_rows)):
             yield self._nobodys([1] * n_rows)
         for n_rows in {1, min(most, _SAMPLED_ROWS)}:
             for sampling in (

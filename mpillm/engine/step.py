@@ -27,12 +27,12 @@ class Span:
     n_new: int
     n_told: int = 0
     blocks: list[int] = field(default_factory=list)
-    is_few: bool = False  # its tokens are the last one and guesses: a CPU computes them like single ones
+    is_few: bool = False  # its tokens are the last one and guesses: computed like single ones
 
 
 @dataclass
 class Step:
-    """Tokens of some sequences, back to back in the order of `spans`; those with one new token first."""
+    """Tokens of some sequences, back to back in the order of `spans`; contexts of several tokens last."""
 
     spans: list[Span] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from disagg.errors import ConfigError, about
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
-from mpillm.engine.speculation.speculative_config import DRAFT_TARGET, SpeculativeConfig
+from mpillm.engine.speculation.speculative_config import DRAFT_TARGET, NGRAM, SpeculativeConfig
 
 
 @about("speculative_config")
@@ -16,10 +16,10 @@ def check_speculation(config: CoreConfig, info: ModelInfo) -> None:
     if not config.speculative_config:
         return
     how = SpeculativeConfig.read(config.speculative_config)
-    if config.gpu_bytes is not None:
+    if how.decoding_type == DRAFT_TARGET and config.gpu_bytes is not None:
         raise ConfigError(
-            f"--speculative_config decoding_type {how.decoding_type}: the torch core guesses tokens on CPUs"
-            " only, so far; leave it out, or use --device cpu"
+            f"--speculative_config decoding_type {DRAFT_TARGET}: the torch core runs draft models on CPUs"
+            f" only, so far; use --device cpu, or decoding_type {NGRAM}"
         )
     if how.decoding_type == DRAFT_TARGET and config.role != "context":
         draft = check_model(_draft_config(config, how))

@@ -43,13 +43,21 @@ class Speculation:
         self._max_draft_len = max_draft_len
         self._max_concurrency = max_concurrency
         self.drafted_tokens = self.accepted_tokens = 0
+        self._has_drafted = False  # the last step has guesses
+
+    def waits(self) -> bool:
+        """Return whether the next step needs the last one's tokens: to guess, or since that one has guesses."""
+        return self._has_drafted or not self._is_crowded()
 
     def add_drafts(self, plan: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Return the scheduler's plan with guesses, in as many tokens and blocks as it leaves free."""
-        if self._max_concurrency is not None and len(self._scheduler.running) > self._max_concurrency:
+        self._has_drafted = False
+        if self._is_crowded():
             return plan
         chosen = [
-            s for s, n in plan if n == s.n_uncached == 1 and s.output and s.special is None and s.width == 1
+            s
+            for s, n in plan
+            if n == s.n_uncached == 1 and s.output and not s.n_unread and s.special is None and s.width == 1
         ]
         share = (self._max_num_tokens - sum(n for _, n in plan)) // max(1, len(chosen))
         longest = min(share, self._max_draft_len)
@@ -58,7 +66,9 @@ class Speculation:
             return plan
         for (sequence, _), draft in zip(wanted, self._drafter.draft(wanted), strict=True):
             sequence.draft = draft[: self._scheduler.take_ahead(sequence, len(draft))]
-        return sorted(((s, n + len(s.draft)) for s, n in plan), key=lambda entry: entry[1] != 1)
+        self._has_drafted = any(sequence.draft for sequence, _ in wanted)
+        with_drafts = ((s, n + len(s.draft)) for s, n in plan)
+        return sorted(with_drafts, key=lambda entry: entry[1] != 1 + len(entry[0].draft))
 
     def kept(
         self, rows: Iterable[tuple[Sequence, int]], numbers: list[int]
@@ -79,3 +89,6 @@ class Speculation:
             for i, place in enumerate(places[: n + 1]):
                 self.accepted_tokens += i < n and not sequence.is_done
                 yield sequence, place
+
+    def _is_crowded(self) -> bool:
+        return self._max_concurrency is not None and len(self._scheduler.running) > self._max_concurrency

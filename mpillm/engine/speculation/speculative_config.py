@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
+from mpillm.config.core_config import CoreConfig
 
 NGRAM, DRAFT_TARGET = "NGram", "Draft_Target"
 _OF_TYPE = {NGRAM: ("max_matching_ngram_size",), DRAFT_TARGET: ("speculative_model",)}
@@ -50,3 +51,12 @@ class SpeculativeConfig:
             if needed and field.name in known and field.name not in said:
                 raise ConfigError(f"{_OPTION}: decoding_type {kind} needs {field.name}")
         return cls(**said)
+
+
+def decode_rows(config: CoreConfig) -> int:
+    """Return the rows of the largest step without contexts: last tokens, and guesses if there are some."""
+    if not config.speculative_config or config.role == "context":
+        return config.max_batch_size
+    how = SpeculativeConfig.read(config.speculative_config)
+    n_guessed = min(config.max_batch_size, how.max_concurrency or config.max_batch_size)
+    return max(config.max_batch_size, min(n_guessed * (1 + how.max_draft_len), config.max_num_tokens))

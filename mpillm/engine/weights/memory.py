@@ -14,6 +14,7 @@ from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.speculation.speculative_config import decode_rows
 from mpillm.engine.weights.entries import rank_bytes
 from mpillm.engine.weights.quantization import held
 
@@ -53,7 +54,7 @@ def gpu_room(
     # Logits, and sampling's copies of them (float32, and sums in float64).
     step = (
         width * per_row * max(config.max_num_tokens, config.max_batch_size)
-        + 20 * model.vocab_size * config.max_batch_size
+        + 20 * model.vocab_size * decode_rows(config)
         # Contexts that attention copies out of their blocks, a layer at a time.
         + width
         * 2

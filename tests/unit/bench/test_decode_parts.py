@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from mpillm.bench.bench_decode import Decoded, _explained
+from mpillm.bench.bench_decode import _explained
 from mpillm.bench.decode_parts import Part, Roofline, decode_parts
+from mpillm.bench.decode_steps import Decoded
 from mpillm.engine.model_part import ModelPart
 from tests.helpers import plain_kernels
 from tests.helpers.torch_cores import make_core

@@ -35,20 +35,9 @@ from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Step
 from mpillm.engine.worker import Worker
 from tests.helpers import plain_kernels
+from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, make_batch, make_core
-
-
-class Late(Sampled):
-    """Is ready at the fourth look, so that the engine goes on as far as it can before it reads."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        super().__init__(tokens)
-        self._looks = 0
-
-    def ready(self) -> bool:
-        self._looks += 1
-        return self._looks > 3
 
 
 class Repacked(Worker):
@@ -70,17 +59,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_engine(model: Path, kind: type[Worker] = Worker, on_gpu: bool = True, **options: Any) -> Engine:
     torch.set_num_threads(1)
     defaults: dict[str, Any] = {"tokens_per_block": 8, "end_ids": (), "max_seq_len": 256}
-    config = CoreConfig("torch", model_path=str(model), **(defaults | options))
-    info = check_model(config)
-    arguments = info, config.tokens_per_block, Groups()
-    if on_gpu:
-        worker = kind.on_gpu(
-            *arguments, config.max_batch_size, dummy=False, device="cpu", kernels=plain_kernels
-        )
-    else:
-        worker = kind.on_cpu(*arguments, dummy=False)
+    core = TorchCore(CoreConfig("torch", model_path=str(model), **(defaults | options)))
+    config = core.config
+    worker = gpu_worker(core, kind) if on_gpu else core._make_worker()
     return Engine(
-        info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker
+        core.info, EngineLimits(config.max_batch_size, config.max_num_tokens, config.tokens_per_block), worker
     )
 
 
@@ -284,18 +267,7 @@ def test_first_tokens_when_two_steps_end_between_two_looks(
         def ready(self) -> bool:
             return ready
 
-    def on_cpu(core: TorchCore) -> Worker:
-        return Worker.on_gpu(
-            core.info,
-            8,
-            Groups(),
-            core.config.max_batch_size,
-            dummy=False,
-            device="cpu",
-            kernels=plain_kernels,
-        )
-
-    monkeypatch.setattr(TorchCore, "_make_worker", on_cpu)
+    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
     core = make_core(folder)
     monkeypatch.setattr(worker_module, "Sampled", Together)
     core.enqueue(make_batch(prompts[:4], max_output=[1, 2, 3, 4]))

@@ -184,12 +184,12 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         assert "speculative_config" in error.value.about
         return str(error.value)
 
-    assert "on CPUs only" in refused(speculative_config=NGRAM, gpu_bytes=2**33, device=0)
     save_preset("tiny-llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 500}))
     target = {"decoding_type": "Draft_Target", "max_draft_len": 4, "speculative_model": str(tmp_path)}
     assert "vocabulary has 500 tokens" in refused(speculative_config=target, load_format="dummy")
+    assert "draft models on CPUs only" in refused(speculative_config=target, gpu_bytes=2**33, device=0)
     target["speculative_model"] = "nowhere"
     assert "nowhere" in refused(speculative_config=target)
     assert "decoding_type EAGLE" in refused(speculative_config={"decoding_type": "EAGLE"})

@@ -1,0 +1,109 @@
+"""Decode steps of a GPU through the whole engine, with or without guesses to test."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+from mpillm.config.core_config import CoreConfig
+from mpillm.engine.engine import Engine
+from mpillm.engine.engine_limits import EngineLimits
+from mpillm.engine.sampler import SamplingParams
+from mpillm.engine.sequence import Sequence
+from mpillm.engine.speculation.ngram import NGramDrafter
+from mpillm.engine.speculation.speculation import Speculation
+from mpillm.engine.speculation.speculative_config import SpeculativeConfig
+from mpillm.engine.worker import Worker
+from mpillm.telemetry.gpu_meter import GPU_COLUMNS, GpuMeter
+
+WARM_UP = 4  # steps
+_PAUSE_S = 50e-6
+
+
+class Decoded(NamedTuple):
+    """Consecutive steps of the whole engine: medians."""
+
+    step_s: float  # from one step's tokens to the next one's
+    host_s: float  # this process's work for a step
+    metered_s: float  # how long watts were metered; NaN where the driver does not say, as what follows
+    watts: float
+    sm_mhz: float  # half way
+
+
+class _WrongGuesses(NGramDrafter):
+    """Looks up what followed, and guesses as many tokens as it may, but never what follows."""
+
+    def __init__(self, longest: int, never: int) -> None:
+        super().__init__(longest)
+        self._never = never
+
+    def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        super().draft(wanted)
+        return [[self._never] * most for _, most in wanted]
+
+
+def decode_steps(
+    worker: Worker,
+    core: CoreConfig,
+    batch: int,
+    context: int,
+    n_steps: int,
+    guesses: SpeculativeConfig | None = None,
+) -> Decoded:
+    """Measure steps of `batch` sequences with `context` tokens in the cache.
+
+    With `guesses` each step tests so many for each sequence, of which none is right.
+    """
+    info = worker.part.info
+    engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
+    if guesses is not None:
+        drafter = _WrongGuesses(guesses.max_matching_ngram_size, info.vocab_size - 1)
+        engine.speculation = Speculation(
+            drafter, engine.scheduler, core.max_num_tokens, guesses.max_draft_len
+        )
+    n_output = WARM_UP + n_steps + 1 + (guesses.max_draft_len if guesses else 0)
+    sequences = [_admitted(engine, i, context, n_output) for i in range(batch)]
+    try:
+        meter = GpuMeter(0)
+    except OSError:
+        meter = None
+    arrivals: list[float] = []
+    host_times: list[float] = []
+    readings: list[tuple[float, dict[str, float]]] = []
+    host_s, seen = 0.0, 1
+    while not engine.is_idle():
+        if not engine.has_work():
+            time.sleep(_PAUSE_S)
+        began = time.perf_counter()
+        engine.step()
+        host_s += time.perf_counter() - began
+        if len(sequences[0].output) == seen:
+            continue
+        seen = len(sequences[0].output)
+        arrivals.append(time.perf_counter())
+        host_times.append(host_s)
+        host_s = 0.0
+        if meter is not None and seen - 1 in (WARM_UP, WARM_UP + n_steps // 2, WARM_UP + n_steps):
+            readings.append((time.perf_counter(), dict(zip(GPU_COLUMNS, meter.read(), strict=True))))
+    metered_s = watts = sm_mhz = math.nan
+    if len(readings) == 3:
+        (began, before), (_, half_way), (ended, after) = readings
+        metered_s, sm_mhz = ended - began, half_way["sm_mhz"]
+        watts = (after["energy_j"] - before["energy_j"]) / metered_s
+    steps = [b - a for a, b in itertools.pairwise(arrivals)][WARM_UP - 1 :]
+    return Decoded(
+        statistics.median(steps), statistics.median(host_times[WARM_UP:]), metered_s, watts, sm_mhz
+    )
+
+
+def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
+    """Return a sequence in generation, as if handed over by a context instance."""
+    sequence = Sequence(i, [1 + i] * context, n_output, 0, SamplingParams(), output=[2 + i], n_cached=context)
+    blocks = engine.scheduler.reserve(context, sequence.n_cached_at_most)
+    assert blocks is not None
+    sequence.blocks = blocks
+    engine.scheduler.admit(sequence)
+    return sequence

@@ -1,0 +1,39 @@
+"""The GPU's way of running steps, on a CPU, with plain kernels and tokens that come late."""
+
+from __future__ import annotations
+
+import torch
+
+from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.speculation.speculative_config import decode_rows
+from mpillm.engine.staging import Sampled
+from mpillm.engine.worker import Worker
+from tests.helpers import plain_kernels
+
+
+class Late(Sampled):
+    """Is ready at the fourth look, so that the engine goes on as far as it can before it reads."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        super().__init__(tokens)
+        self._looks = 0
+
+    def ready(self) -> bool:
+        self._looks += 1
+        return self._looks > 3
+
+
+def gpu_worker(core: TorchCore, kind: type[Worker] = Worker) -> Worker:
+    """Take the place of `TorchCore._make_worker`."""
+    config = core.config
+    return kind.on_gpu(
+        core.info,
+        config.tokens_per_block,
+        Groups(),
+        config.max_batch_size,
+        dummy=False,
+        device="cpu",
+        kernels=plain_kernels,
+        decode_rows=decode_rows(config),
+    )

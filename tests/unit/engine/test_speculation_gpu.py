@@ -1,0 +1,154 @@
+"""Guesses in the GPU's way of running steps, on a CPU. On a real one: tests/gpu."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpillm.cores.torch_core import TorchCore
+from mpillm.engine import worker as worker_module
+from mpillm.engine.model.model_info import check_model
+from mpillm.engine.speculation.speculative_config import decode_rows
+from mpillm.engine.step import Step
+from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
+from tests.helpers.oracle import Tokens
+from tests.helpers.torch_cores import Answers, answer, make_batch, make_core
+
+N_OUTPUT = 48
+NGRAM = {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2}
+
+
+@pytest.fixture(scope="module")
+def repetitive() -> Tokens:
+    """Return prompts in which tokens repeat."""
+    rng = np.random.default_rng(11)
+    return [rng.integers(0, 512, n).tolist() * 3 for n in (1, 3, 9, 10, 16, 21)] + [
+        rng.integers(0, 512, n).tolist() for n in (1, 31, 40)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, repetitive: Tokens) -> Tokens:
+    return answer(make_core(folder), make_batch(repetitive, max_output=N_OUTPUT))
+
+
+def late_core(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> TorchCore:
+    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
+    core = make_core(folder, **options)
+    monkeypatch.setattr(worker_module, "Sampled", Late)
+    return core
+
+
+def answers(
+    core: TorchCore, prompts: Tokens, n_output: int | list[int] = N_OUTPUT, **fields: Any
+) -> tuple[Tokens, list[tuple[Step, int]]]:
+    """Return them, and each step with how many were in flight before it."""
+    steps: list[tuple[Step, int]] = []
+    run = core.engine.worker.run
+
+    def noting(step: Step) -> Any:
+        steps.append((step, len(core.engine._in_flight)))
+        return run(step)
+
+    core.engine.worker.run = noting  # type: ignore[method-assign]
+    core.enqueue(make_batch(prompts, max_output=n_output, **fields))
+    found = Answers()
+    while not core.engine.is_idle():
+        found.poll(core)
+    assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
+    return found.tokens(), steps
+
+
+SCARCE = {"kv_cache_tokens": 256, "max_seq_len": None}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_batch_size": 3, "max_num_tokens": 9}, SCARCE | {"max_num_tokens": 24}],
+    ids=str,
+)
+def test_greedy_tokens_are_the_plain_ones(
+    folder: Path,
+    repetitive: Tokens,
+    plain: Tokens,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = late_core(monkeypatch, folder, speculative_config=NGRAM, **options)
+    found, steps = answers(core, repetitive)
+    assert found == plain
+    assert 0 < core.statistics()["accepted_tokens"] <= core.statistics()["drafted_tokens"]
+    assert not any(n for _, n in steps)
+    with_guesses = [step for step, _ in steps if any(span.is_few for span in step.spans)]
+    of_decode = [len(step.tokens) == len(step.wanted) for step in with_guesses]
+    assert any(of_decode)
+    assert not (options and all(of_decode))  # some beside contexts
+    assert max(len(step.tokens) for step in with_guesses if len(step.tokens) == len(step.wanted)) <= (
+        decode_rows(core.config)
+    )
+
+
+def test_sampled_tokens_are_the_plain_ones(
+    folder: Path, repetitive: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"temperature": [0, 0.7, 0] * 3, "seed": range(9), "top_k": 3, "min_output": 14}
+    core = make_core(folder, end_ids=(3, 5))
+    core.enqueue(make_batch(repetitive, max_output=N_OUTPUT, **fields))
+    wanted = Answers().run(core).tokens()
+    core = late_core(monkeypatch, folder, end_ids=(3, 5), speculative_config=NGRAM)
+    assert answers(core, repetitive, **fields)[0] == wanted
+
+
+def test_steps_run_ahead_while_nobody_guesses(
+    folder: Path, repetitive: Tokens, plain: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more requests than `max_concurrency`, a step starts before the last one's tokens are read, but
+    none does beside a step with guesses."""
+    config = NGRAM | {"max_concurrency": 4}
+    core = late_core(monkeypatch, folder, speculative_config=config)
+    found, steps = answers(core, repetitive, [12] * 5 + [N_OUTPUT] * 4)
+    assert found == [tokens[: 12 if i < 5 else None] for i, tokens in enumerate(plain)]
+    guesses = [any(span.is_few for span in step.spans) for step, _ in steps]
+    assert any(guesses)
+    assert any(n for _, n in steps)
+    for (_, n), is_guess, after_guess in zip(steps, guesses, [False, *guesses], strict=False):
+        assert not (n and (is_guess or after_guess))
+
+
+def test_a_request_is_cancelled_beside_guesses(
+    folder: Path, repetitive: Tokens, plain: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = late_core(monkeypatch, folder, speculative_config=NGRAM)
+    core.enqueue(make_batch(repetitive, max_output=N_OUTPUT))
+    found = Answers()
+    for _ in range(40):
+        found.poll(core)
+    core.engine.cancel(1)
+    while not core.engine.is_idle():
+        found.poll(core)
+    assert found.cancelled == [1]
+    assert found.tokens() == [tokens for i, tokens in enumerate(plain) if i != 1]
+    assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
+
+
+def test_memory_is_kept_for_the_rows_of_guesses() -> None:
+    config = make_core("tiny-llama").config
+    config = dataclasses.replace(
+        config, model_path="llama3.1-8b", gpu_bytes=139 << 30, max_batch_size=64, max_num_tokens=2048
+    )
+    guessing = dataclasses.replace(config, speculative_config=NGRAM)
+    assert decode_rows(config) == 64
+    assert decode_rows(guessing) == 320
+    assert decode_rows(dataclasses.replace(guessing, max_num_tokens=100)) == 100
+    assert decode_rows(dataclasses.replace(guessing, role="context")) == 64
+    few = dataclasses.replace(guessing, speculative_config=NGRAM | {"max_concurrency": 8})
+    assert decode_rows(few) == 64
+    sizes = [
+        check_model(dataclasses.replace(c, max_batch_size=4096, max_seq_len=None)).kv_cache_tokens
+        for c in (config, dataclasses.replace(guessing, max_num_tokens=20480))
+    ]
+    assert sizes[1] < sizes[0]
