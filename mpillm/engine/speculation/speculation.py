@@ -46,7 +46,7 @@ class Speculation:
         self._has_drafted = False  # the last step has guesses
 
     def waits(self) -> bool:
-        """Return whether the next step needs the last one's tokens: to guess, or since that one has guesses."""
+        """Return whether the next step needs the last one's tokens: it guesses, or that one has guesses."""
         return self._has_drafted or not self._is_crowded()
 
     def add_drafts(self, plan: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
