@@ -218,9 +218,7 @@ def bench_decode(config: Options) -> int:
         mixed = mixed_step(worker, batch, context, piece, block)
         print(f"  {batch:>6} {piece:>6} {mixed.step_s * 1e3:>9.2f} {mixed.host_s * 1e3:>9.2f}", flush=True)
     if guesses is not None:
-        print(
-            "steps that test wrong guesses of each sequence; guesses pay from so many right ones a step"
-        )
+        print("steps that test wrong guesses of each sequence; guesses pay from so many right ones a step")
         print(f"  {'batch':>6} {'guesses':>7} {'step ms':>9} {'plain':>9} {'pay from':>9}")
         for batch, n in itertools.product(batches, range(1, n_guesses + 1)):
             tested = decode_steps(worker, core, batch, context, n_steps, replace(guesses, max_draft_len=n))
