@@ -149,11 +149,12 @@ def test_a_step_never_waits_for_the_device(sampled: bool) -> None:
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 5, "max_num_tokens": 24}, SCARCE], ids=str)
 def test_guesses(options: dict[str, Any]) -> None:
     """Tokens are those of the CPU without guesses, through graphs of several rows of a sequence and beside
-    contexts, and nothing is compiled for them. With fewer requests than `max_concurrency`, too."""
+    contexts, and nothing is compiled for them. With more requests than `max_concurrency` at first, too."""
     rng = np.random.default_rng(11)
     prompts = [rng.integers(0, 512, n).tolist() * 3 for n in rng.integers(1, 22, 20)]
     on_cpu = make_core("tiny-llama", dtype="float32")
-    on_cpu.enqueue(make_batch(prompts))
+    batch = make_batch(prompts, max_output=[N_OUTPUT] * 17 + [3 * N_OUTPUT] * 3)
+    on_cpu.enqueue(batch)
     wanted = Answers().run(on_cpu).tokens()
     for more in ({}, {"max_concurrency": 3}):
         ngram = {"decoding_type": "NGram", "max_draft_len": 4} | more
@@ -161,7 +162,7 @@ def test_guesses(options: dict[str, Any]) -> None:
             "tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, speculative_config=ngram, **options
         )
         core.start_test()
-        found = answer(core, make_batch(prompts))
+        found = answer(core, batch)
         assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 19
         counts = core.statistics()
         assert 0 < counts["accepted_tokens"] < counts["drafted_tokens"]

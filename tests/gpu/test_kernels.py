@@ -155,7 +155,7 @@ def test_few_rows_with_what_follows(quantization: str) -> None:
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     torch.manual_seed(0)
     for n_out, n_in in (
-        ((4096, 14336), (96, 80), (1056, 4112), (16, 2064)) if not INTERPRETED else ((96, 160),)
+        ((12288, 4096), (96, 80), (1056, 4112), (16, 2064)) if not INTERPRETED else ((96, 160),)
     ):
         weight, scales = torch.randn(n_out, n_in, device=DEVICE), None
         weight = weight / n_in**0.5
@@ -166,7 +166,7 @@ def test_few_rows_with_what_follows(quantization: str) -> None:
             weight = weight.to(dtype)
             floats = weight.float()
         few = FewRows(weight, scales)
-        for n in (1, 3, few.most_rows):
+        for n in sorted({1, 3, few.most_rows, min(17, few.most_followed), few.most_followed}):
             x, residual = torch.randn(n, n_in, device=DEVICE).to(dtype), torch.randn(n, n_out, device=DEVICE)
             product = x.float() @ floats.T
             assert error(few(x), product) < limit(dtype)
@@ -232,6 +232,15 @@ def test_attention(heads: int, kv_heads: int, d: int, size: int, dtype: torch.dt
             kernels.decode_attention(qkv[rows], ours[0], ours[1], scales, *arguments, out[rows], heads)
             plain.decode_attention(qkv[rows], ours[0], ours[1], scales, *arguments, wanted[rows], heads)
             assert error(out[rows], wanted[rows]) < limit(dtype)
+    # Rows may be of one sequence: its last token, and guesses.
+    counts = [length % 3 + 1 for length in lengths]
+    positions = torch.cat([torch.arange(i + 1 - n, i + 1) for i, n in zip(lengths, counts, strict=True)])
+    positions, row_slots = positions.to(DEVICE), slots.repeat_interleave(torch.tensor(counts, device=DEVICE))
+    qkv = torch.randn(len(positions), heads + 2 * kv_heads, d, device=DEVICE).to(dtype)
+    out, wanted = torch.full((2, len(positions), heads * d), torch.nan, device=DEVICE).to(dtype)
+    for module, to in ((kernels, out), (plain, wanted)):
+        module.decode_attention(qkv, theirs[0], theirs[1], scales, table, row_slots, positions, to, heads)
+    assert error(out, wanted) < limit(dtype)
 
     some = [2, 3, 17, 40, 64, 5, 33]
     after = some[:n] + [2] * max(0, n - len(some)), [length + 1 for length in lengths]

@@ -10,6 +10,7 @@ split over the context as in Flash-Decoding (Dao et al., 2023). Sums are float32
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 
@@ -68,11 +69,13 @@ def _widened_pairs(both):
 @Kernel
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "sums", "bests"])
 def _decode(
-    qkv, keys, values, scales, table, slots, positions, out, parts, sums, bests, n_per_slot, scale,
+    qkv, keys, values, scales, table, slots, positions, out, parts, sums, bests, arrived, n_per_slot, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Attend to a sequence's tokens, or to one of SPLITS shares of them, `TILE` at a time.
+
+    The last program of a row to finish joins the shares, always in the same order.
 
     Products are transposed, tokens by queries: a tensor core's left operand has at least 16 rows, its right
     one only 8 columns, and few heads share a KV head.
@@ -132,44 +135,32 @@ def _decode(
         result *= tl.load(scales + K + head)
     else:
         result = tl.trans(result)
-    at, real_out = row * H + query, (member < G)[:, None] & (d < D)[None, :]
-    if SPLITS == 1:
-        tl.store(
-            out + at[:, None] * D + d[None, :],
-            (result / total[:, None]).to(out.dtype.element_ty),
-            mask=real_out,
-        )
-    else:
-        at = at * SPLITS + split
-        tl.store(parts + at[:, None] * D + d[None, :], result, mask=real_out)
-        tl.store(sums + at, total, mask=member < G)
-        tl.store(bests + at, best, mask=member < G)
-
-
-@Kernel
-@triton.jit(do_not_specialize_on_alignment=["sums", "bests"])
-def _join(
-    out,
-    parts,
-    sums,
-    bests,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    at = tl.program_id(0).to(tl.int64)
-    split, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    best = tl.load(bests + at * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
-    weight = tl.exp2(best - tl.max(best))
-    total = tl.sum(weight * tl.load(sums + at * SPLITS + split, mask=split < SPLITS, other=0.0))
-    part = tl.load(
-        parts + (at * SPLITS + split[:, None]) * D + d[None, :],
-        mask=(split < SPLITS)[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
+    at, real_member = row * H + query, member < G
+    real_out = real_member[:, None] & (d < D)[None, :]
+    if SPLITS > 1:
+        own = at * SPLITS + split
+        tl.store(parts + own[:, None] * D + d[None, :], result, mask=real_out)
+        tl.store(sums + own, total, mask=real_member)
+        tl.store(bests + own, best, mask=real_member)
+        tl.debug_barrier()  # every thread has stored its part before one of them counts
+        if tl.atomic_add(arrived + row * K + head, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(arrived + row * K + head, 0)  # for the next layer
+        shares = at[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
+        highests = tl.load(bests + shares, mask=real_member[:, None], other=0.0)
+        best = tl.max(highests, 1)
+        weights = tl.exp2(highests - best[:, None])
+        total = tl.sum(weights * tl.load(sums + shares, mask=real_member[:, None], other=1.0), 1)
+        result = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for i in tl.static_range(SPLITS):
+            share = at * SPLITS + i
+            weight = tl.exp2(tl.load(bests + share, mask=real_member, other=0.0) - best)
+            part = tl.load(parts + share[:, None] * D + d[None, :], mask=real_out, other=0.0)
+            result += part * weight[:, None]
     tl.store(
-        out + at * D + d, (tl.sum(part * weight[:, None], 0) / total).to(out.dtype.element_ty), mask=d < D
+        out + at[:, None] * D + d[None, :],
+        (result / total[:, None]).to(out.dtype.element_ty),
+        mask=real_out,
     )
 
 
@@ -199,14 +190,19 @@ def decode_attention(
     rows, block_d = max(8, next_power_of_2(n_heads // k)), max(32, next_power_of_2(d))
     parts = out if splits == 1 else qkv.new_empty(n, n_heads, splits, d, dtype=torch.float32)
     sums, bests = (out, out) if splits == 1 else qkv.new_empty(2, n, n_heads, splits, dtype=torch.float32)
+    arrived = out if splits == 1 else _arrived(qkv.device)
     _decode[(k, n, splits)](
         qkv, keys, values, out if scales is None else scales, table, slots, positions, out, parts, sums,
-        bests, table.stride(0), _LOG2_E / math.sqrt(d),
+        bests, arrived, table.stride(0), _LOG2_E / math.sqrt(d),
         H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=tile, SPLITS=splits,
         SCALED=scales is not None, num_warps=n_warps, num_stages=n_stages,
     )  # fmt: skip
-    if splits > 1:
-        _join[(n * n_heads,)](out, parts, sums, bests, D=d, BLOCK_D=block_d, SPLITS=splits, BLOCK_S=splits)
+
+
+@functools.cache
+def _arrived(device: torch.device) -> Tensor:
+    """Return a count of programs for each row and KV head of split contexts; zero between kernels."""
+    return torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
 
 
 @triton.jit

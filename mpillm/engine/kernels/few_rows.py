@@ -12,6 +12,8 @@ before it has found (docs/engine.md).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,11 +21,22 @@ from torch import Tensor
 
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 
-# For weights in fp8 and in bfloat16, measured on an H200 (docs/engine.md): the most rows, above which cuBLAS
-# is faster; outputs and depth of a program's step, and pipeline stages.
+
+class _Way(NamedTuple):
+    """How to compute a product."""
+
+    columns: int  # outputs of a program
+    depth: int  # inputs that it takes at a time
+    n_stages: int
+    n_warps: int
+    n_programs: int  # wanted
+
+
+# Measured on an H200 (docs/engine.md), for weights in fp8 and in bfloat16: the most rows, above which cuBLAS
+# is faster. With what follows the product, large bfloat16 weights are faster here for more.
 MOST_ROWS = {True: 8, False: 16}
-_TILE = {True: (32, 128, 4), False: (32, 128, 3)}
-_PROGRAMS = 512  # wanted
+_WAYS = {True: _Way(32, 128, 4, 2, 512), False: _Way(32, 128, 3, 2, 512)}
+_LARGE, _MOST_OF_LARGE, _WAY_OF_LARGE = 48 << 20, 32, _Way(64, 128, 4, 4, 128)
 _MOST_SPLITS = 8
 
 
@@ -108,16 +121,18 @@ def _product(
 
 
 class FewRows:
-    """The product of at most `most_rows` rows with some weights, one at a time."""
+    """The product of at most `most_rows` rows, or `most_followed` with what follows, with some weights."""
 
     def __init__(self, weight: Tensor, scales: Tensor | None) -> None:
         """weight [out, in]: float8_e4m3fn with scales (float32, one per output), or floats without."""
         self._weight, self._scales = weight, scales
-        self.most_rows = MOST_ROWS[scales is not None]
-        self._columns, self._depth, self._n_stages = _TILE[scales is not None]
-        self._tiles = cdiv(len(weight), self._columns)
+        self.most_rows = self.most_followed = MOST_ROWS[scales is not None]
+        if scales is None and weight.numel() >= _LARGE:
+            self.most_followed = _MOST_OF_LARGE
+        self._way = _WAYS[scales is not None]
         # How many programs of each tile have stored their part: zeros again after each product.
-        self._arrived = torch.zeros(self._tiles, dtype=torch.int32, device=weight.device)
+        n_tiles = cdiv(len(weight), self._way.columns)
+        self._arrived = torch.zeros(n_tiles, dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: Tensor, activated: bool = False, residual: Tensor | None = None) -> Tensor:
         """Return x @ weight.T [n, out] with the dtype of x [n, in]: that of the weights, if they are floats.
@@ -126,14 +141,16 @@ class FewRows:
         add the product to it, and return it.
         """
         n, (n_all, n_in) = len(x), self._weight.shape
-        splits = min(_MOST_SPLITS, next_power_of_2(cdiv(_PROGRAMS, self._tiles)), cdiv(n_in, self._depth))
+        way = self._way if n <= self.most_rows else _WAY_OF_LARGE
+        tiles = cdiv(n_all, way.columns)
+        splits = min(_MOST_SPLITS, next_power_of_2(cdiv(way.n_programs, tiles)), cdiv(n_in, way.depth))
         out = x.new_empty(n, n_all // 2 if activated else n_all) if residual is None else residual
         parts = out if splits == 1 else x.new_empty(splits, n, n_all, dtype=torch.float32)
         scales = x if self._scales is None else self._scales
-        _product[(self._tiles, splits)](
+        _product[(tiles, splits)](
             out, parts, self._arrived, x, self._weight, scales, n, out.shape[1], n_in,
             ACTIVATED=activated, ADDED=residual is not None, SCALED=self._scales is not None,
-            ROWS=max(8, next_power_of_2(n)), COLUMNS=self._columns, DEPTH=self._depth, SPLITS=splits,
-            num_warps=2, num_stages=self._n_stages,
+            ROWS=max(8, next_power_of_2(n)), COLUMNS=way.columns, DEPTH=way.depth, SPLITS=splits,
+            num_warps=way.n_warps, num_stages=way.n_stages,
         )  # fmt: skip
         return out

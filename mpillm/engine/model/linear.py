@@ -56,8 +56,9 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._products is not None:
             return self._products.multiply(x, self._weight, self.out_features)
-        few = self.few(len(x))
-        return _product(x, self._weight) if few is None else few(x)
+        if self._few is not None and len(x) <= self._few.most_rows:
+            return self._few(x)
+        return _product(x, self._weight)
 
     def unscaled(self, x: Tensor) -> Tensor | Unscaled:
         """Return the product, or leave its scales to the next operation: that saves a pass."""
@@ -69,7 +70,7 @@ class Linear:
 
     def few(self, n_rows: int) -> FewRows | None:
         """Return the product that takes along what follows it, if there is one for so many rows."""
-        return self._few if self._few is not None and n_rows <= self._few.most_rows else None
+        return self._few if self._few is not None and n_rows <= self._few.most_followed else None
 
 
 class Int8Linear(Linear):

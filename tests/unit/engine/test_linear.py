@@ -56,7 +56,7 @@ def test_fp8_on_a_cpu_becomes_floats() -> None:
 class PlainFewRows:
     """As `kernels.few_rows.FewRows`, which is for GPUs."""
 
-    most_rows = 4
+    most_rows = most_followed = 4
 
     def __init__(self, weight: torch.Tensor, seen: list[int]) -> None:
         """`seen` gets the rows of each product."""
