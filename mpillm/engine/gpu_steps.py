@@ -131,7 +131,7 @@ class GpuSteps:
         rows), and the slots of the wanted rows.
         """
         n = rows.shape[1]
-        n_decoding = sum(span.n_new == 1 or span.is_few for span in step.spans)
+        n_decoding = sum(span.decodes for span in step.spans)
         n_decode = [*starts, n][n_decoding]
         size = (self._layers.size_for(n) if self._layers is not None else None) or n
         plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])

@@ -27,7 +27,12 @@ class Span:
     n_new: int
     n_told: int = 0
     blocks: list[int] = field(default_factory=list)
-    is_few: bool = False  # its tokens are the last one and guesses: computed like single ones
+    is_few: bool = False  # its tokens are the last one and guesses
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each of its tokens is computed like a single one."""
+        return self.n_new == 1 or self.is_few
 
 
 @dataclass
@@ -81,14 +86,13 @@ class Step:
             if sequence.n_uncached <= 0:  # below 0 by the draft
                 if sequence.special is not None:
                     step.specials.append((len(sampled), sequence, 0))
-                first = len(step.tokens) - 1 - len(draft)
-                for i in range(len(draft) + 1):  # the token after the last one, and after each guess
-                    place = sequence.n_output + i
-                    if place < sequence.min_output and sequence.width == 1:
-                        step.not_end.append(len(sampled))
-                    step.wanted.append(first + i)
-                    sampled.append(sequence)
-                    places.append(place)
+                n_wanted = 1 + len(draft)  # the token after the last one, and after each guess
+                place, at = sequence.n_output, len(sampled)
+                if place < sequence.min_output and sequence.width == 1:
+                    step.not_end += range(at, at + min(n_wanted, sequence.min_output - place))
+                step.wanted += range(len(step.tokens) - n_wanted, len(step.tokens))
+                sampled += [sequence] * n_wanted
+                places += range(place, place + n_wanted)
         if not all(s.sampling.is_greedy for s in sampled):
             step.sampling = [s.sampling for s in sampled]
             step.places = places

@@ -262,7 +262,7 @@ class Follower:
             if (sampled := self._worker.run(step)) is not None:
                 self._sampled.append(sampled)
             if self.recorder is not None and step.spans:
-                contexts = [span.n_new for span in step.spans if span.n_new > 1]
+                contexts = [span.n_new for span in step.spans if not span.decodes]
                 n_generating = len(step.spans) - len(contexts)
                 self.recorder.step(begun, time.perf_counter(), len(contexts), n_generating, sum(contexts))
         while self._sampled and self._sampled[0].ready():

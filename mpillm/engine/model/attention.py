@@ -93,7 +93,7 @@ class StepAttention:
         contexts: list[tuple[Span, int]] = []
         for span, row in placed:
             is_short = kernels is not None and span.n_cached + span.n_new <= _MOST_BY_ROW
-            (by_row if span.n_new == 1 or span.is_few or is_short else contexts).append((span, row))
+            (by_row if span.decodes or is_short else contexts).append((span, row))
         self._rows = self._plan_rows(by_row) if by_row and kernels is not None else None
         decodes = bool(by_row) and kernels is None
         self._decode = DecodePlan.of(by_row, tables, cache, n_heads, dtype) if decodes else None

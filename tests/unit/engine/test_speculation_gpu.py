@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from mpillm.engine import worker as worker_module
 from mpillm.engine.model.model_info import check_model
 from mpillm.engine.speculation.speculative_config import decode_rows
 from mpillm.engine.step import Step
+from mpillm.engine.worker import Follower
 from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import Answers, answer, make_batch, make_core
@@ -152,3 +154,20 @@ def test_memory_is_kept_for_the_rows_of_guesses() -> None:
         for c in (config, dataclasses.replace(guessing, max_num_tokens=20480))
     ]
     assert sizes[1] < sizes[0]
+
+
+def test_a_follower_notes_guesses_as_decode(
+    folder: Path, repetitive: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = late_core(monkeypatch, folder, speculative_config=NGRAM)
+    _, steps = answers(core, repetitive[:3])
+    step = next(step for step, _ in steps if any(span.is_few for span in step.spans))
+    noted: list[tuple[int, ...]] = []
+    peers = SimpleNamespace(layout=core.info.layout, take_plan=lambda: step)
+    worker: Any = SimpleNamespace(part=core.engine.worker.part, peers=peers, run=lambda step: None)
+    worker.part.peers = peers
+    follower = Follower(worker)
+    follower.recorder = SimpleNamespace(step=lambda began, ended, *counts: noted.append(counts))  # type: ignore
+    assert follower.has_work()
+    follower.step()
+    assert noted == [(0, len(step.spans), 0)]
