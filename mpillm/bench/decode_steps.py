@@ -55,15 +55,15 @@ def decode_steps(
 ) -> Decoded:
     """Measure steps of `batch` sequences with `context` tokens in the cache.
 
-    With `guesses` each step tests so many for each sequence, of which none is right.
+    With `guesses` each step tests so many for each sequence, of which none is right; none if the batch is
+    larger than their `max_concurrency`.
     """
     info = worker.part.info
     engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
     if guesses is not None:
         drafter = _WrongGuesses(guesses.max_matching_ngram_size, info.vocab_size - 1)
-        engine.speculation = Speculation(
-            drafter, engine.scheduler, core.max_num_tokens, guesses.max_draft_len
-        )
+        limits = core.max_num_tokens, guesses.max_draft_len, guesses.max_concurrency
+        engine.speculation = Speculation(drafter, engine.scheduler, *limits)
     n_output = WARM_UP + n_steps + 1 + (guesses.max_draft_len if guesses else 0)
     sequences = [_admitted(engine, i, context, n_output) for i in range(batch)]
     try:
