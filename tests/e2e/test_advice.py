@@ -176,6 +176,10 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r".* bench soak.*": Typed("--samples 2000000 --duration 6", says="bytes/sample"),
     r".* bench engine .*--against vllm.*": Elsewhere("tests/peers/test_servers.py"),
+    # The test model has a token for each letter.
+    r".* bench engine .*--dataset_path examples/.*": Typed(
+        "--max_prompt_len 900 --output_len 2 --num_prompts 2 --repeats 1", says="guesses of a round"
+    ),
     r".* bench engine --model_path .*": Typed("--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"),
     r".* bench load .*": Typed("--repeats 1", says="engine"),
     r".* bench precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", says="tokens alike"),
@@ -362,6 +366,7 @@ class Shell:
         (folder / MODEL).symlink_to(model)
         (folder / "DIR").symlink_to(model)
         (folder / "tokenizer.json").symlink_to(model / "tokenizer.json")
+        (folder / "examples").symlink_to(ROOT / "examples")
         programs = folder / "programs"
         programs.mkdir()
         mpirun = Path(sys.executable).with_name("mpirun")
