@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import logging
 import math
 import re
@@ -20,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
+from mpillm.comms.messages import Batch
 from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
 from mpillm.cores.base import Credits, LLMCore, Metrics, short_requests
+from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
 from mpillm.engine import compilations
 from mpillm.engine.context_piece import context_piece
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from mpillm.engine.handoff.host_end import HostEnd
     from mpillm.engine.handoff.transfer import Transfers
     from mpillm.engine.lora import Adapter
-    from mpillm.engine.sequence import Sequence
     from mpillm.engine.special import Special
     from mpillm.engine.worker import Follower, Worker
 
@@ -48,15 +47,6 @@ _HEALTH_PAUSE_S = 0.0005
 _TIMED = 3  # prompts of each size, of which the fastest counts
 # The KV cache's GPU memory over that of the buffers for moving caches, which the cache leaves free
 _CACHE_TO_BUFFERS = 32
-# Plain numbers: operations on flags take longer than the rest of a row.
-_FINAL, _ERROR, _CANCELLED = int(ResponseFlag.FINAL), int(ResponseFlag.ERROR), int(ResponseFlag.CANCELLED)
-_TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
-_FLAGS = {  # by whether a row has the first and the last token
-    (False, False): int(ResponseFlag.PARTIAL),
-    (False, True): _FINAL,
-    (True, False): int(ResponseFlag.FIRST),
-    (True, True): int(ResponseFlag.FIRST) | _FINAL,
-}
 
 
 class TorchCore(LLMCore):
@@ -332,7 +322,7 @@ class TorchCore(LLMCore):
 
         offsets = requests.offsets()
         for i, row in enumerate(requests.rows):
-            sequence = _sequence(row, requests.tokens[offsets[i] : offsets[i + 1]])
+            sequence = new_sequence(row, requests.tokens[offsets[i] : offsets[i + 1]])
             if specials and (special := specials.get(sequence.id)) is not None:
                 sequence.special = special
                 sequence.width = special.beam_width
@@ -365,34 +355,8 @@ class TorchCore(LLMCore):
         progress = [] if self._runs is None else self._runs.step()
         if not progress and not self._refused:
             return None
-        rows: list[tuple[int, int, int]] = []
-        tokens: list[int] = []
-        for sequence, is_first, is_final in progress:
-            if sequence.is_cancelled:
-                rows.append((sequence.id, 0, _FINAL | _CANCELLED))
-                continue
-            if is_final:
-                told = sequence.output
-            elif is_first:
-                told = sequence.output[:1]  # the second token may be there by now
-            else:  # if the answer has ended, the rest goes out with its end
-                told = [] if sequence.is_done else sequence.output[sequence.n_passed_on :]
-            if is_first and sequence.times:
-                rows.append((sequence.id, 3, _TIMES))
-                tokens += _times(sequence)
-            if sequence.logprobs:
-                numbers = [sequence.n_logprobs_told, *itertools.chain(*sequence.logprobs)]
-                rows.append((sequence.id, len(numbers), _LOGPROBS))
-                tokens += numbers
-                sequence.n_logprobs_told += len(sequence.logprobs)
-                sequence.logprobs.clear()
-            if told:  # what several steps added goes out at once
-                sequence.n_passed_on = len(told) if is_first else sequence.n_passed_on + len(told)
-                rows.append((sequence.id, len(told), _FLAGS[is_first, is_final]))
-                tokens += told
-        rows += [(id_, 0, _FINAL | _ERROR) for id_ in self._refused]
-        self._refused = []
-        return Batch(np.array(rows, RESPONSE), np.array(tokens, np.int32))
+        refused, self._refused = self._refused, []
+        return responses(progress, refused)
 
     # --- handoff ---
 
@@ -431,7 +395,7 @@ class TorchCore(LLMCore):
         )
 
     def admit(self, request: Batch, first_token: int) -> None:
-        sequence = _sequence(request.rows[0], request.tokens)
+        sequence = new_sequence(request.rows[0], request.tokens)
         sequence.hand_over = False
         sequence.output = [first_token]
         sequence.n_passed_on = sequence.n_logprobs_told = 1
@@ -447,35 +411,3 @@ def _has_cuda() -> bool:
         and version.is_file()
         and not re.search(r"^cuda\b.*= *None", version.read_text(), re.MULTILINE)
     )
-
-
-def _sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
-    from mpillm.engine.sampler import SamplingParams
-    from mpillm.engine.sequence import Sequence
-
-    flags = int(row["flags"])
-    return Sequence(
-        id=int(row["id"]),
-        prompt=tokens.tolist(),
-        max_output=int(row["max_output"]),
-        min_output=int(row["min_output"]),
-        sampling=SamplingParams(
-            float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), int(row["seed"])
-        ),
-        hand_over=int(row["generation"]) != NO_INSTANCE,
-        ignore_stop=bool(flags & RequestFlag.IGNORE_STOP),
-        ignore_end=bool(flags & RequestFlag.IGNORE_END),
-        stream=bool(flags & RequestFlag.STREAM),
-        times=bool(flags & RequestFlag.TIMES),
-        wants_logprobs=int(row["logprobs"]),
-        added_at=time.perf_counter(),
-    )
-
-
-def _times(sequence: Sequence) -> list[int]:
-    """Return the numbers of `ResponseFlag.TIMES`."""
-    now = time.perf_counter()
-    waited, computed = (
-        min(int(1e6 * (now - at)), 2**31 - 1) for at in (sequence.added_at, sequence.started_at)
-    )
-    return [waited, computed, sequence.n_reused]

@@ -1,0 +1,90 @@
+"""Rows of messages as sequences of the engine, and what they have got as rows."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
+
+if TYPE_CHECKING:
+    from mpillm.engine.sequence import Progress, Sequence
+
+# Plain numbers: operations on flags take longer than the rest of a row.
+_FINAL, _ERROR, _CANCELLED = int(ResponseFlag.FINAL), int(ResponseFlag.ERROR), int(ResponseFlag.CANCELLED)
+_TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
+_FLAGS = {  # by whether a row has the first and the last token
+    (False, False): int(ResponseFlag.PARTIAL),
+    (False, True): _FINAL,
+    (True, False): int(ResponseFlag.FIRST),
+    (True, True): int(ResponseFlag.FIRST) | _FINAL,
+}
+
+
+def new_sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
+    """Return a request's sequence: `row` of dtype REQUEST, and the prompt's tokens."""
+    from mpillm.engine.sampler import SamplingParams
+    from mpillm.engine.sequence import Sequence
+
+    flags = int(row["flags"])
+    return Sequence(
+        id=int(row["id"]),
+        prompt=tokens.tolist(),
+        max_output=int(row["max_output"]),
+        min_output=int(row["min_output"]),
+        sampling=SamplingParams(
+            float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), int(row["seed"])
+        ),
+        hand_over=int(row["generation"]) != NO_INSTANCE,
+        ignore_stop=bool(flags & RequestFlag.IGNORE_STOP),
+        ignore_end=bool(flags & RequestFlag.IGNORE_END),
+        stream=bool(flags & RequestFlag.STREAM),
+        times=bool(flags & RequestFlag.TIMES),
+        wants_logprobs=int(row["logprobs"]),
+        added_at=time.perf_counter(),
+    )
+
+
+def responses(progress: Iterable[Progress], refused: Iterable[int]) -> Batch:
+    """Return rows of dtype RESPONSE, with their tokens, and note in the sequences what was told."""
+    rows: list[tuple[int, int, int]] = []
+    tokens: list[int] = []
+    for sequence, is_first, is_final in progress:
+        if sequence.is_cancelled:
+            rows.append((sequence.id, 0, _FINAL | _CANCELLED))
+            continue
+        if is_final:
+            told = sequence.output
+        elif is_first:
+            told = sequence.output[:1]  # the second token may be there by now
+        else:  # if the answer has ended, the rest goes out with its end
+            told = [] if sequence.is_done else sequence.output[sequence.n_passed_on :]
+        if is_first and sequence.times:
+            rows.append((sequence.id, 3, _TIMES))
+            tokens += _times(sequence)
+        if sequence.logprobs:
+            numbers = [sequence.n_logprobs_told, *itertools.chain(*sequence.logprobs)]
+            rows.append((sequence.id, len(numbers), _LOGPROBS))
+            tokens += numbers
+            sequence.n_logprobs_told += len(sequence.logprobs)
+            sequence.logprobs.clear()
+        if told:  # what several steps added goes out at once
+            sequence.n_passed_on = len(told) if is_first else sequence.n_passed_on + len(told)
+            rows.append((sequence.id, len(told), _FLAGS[is_first, is_final]))
+            tokens += told
+    rows += [(id_, 0, _FINAL | _ERROR) for id_ in refused]
+    return Batch(np.array(rows, RESPONSE), np.array(tokens, np.int32))
+
+
+def _times(sequence: Sequence) -> list[int]:
+    """Return the numbers of `ResponseFlag.TIMES`."""
+    now = time.perf_counter()
+    waited, computed = (
+        min(int(1e6 * (now - at)), 2**31 - 1) for at in (sequence.added_at, sequence.started_at)
+    )
+    return [waited, computed, sequence.n_reused]
