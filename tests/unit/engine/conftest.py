@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from mpillm.engine.weights.sources import save_preset
+from tests.helpers import guesses
 from tests.helpers.oracle import Oracle, Tokens
-from tests.helpers.torch_cores import N_OUTPUT
+from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +39,18 @@ def oracle(folder: Path) -> Oracle:
 def expected(oracle: Oracle, prompts: Tokens) -> Tokens:
     """Return the greedy answers to `prompts`."""
     return [oracle.tokens(prompt, N_OUTPUT) for prompt in prompts]
+
+
+@pytest.fixture(scope="session")
+def repetitive() -> Tokens:
+    """Return prompts in which tokens repeat."""
+    rng = np.random.default_rng(11)
+    return [rng.integers(0, 512, n).tolist() * 3 for n in (1, 3, 9, 10, 16, 21)] + [
+        rng.integers(0, 512, n).tolist() for n in (1, 31, 40)
+    ]
+
+
+@pytest.fixture(scope="session")
+def plain(folder: Path, repetitive: Tokens) -> Tokens:
+    """Return the answers to `repetitive` without guesses."""
+    return answer(make_core(folder), make_batch(repetitive, max_output=guesses.N_OUTPUT))

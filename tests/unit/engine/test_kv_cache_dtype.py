@@ -22,15 +22,13 @@ from mpillm.engine.calibrate import kv_scales
 from mpillm.engine.fp8 import FP8, to_fp8, widen
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model.model_info import model_info
-from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, save_preset
-from mpillm.engine.worker import Worker
 from mpillm.run.rank_roles import check_handoff
-from tests.helpers import plain_kernels
 from tests.helpers.fp8_caches import N_KV_HEADS, N_LAYERS, scales_of_heads, with_scales
+from tests.helpers.gpu_steps_on_cpu import gpu_worker
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import N_OUTPUT, answer, hand_over, make_batch, make_core, make_pair
 
@@ -178,19 +176,7 @@ def test_the_steps_of_a_gpu(
 ) -> None:
     """The GPU's steps give their kernels the right inputs; plain kernels take the place of Triton's."""
 
-    def on_cpu(self: TorchCore) -> Worker:
-        c = self.config
-        return Worker.on_gpu(
-            self.info,
-            c.tokens_per_block,
-            Groups(),
-            c.max_batch_size,
-            dummy=False,
-            device="cpu",
-            kernels=plain_kernels,
-        )
-
-    monkeypatch.setattr(TorchCore, "_make_worker", on_cpu)
+    monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
     assert (
         same(answer(make_core(folder, max_num_tokens=24), make_batch(prompts)), expected) >= len(prompts) - 1
     )

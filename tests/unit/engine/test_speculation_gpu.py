@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mpillm.cores.torch_core import TorchCore
@@ -17,25 +16,9 @@ from mpillm.engine.speculation.speculative_config import decode_rows
 from mpillm.engine.step import Step
 from mpillm.engine.worker import Follower
 from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
+from tests.helpers.guesses import N_OUTPUT, NGRAM
 from tests.helpers.oracle import Tokens
-from tests.helpers.torch_cores import Answers, answer, make_batch, make_core
-
-N_OUTPUT = 48
-NGRAM = {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2}
-
-
-@pytest.fixture(scope="module")
-def repetitive() -> Tokens:
-    """Return prompts in which tokens repeat."""
-    rng = np.random.default_rng(11)
-    return [rng.integers(0, 512, n).tolist() * 3 for n in (1, 3, 9, 10, 16, 21)] + [
-        rng.integers(0, 512, n).tolist() for n in (1, 31, 40)
-    ]
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path, repetitive: Tokens) -> Tokens:
-    return answer(make_core(folder), make_batch(repetitive, max_output=N_OUTPUT))
+from tests.helpers.torch_cores import Answers, make_batch, make_core
 
 
 def late_core(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> TorchCore:
@@ -56,7 +39,8 @@ def answers(
         steps.append((step, len(core.engine._in_flight)))
         return run(step)
 
-    core.engine.worker.run = noting  # type: ignore[method-assign]
+    worker: Any = core.engine.worker
+    worker.run = noting
     core.enqueue(make_batch(prompts, max_output=n_output, **fields))
     found = Answers()
     while not core.engine.is_idle():
@@ -167,7 +151,8 @@ def test_a_follower_notes_guesses_as_decode(
     worker: Any = SimpleNamespace(part=core.engine.worker.part, peers=peers, run=lambda step: None)
     worker.part.peers = peers
     follower = Follower(worker)
-    follower.recorder = SimpleNamespace(step=lambda began, ended, *counts: noted.append(counts))  # type: ignore
+    recorder: Any = SimpleNamespace(step=lambda began, ended, *counts: noted.append(counts))
+    follower.recorder = recorder
     assert follower.has_work()
     follower.step()
     assert noted == [(0, len(step.spans), 0)]

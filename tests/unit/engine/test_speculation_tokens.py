@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,25 +15,9 @@ from mpillm.comms.messages import RequestFlag
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.engine.weights.sources import save_preset
+from tests.helpers.guesses import N_OUTPUT, NGRAM
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import Answers, answer, hand_over, make_batch, make_core, make_pair
-
-N_OUTPUT = 48
-NGRAM = {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 2}
-
-
-@pytest.fixture(scope="module")
-def repetitive() -> Tokens:
-    """Return prompts in which tokens repeat."""
-    rng = np.random.default_rng(11)
-    return [rng.integers(0, 512, n).tolist() * 3 for n in (1, 3, 9, 10, 16, 21)] + [
-        rng.integers(0, 512, n).tolist() for n in (2, 31, 40)
-    ]
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path, repetitive: Tokens) -> Tokens:
-    return answer(make_core(folder), make_batch(repetitive, max_output=N_OUTPUT))
 
 
 @pytest.fixture(scope="module")
