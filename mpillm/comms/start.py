@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 
 from launch import roll_call
 from launch.check_world import check_world, library_title, understands
-from launch.environment import EXIT_FILE, clean_environment, tell_exit_code, told_absent, told_exit_code
+from launch.environment import (
+    EXIT_FILE,
+    clean_environment,
+    tell_exit_code,
+    told_absent,
+    told_exit_code,
+    told_signal,
+)
 from launch.launcher import EveryRankError, find_launcher, one_of_several
 from launch.siblings import EndedRanks, siblings, stopped_ranks
 from mpillm.comms.communicators import RunComms
@@ -29,6 +36,7 @@ _LAUNCHER_GRACE_S = 12.0  # longer than `mpillm mpirun` leaves the other ranks a
 _SECOND_S = 2.0  # rank 1 reports this much later than rank 0 would have
 _LOOK_S = 0.5  # while in MPI_Init: how often to look whether the other ranks are there
 _SURE_S = 0.5  # MPI_Init does not end in this time, nor ever, if one is not
+_BEGINS, _DONE = b"b", b"d"  # what a rank tells the child that keeps the time of its MPI_Init
 
 
 def mpi_library() -> str:
@@ -164,6 +172,7 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
     the message. If rank 0 is stuck, rank 1's child does so a moment later. The other ranks end silently, long
     after these should have ended the run. The child also ends the wait for a rank of this host that has
     ended, once the block has called what it is given: before that, ranks may refuse to start, each by itself.
+    Rank 0's child says at once that rank 0 was killed: the others may abort before they could say so.
     """
     launcher = find_launcher()
     rank = launcher.rank or 0 if launcher else 0
@@ -180,8 +189,8 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
     child = os.fork()
     if child == 0:
         os.close(done_end)
-        if cause := _cause_to_end(wait_end, seconds, rank):
-            _never_started(cause, rank)
+        if cause := _cause_to_end(wait_end, seconds, rank, parent):
+            _never_started(cause)
             # Inside MPI_Init they can't be told anything.
             for pid in {parent, *(sibling.pid for sibling in siblings().values())}:
                 with contextlib.suppress(ProcessLookupError):
@@ -189,31 +198,37 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
         os._exit(0)
     os.close(wait_end)
     try:
-        yield lambda: _write(done_end)
+        yield lambda: _write(done_end, _BEGINS)
     finally:
+        _write(done_end, _DONE)
         os.close(done_end)
         os.waitpid(child, 0)
 
 
-def _write(pipe: int) -> None:
-    os.write(pipe, b".")
+def _write(pipe: int, word: bytes) -> None:
+    os.write(pipe, word)
 
 
-def _cause_to_end(pipe: int, seconds: float, rank: int) -> tuple[str, ExitCode] | None:
-    """Wait until the pipe is closed, also by the end of the parent; say why not to wait longer."""
+def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, ExitCode] | None:
+    """Wait until the block is done; say why not to wait longer. `pid`: of the rank."""
     end = time.monotonic() + seconds
     end += _SECOND_S if rank == 1 else 0.0
     sure_s = _SURE_S + (_SECOND_S if rank == 1 else 0.0)
     ended: EndedRanks | None = None
+    lost = ""
     while (left := end - time.monotonic()) > 0:
-        if select.select([pipe], [], [], min(left, _LOOK_S))[0]:
-            if not os.read(pipe, 1):
+        if select.select([pipe], [], [], min(left, sure_s if lost else _LOOK_S))[0]:
+            word = os.read(pipe, 1)
+            if word == _BEGINS:
+                ended = EndedRanks()
+                continue
+            if word == _DONE or rank == 1 or told_signal() is not None:
                 return None
-            ended = EndedRanks()
-        elif ended is not None and (lost := ended.look()):
-            if select.select([pipe], [], [], sure_s)[0]:
-                return None
-            return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
+            lost = lost or (ended.look() if ended is not None else "") or f"rank 0 (pid {pid}) has ended"
+        elif not lost:
+            lost = ended.look() if ended is not None else ""
+            continue
+        return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
     absent = told_absent()
     who = stopped_ranks() or (
         f"{absent} has not started, or was lost before that"
@@ -223,10 +238,10 @@ def _cause_to_end(pipe: int, seconds: float, rank: int) -> tuple[str, ExitCode] 
     return f"MPI_Init did not end within the deadline of {seconds:g} s: {who}", ExitCode.NOT_READY
 
 
-def _never_started(cause: tuple[str, ExitCode], rank: int) -> None:
+def _never_started(cause: tuple[str, ExitCode]) -> None:
     text, code = cause
     exit_file = os.environ.get(EXIT_FILE)
-    if rank == 1 and exit_file and told_exit_code(Path(exit_file)) is not None:
-        return  # rank 0 has reported it
+    if exit_file and told_exit_code(Path(exit_file)) is not None:
+        return  # the other child has reported it
     print(f"mpillm: failed in phase 'join'\n  {text}", file=sys.stderr, flush=True)
     tell_exit_code(code)
