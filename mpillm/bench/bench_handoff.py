@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpillm.engine.cache.kv_cache import KVCache
+    from mpillm.engine.handoff.peer_mover import PeerMover
 
 
 class Options(RankOptions):
@@ -43,6 +44,13 @@ class Options(RankOptions):
         "MiB to move in a row for each figure, but at least 8 and at most 512 caches",
         positive,
         default=16384,
+        group="benchmark",
+    )
+    over = Field(
+        "over",
+        "how, between GPUs; auto: from blocks to blocks where they reach each other's memory, else nccl",
+        default="auto",
+        choices=("auto", "nccl"),
         group="benchmark",
     )
     repeats = Field("repeats", "rounds; the median is printed", positive, default=5, group="benchmark")
@@ -150,7 +158,9 @@ class _Bench:
         )
         if self._sends:
             _fill(cache)
-        transfers = Transfers(cache, model, Layout(), self._mover, peers, sends=self._sends)
+        transfers = Transfers(
+            cache, model, Layout(), self._mover, peers, sends=self._sends, peer_mover=self._peer_mover(cache)
+        )
         kind, blocks = (Kind.SEND, there) if self._sends else (Kind.RECEIVE, here)
         n = min(512, max(8, (self._config.mebibytes << 20) // n_bytes))
 
@@ -187,6 +197,16 @@ class _Bench:
             for name, moves in move.items()
         }
         return _Figures(times["handoff"], times["plain"], alone["handoff"], alone["plain"]), n_bytes, n
+
+    def _peer_mover(self, cache: KVCache) -> PeerMover | None:
+        if not self._on_gpu or self._config.over == "nccl":
+            return None
+        from mpillm.engine.handoff.peer_mover import PeerMover
+
+        made = PeerMover.connected(self._handoff, [1 - self._world.rank], cache, sends=self._sends)
+        if self._sends and not made.ranks:
+            print("  the GPUs do not reach each other's memory: over NCCL", flush=True)
+        return made
 
     def _move_plain(self, buffer: Tensor, n: int) -> None:
         for _ in range(n):

@@ -46,4 +46,6 @@ class Tag(enum.IntEnum):
     # handoff, up to the last slot
     NCCL_ID = 28  # the id of an NCCL communicator between two ranks; sender to receiver
     NOTICE = 29  # what comes next over NCCL; sender to receiver
+    ROOM = 30  # the blocks that caches shall have, on a GPU that the sender reaches; receiver to sender
+    PUT = 31  # those caches are there; sender to receiver
     KV = 32  # + slot: pieces of a KV cache

@@ -140,13 +140,16 @@ class TorchCore(LLMCore):
             return Transfers(cache, config, layout, mover, peers, sends=sends)
         from mpillm.comms.mover import MpiMover
         from mpillm.engine.handoff.nccl_mover import NcclMover
+        from mpillm.engine.handoff.peer_mover import PeerMover
 
         assert isinstance(mover, MpiMover)
-        mover = NcclMover.connected(
-            mover.comm, partners(config, layout, peers.values(), sends=sends), sends=sends
-        )
+        ranks = partners(config, layout, peers.values(), sends=sends)
+        peer_mover = PeerMover.connected(mover.comm, ranks, cache, sends=sends)
+        mover = NcclMover.connected(mover.comm, ranks - peer_mover.ranks, sends=sends)
         most_bytes = (cache.keys.nbytes + cache.values.nbytes) // _CACHE_TO_BUFFERS
-        return Transfers(cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes)
+        return Transfers(
+            cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes, peer_mover=peer_mover
+        )
 
     def _make_worker(self) -> Worker:
         import torch

@@ -1,8 +1,8 @@
 """The engine's own messages: for each tag its type, writer and reader.
 
-The ranks of an instance exchange PLAN, TOKENS, HIDDEN and MOVED. NCCL_ID and NOTICE go between the GPUs of
-two instances that hand KV caches over. The caches themselves (`Tag.KV` and above) are bytes as `KVCache.read`
-returns them; both ends know their sizes.
+The ranks of an instance exchange PLAN, TOKENS, HIDDEN and MOVED. NCCL_ID and NOTICE, or ROOM and PUT, go
+between the GPUs of two instances that hand KV caches over. The caches themselves (`Tag.KV` and above) are
+bytes as `KVCache.read` returns them; both ends know their sizes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,16 @@ class Notice(NamedTuple):
 
     tag: int
     n_bytes: int
+
+
+class Room(NamedTuple):
+    """Tells the sender where a piece of a KV cache shall be in the receiver's."""
+
+    tag: int
+    layer: int  # the first of the piece
+    head: int
+    n_tokens: int
+    blocks: list[int]
 
 
 def _write_step(step: Step) -> Buffer:
@@ -154,6 +164,21 @@ def _read_notices(buffer: Buffer) -> list[Notice]:
     return [Notice(*row) for row in buffer.view(np.int64).reshape(-1, 2).tolist()]
 
 
+def _write_rooms(rooms: list[Room]) -> Buffer:
+    numbers: list[int] = []
+    for room in rooms:
+        numbers += *room[:4], len(room.blocks), *room.blocks
+    return _bytes(np.array(numbers, np.int32))
+
+
+def _read_rooms(buffer: Buffer) -> list[Room]:
+    numbers, at, rooms = buffer.view(np.int32).tolist(), 0, []
+    while at < len(numbers):
+        tag, layer, head, n_tokens, n_blocks = numbers[at : (at := at + 5)]
+        rooms.append(Room(tag, layer, head, n_tokens, numbers[at : (at := at + n_blocks)]))
+    return rooms
+
+
 def _bytes(array: NDArray[Any]) -> Buffer:
     return array.view(np.uint8)
 
@@ -173,3 +198,5 @@ NCCL_ID: Message[bytes] = Message(
 NOTICE: Message[list[Notice]] = Message(
     Tag.NOTICE, lambda together: _bytes(np.array(together, np.int64).reshape(-1)), _read_notices
 )
+ROOM: Message[list[Room]] = Message(Tag.ROOM, _write_rooms, _read_rooms)
+PUT = _int32(Tag.PUT)  # tags of pieces that are in the receiver's blocks, in the order of their rooms

@@ -5,6 +5,7 @@ They run without a GPU, slowly, with TRITON_INTERPRET=1 and Triton installed.
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -14,7 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("no GPU", allow_module_level=True)
 
-from mpillm.engine.cache.kv_cache import Held, KVCache, rounded  # noqa: E402
+from mpillm.engine.cache.kv_cache import CacheThere, Held, KVCache, Put, rounded  # noqa: E402
 from mpillm.engine.dtypes import torch_dtype  # noqa: E402
 from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
@@ -305,6 +306,33 @@ def test_pieces_of_a_handoff(dtype: torch.dtype) -> None:
                 cache.write(here, layers, heads, some)
             for name in ("keys", "values"):
                 assert torch.equal(*(getattr(cache, name).cpu().view(torch.uint8) for cache in caches))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+def test_parts_of_a_cache_are_put_into_blocks_of_another(dtype: torch.dtype) -> None:
+    """They go into blocks of another size, among other layers and heads, and nothing else is written."""
+    for size, size_there, dim in ((4, 8, 16), (8, 4, 80), (32, 32, 128), (12, 8, 64)):
+        source = KVCache(5, 9, 3, size, dim, dtype, DEVICE)
+        dests = [KVCache(4, 12, 2, size_there, dim, dtype, DEVICE) for _ in range(2)]
+        for cache in (source, *dests):
+            for pool in (cache.keys, cache.values):
+                pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(len(pool))))
+        puts = [
+            Put(2 * size + 1, [7, 2, 5], list(range(1, 7)), 2, 1, 1, 0),
+            Put(1, [8], [9], 1, 2, 0, 1),
+            Put(size, [3, 4], list(range(8, 12)), 0, 0, 2, 1),
+        ]
+        _, n_blocks, n_heads, tokens, _ = dests[0].keys.shape
+        there = CacheThere(dests[0].keys.data_ptr(), dests[0].values.data_ptr(), n_blocks, n_heads, tokens)
+        source.put(puts, there, 2, 1)
+        for put in puts:
+            for layer, token in itertools.product(range(2), range(put.n_tokens)):
+                for a, b in ((source.keys, dests[1].keys), (source.values, dests[1].values)):
+                    moved = a[put.layer + layer, put.blocks[token // size], put.head, token % size]
+                    block = put.there[token // size_there]
+                    b[put.layer_there + layer, block, put.head_there, token % size_there] = moved
+        for name in ("keys", "values"):
+            assert torch.equal(*(getattr(cache, name).cpu().view(torch.uint8) for cache in dests))
 
 
 SIZES = [(0, 64, 48), (1, 64, 48), (3, 80, 33), (17, 130, 64), (140, 40, 17)]

@@ -1,11 +1,17 @@
-"""A mover between ranks that are objects of one process."""
+"""Movers between ranks that are objects of one process."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+
+from mpillm.engine.cache.kv_cache import KVCache
+from mpillm.engine.engine_messages import Room
+from mpillm.engine.handoff import nccl_mover, peer_mover
 
 
 class Wire:
@@ -38,6 +44,64 @@ class Mover:
 
     def poll(self) -> None:
         """Do nothing: what was sent is there."""
+
+
+@dataclass
+class Mark:
+    """Stands for an event."""
+
+    over: bool = True
+
+    def query(self) -> bool:
+        return self.over
+
+
+@dataclass
+class PeerWire:
+    """Both ends of a `peer_mover.Link` between two caches on the CPU."""
+
+    source: KVCache
+    dest: KVCache
+    is_idle: bool = True  # what both GPUs have to do is done at once
+    rooms_under_way: list[Room] = field(default_factory=list)
+    tags_under_way: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    puts: list[tuple[list[int], list[nccl_mover.Event]]] = field(
+        default_factory=list
+    )  # tags, what to wait for
+
+    def mark(self) -> Mark:
+        self.marks.append(Mark(self.is_idle))
+        return self.marks[-1]
+
+    def send_rooms(self, rooms: list[Room]) -> None:
+        self.rooms_under_way += rooms
+
+    def rooms(self) -> list[Room]:
+        rooms, self.rooms_under_way = self.rooms_under_way, []
+        return rooms
+
+    @torch.inference_mode()
+    def put(self, parts: list[tuple[peer_mover.Part, Room]], ready: list[nccl_mover.Event]) -> Mark:
+        self.puts.append(([room.tag for _, room in parts], ready))
+        for part, room in parts:
+            (blocks, n_tokens), layers, heads = part
+            for a, b in ((self.source.keys, self.dest.keys), (self.source.values, self.dest.values)):
+                for i, layer in enumerate(range(*layers.indices(len(a)))):
+                    for token in range(n_tokens):
+                        block, at = divmod(token, self.source.tokens_per_block)
+                        block_there, at_there = divmod(token, self.dest.tokens_per_block)
+                        moved = a[layer, blocks[block], heads, at]
+                        to = slice(room.head, room.head + len(moved))
+                        b[room.layer + i, room.blocks[block_there], to, at_there] = moved
+        return self.mark()
+
+    def send_put(self, tags: list[int]) -> None:
+        self.tags_under_way += tags
+
+    def arrived(self) -> list[int]:
+        tags, self.tags_under_way = self.tags_under_way, []
+        return tags
 
 
 class Moving:

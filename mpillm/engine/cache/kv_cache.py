@@ -42,6 +42,28 @@ class Held(NamedTuple):
     n_tokens: int
 
 
+class Put(NamedTuple):
+    """What of a sequence goes from one cache to another: from these blocks, layers and heads to those."""
+
+    n_tokens: int
+    blocks: list[int]
+    there: list[int]
+    layer: int  # the first
+    head: int
+    layer_there: int
+    head_there: int
+
+
+class CacheThere(NamedTuple):
+    """A KV cache on another GPU, as this process reaches it."""
+
+    keys: int  # address
+    values: int
+    n_blocks: int  # with the null block
+    n_heads: int
+    tokens_per_block: int
+
+
 class KVCache:
     """Keys and values: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim] each; keys are rotated.
 
@@ -124,7 +146,7 @@ class KVCache:
         self, held: list[Held], layers: slice, heads: slice, pieces: list[Tensor], *, into_pieces: bool
     ) -> None:
         """Copy all in one kernel, without waiting."""
-        from mpillm.engine.kernels.step_kernels import copy_blocks
+        from mpillm.engine.kernels.handoff_kernels import copy_blocks
 
         rows: tuple[list[int], ...] = [], [], [], []
         for (blocks, n_tokens), piece in zip(held, pieces, strict=True):
@@ -138,12 +160,28 @@ class KVCache:
             for row, numbers in zip(rows, of_piece, strict=True):
                 row += numbers
         table = to_device(np.array(rows, np.int64), self.keys.device)
-        # Any GPU can move fp8 as bytes.
-        keys, values = (
-            pool.view(torch.uint8) if pool.dtype == FP8 else pool
-            for pool in (self.keys[layers], self.values[layers])
-        )
+        keys, values = (_movable(pool[layers]) for pool in (self.keys, self.values))
         copy_blocks(keys, values, table, heads.start, heads.stop - heads.start, into_pieces)
+
+    def put(self, puts: list[Put], there: CacheThere, n_layers: int, n_heads: int) -> None:
+        """Copy some layers and heads of sequences into a cache on another GPU, without waiting."""
+        from mpillm.engine.kernels.handoff_kernels import put_blocks
+
+        rows: list[tuple[int, ...]] = []
+        blocks_there: list[int] = []
+        for put in puts:
+            rows += [
+                (block, first, put.n_tokens, len(blocks_there), *put[3:])
+                for block, first in zip(
+                    put.blocks, range(0, put.n_tokens, self.tokens_per_block), strict=False
+                )
+            ]
+            blocks_there += put.there
+        table = np.array(rows, np.int64)
+        table[:, 3] += table.size
+        table = np.concatenate([table.reshape(-1), np.array(blocks_there, np.int64)])
+        keys, values = (_movable(pool) for pool in (self.keys, self.values))
+        put_blocks(keys, values, there, to_device(table, self.keys.device), len(rows), n_layers, n_heads)
 
     def _parts(
         self, piece: Tensor, n_tokens: int, layers: slice, heads: slice
@@ -164,6 +202,11 @@ class KVCache:
             )
             parts.append((pool[layers, :, heads], whole, part[:, :, n_whole * size :]))
         return parts
+
+
+def _movable(pool: Tensor) -> Tensor:
+    """Return the pool as what any GPU can move: fp8 as bytes."""
+    return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
 def rounded(x: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:

@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from mpillm.engine.engine_messages import NCCL_ID, NOTICE, Notice
+from mpillm.engine.handoff.notes import Notes
 from mpillm.engine.parallel.nccl import NcclComm
 
 
@@ -61,9 +61,7 @@ class NcclLink:
 
     def __init__(self, comm: MPI.Intracomm, peer: int, *, sends: bool) -> None:
         """Collective over both ranks."""
-        self._comm = comm
-        self._peer = peer
-        self._notifying: deque[MPI.Request] = deque()
+        self._notes = Notes(comm, peer, NOTICE)
 
         def tell(unique: bytes) -> bytes:
             buffer = NCCL_ID.write(unique).copy()
@@ -85,41 +83,34 @@ class NcclLink:
         self._stream.synchronize()
 
     def mark(self) -> Event:
-        return _event(torch.cuda.current_stream())
+        return event(torch.cuda.current_stream())
 
     def notify(self, together: list[Notice]) -> None:
-        while self._notifying and self._notifying[0].Test():
-            self._notifying.popleft()
-        buffer = NOTICE.write(together)
-        self._notifying.append(self._comm.Isend((buffer, MPI.BYTE), self._peer, NOTICE.tag))
+        self._notes.send(together)
 
     def notices(self) -> list[list[Notice]]:
-        came, status = [], MPI.Status()
-        while self._comm.Iprobe(self._peer, NOTICE.tag, status):
-            buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            self._comm.Recv((buffer, MPI.BYTE), self._peer, NOTICE.tag)
-            came.append(NOTICE.read(buffer))
-        return came
+        return self._notes.take()
 
     def send(self, buffers: list[Tensor]) -> Event:
         with torch.cuda.stream(self._stream), self._nccl.group():
             for buffer in buffers:
                 self._nccl.send(buffer, 1)
-        return _event(self._stream)
+        return event(self._stream)
 
     def receive(self, buffers: list[Tensor], ready: list[Event]) -> Event:
-        for event in ready:
-            self._stream.wait_event(event)  # type: ignore[arg-type]
+        for one in ready:
+            self._stream.wait_event(one)  # type: ignore[arg-type]
         with torch.cuda.stream(self._stream), self._nccl.group():
             for buffer in buffers:
                 self._nccl.receive(buffer, 0)
-        return _event(self._stream)
+        return event(self._stream)
 
 
-def _event(stream: torch.cuda.Stream) -> Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
+def event(stream: torch.cuda.Stream) -> Event:
+    """Return an event at the end of the stream's work so far."""
+    made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    made.record(stream)
+    return made
 
 
 class NcclMover:

@@ -6,8 +6,9 @@ A cache that the step itself completes is sent layer by layer: each piece (see `
 last of its layers is in the cache.
 
 A piece is gathered into one contiguous buffer (see `KVCache.read`) and scattered into blocks on arrival, so
-the two ends may have different block sizes. A cache too small for several messages (`Mover.whole_below`) goes
-in one piece to each rank.
+the two ends may have different block sizes. Between GPUs that reach each other's memory it goes from blocks
+to blocks (see `peer_mover`). A cache too small for several messages (`Mover.whole_below`) goes in one piece
+to each rank.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mpillm.comms.mover import Mover, Moving, Peer
+    from mpillm.engine.handoff.peer_mover import PeerMover
     from mpillm.engine.model.model_config import ModelConfig
 
 
@@ -59,7 +61,7 @@ class _Under:
     """A transfer in progress, with its pieces in flight."""
 
     transfer: Transfer
-    pieces: deque[tuple[Moving, _Piece, Tensor]] = field(default_factory=deque)
+    pieces: deque[tuple[Moving, _Piece, Tensor | None]] = field(default_factory=deque)  # with their buffers
     n_waiting: int = 0  # pieces to send that have no buffer yet
 
     @property
@@ -89,13 +91,16 @@ class Transfers:
         *,
         sends: bool,
         most_bytes: int | None = None,
+        peer_mover: PeerMover | None = None,
     ) -> None:
         """`sends`: this rank belongs to a context instance.
 
-        Its buffers take at most `most_bytes`, or one piece.
+        Its buffers take at most `most_bytes`, or one piece. `peer_mover`: for the ranks that it reaches.
         """
         self._cache = cache
         self._mover = mover
+        self._peer_mover = peer_mover
+        self._reached = peer_mover.ranks if peer_mover is not None else frozenset()
         self._most_bytes = most_bytes
         self._pieces = {
             peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()
@@ -130,6 +135,8 @@ class Transfers:
                 if transfer.kind == Kind.SEND:
                     self._to_send.append((under, piece))
                     under.n_waiting += 1
+                elif piece.rank in self._reached:
+                    self._move(under, piece)
                 else:
                     buffer = self._cache.new_piece(transfer.n_tokens, piece.layers, piece.heads)
                     under.pieces.append(
@@ -149,11 +156,15 @@ class Transfers:
     def poll(self) -> list[int]:
         """Return the tickets of transfers that are done on this rank."""
         self._mover.poll()
+        if self._peer_mover is not None:
+            self._peer_mover.poll()
         arrived: list[tuple[_Under, _Piece, Tensor]] = []
         done = []
         for under in self._under_way:
             while under.pieces and under.pieces[0][0].done():
                 _, piece, buffer = under.pieces.popleft()
+                if buffer is None:
+                    continue
                 if under.transfer.kind == Kind.RECEIVE:
                     arrived.append((under, piece, buffer))
                 else:
@@ -177,7 +188,7 @@ class Transfers:
         for under in self._under_way:
             if under.transfer.peer == peer:
                 if under.transfer.kind != Kind.RECEIVE:
-                    self._n_bytes -= sum(buffer.nbytes for _, _, buffer in under.pieces)
+                    self._n_bytes -= sum(buffer.nbytes for _, _, buffer in under.pieces if buffer is not None)
                 self._never_done += under.pieces
                 under.pieces.clear()
                 under.n_waiting = 0
@@ -191,6 +202,10 @@ class Transfers:
         ready: list[tuple[_Under, _Piece]] = []
         while self._to_send:
             under, piece = self._to_send[0]
+            if piece.rank in self._reached:
+                under.n_waiting -= 1
+                self._move(*self._to_send.popleft())
+                continue
             n_bytes = self._cache.piece_bytes(under.transfer.n_tokens, piece.layers, piece.heads)
             if self._most_bytes is not None and self._n_bytes and self._n_bytes + n_bytes > self._most_bytes:
                 break
@@ -204,6 +219,15 @@ class Transfers:
                 under.pieces.append(
                     (self._mover.send(piece.rank, Tag.KV + under.transfer.slot, buffer), piece, buffer)
                 )
+        if self._peer_mover is not None:
+            self._peer_mover.poll()
+
+    def _move(self, under: _Under, piece: _Piece) -> None:
+        """Move a piece from blocks to blocks."""
+        assert self._peer_mover is not None
+        tag = Tag.KV + under.transfer.slot
+        moving = self._peer_mover.move(piece.rank, tag, under.held, piece.layers, piece.heads)
+        under.pieces.append((moving, piece, None))
 
     def _pieces_of(self, transfer: Transfer) -> list[_Piece]:
         pieces = self._whole if transfer.n_tokens < self._whole_below[transfer.peer] else self._pieces

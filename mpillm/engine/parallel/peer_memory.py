@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import TYPE_CHECKING
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,6 +25,42 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_byte * 64),)
 
 
+class Exported(NamedTuple):
+    """Memory that a process lets others of its host reach."""
+
+    host: str
+    bus_id: bytes  # of the GPU
+    handle: bytes
+    offset: int  # in what the handle opens
+
+
+def export(tensor: torch.Tensor) -> Exported:
+    """Let other processes reach `tensor`, as long as it lives. Raises RuntimeError if the driver refuses."""
+    torch.cuda.current_stream().synchronize()  # makes PyTorch's context this thread's
+    cuda, base, handle = _driver(), ctypes.c_uint64(), _Handle()
+    _check(
+        cuda,
+        cuda.cuMemGetAddressRange_v2(ctypes.byref(base), None, ctypes.c_uint64(tensor.data_ptr())),
+    )
+    _check(cuda, cuda.cuIpcGetMemHandle(ctypes.byref(handle), base))
+    return Exported(_host(), _bus_id(cuda), bytes(handle), tensor.data_ptr() - base.value)
+
+
+def reach(exported: list[Exported]) -> list[int]:
+    """Return where memory of one other process is in this one; raise RuntimeError if it cannot be reached."""
+    torch.cuda.current_stream().synchronize()
+    if any(one.host != _host() for one in exported):
+        raise RuntimeError("it is on another host")
+    cuda = _driver()
+    return [_open(cuda, one.handle, one.bus_id) + one.offset for one in exported]
+
+
+def _host() -> str:
+    """Return what no two hosts that run have in common; containers of one host do."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="ascii").strip() if boot.exists() else platform.node()
+
+
 def share_memory(comm: MPI.Intracomm, n_bytes: int) -> list[int] | None:
     """Return where the `n_bytes` of each rank's GPU are in this process, zero at first. Collective.
 
@@ -34,10 +72,10 @@ def share_memory(comm: MPI.Intracomm, n_bytes: int) -> list[int] | None:
 
     told: tuple[bytes, bytes, int] | None = None
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = _driver()
         own, handle = _allocate(cuda, n_bytes)
         told = (bytes(handle), _bus_id(cuda), own)
-    except (OSError, RuntimeError) as error:
+    except RuntimeError as error:
         _log.warning("no memory of this GPU for others: %s", error)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     is_one_node = node.size == comm.size
@@ -53,6 +91,13 @@ def share_memory(comm: MPI.Intracomm, n_bytes: int) -> list[int] | None:
         except RuntimeError as error:
             _log.warning("no access to another GPU's memory: %s", error)
     return addresses if comm.allreduce(addresses is not None, MPI.LAND) else None
+
+
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError(error) from error
 
 
 def _bus_id(cuda: ctypes.CDLL) -> bytes:

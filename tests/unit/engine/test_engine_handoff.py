@@ -94,7 +94,7 @@ class Instance:
         tokens_per_block: int,
         sends: bool,
     ):
-        self.config, self.sends = config, sends
+        self.config, self.sends, self.rank, self.peer = config, sends, rank, peer
         self.layouts = layouts(size)
         self.caches: list[KVCache] = []
         self.transfers: list[Transfers] = []

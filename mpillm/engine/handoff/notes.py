@@ -1,0 +1,36 @@
+"""Messages between two ranks whose KV caches go another way than over MPI."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from mpillm.comms.messages import Message
+
+T = TypeVar("T")
+
+
+class Notes(Generic[T]):
+    """Messages of one kind from or to one rank of the handoff communicator. Nothing waits."""
+
+    def __init__(self, comm: MPI.Intracomm, peer: int, message: Message[T]) -> None:
+        self._comm, self._peer, self._message = comm, peer, message
+        self._leaving: deque[MPI.Request] = deque()
+
+    def send(self, value: T) -> None:
+        while self._leaving and self._leaving[0].Test():
+            self._leaving.popleft()
+        buffer = self._message.write(value)
+        self._leaving.append(self._comm.Isend((buffer, MPI.BYTE), self._peer, self._message.tag))
+
+    def take(self) -> list[T]:
+        """Return what has come since the last call, in order."""
+        came, status = [], MPI.Status()
+        while self._comm.Iprobe(self._peer, self._message.tag, status):
+            buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self._comm.Recv((buffer, MPI.BYTE), self._peer, self._message.tag)
+            came.append(self._message.read(buffer))
+        return came
