@@ -96,7 +96,7 @@ class LayerGraphs:
             attention.attend(layer, self._turned[:n], self._attended[:n])
             if layer_stored is not None:
                 layer_stored(layer)
-        return part.model.leave(self._x[:n], self._attended[:n], wanted)
+        return part.model.leave(self._x[:n], self._attended[:n], wanted, n_padded=size)
 
     def _piece(self, layer: int, size: int) -> None:
         """Compute from the attention before `layer`'s, or from the tokens, to its own."""

@@ -26,13 +26,19 @@ def nearest_fp8(value):
 
 
 @triton.jit
-def store_rounded(out, scales, row, width, column, value, LARGEST: tl.constexpr):
-    """Store `value` (float32), a whole row, as fp8 with its scale."""
+def scaled_down(value, LARGEST: tl.constexpr):
+    """Return a whole row (float32) divided by its scale, and the scale."""
     largest = tl.max(tl.abs(value))
     scale = tl.where(largest == 0, 1.0, largest / LARGEST)
-    tl.store(scales + row, scale)
     # The quotient may exceed the type's largest number by its last bit.
-    scaled = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
+    return tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST), scale
+
+
+@triton.jit
+def store_rounded(out, scales, row, width, column, value, LARGEST: tl.constexpr):
+    """Store `value` (float32), a whole row, as fp8 with its scale."""
+    scaled, scale = scaled_down(value, LARGEST)
+    tl.store(scales + row, scale)
     tl.store(out + row * width + column, scaled.to(out.dtype.element_ty), mask=column < width)
 
 

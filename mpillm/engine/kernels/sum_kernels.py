@@ -1,12 +1,16 @@
 """A sum over the GPUs of a TP group, its residual and its norm, in one Triton kernel over NVLink.
 
-One shot: each rank adds all ranks' parts of a row itself, in the order of the ranks, so that all have the
-same sum. Of few rows it writes its part into the others' rooms, each number in a word with the turn, and who
-waits looks at the words: they double the bytes and save the way back of a read (NCCL's protocol LL does so,
-too). Of more rows it leaves its part in its own room, says so by a flag, and reads the others': written, they
-took as long or longer. A program has every `PROGRAMS`th row on all ranks, and waits only for the same program
-there. A row has two places, which take turns: who writes one for the second time knows that all have read it,
-since they have put the next row.
+Of few rows each rank adds all ranks' parts itself, in the order of the ranks, so that all have the same sum.
+It writes its part into the others' rooms, each number in a word with the turn, and who waits looks at the
+words: they double the bytes and save the way back of a read (NCCL's protocol LL does so, too). A row has two
+places, which take turns: who writes one for the second time knows that all have read it, since they have put
+the next row.
+
+Of more rows each rank has every `RANKS`th. The others write their parts of it into its room, and it writes
+into theirs what it has made of them: normed and, before a product with fp8 weights, rounded to half the bytes
+(a reduce-scatter and an all-gather). So a rank's residual is right in its own rows only (`SharedRows.own`). A
+program has the same rows on all ranks, and waits only for the same program there: before it reads parts, and
+before it reads what the others have made. So a row needs only one place.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpillm.engine.kernels.fp8_kernels import load_scaled, new_rounded, parts_of, store_rounded
-from mpillm.engine.kernels.launch import Kernel, next_power_of_2
+from mpillm.engine.kernels.fp8_kernels import load_scaled, new_rounded, parts_of, scaled_down, store_rounded
+from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.model.ops import Rounded, Unscaled
 from mpillm.engine.parallel.shared_rows import FEW_ROWS, PROGRAMS, SharedRows
 
@@ -71,7 +75,7 @@ def _sum_of_words(
 
 @triton.jit
 def _meet(addresses, turn, program, rank, RANKS: tl.constexpr):
-    """Tell the same program on all ranks that this one's rows are there, and wait for theirs."""
+    """Tell the same program on all ranks that this one has written, and wait for theirs."""
     tl.debug_barrier()  # every thread has stored before one of them says so
     for other in tl.static_range(RANKS):
         if other != rank:
@@ -91,28 +95,22 @@ def _meet(addresses, turn, program, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _add_norm(
-    out, scales, x, total, weights, row, width, eps, column, real, ROUNDS: tl.constexpr
-):  # fmt: skip
+def _added_norm(x, total, weights, row, width, eps, column, real):
+    """Add `total` to a row of x, and return its norm (float32)."""
     at = row.to(tl.int64) * width
     value = tl.load(x + at + column, mask=real, other=0.0).to(tl.float32)
     value = (value + total.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
     tl.store(x + at + column, value, mask=real)
     value = value.to(tl.float32)
-    normed = value * tl.rsqrt(tl.sum(value * value) / width + eps) * weights
-    if ROUNDS:
-        normed = normed.to(x.dtype.element_ty).to(tl.float32)
-        store_rounded(out, scales, row.to(tl.int64), width, column, normed, _LARGEST)
-    else:
-        tl.store(out + at + column, normed.to(out.dtype.element_ty), mask=real)
+    return (value * tl.rsqrt(tl.sum(value * value) / width + eps) * weights).to(x.dtype.element_ty)
 
 
 @Kernel
-@triton.jit(do_not_specialize=["rank", "n_rows", "n"])
+@triton.jit(do_not_specialize=["n"])
 def _sum_add_norm(
-    out, scales, x, part, row_scales, column_scales, weight, addresses, turns, rank, n_rows, n, width, eps,
+    out, scales, x, part, row_scales, column_scales, weight, addresses, turns, n_rows, n, width, eps,
     UNSCALED: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr, FEW_ROWS: tl.constexpr,
-    PROGRAMS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -126,30 +124,88 @@ def _sum_add_norm(
         )
         put = value.to(x.dtype.element_ty)
         total = _sum_of_words(
-            put, program, turn, addresses, rank, width, column, real, flags, FEW_ROWS, RANKS
+            put, program, turn, addresses, RANK, width, column, real, flags, FEW_ROWS, RANKS
         )
-        _add_norm(out, scales, x, total, weights, program, width, eps, column, real, ROUNDS)
+        normed = _added_norm(x, total, weights, program, width, eps, column, real)
+        if ROUNDS:
+            store_rounded(out, scales, program.to(tl.int64), width, column, normed.to(tl.float32), _LARGEST)
+        else:
+            tl.store(out + program.to(tl.int64) * width + column, normed, mask=real)
     else:
-        rows_at = 4 * (flags + 2 * RANKS * FEW_ROWS * width)  # bytes
-        own = (tl.load(addresses + rank) + rows_at).to(x.dtype)
-        n_rounds = tl.cdiv(n - program, PROGRAMS)
+        parts_at = 4 * (flags + 2 * RANKS * FEW_ROWS * width)  # bytes
+        made_at = parts_at + n_rows * width * (x.dtype.element_ty.primitive_bitwidth // 8)
+        scales_at = made_at + n_rows * width * (x.dtype.element_ty.primitive_bitwidth // 8)
+        own = tl.load(addresses + RANK)
+        n_rounds = tl.cdiv(tl.cdiv(n, RANKS) - program, PROGRAMS)
         for i in range(n_rounds):
-            row = program + i * PROGRAMS
-            value = load_scaled(
-                part, row_scales, column_scales, row.to(tl.int64), width, column, real, UNSCALED
-            )
-            place = _place(own, turn, row, n_rows, width) + column
-            tl.store(place, value.to(x.dtype.element_ty), mask=real)
-        _meet(addresses, turn, program, rank, RANKS)
-        for i in range(n_rounds):
-            row = program + i * PROGRAMS
-            total = tl.zeros([BLOCK], tl.float32)
+            place = program + i * PROGRAMS
             for other in tl.static_range(RANKS):
-                room = (tl.load(addresses + other) + rows_at).to(x.dtype)
-                place = _place(room, turn, row, n_rows, width) + column
-                total += tl.load(place, mask=real, other=0.0).to(tl.float32)
-            _add_norm(out, scales, x, total, weights, row, width, eps, column, real, ROUNDS)
+                row = (place * RANKS + other).to(tl.int64)
+                if other != RANK:
+                    there = real & (row < n)
+                    value = load_scaled(
+                        part,
+                        row_scales,
+                        column_scales,
+                        tl.minimum(row, n - 1),
+                        width,
+                        column,
+                        there,
+                        UNSCALED,
+                    )
+                    parts = (tl.load(addresses + other) + parts_at).to(x.dtype)
+                    at = _row_of(parts, RANK * (n_rows // RANKS) + place, width)
+                    tl.store(at + column, value.to(x.dtype.element_ty), mask=there)
+        _meet(addresses, 2 * turn - 1, program, RANK, RANKS)
+        for i in range(n_rounds):
+            place = program + i * PROGRAMS
+            row = (place * RANKS + RANK).to(tl.int64)
+            if row < n:
+                total = tl.zeros([BLOCK], tl.float32)
+                for other in tl.static_range(RANKS):
+                    if other == RANK:
+                        value = load_scaled(
+                            part, row_scales, column_scales, row, width, column, real, UNSCALED
+                        ).to(x.dtype.element_ty)
+                    else:
+                        at = _row_of((own + parts_at).to(x.dtype), other * (n_rows // RANKS) + place, width)
+                        value = tl.load(at + column, mask=real, other=0.0)
+                    total += value.to(tl.float32)
+                normed = _added_norm(x, total, weights, row, width, eps, column, real)
+                if ROUNDS:
+                    scaled, scale = scaled_down(normed.to(tl.float32), _LARGEST)
+                    made = scaled.to(out.dtype.element_ty)
+                    tl.store(scales + row, scale)
+                else:
+                    made = normed
+                tl.store(_row_of(out, row, width) + column, made, mask=real)
+                for other in tl.static_range(RANKS):
+                    if other != RANK:
+                        room = tl.load(addresses + other)
+                        tl.store(
+                            _row_of((room + made_at).to(out.dtype), row, width) + column, made, mask=real
+                        )
+                        if ROUNDS:
+                            tl.store((room + scales_at).to(scales.dtype) + row, scale)
+        _meet(addresses, 2 * turn, program, RANK, RANKS)
+        for i in range(n_rounds):
+            place = program + i * PROGRAMS
+            for other in tl.static_range(RANKS):
+                row = (place * RANKS + other).to(tl.int64)
+                if other != RANK:
+                    there = real & (row < n)
+                    made = tl.load(_row_of((own + made_at).to(out.dtype), row, width) + column, mask=there)
+                    tl.store(_row_of(out, row, width) + column, made, mask=there)
+                    if ROUNDS:
+                        scale = tl.load((own + scales_at).to(scales.dtype) + row, mask=row < n)
+                        tl.store(scales + row, scale, mask=row < n)
     tl.store(turns + program, turn)
+
+
+@triton.jit
+def _row_of(rows, row, width):
+    """Return where a row begins."""
+    return tl.multiple_of(rows + row.to(tl.int64) * width, 16)
 
 
 def sum_add_norm(
@@ -157,21 +213,22 @@ def sum_add_norm(
 ) -> Tensor | Rounded:
     """As `step_kernels.add_norm` with the sum over the TP group of `part` [n, hidden] as its delta.
 
-    Every rank has to call it, with the same n.
+    Every rank has to call it, with the same n. It updates all rows of x, or its own (`SharedRows.splits`).
     """
     n, width = x.shape
     block = next_power_of_2(width)
     out: Tensor | Rounded = new_rounded(n, width, x) if rounds else torch.empty_like(x)
     to, scales = (out.numbers, out.scales) if isinstance(out, Rounded) else (out, out)
     (numbers, row_scales, column_scales), unscaled = parts_of(part)
-    few = n <= FEW_ROWS and x.element_size() == 2
+    n_ranks = len(shared.addresses)
+    few = not shared.splits(n, x.dtype)
     for at in range(0, n, shared.n_rows):
         rows = slice(at, min(n, at + shared.n_rows))
-        _sum_add_norm[(min(rows.stop - at, PROGRAMS),)](
+        n_programs = rows.stop - at if few else cdiv(rows.stop - at, n_ranks)
+        _sum_add_norm[(min(n_programs, PROGRAMS),)](
             to[rows], scales[rows], x[rows], numbers[rows], row_scales[rows], column_scales, weight,
-            shared.addresses, shared.turns[PROGRAMS if few else 0 :], shared.rank, shared.n_rows,
-            rows.stop - at, width, eps, UNSCALED=unscaled, ROUNDS=rounds, FEW=few, FEW_ROWS=FEW_ROWS,
-            PROGRAMS=PROGRAMS, RANKS=len(shared.addresses), BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            shared.addresses, shared.turns[PROGRAMS if few else 0 :], shared.n_rows, rows.stop - at, width,
+            eps, UNSCALED=unscaled, ROUNDS=rounds, FEW=few, FEW_ROWS=FEW_ROWS, PROGRAMS=PROGRAMS,
+            RANK=shared.rank, RANKS=n_ranks, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return out

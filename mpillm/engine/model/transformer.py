@@ -217,11 +217,17 @@ class Llama:
         return self._qkv(layer + 1, normed, adapters)
 
     def leave(
-        self, x: Tensor, attended: Tensor, wanted: Tensor | None, adapters: Adapters | None = None
+        self,
+        x: Tensor,
+        attended: Tensor,
+        wanted: Tensor | None,
+        adapters: Adapters | None = None,
+        n_padded: int = 0,
     ) -> Tensor:
-        """Return what `forward` does."""
+        """Return what `forward` does. `n_padded`: the rows that were computed, if they were more than x."""
         if self.lm_head is not None and wanted is not None:  # nothing reads the other rows
-            x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
+            x = self._chosen(x, wanted, n_padded or len(x))
+            attended = attended.index_select(0, wanted)
         delta = self._rest(len(self.layers) - 1, x, attended, adapters)
         if self.lm_head is None:
             assert not isinstance(delta, Partial)  # ranks of several stages share no rows
@@ -252,6 +258,13 @@ class Llama:
         normed = self._ops.add_norm(x, self._sum(part), layer.post_norm, eps, layer.mlp.rounds(len(x)))
         return self._sum(layer.mlp(normed, i, adapters, residual))
 
+    def _chosen(self, x: Tensor, rows: Tensor, n_computed: int) -> Tensor:
+        """Return `rows` of the residual x, of which each rank may have its own only."""
+        shared = self._groups.shared_rows
+        if shared is None or not shared.splits(n_computed, x.dtype):
+            return x.index_select(0, rows)
+        return self._groups.all_reduce(shared.own(x, rows))
+
     def _by_head(self, qkv: Tensor | Unscaled) -> Tensor | Unscaled:
         if isinstance(qkv, Unscaled):
             return qkv._replace(numbers=qkv.numbers.view(-1, self._n_heads, self.config.head_dim))
@@ -266,9 +279,7 @@ class Llama:
         if product is None or self._groups.layout.tp_size == 1:
             return product
         if (shared := self._groups.shared_rows) is not None:
-            n_rows = len(product.numbers if isinstance(product, Unscaled) else product)
-            if shared.takes(n_rows):
-                return Partial(product, shared)
+            return Partial(product, shared)
         return self._groups.all_reduce(self._ops.scaled(product))
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -15,33 +15,38 @@ if TYPE_CHECKING:
 
 PROGRAMS = 256  # of a sum's kernel, at most: so many run at once on a GPU with 132 SMs
 FEW_ROWS = 32  # of which each number comes in a word of its own; at most PROGRAMS
-# Of more than two ranks each reads the rows of all others, more bytes than NCCL's ring: few rows only.
-_MOST_ROWS, _ROWS_AT_ONCE = 1024, 2048
+_ROWS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
 class SharedRows:
     """Room for the rows of a sum on each rank of a TP group.
 
-    It begins with int32 flags [PROGRAMS, ranks] and words [2, ranks, FEW_ROWS, width]. Rows in the model's
-    dtype [2, n_rows, width] follow.
+    It begins with int32 flags [PROGRAMS, ranks] and words [2, ranks, FEW_ROWS, width]. Then come the others'
+    parts of this rank's rows, in the model's dtype [ranks, n_rows / ranks, width], and what the others have
+    made of theirs: room for rows in that dtype [n_rows, width], and scales, float32 [n_rows].
     """
 
     rank: int
-    n_rows: int  # in one kernel; a sum of more takes several
+    n_rows: int  # in one kernel, a multiple of the ranks; a sum of more takes several
     addresses: Tensor  # int64 [ranks]: where each rank's room is
     turns: Tensor  # int32 [PROGRAMS + FEW_ROWS]: sums of each of this rank's programs, then those of words
 
-    def takes(self, n_rows: int) -> bool:
-        """Return whether a sum of so many rows is faster here than by NCCL."""
-        n_ranks = len(self.addresses)
-        return n_ranks == 2 or n_rows <= _MOST_ROWS // n_ranks
+    @staticmethod
+    def splits(n_rows: int, dtype: torch.dtype) -> bool:
+        """Return whether each rank has some of so many rows: then it updates only their residual."""
+        return n_rows > FEW_ROWS or dtype.itemsize != 2
+
+    def own(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Return `rows` (int64) of x, zero where they are another rank's."""
+        others = rows % len(self.addresses) != self.rank
+        return x.index_select(0, rows).masked_fill_(others[:, None], 0)
 
     @staticmethod
     def n_bytes(n_ranks: int, n_rows: int, width: int, dtype: torch.dtype) -> int:
         """Return the bytes of a rank's room."""
         words = PROGRAMS * n_ranks + 2 * n_ranks * FEW_ROWS * width
-        return 4 * words + 2 * n_rows * width * dtype.itemsize
+        return 4 * words + 2 * n_rows * width * dtype.itemsize + 4 * n_rows
 
     @classmethod
     def of(cls, comm: MPI.Intracomm, width: int, dtype: torch.dtype) -> SharedRows | None:
@@ -49,7 +54,7 @@ class SharedRows:
 
         Collective.
         """
-        n_rows = _ROWS_AT_ONCE if comm.size == 2 else _MOST_ROWS // comm.size
+        n_rows = _ROWS_AT_ONCE // comm.size * comm.size
         addresses = share_memory(comm, cls.n_bytes(comm.size, n_rows, width, dtype))
         if addresses is None:
             return None

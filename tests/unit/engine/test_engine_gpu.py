@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from mpillm.engine.parallel.shared_rows import SharedRows
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
 from mpillm.engine.staging import Sampled
-from mpillm.engine.step import Step
+from mpillm.engine.step import Span, Step
 from mpillm.engine.worker import Worker
 from tests.helpers import plain_kernels
 from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
@@ -236,8 +237,54 @@ def test_all_ranks_of_an_instance_warm_up_together(
     assert hidden.empty()
 
 
-def test_a_sum_is_left_to_the_next_operation_where_its_rows_fit(folder: Path) -> None:
-    """Of ranks that share rows; of more than two, NCCL adds many rows."""
+@pytest.mark.parametrize("sizes", [(), (64,)], ids=["", "padded between attentions"])
+def test_a_residual_is_right_in_a_ranks_own_rows_only(folder: Path, sizes: tuple[int, ...]) -> None:
+    """What the others have of it never reaches a token."""
+    torch.set_num_threads(1)
+    meeting, brought = threading.Barrier(2), [None, None]
+    tokens = torch.randint(0, 256, (47,), generator=torch.Generator().manual_seed(3)).tolist()
+    steps = [
+        Step([Span(0, 0, 40, 0, [1, 2, 3, 4, 5, 6]), Span(1, 0, 7, 0, [7, 8])], tokens, [39, 46]),
+        Step([Span(1, 7, 1, 2, []), Span(0, 40, 5, 6, [])], tokens[:6], [0, 3, 5]),
+        Step([Span(0, 45, 1, 6, []), Span(1, 8, 1, 2, [])], tokens[:2], [0, 1]),
+    ]
+
+    def run(rank: int, tp_size: int) -> list[list[int]]:
+        config = CoreConfig(
+            "torch", model_path=str(folder), dtype="float32", tp_size=tp_size, tp_rank=rank, max_seq_len=64
+        )
+        groups = ThreadGroups(Layout(tp_size, 1, tp_rank=rank), meeting, brought, queue.Queue())
+        kernels = types.SimpleNamespace(**vars(plain_kernels))
+
+        def add_norm(x: torch.Tensor, delta: Any, *rest: Any) -> Any:
+            if not isinstance(delta, Partial):
+                return plain_kernels.add_norm(x, delta, *rest)
+            whole = x.clone()
+            whole[1 - rank :: 2] = torch.stack(groups._all(f"residual {len(x)}", x))[1 - rank, 1 - rank :: 2]
+            normed = plain_kernels.add_norm(whole, groups.all_reduce(torch.as_tensor(delta.product)), *rest)
+            x.copy_(whole)
+            x[1 - rank :: 2] = torch.nan
+            return normed
+
+        kernels.add_norm = add_norm
+        worker = Worker.on_gpu(check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=kernels)
+        if tp_size > 1:
+            groups.shared_rows = SharedRows.at([0, 0], rank, 64, torch.device("cpu"))
+        if sizes:
+            gpu_steps: Any = worker.steps
+            gpu_steps._layers = gpu_steps._new_layers(max(sizes))
+            for size in sizes:
+                gpu_steps._layers.add(size)
+        sampled = [worker.run(step) for step in steps]
+        return [one.take() for one in sampled if one is not None]
+
+    with ThreadPoolExecutor(2) as threads:
+        first, _ = threads.map(lambda rank: run(rank, 2), range(2))
+    assert first == run(0, 1)
+
+
+def test_a_sum_is_left_to_the_next_operation(folder: Path) -> None:
+    """Of ranks that share rows; else NCCL adds them."""
     model = make_core(str(folder), dtype="float32").engine.worker.part.model
 
     class Nccl(Groups):
@@ -246,14 +293,11 @@ def test_a_sum_is_left_to_the_next_operation_where_its_rows_fit(folder: Path) ->
 
     groups: Any = Nccl(Layout(2, 1, 1, 0, 0))
     model._groups = groups
-    few, many = torch.ones(256, 4), torch.ones(257, 4)
-    assert model._sum(few) is not few and torch.equal(torch.as_tensor(model._sum(few)), 2 * few)
+    part = torch.ones(256, 4)
+    assert model._sum(part) is not part and torch.equal(torch.as_tensor(model._sum(part)), 2 * part)
     groups.shared_rows = SharedRows.at([0] * 4, 0, 256, torch.device("cpu"))
-    left = model._sum(few)
-    assert isinstance(left, Partial) and left.product is few and left.shared is groups.shared_rows
-    assert torch.equal(torch.as_tensor(model._sum(many)), 2 * many)
-    groups.shared_rows = SharedRows.at([0] * 2, 0, 2048, torch.device("cpu"))  # of two ranks it takes all
-    assert isinstance(model._sum(torch.ones(9000, 4)), Partial)
+    left = model._sum(part)
+    assert isinstance(left, Partial) and left.product is part and left.shared is groups.shared_rows
 
 
 def test_first_tokens_when_two_steps_end_between_two_looks(
