@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from mpillm.bench.ranks import RankOptions
+from mpillm.configurator.parsers import boolean
 from mpillm.fields import Field, integers, positive
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch import Tensor
 
 
 class Options(RankOptions):
@@ -25,6 +27,13 @@ class Options(RankOptions):
         group="benchmark",
     )
     hidden_size = Field("hidden_size", "width of a row", positive, default=4096, group="benchmark")
+    rounds = Field(
+        "rounds",
+        "round the result to fp8, as before a product with fp8 weights",
+        boolean,
+        default=False,
+        group="benchmark",
+    )
     n_sums = Field("n_sums", "sums in a row, in one CUDA graph", positive, default=64, group="benchmark")
 
 
@@ -44,7 +53,7 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
 
     from mpillm.bench.decode_parts import seconds_of
     from mpillm.engine.gpu_steps import use_gpu
-    from mpillm.engine.model.ops import Partial
+    from mpillm.engine.model.ops import Partial, Rounded
     from mpillm.engine.parallel.nccl import NcclComm
     from mpillm.engine.parallel.shared_rows import SharedRows
 
@@ -58,16 +67,21 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
     if world.rank == 0:
         print(f"{world.size} x {torch.cuda.get_device_name()}, rows of {width} bfloat16; one sum, us:")
         print(f"  {'rows':>6} {'KiB':>7} {'NCCL, norm':>11} {'one kernel':>11} {'ratio':>6}  apart")
+    rest = weight, 1e-5, config.rounds
+
+    def numbers(out: Tensor | Rounded) -> Tensor:
+        return out.numbers.float() * out.scales if isinstance(out, Rounded) else out.float()
+
     for n in config.rows:
         part = torch.randn(n, width, device="cuda").bfloat16()
         x = torch.zeros_like(part)
         sums = (
-            lambda: kernels.add_norm(x, nccl.all_reduce(part), weight, 1e-5),  # noqa: B023 - called in this turn
-            lambda: kernels.add_norm(x, Partial(part, shared), weight, 1e-5),  # noqa: B023
+            lambda: kernels.add_norm(x, nccl.all_reduce(part), *rest),  # noqa: B023 - called in this turn
+            lambda: kernels.add_norm(x, Partial(part, shared), *rest),  # noqa: B023
         )
-        by_kernel = sums[1]().float()
+        by_kernel = numbers(sums[1]())
         x.zero_()
-        wanted = kernels.add_norm(x, nccl.all_reduce(part.clone()), weight, 1e-5).float()
+        wanted = numbers(kernels.add_norm(x, nccl.all_reduce(part.clone()), *rest))
         times = []
         for one in sums:
             world.Barrier()
