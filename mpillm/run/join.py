@@ -155,7 +155,7 @@ def _why_a_loss_ends_it(plan: WorldPlan, mpi: str, on_gpus: bool, serves: bool) 
     if not mpi.startswith("Open MPI v5"):
         return f"{mpi} does not outlive a lost rank; Open MPI 5 does (ULFM)"
     if disaggregated and on_gpus:
-        return "a handoff over NCCL does not outlive a lost rank; aggregated instances do"
+        return "a handoff between GPUs does not outlive a lost rank; aggregated instances do"
     if disaggregated and serves:
         return "serve outlives the loss of an aggregated instance only"
     return ""
