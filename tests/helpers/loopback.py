@@ -81,6 +81,9 @@ class PeerWire:
         rooms, self.rooms_under_way = self.rooms_under_way, []
         return rooms
 
+    def n_bytes(self, part: peer_mover.Part) -> int:
+        return self.source.piece_bytes(part.held.n_tokens, part.layers, part.heads)
+
     @torch.inference_mode()
     def put(self, parts: list[tuple[peer_mover.Part, Room]], ready: list[nccl_mover.Event]) -> Mark:
         self.puts.append(([room.tag for _, room in parts], ready))

@@ -167,21 +167,20 @@ class KVCache:
         """Copy some layers and heads of sequences into a cache on another GPU, without waiting."""
         from mpillm.engine.kernels.handoff_kernels import put_blocks
 
-        rows: list[tuple[int, ...]] = []
-        blocks_there: list[int] = []
-        for put in puts:
-            rows += [
-                (block, first, put.n_tokens, len(blocks_there), *put[3:])
-                for block, first in zip(
-                    put.blocks, range(0, put.n_tokens, self.tokens_per_block), strict=False
-                )
-            ]
-            blocks_there += put.there
-        table = np.array(rows, np.int64)
-        table[:, 3] += table.size
-        table = np.concatenate([table.reshape(-1), np.array(blocks_there, np.int64)])
+        size = self.tokens_per_block
+        counts = [self.blocks_for(put.n_tokens) for put in puts]
+        n_rows, n_there = sum(counts), sum(len(put.there) for put in puts)
+        table = np.empty(8 * n_rows + n_there, np.int64)
+        rows, at, there_at = table[: 8 * n_rows].reshape(n_rows, 8), 0, 8 * n_rows
+        for put, n in zip(puts, counts, strict=True):
+            of_put = rows[at : at + n]
+            of_put[:, 0] = put.blocks[:n]
+            of_put[:, 1] = np.arange(0, n * size, size)
+            of_put[:, 2:] = put.n_tokens, there_at, *put[3:]
+            table[there_at : there_at + len(put.there)] = put.there
+            at, there_at = at + n, there_at + len(put.there)
         keys, values = (_movable(pool) for pool in (self.keys, self.values))
-        put_blocks(keys, values, there, to_device(table, self.keys.device), len(rows), n_layers, n_heads)
+        put_blocks(keys, values, there, to_device(table, self.keys.device), n_rows, n_layers, n_heads)
 
     def _parts(
         self, piece: Tensor, n_tokens: int, layers: slice, heads: slice

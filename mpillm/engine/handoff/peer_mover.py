@@ -25,6 +25,9 @@ from mpillm.engine.parallel.peer_memory import Exported, export, reach
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+_TOGETHER = (
+    128 << 20
+)  # bytes; the part that passes it is the last of its launch, whose parts are done together
 
 
 class Part(NamedTuple):
@@ -47,6 +50,8 @@ class Link(Protocol):
     def rooms(self) -> list[Room]:
         """Return the rooms since the last call, in order."""
         ...
+
+    def n_bytes(self, part: Part) -> int: ...
 
     def put(self, parts: list[tuple[Part, Room]], ready: list[Event]) -> Event:
         """Launch the copies, to begin after all of `ready`."""
@@ -92,6 +97,9 @@ class PeerLink:
 
     def rooms(self) -> list[Room]:
         return [room for rooms in self._rooms.take() for room in rooms]
+
+    def n_bytes(self, part: Part) -> int:
+        return self._cache.piece_bytes(part.held.n_tokens, part.layers, part.heads)
 
     @torch.inference_mode()
     def put(self, parts: list[tuple[Part, Room]], ready: list[Event]) -> Event:
@@ -268,9 +276,19 @@ class _Sending(_Lane):
             if room.n_tokens != moving.part.held.n_tokens:
                 sent = moving.part.held.n_tokens
                 raise RuntimeError(f"handoff, tag {moving.tag}: {room.n_tokens} tokens expected, {sent} sent")
-        marks = {id(moving.ready): moving.ready for moving, _ in leaving if moving.ready is not None}
-        done = self.link.put([(moving.part, room) for moving, room in leaving], list(marks.values()))
-        self._leaving.append((done, [moving for moving, _ in leaving]))
+        launch: list[tuple[Moving, Room]] = []
+        n_bytes = 0
+        for one in leaving:
+            launch.append(one)
+            n_bytes += self.link.n_bytes(one[0].part)
+            if n_bytes >= _TOGETHER or one is leaving[-1]:
+                self._launch(launch)
+                launch, n_bytes = [], 0
+
+    def _launch(self, together: list[tuple[Moving, Room]]) -> None:
+        marks = {id(moving.ready): moving.ready for moving, _ in together if moving.ready is not None}
+        done = self.link.put([(moving.part, room) for moving, room in together], list(marks.values()))
+        self._leaving.append((done, [moving for moving, _ in together]))
 
 
 def _is_ready(moving: Moving) -> bool:

@@ -106,11 +106,11 @@ def _added_norm(x, total, weights, row, width, eps, column, real):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["rank", "n"])
 def _sum_add_norm(
-    out, scales, x, part, row_scales, column_scales, weight, addresses, turns, n_rows, n, width, eps,
+    out, scales, x, part, row_scales, column_scales, weight, addresses, turns, rank, n_rows, n, width, eps,
     UNSCALED: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr, FEW_ROWS: tl.constexpr,
-    PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -124,7 +124,7 @@ def _sum_add_norm(
         )
         put = value.to(x.dtype.element_ty)
         total = _sum_of_words(
-            put, program, turn, addresses, RANK, width, column, real, flags, FEW_ROWS, RANKS
+            put, program, turn, addresses, rank, width, column, real, flags, FEW_ROWS, RANKS
         )
         normed = _added_norm(x, total, weights, program, width, eps, column, real)
         if ROUNDS:
@@ -135,13 +135,13 @@ def _sum_add_norm(
         parts_at = 4 * (flags + 2 * RANKS * FEW_ROWS * width)  # bytes
         made_at = parts_at + n_rows * width * (x.dtype.element_ty.primitive_bitwidth // 8)
         scales_at = made_at + n_rows * width * (x.dtype.element_ty.primitive_bitwidth // 8)
-        own = tl.load(addresses + RANK)
+        own = tl.load(addresses + rank)
         n_rounds = tl.cdiv(tl.cdiv(n, RANKS) - program, PROGRAMS)
         for i in range(n_rounds):
             place = program + i * PROGRAMS
             for other in tl.static_range(RANKS):
                 row = (place * RANKS + other).to(tl.int64)
-                if other != RANK:
+                if other != rank:
                     there = real & (row < n)
                     value = load_scaled(
                         part,
@@ -154,16 +154,16 @@ def _sum_add_norm(
                         UNSCALED,
                     )
                     parts = (tl.load(addresses + other) + parts_at).to(x.dtype)
-                    at = _row_of(parts, RANK * (n_rows // RANKS) + place, width)
+                    at = _row_of(parts, rank * (n_rows // RANKS) + place, width)
                     tl.store(at + column, value.to(x.dtype.element_ty), mask=there)
-        _meet(addresses, 2 * turn - 1, program, RANK, RANKS)
+        _meet(addresses, 2 * turn - 1, program, rank, RANKS)
         for i in range(n_rounds):
             place = program + i * PROGRAMS
-            row = (place * RANKS + RANK).to(tl.int64)
+            row = (place * RANKS + rank).to(tl.int64)
             if row < n:
                 total = tl.zeros([BLOCK], tl.float32)
                 for other in tl.static_range(RANKS):
-                    if other == RANK:
+                    if other == rank:
                         value = load_scaled(
                             part, row_scales, column_scales, row, width, column, real, UNSCALED
                         ).to(x.dtype.element_ty)
@@ -180,19 +180,19 @@ def _sum_add_norm(
                     made = normed
                 tl.store(_row_of(out, row, width) + column, made, mask=real)
                 for other in tl.static_range(RANKS):
-                    if other != RANK:
+                    if other != rank:
                         room = tl.load(addresses + other)
                         tl.store(
                             _row_of((room + made_at).to(out.dtype), row, width) + column, made, mask=real
                         )
                         if ROUNDS:
                             tl.store((room + scales_at).to(scales.dtype) + row, scale)
-        _meet(addresses, 2 * turn, program, RANK, RANKS)
+        _meet(addresses, 2 * turn, program, rank, RANKS)
         for i in range(n_rounds):
             place = program + i * PROGRAMS
             for other in tl.static_range(RANKS):
                 row = (place * RANKS + other).to(tl.int64)
-                if other != RANK:
+                if other != rank:
                     there = real & (row < n)
                     made = tl.load(_row_of((own + made_at).to(out.dtype), row, width) + column, mask=there)
                     tl.store(_row_of(out, row, width) + column, made, mask=there)
@@ -227,8 +227,8 @@ def sum_add_norm(
         n_programs = rows.stop - at if few else cdiv(rows.stop - at, n_ranks)
         _sum_add_norm[(min(n_programs, PROGRAMS),)](
             to[rows], scales[rows], x[rows], numbers[rows], row_scales[rows], column_scales, weight,
-            shared.addresses, shared.turns[PROGRAMS if few else 0 :], shared.n_rows, rows.stop - at, width,
-            eps, UNSCALED=unscaled, ROUNDS=rounds, FEW=few, FEW_ROWS=FEW_ROWS, PROGRAMS=PROGRAMS,
-            RANK=shared.rank, RANKS=n_ranks, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            shared.addresses, shared.turns[PROGRAMS if few else 0 :], shared.rank, shared.n_rows,
+            rows.stop - at, width, eps, UNSCALED=unscaled, ROUNDS=rounds, FEW=few, FEW_ROWS=FEW_ROWS,
+            PROGRAMS=PROGRAMS, RANKS=n_ranks, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return out

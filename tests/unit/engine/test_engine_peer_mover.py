@@ -11,6 +11,7 @@ from mpillm.comms.mover import Peer
 from mpillm.comms.tags import Tag
 from mpillm.engine.cache.kv_cache import Held, KVCache
 from mpillm.engine.engine_messages import ROOM, Room
+from mpillm.engine.handoff import peer_mover
 from mpillm.engine.handoff.peer_mover import Link, Moving, PeerMover
 from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers, partners
 from mpillm.engine.parallel.layout import Layout
@@ -119,6 +120,18 @@ def test_caches_of_any_order_find_their_rooms() -> None:
     assert [tags for tags, _ in pair.wire.puts] == [[40, 40, 41]], "one launch"
     for here, there in ((1, 7), (2, 9), (3, 8)):
         assert torch.equal(pair.caches[1].keys[:, here, :, :4], pair.caches[0].keys[:, there, :, :4])
+
+
+def test_much_is_launched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the first are done, and others can follow, while the rest is under way."""
+    pair = Pair()
+    monkeypatch.setattr(peer_mover, "_TOGETHER", 2 * pair.wire.n_bytes(pair.send(40, [1]).part))
+    for tag in range(41, 45):
+        pair.send(tag, [2])
+    for tag in range(40, 45):
+        pair.receive(tag, [3])
+    pair.poll()
+    assert [tags for tags, _ in pair.wire.puts] == [[40, 41], [42, 43], [44]]
 
 
 def test_blocks_that_are_still_used_are_not_told() -> None:
