@@ -85,7 +85,8 @@ class GpuSteps:
         starts = np.cumsum(counts) - counts
         positions = np.arange(len(step.tokens)) + np.repeat(n_cached - starts, counts)
         rows = np.array([step.tokens, np.repeat(slots, counts), positions])
-        if layer_stored is None and len(step.tokens) == len(step.wanted):
+        # Contexts come last: without one, and with a token for each row, nothing but decode is left.
+        if layer_stored is None and step.spans[-1].decodes and len(step.tokens) == len(step.wanted):
             x, self._slots_wanted = self._decode(rows)
         else:
             x, self._slots_wanted = self._mixed(step, rows, starts.tolist(), layer_stored)

@@ -142,7 +142,7 @@ def _sum_add_norm(
             for other in tl.static_range(RANKS):
                 row = (place * RANKS + other).to(tl.int64)
                 if other != rank:
-                    there = real & (row < n)
+                    there = column < tl.where(row < n, width, 0)
                     value = load_scaled(
                         part,
                         row_scales,
@@ -193,7 +193,7 @@ def _sum_add_norm(
             for other in tl.static_range(RANKS):
                 row = (place * RANKS + other).to(tl.int64)
                 if other != rank:
-                    there = real & (row < n)
+                    there = column < tl.where(row < n, width, 0)
                     made = tl.load(_row_of((own + made_at).to(out.dtype), row, width) + column, mask=there)
                     tl.store(_row_of(out, row, width) + column, made, mask=there)
                     if ROUNDS:

@@ -237,6 +237,17 @@ def test_all_ranks_of_an_instance_warm_up_together(
     assert hidden.empty()
 
 
+def test_a_context_of_which_all_rows_are_wanted(folder: Path) -> None:
+    """As `bench agreement` and `bench precision` run it: more rows than a decode step has room for."""
+    step = Step([Span(0, 0, 40, 0, [1, 2, 3, 4, 5])], list(range(40)), list(range(40)))
+    with torch.inference_mode():
+        found, wanted = (
+            make_engine(folder, on_gpu=on_gpu, max_batch_size=4).worker.logits(step)
+            for on_gpu in (True, False)
+        )
+    assert torch.allclose(found, wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize("sizes", [(), (64,)], ids=["", "padded between attentions"])
 def test_a_residual_is_right_in_a_ranks_own_rows_only(folder: Path, sizes: tuple[int, ...]) -> None:
     """What the others have of it never reaches a token."""
