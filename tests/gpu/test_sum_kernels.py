@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +66,47 @@ def test_every_rank_has_the_same_sum(n_ranks: int, dtype: torch.dtype) -> None:
             own = slice(rank, None, n_ranks) if ranks[0].splits(n, dtype) else slice(None)
             assert torch.equal(x[own], wanted_x[own]), (n_ranks, n)
     assert room is not None
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="streams are the ranks")
+@pytest.mark.parametrize("n", [3, 40, 310])
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_every_rank_has_the_same_sum_without_a_gpu(n_ranks: int, n: int) -> None:
+    """In Triton's interpreter, which runs one program after the other: each rank is a process."""
+    width, dtype, n_turns = 16, torch.float16, 2
+    n_bytes = SharedRows.n_bytes(n_ranks, N_ROWS, width, dtype)
+    rooms = [np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8) for _ in range(n_ranks)]
+    addresses = [room.ctypes.data for room in rooms]
+    torch.manual_seed(0)
+    parts = torch.randn(n_turns, n_ranks, n, width).to(dtype)
+    residual, weight = torch.randn(n_turns, n, width).to(dtype), torch.rand(width).to(dtype)
+    wanted = torch.empty(n_turns, 2, n, width, dtype=dtype)  # the residual and its norm
+    for turn in range(n_turns):
+        wanted[turn, 0] = residual[turn]
+        total = parts[turn].float().sum(0).to(dtype)
+        wanted[turn, 1] = torch.as_tensor(kernels.add_norm(wanted[turn, 0], total, weight, 1e-5))
+
+    def run(rank: int) -> bool:
+        shared = SharedRows.at(addresses, rank, N_ROWS, DEVICE)
+        own = slice(rank, None, n_ranks) if shared.splits(n, dtype) else slice(None)
+        is_right = True
+        for turn in range(n_turns):
+            x = residual[turn].clone()
+            out = torch.as_tensor(kernels.add_norm(x, Partial(parts[turn, rank], shared), weight, 1e-5))
+            is_right &= torch.equal(out, wanted[turn, 1]) and torch.equal(x[own], wanted[turn, 0, own])
+        return is_right
+
+    children = []
+    for rank in range(n_ranks):
+        child = os.fork()
+        if child == 0:
+            is_right = False
+            try:
+                is_right = run(rank)
+            finally:
+                os._exit(not is_right)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * n_ranks
 
 
 @pytest.mark.skipif(INTERPRETED, reason="rounds differently")
