@@ -159,7 +159,7 @@ class _Bench:
         if self._sends:
             _fill(cache)
         transfers = Transfers(
-            cache, model, Layout(), self._mover, peers, sends=self._sends, peer_mover=self._peer_mover(cache)
+            cache, model, Layout(), self._mover, peers, sends=self._sends, block_mover=self._peer_mover(cache)
         )
         kind, blocks = (Kind.SEND, there) if self._sends else (Kind.RECEIVE, here)
         n = min(512, max(8, (self._config.mebibytes << 20) // n_bytes))

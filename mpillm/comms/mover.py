@@ -1,6 +1,7 @@
 """Movers: they move KV caches from rank to rank. Nothing here waits.
 
-On GPUs `engine.handoff.nccl_mover` replaces `MpiMover`; who sends what to whom, and when, stays the same.
+On GPUs `engine.handoff.nccl_mover` and `peer_mover` replace `MpiMover`; who sends what to whom, and when,
+stays the same.
 """
 
 from __future__ import annotations
@@ -48,6 +49,23 @@ class Mover(Protocol):
 
     def poll(self) -> None:
         """Make progress; call this before asking transfers whether they are done."""
+        ...
+
+
+class BlockMover(Protocol):
+    """Moves parts of KV caches from blocks to blocks, without buffers."""
+
+    ranks: frozenset[int]  # of the handoff communicator: those that it reaches
+
+    def move(self, rank: int, tag: int, held: Any, layers: slice, heads: slice) -> Moving:
+        """Send or receive some layers and heads of what is held in some blocks.
+
+        The next `poll` begins it, after the work that this rank has launched so far.
+        """
+        ...
+
+    def poll(self) -> None:
+        """Make progress; call this also after `move`."""
         ...
 
 

@@ -148,7 +148,7 @@ class TorchCore(LLMCore):
         mover = NcclMover.connected(mover.comm, ranks - peer_mover.ranks, sends=sends)
         most_bytes = (cache.keys.nbytes + cache.values.nbytes) // _CACHE_TO_BUFFERS
         return Transfers(
-            cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes, peer_mover=peer_mover
+            cache, config, layout, mover, peers, sends=sends, most_bytes=most_bytes, block_mover=peer_mover
         )
 
     def _make_worker(self) -> Worker:

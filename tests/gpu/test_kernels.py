@@ -15,7 +15,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("no GPU", allow_module_level=True)
 
-from mpillm.engine.cache.kv_cache import CacheThere, Held, KVCache, Put, rounded  # noqa: E402
+from mpillm.engine.cache.kv_cache import Held, KVCache, rounded  # noqa: E402
+from mpillm.engine.cache.puts import CacheThere, Put  # noqa: E402
 from mpillm.engine.dtypes import torch_dtype  # noqa: E402
 from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402

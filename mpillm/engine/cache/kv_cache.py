@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpillm.engine.cache.puts import CacheThere, Put, put_table
 from mpillm.engine.fp8 import FP8, to_fp8, widen
 from mpillm.engine.staging import to_device
 
@@ -40,28 +41,6 @@ class Held(NamedTuple):
 
     blocks: list[int]
     n_tokens: int
-
-
-class Put(NamedTuple):
-    """What of a sequence goes from one cache to another: from these blocks, layers and heads to those."""
-
-    n_tokens: int
-    blocks: list[int]
-    there: list[int]
-    layer: int  # the first
-    head: int
-    layer_there: int
-    head_there: int
-
-
-class CacheThere(NamedTuple):
-    """A KV cache on another GPU, as this process reaches it."""
-
-    keys: int  # address
-    values: int
-    n_blocks: int  # with the null block
-    n_heads: int
-    tokens_per_block: int
 
 
 class KVCache:
@@ -167,18 +146,7 @@ class KVCache:
         """Copy some layers and heads of sequences into a cache on another GPU, without waiting."""
         from mpillm.engine.kernels.handoff_kernels import put_blocks
 
-        size = self.tokens_per_block
-        counts = [self.blocks_for(put.n_tokens) for put in puts]
-        n_rows, n_there = sum(counts), sum(len(put.there) for put in puts)
-        table = np.empty(8 * n_rows + n_there, np.int64)
-        rows, at, there_at = table[: 8 * n_rows].reshape(n_rows, 8), 0, 8 * n_rows
-        for put, n in zip(puts, counts, strict=True):
-            of_put = rows[at : at + n]
-            of_put[:, 0] = put.blocks[:n]
-            of_put[:, 1] = np.arange(0, n * size, size)
-            of_put[:, 2:] = put.n_tokens, there_at, *put[3:]
-            table[there_at : there_at + len(put.there)] = put.there
-            at, there_at = at + n, there_at + len(put.there)
+        table, n_rows = put_table(puts, self.tokens_per_block)
         keys, values = (_movable(pool) for pool in (self.keys, self.values))
         put_blocks(keys, values, there, to_device(table, self.keys.device), n_rows, n_layers, n_heads)
 

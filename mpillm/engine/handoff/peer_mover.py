@@ -17,7 +17,8 @@ import torch
 from mpi4py import MPI
 
 from mpillm.comms.tags import Tag
-from mpillm.engine.cache.kv_cache import CacheThere, Held, KVCache, Put
+from mpillm.engine.cache.kv_cache import Held, KVCache
+from mpillm.engine.cache.puts import CacheThere, Put
 from mpillm.engine.engine_messages import PUT, ROOM, Room
 from mpillm.engine.handoff.nccl_mover import Event, event
 from mpillm.engine.handoff.notes import Notes
@@ -141,10 +142,7 @@ class Moving:
 
 
 class PeerMover:
-    """Moves parts of KV caches to the ranks in `ranks`, or from them.
-
-    Parts with one tag arrive in the order sent.
-    """
+    """A `BlockMover` between GPUs. Parts with one tag arrive in the order sent."""
 
     def __init__(self, links: dict[int, Link], *, sends: bool) -> None:
         """`links`: by rank of the handoff communicator; `connected` makes them."""

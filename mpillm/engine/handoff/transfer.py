@@ -27,8 +27,7 @@ from mpillm.engine.parallel.layout import MAX_PIECES, Layout, cuts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mpillm.comms.mover import Mover, Moving, Peer
-    from mpillm.engine.handoff.peer_mover import PeerMover
+    from mpillm.comms.mover import BlockMover, Mover, Moving, Peer
     from mpillm.engine.model.model_config import ModelConfig
 
 
@@ -91,16 +90,16 @@ class Transfers:
         *,
         sends: bool,
         most_bytes: int | None = None,
-        peer_mover: PeerMover | None = None,
+        block_mover: BlockMover | None = None,
     ) -> None:
         """`sends`: this rank belongs to a context instance.
 
-        Its buffers take at most `most_bytes`, or one piece. `peer_mover`: for the ranks that it reaches.
+        Its buffers take at most `most_bytes`, or one piece. `block_mover`: for the ranks that it reaches.
         """
         self._cache = cache
         self._mover = mover
-        self._peer_mover = peer_mover
-        self._reached = peer_mover.ranks if peer_mover is not None else frozenset()
+        self._block_mover = block_mover
+        self._reached = block_mover.ranks if block_mover is not None else frozenset()
         self._most_bytes = most_bytes
         self._pieces = {
             peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()
@@ -156,8 +155,8 @@ class Transfers:
     def poll(self) -> list[int]:
         """Return the tickets of transfers that are done on this rank."""
         self._mover.poll()
-        if self._peer_mover is not None:
-            self._peer_mover.poll()
+        if self._block_mover is not None:
+            self._block_mover.poll()
         arrived: list[tuple[_Under, _Piece, Tensor]] = []
         done = []
         for under in self._under_way:
@@ -219,14 +218,14 @@ class Transfers:
                 under.pieces.append(
                     (self._mover.send(piece.rank, Tag.KV + under.transfer.slot, buffer), piece, buffer)
                 )
-        if self._peer_mover is not None:
-            self._peer_mover.poll()
+        if self._block_mover is not None:
+            self._block_mover.poll()
 
     def _move(self, under: _Under, piece: _Piece) -> None:
         """Move a piece from blocks to blocks."""
-        assert self._peer_mover is not None
+        assert self._block_mover is not None
         tag = Tag.KV + under.transfer.slot
-        moving = self._peer_mover.move(piece.rank, tag, under.held, piece.layers, piece.heads)
+        moving = self._block_mover.move(piece.rank, tag, under.held, piece.layers, piece.heads)
         under.pieces.append((moving, piece, None))
 
     def _pieces_of(self, transfer: Transfer) -> list[_Piece]:

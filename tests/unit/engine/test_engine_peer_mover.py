@@ -44,7 +44,7 @@ def connect(context: Instance, generation: Instance) -> list[bool]:
                 BufferWire().mover(0),  # which nothing takes
                 {9: one.peer},
                 sends=one.sends,
-                peer_mover=PeerMover(links, sends=one.sends),
+                block_mover=PeerMover(links, sends=one.sends),
             )
     return [any(i == source for source, _ in wires) for i in range(len(context.caches))]
 
@@ -183,7 +183,7 @@ def test_a_lost_instance_ends_its_transfers() -> None:
     peers = {9: Peer(1, 1, 1)}
     cache = KVCache(2, 9, config.n_kv_heads, 4, config.head_dim, torch.float32)
     transfers = Transfers(
-        cache, config, Layout(), BufferWire().mover(0), peers, sends=True, peer_mover=pair.sender
+        cache, config, Layout(), BufferWire().mover(0), peers, sends=True, block_mover=pair.sender
     )
     transfers.start([Transfer(Kind.SEND, 1, 9, 0, 6, [1, 2])])
     assert transfers.poll() == []
