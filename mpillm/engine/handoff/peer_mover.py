@@ -26,9 +26,7 @@ from mpillm.engine.parallel.peer_memory import Exported, export, reach
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_TOGETHER = (
-    128 << 20
-)  # bytes; the part that passes it is the last of its launch, whose parts are done together
+_TOGETHER = 128 << 20  # bytes; the part that passes it is the last of its launch
 
 
 class Part(NamedTuple):
