@@ -11,7 +11,7 @@ import torch
 from mpillm.comms.messages import Message
 from mpillm.comms.tags import Tag
 from mpillm.engine import engine_messages
-from mpillm.engine.engine_messages import HIDDEN, Notice
+from mpillm.engine.engine_messages import HIDDEN, Notice, Room
 from mpillm.engine.handoff.transfer import Kind, Transfer
 from mpillm.engine.lora import AdapterTensors
 from mpillm.engine.sampler import SamplingParams
@@ -50,6 +50,8 @@ SENT: dict[Tag, list[Any]] = {
     Tag.MOVED: [[2**31 - 1], []],
     Tag.NCCL_ID: [bytes(range(128))],
     Tag.NOTICE: [[Notice(Tag.KV + 255, 2**40), Notice(Tag.KV, 0)], []],
+    Tag.ROOM: [[Room(Tag.KV + 7, 3, 1, 40, [5, 1]), Room(Tag.KV, 0, 0, 1, [9])], []],
+    Tag.PUT: [[Tag.KV + 7, Tag.KV], []],
 }
 MESSAGES: dict[Tag, Message[Any]] = {
     value.tag: value for value in vars(engine_messages).values() if isinstance(value, Message)

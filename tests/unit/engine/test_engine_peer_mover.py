@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from mpillm.comms.mover import Peer
-from mpillm.comms.tags import Tag
 from mpillm.engine.cache.kv_cache import Held, KVCache
-from mpillm.engine.engine_messages import ROOM, Room
 from mpillm.engine.handoff import peer_mover
 from mpillm.engine.handoff.peer_mover import Link, Moving, PeerMover
 from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers, partners
@@ -190,8 +188,3 @@ def test_a_lost_instance_ends_its_transfers() -> None:
     transfers.lose(9)
     assert transfers.poll() == [1]
     assert transfers.is_done()
-
-
-def test_rooms_as_messages() -> None:
-    rooms = [Room(Tag.KV + 7, 3, 1, 40, [5, 1]), Room(Tag.KV, 0, 0, 1, [9])]
-    assert ROOM.read(ROOM.write(rooms)) == rooms
