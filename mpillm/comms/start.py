@@ -206,7 +206,8 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
 
 
 def _write(pipe: int, word: bytes) -> None:
-    os.write(pipe, word)
+    with contextlib.suppress(BrokenPipeError):  # somebody has killed the child, which only keeps the time
+        os.write(pipe, word)
 
 
 def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, ExitCode] | None:

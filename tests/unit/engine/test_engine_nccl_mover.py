@@ -18,14 +18,7 @@ from mpillm.engine.handoff.nccl_mover import NcclMover
 from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.parallel.layout import Layout
-
-
-@dataclass
-class Event:
-    over: bool = False
-
-    def query(self) -> bool:
-        return self.over
+from tests.helpers.loopback import Mark
 
 
 @dataclass
@@ -33,13 +26,13 @@ class Wire:
     """Connects both ends of a link."""
 
     notices_under_way: deque[list[Notice]] = field(default_factory=deque)
-    sent: deque[tuple[list[torch.Tensor], Event]] = field(default_factory=deque)
-    marks: list[Event] = field(default_factory=list)
+    sent: deque[tuple[list[torch.Tensor], Mark]] = field(default_factory=deque)
+    marks: list[Mark] = field(default_factory=list)
     log: list[list[int]] = field(default_factory=list)  # first bytes of what went together
     computes_at_once: bool = True
 
-    def mark(self) -> Event:
-        self.marks.append(Event(self.computes_at_once))
+    def mark(self) -> Mark:
+        self.marks.append(Mark(self.computes_at_once))
         return self.marks[-1]
 
     def notify(self, together: list[Notice]) -> None:
@@ -50,20 +43,20 @@ class Wire:
         self.notices_under_way.clear()
         return came
 
-    def send(self, buffers: list[torch.Tensor]) -> Event:
+    def send(self, buffers: list[torch.Tensor]) -> Mark:
         self.log.append([int(buffer[0]) for buffer in buffers])
-        self.sent.append((buffers, Event()))
+        self.sent.append((buffers, Mark(over=False)))
         return self.sent[-1][1]
 
     @torch.inference_mode()
-    def receive(self, buffers: list[torch.Tensor], ready: list[nccl_mover.Event]) -> Event:
+    def receive(self, buffers: list[torch.Tensor], ready: list[nccl_mover.Event]) -> Mark:
         sent, event = self.sent.popleft()
         assert len(ready) == len(buffers) == len(sent), "both ends group alike"
         for mine, theirs in zip(buffers, sent, strict=True):
             assert mine.nbytes == theirs.nbytes
             mine.copy_(theirs)
         event.over = True
-        return Event(over=True)
+        return Mark()
 
 
 def buffer(first: int, n_bytes: int = 8) -> torch.Tensor:
