@@ -35,9 +35,6 @@ VARIANTS = {
 }
 
 
-SELDOM = ("disaggregated", "evictions")
-
-
 def check(
     starter: Starter,
     ranks: int,
@@ -85,6 +82,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     )
 
 
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """The same with prompts of 16 tokens each."""
+    folder = tmp_path_factory.mktemp("alike")
+    return preset_answers("tiny-llama", folder, N_PROMPTS, NEW_TOKENS, shortest=16, longest=16)
+
+
 CASES = [
     # Batches and chunks of an engine on its own are tests/unit/engine/test_engine_tokens.py's, too, and
     # test_cross_product.py has them all.
@@ -96,24 +100,30 @@ CASES = [
     )
     for mode, ranks in (("aggregated", 3), ("disaggregated", 5))
     for variant in VARIANTS
+    if (mode, variant) != ("disaggregated", "evictions")  # a test of its own, below
 ]
 
 
 @pytest.mark.parametrize(("mode", "ranks", "variant"), CASES)
 def test_tiny_llama(one: Starter, tiny: Answers, mode: str, ranks: int, variant: str) -> None:
     dataset, expected = tiny
-    # A generation instance is sent no more tokens than its cache holds: it evicts when they take more blocks
-    # than that. And two context instances keep one busy on a slow machine, too.
-    pressed = (
-        ["--tokens_per_block", 64, "--num_ctx_servers", 2, "--num_gen_servers", 1]
-        if (mode, variant) == SELDOM
-        else []
-    )
-    result = check(one, ranks, mode, "tiny-llama", dataset, expected, *VARIANTS[variant], *pressed)
+    result = check(one, ranks, mode, "tiny-llama", dataset, expected, *VARIANTS[variant])
     if variant == "evictions":
-        assert sum(instance["preemptions"] for instance in result["per_instance"]) > 0, (
-            "the cache was not small enough to evict anything"
-        )
+        assert evictions(result) > 0, "the cache was not small enough to evict anything"
+
+
+def test_evictions_after_a_handoff(one: Starter, alike: Answers) -> None:
+    """A generation instance is sent no more tokens than its cache holds: it evicts when they take more blocks
+    than that. Of 640 tokens in 20 blocks eight requests get 80 each, which is three blocks at their ends; and
+    eight contexts at once are over at once, and end within those 16 tokens, on slow machines, too."""
+    dataset, expected = alike
+    few = [*VARIANTS["evictions"], "--tokens_per_block", 32, "--num_ctx_servers", 2, "--num_gen_servers", 1]
+    result = check(one, 5, "disaggregated", "tiny-llama", dataset, expected, *few)
+    assert evictions(result) > 0
+
+
+def evictions(result: Any) -> int:
+    return sum(instance["preemptions"] for instance in result["per_instance"])
 
 
 def test_the_answers_differ(tiny: Answers) -> None:

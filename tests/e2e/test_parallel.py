@@ -106,13 +106,15 @@ def oracle(model: Any, prompts: list[list[int]], n_new: int) -> list[list[int]]:
     return answers
 
 
-def preset_answers(preset: str, folder: Path, n_prompts: int, n_new: int, longest: int = 50) -> Answers:
+def preset_answers(
+    preset: str, folder: Path, n_prompts: int, n_new: int, shortest: int = 1, longest: int = 50
+) -> Answers:
+    """Return random prompts of `shortest` to `longest` tokens, and transformers' answers."""
     save_preset(preset, folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     random = np.random.default_rng(7)
-    prompts = [
-        random.integers(3, model.config.vocab_size, 1 + 11 * i % longest).tolist() for i in range(n_prompts)
-    ]
+    lengths = [shortest + 11 * i % (longest - shortest + 1) for i in range(n_prompts)]
+    prompts = [random.integers(3, model.config.vocab_size, length).tolist() for length in lengths]
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(json.dumps({"input_tokens": prompt}) + "\n" for prompt in prompts))
     return dataset, oracle(model, prompts, n_new)

@@ -110,17 +110,27 @@ def test_every_request_is_answered_once(options: dict[str, Any], max_output: int
         assert flags in ([FIRST, FINAL], [FIRST | FINAL])
 
 
-def test_the_clock() -> None:
+def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token after the TTFT, each further one after the TPOT; who looks late finds both at once."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     made = core(ttft_ms=20.0, tpot_ms=10.0)
-    start = time.perf_counter()
-    made.enqueue(requests([[1]], max_output=4))
-    times: dict[int, float] = {}
-    while len(times) < 2:
-        assert time.perf_counter() < start + 60
-        if made.has_work() and (batch := made.poll_responses()) is not None:
-            times[int(batch.rows["flags"][0])] = time.perf_counter() - start
-    assert 0.02 <= times[FIRST] < times[FINAL]
-    assert times[FINAL] >= 0.05
+    made.enqueue(requests([[1], [2]], max_output=4))
+
+    def due_at(when: float) -> list[tuple[int, int]]:
+        now[0] = when
+        if not made.has_work():
+            return []
+        batch = made.poll_responses()
+        return [] if batch is None else [(row["id"], row["flags"]) for row in batch.rows]
+
+    assert due_at(0.0) == due_at(0.0199) == []
+    assert due_at(0.0201) == [(0, FIRST), (1, FIRST)]
+    assert due_at(0.0499) == []
+    made.enqueue(requests([[3]], max_output=4, first_id=2))
+    assert due_at(0.0501) == [(0, FINAL), (1, FINAL)]
+    assert due_at(0.2) == [(2, FIRST), (2, FINAL)]
+    assert not made.has_work()
 
 
 def test_metrics_while_an_answer_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
