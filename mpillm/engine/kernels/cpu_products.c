@@ -65,7 +65,9 @@ static inline __attribute__((always_inline)) void multiply_tile(const int rows, 
             held[r][v] = begins ? (floats){0} : *(floats *)(sums + r * WIDTH + v * LANES);
     for (int64_t k = 0; k < depth; k++, x += rows, w += WIDTH, next += step) {
         floats some = first(w), others = second(w);
-        __builtin_prefetch(next);
+        __builtin_prefetch(next, 0, 1);
+        if (step > 64)
+            __builtin_prefetch(next + 64, 0, 1);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
             held[r][0] += some * x[r];
@@ -100,6 +102,47 @@ static inline int64_t tile_start(int64_t t, int64_t rows)
     return rows * t / ((rows + ROWS - 1) / ROWS);
 }
 
+typedef int32_t places __attribute__((vector_size(4 * LANES)));
+
+/* Transpose v [LANES], of LANES floats each: what is on either side of its diagonal changes places, in squares of half
+   the size each time. */
+static inline void transpose(floats *v)
+{
+    places at;
+    for (int i = 0; i < LANES; i++)
+        at[i] = i;
+#pragma GCC unroll 4
+    for (int size = LANES / 2; size; size /= 2) {
+        places upper = at + ((at & size) != 0 & (LANES - size)), lower = upper + size;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & size)) {
+                floats some = v[i], others = v[i + size];
+                v[i] = __builtin_shuffle(some, others, upper);
+                v[i + size] = __builtin_shuffle(some, others, lower);
+            }
+    }
+}
+
+/* Copy x [rows, inputs] to a tile [inputs, rows], and something to the LANES floats behind it. */
+static void copy_tile(const number *x, float *tile, int64_t rows, int64_t inputs)
+{
+    int64_t k = 0;
+    for (; k + LANES <= inputs; k += LANES) {
+        floats v[LANES];
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++)
+            v[r] = r < ROWS && r < rows ? load(x + r * inputs + k) : (floats){0};
+        transpose(v);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++, tile += rows)
+            *(floats *)tile = v[i]; /* what is too much is overwritten by the next */
+    }
+    for (; k < inputs; k++)
+        for (int64_t r = 0; r < rows; r++)
+            *tile++ = get(x[r * inputs + k]);
+}
+
 /* out [rows, outputs], WIDTH of its columns or fewer, from tiles of rows and a panel's weights and scales. */
 static void multiply_panel(const float *tiles, const weight *panel, const float *scales, number *out,
                            int64_t rows, int64_t inputs, int64_t columns, int64_t outputs)
@@ -113,19 +156,20 @@ static void multiply_panel(const float *tiles, const weight *panel, const float 
         const char *next = (const char *)(piece + some * WIDTH);
         for (int64_t t = 0; t < n_tiles; t++) {
             int64_t start = tile_start(t, rows), n = tile_start(t + 1, rows) - start;
-            multiply_rows(n, tiles + start * inputs + k * n, piece, sums + start * WIDTH, some, k == 0,
+            multiply_rows(n, tiles + start * inputs + t * LANES + k * n, piece, sums + start * WIDTH, some, k == 0,
                           next + t * step * some, step);
         }
     }
     for (int64_t r = 0; r < rows; r++) {
-        number row[WIDTH];
+        number row[WIDTH], *to = columns == WIDTH ? out + r * outputs : row;
         for (int v = 0; v < WIDTH; v += LANES) {
             floats some = *(const floats *)(sums + r * WIDTH + v);
             if (scales)
                 some *= *(const floats *)(scales + v);
-            store(row + v, some);
+            store(to + v, some);
         }
-        memcpy(out + r * outputs, row, columns * sizeof(number));
+        if (to == row)
+            memcpy(out + r * outputs, row, columns * sizeof(number));
     }
 }
 
@@ -137,7 +181,7 @@ void multiply(const number *x, const weight *weights, const float *scales, numbe
 {
     if (n == 0)
         return;
-    float *tiles = malloc((n < MOST_ROWS ? n : MOST_ROWS) * inputs * sizeof(float));
+    float *tiles = malloc(((n < MOST_ROWS ? n : MOST_ROWS) * inputs + (MOST_ROWS + ROWS - 1) / ROWS * LANES) * sizeof(float));
     if (!tiles)
         abort();
     for (; n > 0; n -= MOST_ROWS, x += MOST_ROWS * inputs, out += MOST_ROWS * outputs) {
@@ -146,11 +190,9 @@ void multiply(const number *x, const weight *weights, const float *scales, numbe
         {
 #pragma omp for
             for (int64_t t = 0; t < (rows + ROWS - 1) / ROWS; t++) {
-                int64_t start = tile_start(t, rows), end = tile_start(t + 1, rows);
-                float *to = tiles + start * inputs;
-                for (int64_t k = 0; k < inputs; k++)
-                    for (int64_t r = start; r < end; r++)
-                        *to++ = get(x[r * inputs + k]);
+                int64_t start = tile_start(t, rows);
+                copy_tile(x + start * inputs, tiles + start * inputs + t * LANES, tile_start(t + 1, rows) - start,
+                          inputs);
             }
 #pragma omp for nowait /* the end of the region waits */
             for (int64_t j = 0; j < outputs; j += WIDTH)
