@@ -2,7 +2,9 @@
 
    Rows are float, or with -DBF16=1 bfloat16, weights the same or with -DINT8=1 int8; all are multiplied and added
    as float. Weights lie in panels of WIDTH outputs, rows are copied into tiles of up to ROWS, and a tile's sums
-   with a panel stay in registers (the way of GotoBLAS and BLIS: Goto and van de Geijn, ACM TOMS 34(3), 2008). */
+   with a panel stay in registers (the way of GotoBLAS and BLIS: Goto and van de Geijn, ACM TOMS 34(3), 2008).
+
+   Where the CPU multiplies matrices of bfloat16, and Linux lets it, cpu_matrices.h does instead. */
 
 #include "cpu_vectors.h"
 
@@ -104,8 +106,8 @@ static inline int64_t tile_start(int64_t t, int64_t rows)
 
 typedef int32_t places __attribute__((vector_size(4 * LANES)));
 
-/* Transpose v [LANES], of LANES floats each: what is on either side of its diagonal changes places, in squares of half
-   the size each time. */
+/* Transpose v [LANES], of LANES floats each: what lies on either side of the diagonal changes places, in squares half
+   as large each time. */
 static inline void transpose(floats *v)
 {
     places at;
@@ -143,6 +145,23 @@ static void copy_tile(const number *x, float *tile, int64_t rows, int64_t inputs
             *tile++ = get(x[r * inputs + k]);
 }
 
+/* Store sums [rows, WIDTH], times scales or NULL, to rows of out [rows, outputs], WIDTH of its columns or fewer. */
+static inline void store_rows(const float *sums, const float *scales, number *out, int64_t rows, int64_t columns,
+                              int64_t outputs)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        number row[WIDTH], *to = columns == WIDTH ? out + r * outputs : row;
+        for (int v = 0; v < WIDTH; v += LANES) {
+            floats some = *(const floats *)(sums + r * WIDTH + v);
+            if (scales)
+                some *= *(const floats *)(scales + v);
+            store(to + v, some);
+        }
+        if (to == row)
+            memcpy(out + r * outputs, row, columns * sizeof(number));
+    }
+}
+
 /* out [rows, outputs], WIDTH of its columns or fewer, from tiles of rows and a panel's weights and scales. */
 static void multiply_panel(const float *tiles, const weight *panel, const float *scales, number *out,
                            int64_t rows, int64_t inputs, int64_t columns, int64_t outputs)
@@ -160,17 +179,21 @@ static void multiply_panel(const float *tiles, const weight *panel, const float 
                           next + t * step * some, step);
         }
     }
-    for (int64_t r = 0; r < rows; r++) {
-        number row[WIDTH], *to = columns == WIDTH ? out + r * outputs : row;
-        for (int v = 0; v < WIDTH; v += LANES) {
-            floats some = *(const floats *)(sums + r * WIDTH + v);
-            if (scales)
-                some *= *(const floats *)(scales + v);
-            store(to + v, some);
-        }
-        if (to == row)
-            memcpy(out + r * outputs, row, columns * sizeof(number));
-    }
+    store_rows(sums, scales, out, rows, columns, outputs);
+}
+
+#if BF16 && !INT8 && defined __AMX_BF16__ && defined __AVX512F__ && defined __linux__
+#define MATRICES 1
+#include "cpu_matrices.h"
+#else
+#define MATRICES 0
+#define has_matrices() 0
+#endif
+
+/* Of how many inputs weights must have a multiple, for matrices; 1 for panels of the other kind. */
+int64_t multiple_of_inputs(void)
+{
+    return has_matrices() ? 32 : 1;
 }
 
 /* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH] times scales [panels * WIDTH], or NULL.
@@ -181,7 +204,14 @@ void multiply(const number *x, const weight *weights, const float *scales, numbe
 {
     if (n == 0)
         return;
-    float *tiles = malloc(((n < MOST_ROWS ? n : MOST_ROWS) * inputs + (MOST_ROWS + ROWS - 1) / ROWS * LANES) * sizeof(float));
+#if MATRICES
+    if (has_matrices()) {
+        multiply_by_matrices(x, weights, out, n, inputs, outputs);
+        return;
+    }
+#endif
+    int64_t most = n < MOST_ROWS ? n : MOST_ROWS;
+    float *tiles = malloc((most * inputs + MOST_ROWS / ROWS * LANES) * sizeof(float));
     if (!tiles)
         abort();
     for (; n > 0; n -= MOST_ROWS, x += MOST_ROWS * inputs, out += MOST_ROWS * outputs) {

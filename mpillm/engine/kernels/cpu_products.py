@@ -31,17 +31,24 @@ class CpuProducts:
         self._multiply = library.multiply
         self._multiply.argtypes, self._multiply.restype = [*[_POINTER] * 4, *[_INT] * 3], None
         self._width = _INT.in_dll(library, "width").value
+        library.multiple_of_inputs.restype = _INT
+        self._multiple = library.multiple_of_inputs()
         self._dtype, self._weight_dtype = dtype, weight_dtype
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Copy `weight` [out, in] to panels: [ceil(out / width), in, width], zeros behind the last output."""
-        outputs, inputs = weight.shape
-        weight = F.pad(weight, (0, 0, 0, -outputs % self._width))
-        halves = weight.reshape(-1, 2, self._width // 2, inputs)
-        # bfloat16: outputs of both halves side by side
-        order = (0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2)
-        packed = halves.permute(order).clone(memory_format=torch.contiguous_format)
-        packed = packed.view(-1, inputs, self._width)
+        """Copy `weight` [out, in] to panels: [ceil(out / width), in, width], zeros behind the last output.
+
+        For matrices also behind the last input; then pairs of inputs lie side by side.
+        """
+        weight = F.pad(weight, (0, -weight.shape[1] % self._multiple, 0, -len(weight) % self._width))
+        inputs = weight.shape[1]
+        if self._multiple > 1:
+            packed = weight.reshape(-1, self._width, inputs // 2, 2).transpose(1, 2)
+        else:
+            halves = weight.reshape(-1, 2, self._width // 2, inputs)
+            # bfloat16: outputs of both halves side by side
+            packed = halves.permute((0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2))
+        packed = packed.clone(memory_format=torch.contiguous_format).view(-1, inputs, self._width)
         use_huge_pages(packed.data_ptr(), packed.nbytes)
         return packed
 

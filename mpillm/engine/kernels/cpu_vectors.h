@@ -41,9 +41,13 @@ static inline floats load(const number *x)
 
 static inline void store(number *to, floats x)
 {
+#if defined __AVX512BF16__ /* numbers below 2^-126 become zero */
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
     words bits = (words)x, nan = (words)(x != x);
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     *(numbers *)to = __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), numbers);
+#endif
 }
 #else
 typedef float number;

@@ -40,6 +40,25 @@ def test_equal_pytorchs(dtype: torch.dtype, inputs: int, outputs: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads(dtype: torch.dtype, threads: int) -> None:
+    """They share outputs or, on CPUs that multiply matrices, many rows; a thread may have none of either."""
+    torch.manual_seed(1)
+    products, weight = products_of(dtype), torch.randn(70, 610).to(dtype)
+    packed, before = products.pack(weight), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for n in (1, 17, 257, 515, 1030):
+            x = torch.randn(n, 610).to(dtype)
+            exact = x.double() @ weight.double().T
+            found = products.multiply(x, packed, 70)
+            rounding = 4e-3 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=rounding * 25)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("outputs", [1, 31, 64, 100])
 def test_int8_weights_are_scaled(dtype: torch.dtype, outputs: int) -> None:
     torch.manual_seed(1)
