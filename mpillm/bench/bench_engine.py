@@ -29,6 +29,7 @@ from mpillm.engine.speculation.draft_model_info import check_speculation
 if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
     from mpillm.engine.model.linear import Linear
+    from mpillm.engine.step import Step
 
 Answer = Callable[[], list[list[int]]]
 
@@ -203,14 +204,14 @@ class _Engine:
         if core.speculative_config:
             self._engine.speculation = start_speculation(core, self._engine.scheduler)
         self._steps: list[tuple[int, int]] = []  # rows, rows with logits
-        part = self._engine.worker.part
-        forward = part.model.forward
+        steps = self._engine.worker.steps
+        forward = steps.forward
 
-        def counted(x: Any, attention: Any, wanted: Any, layer_stored: Any = None) -> Any:
-            self._steps.append((len(x), len(wanted)))
-            return forward(x, attention, wanted, layer_stored)
+        def counted(step: Step, layer_stored: Any = None) -> Any:
+            self._steps.append((len(step.tokens), len(step.wanted)))
+            return forward(step, layer_stored)
 
-        part.model.forward = counted  # type: ignore[method-assign, assignment]
+        steps.forward = counted  # type: ignore[method-assign]
 
     def answer(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
         from mpillm.engine.sampler import SamplingParams

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mpillm.engine.cpu_layers import CpuLayers
 from mpillm.engine.huge_pages import keep_freed_memory
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.lora import StepAdapters
@@ -25,6 +26,7 @@ class CpuSteps:
         self._part = part
         # The kernels read and write a cache of the rows' own dtype.
         self._kernels = kernels if part.cache.keys.dtype == part.dtype else None
+        self._layers = None if self._kernels is None else CpuLayers.of(part, self._kernels)
         self._tables: dict[int, list[int]] = {}  # slot -> its sequence's blocks
 
     def forward(self, step: Step, layer_stored: Callable[[int], None] | None = None) -> Tensor:
@@ -49,9 +51,12 @@ class CpuSteps:
             else part.receive_hidden(len(step.tokens))
         )
         wanted = torch.tensor(step.wanted, dtype=torch.int64)
-        if not step.context_logits and not step.adapters:
-            return part.model.forward(x, attention, wanted, layer_stored)
         adapters = StepAdapters(step.adapters) if step.adapters else None
+        at_once = None if adapters or layer_stored else attention.by_row
+        if self._layers is not None and at_once is not None:
+            return part.model.leave(x, self._layers(x, at_once), None if step.context_logits else wanted)
+        if not step.context_logits and adapters is None:
+            return part.model.forward(x, attention, wanted, layer_stored)
         x = part.model.forward(x, attention, None, layer_stored, adapters)
         return x if step.context_logits else x.index_select(0, wanted)
 

@@ -194,3 +194,5 @@ void attend(const number *qkv, number *out, const number *keys, const number *va
         free(scores);
     }
 }
+
+#include "cpu_layers.h"

@@ -33,6 +33,7 @@ class CpuProducts:
         self._width = _INT.in_dll(library, "width").value
         library.multiple_of_inputs.restype = _INT
         self._multiple = library.multiple_of_inputs()
+        self.function = ctypes.cast(self._multiply, _POINTER).value
         self._dtype, self._weight_dtype = dtype, weight_dtype
 
     def pack(self, weight: Tensor) -> Tensor:

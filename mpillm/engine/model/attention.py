@@ -39,6 +39,16 @@ class _Rows(NamedTuple):
     longest: int
 
 
+class ByRow(NamedTuple):
+    """A step of which `CpuKernels` do all: arguments of `rotate_store` and `attend`."""
+
+    rotations: Tensor
+    slots: Tensor
+    rows: Tensor
+    tables: Tensor
+    longest: int
+
+
 @dataclass(frozen=True)
 class _Together:
     """`n` contexts from position 0; their tokens are the step's rows `real`."""
@@ -108,6 +118,13 @@ class StepAttention:
         self._rotations = rotations[torch.from_numpy(positions)][:, None]
         self._slots = (torch.from_numpy(blocks), torch.from_numpy(positions % self._size))
         self._places = torch.from_numpy(blocks * self._size + positions % self._size)
+
+    @property
+    def by_row(self) -> ByRow | None:
+        """The step for one call of all layers, if it has no rows for PyTorch."""
+        if self._kernels is None or self._rows is None or self._contexts:
+            return None
+        return ByRow(self._rotations, self._places, *self._rows)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """As `transformer.Attention`."""

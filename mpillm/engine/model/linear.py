@@ -36,6 +36,7 @@ class Linear:
     """``x @ weight.T``: x [n, in], weight [out, in]; the result is [n, out], with the dtype of x."""
 
     _few: FewRows | None = None  # on a GPU, of bfloat16 or fp8
+    _products: CpuProducts | None = None
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` has the dtype of x.
@@ -43,7 +44,6 @@ class Linear:
         If it is packed, it may be changed or freed afterwards; otherwise it is kept.
         """
         self.out_features, self.in_features = weight.shape
-        self._products: CpuProducts | None = None
         if weight.device.type == "cpu":
             self._products = _compiled(weight.dtype, weight.dtype)
             weight = _packed(weight) if self._products is None else self._products.pack(weight)
@@ -68,6 +68,10 @@ class Linear:
         """Return whether it takes this many rows as `Rounded`: rounding x where it is made saves a pass."""
         return False
 
+    def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
+        """Return where `multiply` of cpu_products.c is, weights and scales for it; None if it is not used."""
+        return None if self._products is None else (self._products.function, self._weight, None)
+
     def few(self, n_rows: int) -> FewRows | None:
         """Return the product that takes along what follows it, if there is one for so many rows."""
         return self._few if self._few is not None and n_rows <= self._few.most_followed else None
@@ -84,6 +88,9 @@ class Int8Linear(Linear):
             self._weight, self._scales = weight, scales.view(1, -1)
         else:
             self._weight, self._scales = self._products.pack(weight), self._products.pack_scales(scales)
+
+    def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
+        return None if self._products is None else (self._products.function, self._weight, self._scales)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._products is not None:
