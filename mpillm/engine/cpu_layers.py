@@ -50,7 +50,9 @@ class CpuLayers:
     def __init__(self, part: ModelPart, kernels: CpuKernels, layers: list[_Layer]) -> None:
         self._part = part
         self._layers = (_Layer * len(layers))(*layers)
-        self._run = kernels.run_layers
+        self._run = kernels.library.run_layers
+        self._run.argtypes = [_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, ctypes.c_float]
+        self._run.restype = None
         first = layers[0]
         self._hidden, self._attended = first.qkv.inputs, first.o.inputs
         self._room = 2 * self._hidden + first.qkv.outputs + 3 * first.down.inputs  # numbers for each row

@@ -25,7 +25,6 @@ _ARGUMENTS = {
     "silu_mul": [*[_POINTER] * 2, *[_INT] * 2],
     "rotate_store": [*[_POINTER] * 5, *[_INT] * 4],
     "attend": [*[_POINTER] * 6, *[_INT] * 4],
-    "run_layers": [_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, ctypes.c_float],
 }
 
 
@@ -37,7 +36,7 @@ class CpuKernels:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
             setattr(self, f"_{name}", function)
-        self.run_layers = library.run_layers  # see `CpuLayers`
+        self.library = library  # of which `CpuLayers` calls the rest
 
     _add_norm: Any
     _silu_mul: Any

@@ -185,15 +185,16 @@ static void multiply_panel(const float *tiles, const weight *panel, const float 
 #if BF16 && !INT8 && defined __AMX_BF16__ && defined __AVX512F__ && defined __linux__
 #define MATRICES 1
 #include "cpu_matrices.h"
-#else
-#define MATRICES 0
-#define has_matrices() 0
 #endif
 
 /* Of how many inputs weights must have a multiple, for matrices; 1 for panels of the other kind. */
 int64_t multiple_of_inputs(void)
 {
-    return has_matrices() ? 32 : 1;
+#if MATRICES
+    if (has_matrices())
+        return 2 * SIDE;
+#endif
+    return 1;
 }
 
 /* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH] times scales [panels * WIDTH], or NULL.

@@ -44,9 +44,9 @@ def step(*spans: Span, wanted: list[int] | None = None) -> Step:
     [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float32", "quantization": "int8"}],
     ids=str,
 )
-def test_equal_one_by_one(options: dict[str, Any]) -> None:
-    core = make_core("tiny-llama", **options)
-    steps, layers = steps_of(core), steps_of(core)._layers
+def test_equal_one_by_one(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = steps_of(make_core("tiny-llama", **options))
+    layers = steps._layers
     assert layers is not None
     calls = []
 
@@ -60,26 +60,27 @@ def test_equal_one_by_one(options: dict[str, Any]) -> None:
             step(Span(0, 9, 1), Span(1, 30, 1), Span(2, 0, 2, 0, [6]), wanted=[0, 1, 3]),
             step(Span(0, 10, 1)),
         ):
-            steps._layers = counted  # type: ignore[assignment]
+            monkeypatch.setattr(steps, "_layers", counted)
             found = steps.forward(now)
-            steps._layers = None
+            monkeypatch.setattr(steps, "_layers", None)
             assert found.equal(steps.forward(now))
     assert len(calls) == 3
 
 
-def test_left_out_for_rows_that_pytorch_attends_with_and_when_somebody_waits_for_layers() -> None:
-    core = make_core("tiny-llama", max_seq_len=_MOST_BY_ROW + 8)
-    steps = steps_of(core)
+def test_left_out_for_rows_that_pytorch_attends_with_and_when_somebody_waits_for_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = steps_of(make_core("tiny-llama", max_seq_len=_MOST_BY_ROW + 8))
     stored: list[int] = []
 
     def never(*args: Any) -> torch.Tensor:
         raise AssertionError("all layers in one call")
 
-    steps._layers = never  # type: ignore[assignment]
+    monkeypatch.setattr(steps, "_layers", never)
     with torch.inference_mode():
         steps.forward(step(Span(0, 0, _MOST_BY_ROW + 1, 0, [*range(65)])))
         steps.forward(step(Span(1, 0, 2, 0, [65])), stored.append)
-    assert stored == [*range(len(core.worker.part.model.layers))]  # type: ignore[union-attr]
+    assert stored == [*range(len(steps._part.model.layers))]
 
 
 def test_made_for_dense_models_of_one_rank_with_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
