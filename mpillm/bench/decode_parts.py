@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpillm.engine.dtypes import N_BYTES
+from mpillm.engine.graphs import capture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,10 +168,7 @@ def seconds_of(work: Callable[[], object]) -> float:
     """Return the seconds for a replay of `work` as a CUDA graph."""
     with torch.inference_mode():
         work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
+        graph, _ = capture(work)
         graph.replay()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()

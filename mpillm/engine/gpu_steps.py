@@ -10,6 +10,7 @@ unused slot, whose block is `NULL_BLOCK`. Of other steps, what lies between two 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import NULL_BLOCK
-from mpillm.engine.graph_sizes import gpu_ms, ladder, too_slow
+from mpillm.engine.graphs import capture, gpu_ms, ladder, too_slow
 from mpillm.engine.layer_graphs import LayerGraphs
 from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
 from mpillm.engine.model.paged_attention import Contexts, PagedAttention
@@ -204,11 +205,7 @@ class GpuSteps:
                 self._rows.zero_()  # a larger size's slots would be read as positions past a sequence's end
                 self._rows[size : 2 * size] = self._nobody
                 self._forward_decode(size)  # compiles kernels and lets libraries allocate their workspaces
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                # Capture only this thread's calls, not those of NCCL's and the heartbeat's threads.
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    out = self._forward_decode(size)
+                graph, out = capture(functools.partial(self._forward_decode, size), pool)
             pool = pool or graph.pool()
             self._graphs[size] = graph, out
             compilations.note(f"CUDA graph of a decode step, {size} rows")

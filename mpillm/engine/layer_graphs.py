@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mpillm.engine import compilations
-from mpillm.engine.graph_sizes import gpu_ms, too_slow
+from mpillm.engine.graphs import capture, gpu_ms, too_slow
 from mpillm.engine.model.paged_attention import PagedAttention
 from mpillm.engine.model_part import ModelPart
 
@@ -121,14 +121,7 @@ class LayerGraphs:
         self._rows[size : 2 * size] = self._nobody
         for piece in pieces:  # compiles kernels and lets libraries allocate their workspaces
             piece()
-        torch.cuda.synchronize()
-        replays: list[Callable[[], None]] = []
-        for piece in pieces:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                piece()
-            replays.append(graph.replay)
-        self._pieces[size] = replays
+        self._pieces[size] = [capture(piece, self._pool)[0].replay for piece in pieces]
         compilations.note(f"CUDA graphs between attentions, {size} rows")
 
     @torch.inference_mode()

@@ -3,6 +3,8 @@ preemptions."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import compilations
 from mpillm.engine.cache.kv_cache import Held, KVCache
 from mpillm.engine.gpu_steps import GpuSteps
-from mpillm.engine.graph_sizes import ladder
+from mpillm.engine.graphs import capture, ladder
 from mpillm.engine.kernels import attention_kernels, expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.kernels.few_rows import MOST_ROWS
@@ -281,6 +283,30 @@ def test_no_graph_is_captured_past_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(a == b for a, b in zip(answer(core, make_batch(prompts)), wanted, strict=True)) >= 197
 
 
+class _Circle:
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph, self.me = graph, self
+
+
+def test_garbage_spoils_no_capture() -> None:
+    """Graphs of an engine that is gone are freed by the garbage collector, and CUDA refuses that during a
+    capture."""
+    x = torch.ones(8, device="cuda")
+    for _ in range(4):
+        _Circle(capture(lambda: x + 1)[0])
+
+    def allocating() -> torch.Tensor:
+        y = x * 3
+        garbage = [[i] for i in range(100_000)]  # far more than start a collection
+        return y + len(garbage)
+
+    assert gc.isenabled()
+    graph, y = capture(allocating)
+    assert gc.isenabled()
+    graph.replay()
+    assert y.tolist() == [100_003] * 8
+
+
 def test_a_slow_graph_gives_way_to_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GpuSteps, "_replay_ms", lambda self, size: {4: 3.0, 2: 2.5}.get(size, 2.0))
     core = make_core("tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, max_batch_size=8)
@@ -331,9 +357,7 @@ def test_fp8_products(dtype: torch.dtype) -> None:
                 n,
                 errors,
             )
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = product(x)
+            graph, captured = capture(functools.partial(product, x))
             for _ in range(5):
                 captured.fill_(float("nan"))
                 graph.replay()

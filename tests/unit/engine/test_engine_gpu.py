@@ -20,7 +20,7 @@ from mpillm.engine import worker as worker_module
 from mpillm.engine.engine import Engine
 from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.engine_messages import PLAN
-from mpillm.engine.graph_sizes import ladder, too_slow
+from mpillm.engine.graphs import ladder, too_slow
 from mpillm.engine.model.model_info import check_model
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence

@@ -1,12 +1,15 @@
-"""For how many rows CUDA graphs are captured; fewer rows are padded to the next size."""
+"""CUDA graphs: for how many rows (fewer are padded to the next size), how they are captured and timed."""
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 _SLOWER = 1.02  # less than that is noise
 
 
@@ -30,6 +33,26 @@ def too_slow(times: Mapping[int, float]) -> list[int]:
             found.append(size)
         fastest = min(fastest, times[size])
     return found
+
+
+def capture(work: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return a graph of what `work` launches on the current device, and what `work` returned.
+
+    `pool`: the memory pool of another graph, which never runs at the same time. Run `work` once before, so
+    that kernels are compiled and libraries have their workspaces.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # An older graph that the garbage collector frees meanwhile would spoil this one.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        # Capture only this thread's calls, not those of NCCL's and the heartbeat's threads.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = work()
+    finally:
+        if was_enabled:
+            gc.enable()
+    return graph, result
 
 
 def gpu_ms(work: Callable[[], object]) -> float:
