@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
+from mpillm.bench.roofline import Roofline
 from mpillm.config.core_config import CoreConfig
 from mpillm.config.values import Values
 from mpillm.configurator.parsers import flag_dict
@@ -20,8 +21,8 @@ from mpillm.engine.speculation.speculative_config import SpeculativeConfig, deco
 from mpillm.fields import Field, integers, not_negative, positive
 
 if TYPE_CHECKING:
-    from mpillm.bench.decode_parts import Part, Roofline
     from mpillm.bench.decode_steps import Decoded
+    from mpillm.bench.roofline import Part
 
 # An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
 # whose limit is 700.
@@ -156,7 +157,7 @@ def bench_decode(config: Options) -> int:
 
     import torch
 
-    from mpillm.bench.decode_parts import decode_parts, measure_roofline, seconds_of
+    from mpillm.bench.decode_parts import decode_parts, measure_rates, seconds_of
     from mpillm.bench.mixed_steps import mixed_step
     from mpillm.engine.kernels import step_kernels
     from mpillm.engine.parallel.groups import Groups
@@ -183,7 +184,9 @@ def bench_decode(config: Options) -> int:
     dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
     print(f"{gpus[0].name}, {core.model_path}, {dtypes}, KV cache in {info.kv_dtype}")
     print(f"{context} tokens of context, greedy; loaded, captured and warmed up in {startup:.1f} s")
-    roofline = measure_roofline(worker.part, step_kernels)
+    with torch.inference_mode():
+        rates = measure_rates(worker.part, step_kernels)
+    roofline = Roofline(*(rate.at_first for rate in rates))
     explained: list[str] = []
     plain_s: dict[int, float] = {}  # a step of each batch
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
@@ -211,6 +214,9 @@ def bench_decode(config: Options) -> int:
         f"roofline, measured: {roofline.bandwidth / 1e12:.2f} TB/s reading; products of many rows"
         f" {roofline.peak / 1e12:.0f} TFLOP/s, of the head {roofline.peak_in_floats / 1e12:.0f}"
     )
+    for what, rate in zip(("reading", "products of many rows", "of the head"), rates, strict=True):
+        drawn = f"{rate.watts:.0f} W, {rate.sm_mhz:.0f} MHz"
+        print(f"  for seconds on end, {what}: {rate.on_end / 1e12:.2f} ({drawn})")
     print("\n".join(explained))
     print("steps in which one of the batch computes a piece of its prompt")
     print(f"  {'batch':>6} {'piece':>6} {'step ms':>9} {'host ms':>9}")

@@ -57,7 +57,7 @@ class Options(RankOptions):
 
 
 _UNDER_WAY = 1 << 30  # bytes of KV caches moving at once; but at least 4 caches, and at most 64
-_SINGLES = 20  # transfers of one cache alone; the median is printed
+_SINGLES = 100  # transfers of one cache alone; the median is printed
 
 
 DESCRIPTION = (

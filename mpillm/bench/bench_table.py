@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from disagg.errors import ConfigError
+from mpillm.bench.roofline import Roofline, least_sample_s
 from mpillm.bench.whole_runs import run_in
 from mpillm.config.values import Values
-from mpillm.configurator.parsers import flag_dict, fraction
+from mpillm.configurator.parsers import flag_dict, fraction, rate
+from mpillm.engine.dtypes import N_BYTES
+from mpillm.engine.model.model_config import load_model_config
 from mpillm.fields import Field, positive, seconds
 from mpillm.report.page.facts import floats
 from mpillm.report.run_directory import TELEMETRY
@@ -90,6 +93,16 @@ class Options(Values):
     kv_cache_free_gpu_mem_fraction = Field(
         "kv_cache_free_gpu_mem_fraction", "as for run", fraction, default=0.9, group="benchmark"
     )
+    # What `bench engine` measures on an H200 for seconds on end.
+    bandwidth = Field(
+        "bandwidth", "roof: memory bandwidth of a GPU, TB/s", rate, default=4.4, group="benchmark"
+    )
+    peak = Field(
+        "peak", "roof: TFLOP/s of products with the layers' weights", rate, default=1260.0, group="benchmark"
+    )
+    peak_in_floats = Field(
+        "peak_in_floats", "roof: TFLOP/s of all else", rate, default=660.0, group="benchmark"
+    )
     extra = Field(
         "extra", "more options of run, name:value,name:value", flag_dict, default={}, group="benchmark"
     )
@@ -102,7 +115,8 @@ _UNKNOWN = math.nan, math.nan
 
 DESCRIPTION = (
     "Print output tokens/s of whole runs (mpirun, LoadGen, Offline; random prompts and weights)"
-    " beside TensorRT-LLM 1.0's, with the GPUs' mean power and clock in the test (-: not known)."
+    " beside TensorRT-LLM 1.0's, with the tokens/s that the"
+    " GPUs' roofline allows (roof), and their mean power and clock in the test (-: not known)."
 )
 EPILOG = """examples:
   python -m mpillm bench table --pairs 128/2048,1000/1000 --num_samples 2048
@@ -119,7 +133,8 @@ def main(config: Options) -> int:
     )
     print(
         f"  {'model':<14} {'in/out':>12} {'samples':>8} {'at once':>8} {'evicted':>8} {'test, s':>8}"
-        f" {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6} {'W':>5} {'MHz':>6}   LoadGen",
+        f" {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6} {'roof':>7} {'of it':>5} {'W':>5} {'MHz':>6}"
+        "   LoadGen",
         flush=True,
     )
     n_failed = 0
@@ -132,14 +147,15 @@ def main(config: Options) -> int:
                 causes = " | ".join(failure["cause"] for failure in result["failures"])
                 print(f"  {model:<14} {f'{n_in}/{n_out}':>12} {n_samples:>8} failed: {causes}", flush=True)
                 continue
-            rate = result["tokens_per_second"]
-            compared = f"{theirs:>8,.0f} {rate / theirs:>6.2f}" if theirs else f"{'-':>8} {'-':>6}"
+            ours = result["tokens_per_second"]
+            compared = f"{theirs:>8,.0f} {ours / theirs:>6.2f}" if theirs else f"{'-':>8} {'-':>6}"
             at_once = sum(instance["metrics"]["running"]["peak"] for instance in result["per_instance"])
+            roof = _roof(config, model, (n_in, n_out), at_once)
             evicted = sum(instance["preemptions"] for instance in result["per_instance"])
             print(
                 f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {at_once:>8,.0f} {evicted:>8}"
-                f" {result['test_s']:>8.1f} {rate:>15,.0f} {compared} {_shown(watts):>5} {_shown(mhz):>6}"
-                f"   {result['loadgen_result']}",
+                f" {result['test_s']:>8.1f} {ours:>15,.0f} {compared} {roof:>7,.0f} {ours / roof:>5.2f}"
+                f" {_shown(watts):>5} {_shown(mhz):>6}   {result['loadgen_result']}",
                 flush=True,
             )
         if note := _NOTES.get(Path(model).name):
@@ -152,6 +168,23 @@ def _pair(text: str) -> tuple[int, int]:
     if not (slash and n_in.isdigit() and n_out.isdigit() and int(n_in) and int(n_out)):
         raise ConfigError(f"--pairs {text}: expected tokens in/out, as 128/2048")
     return int(n_in), int(n_out)
+
+
+def _roof(config: Options, model: str, lengths: tuple[int, int], at_once: float) -> float:
+    """Return the tokens/s that the GPUs' rooflines allow."""
+    of = load_model_config(model)
+    quantization = of.quantization if config.quantization == "auto" else config.quantization
+    kv_dtype = of.kv_quantization if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    n_gpus = config.ranks - 1
+    least_s = least_sample_s(
+        Roofline(1e12 * config.bandwidth, 1e12 * config.peak, 1e12 * config.peak_in_floats),
+        of,
+        lengths,
+        at_once / n_gpus,
+        N_BYTES[of.dtype] if quantization == "none" else 1,
+        of.dtype if kv_dtype == "none" else kv_dtype,
+    )
+    return n_gpus * lengths[1] / least_s
 
 
 def _run(

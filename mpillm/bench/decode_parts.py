@@ -1,19 +1,18 @@
-"""The operations of a decode step, alone: what each takes, and what the GPU's roofline leaves it.
-
-The roofline (Williams, Waterman and Patterson, 2009): no operation is faster than the larger of its bytes
-over the memory's bandwidth and its floating-point operations over the peak, both measured here.
-"""
+"""The operations of a decode step, alone: what each takes, and the roofline of the GPU that runs them."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mpillm.bench.roofline import Part
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.graphs import capture
+from mpillm.telemetry.gpu_meter import GPU_COLUMNS, GpuMeter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,52 +23,56 @@ _REPLAYS = 5
 _READ = 1 << 30  # bytes, many times what the caches hold
 _MANY_ROWS = 8192
 _LOGITS_ROWS = 2048  # each as long as the vocabulary
+_ON_END_S = 3.0
 
 
-@dataclass(frozen=True)
-class Part:
-    """An operation in all layers."""
+class Rate(NamedTuple):
+    """How much of a load a GPU does in a second, with nothing beside it."""
 
-    name: str
-    work: Callable[[], None]
-    n_bytes: float  # that it reads and writes at least
-    n_flops: float
-    in_floats: bool  # not in the type of quantised weights
+    at_first: float  # in milliseconds
+    on_end: float  # in seconds; the GPU may have reached its limit of power
+    watts: float  # meanwhile; NaN where the driver does not say, as the clock
+    sm_mhz: float
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """What the GPU reaches."""
-
-    bandwidth: float  # bytes/s, reading
-    peak: float  # FLOP/s of products with the layers' weights
-    peak_in_floats: float  # of products with the head, which is never quantised
-
-    def seconds(self, part: Part) -> float:
-        """Return the least time for a part."""
-        return max(part.n_bytes / self.bandwidth, self._arithmetic_s(part))
-
-    def limit(self, part: Part) -> str:
-        """Return what limits it there."""
-        by_memory = part.n_bytes / self.bandwidth >= self._arithmetic_s(part)
-        return "memory" if by_memory else "arithmetic"
-
-    def _arithmetic_s(self, part: Part) -> float:
-        return part.n_flops / (self.peak_in_floats if part.in_floats else self.peak)
-
-
-def measure_roofline(part: ModelPart, kernels: Any) -> Roofline:
-    """Read a gigabyte, and multiply many rows with a layer's weights and with the head's as the engine does.
+def measure_rates(part: ModelPart, kernels: Any) -> tuple[Rate, Rate, Rate]:
+    """Return those of bytes read, and of FLOP of many rows with a layer's weights and with the head's.
 
     A copy would not do: in a graph it is left to an engine that copies at 2.8 TB/s where kernels reach 4.
     """
     read = torch.empty(_READ // 8, dtype=torch.int64, device=part.device)
-    bandwidth = read.nbytes / seconds_of(read.sum)
-    peaks = []
-    for name, n_rows in (("qkv", _MANY_ROWS), ("head", _LOGITS_ROWS)):
-        (product,) = [one for one in _products(part, n_rows, kernels) if one.name == name]
-        peaks.append(product.n_flops / seconds_of(product.work))
-    return Roofline(bandwidth, *peaks)
+    layers, head = (
+        next(one for one in _products(part, n_rows, kernels) if one.name == name)
+        for name, n_rows in (("qkv", _MANY_ROWS), ("head", _LOGITS_ROWS))
+    )
+    return (
+        _rate(read.sum, read.nbytes),
+        _rate(layers.work, layers.n_flops),
+        _rate(head.work, head.n_flops),
+    )
+
+
+def _rate(work: Callable[[], object], amount: float) -> Rate:
+    at_first_s = seconds_of(work)
+    graph, n = capture(work)[0], max(1, round(0.01 / at_first_s))
+    try:
+        meter = GpuMeter(0)
+    except OSError:
+        meter = None
+    n_done, began = 0, time.perf_counter()
+    readings: list[tuple[float, dict[str, float]]] = []
+    while (now := time.perf_counter() - began) < _ON_END_S:
+        if meter is not None and now > len(readings) * _ON_END_S / 4:
+            readings.append((now, dict(zip(GPU_COLUMNS, meter.read(), strict=True))))
+        for _ in range(n):
+            graph.replay()
+        torch.cuda.synchronize()
+        n_done += n
+    watts = sm_mhz = math.nan
+    if len(readings) > 2:
+        (first_s, first), *_, (last_s, last) = readings
+        watts, sm_mhz = (last["energy_j"] - first["energy_j"]) / (last_s - first_s), last["sm_mhz"]
+    return Rate(amount / at_first_s, n_done * amount / now, watts, sm_mhz)
 
 
 def decode_parts(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> list[Part]:

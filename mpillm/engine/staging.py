@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+_LEAST_STAGED = 1024  # numbers
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Return whether everything before it is done."""
+        ...
 
 
 def to_device(array: NDArray[Any] | list[int], device: torch.device) -> Tensor:
@@ -15,6 +26,46 @@ def to_device(array: NDArray[Any] | list[int], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(np.asarray(array))
     # From pinned memory the host need not wait; PyTorch keeps that memory until the copy is done.
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Staging:
+    """Memory for small arrays (int64) on their way to a GPU, used again once the GPU has read them.
+
+    To allocate it anew, as `to_device` does, takes longer than to copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._filled: list[_Buffer] = []  # since the last `read_until`
+        self._in_use: deque[tuple[Event, list[_Buffer]]] = deque()
+        self._free: list[_Buffer] = []
+
+    def to_device(self, array: NDArray[np.int64]) -> Tensor:
+        """Return a copy that the current stream makes: for what it is given before the next `read_until`."""
+        while self._in_use and self._in_use[0][0].query():
+            self._free += self._in_use.popleft()[1]
+        n = len(array)
+        at = next((i for i, one in enumerate(self._free) if len(one.numbers) >= n), None)
+        buffer = self._new(n) if at is None else self._free.pop(at)
+        buffer.numbers[:n] = array
+        self._filled.append(buffer)
+        return buffer.there[:n].copy_(buffer.here[:n], non_blocking=True)
+
+    def read_until(self, event: Event) -> None:
+        """Note that once `event` has come, nothing reads what was copied so far."""
+        self._in_use.append((event, self._filled))
+        self._filled = []
+
+    def _new(self, n: int) -> _Buffer:
+        size = max(_LEAST_STAGED, 1 << (n - 1).bit_length())
+        here = torch.empty(size, dtype=torch.int64, pin_memory=self._device.type != "cpu")
+        return _Buffer(here, here.numpy(), torch.empty(size, dtype=torch.int64, device=self._device))
+
+
+class _Buffer(NamedTuple):
+    here: Tensor
+    numbers: NDArray[np.int64]  # the same memory
+    there: Tensor
 
 
 class Sampled:

@@ -24,6 +24,7 @@ from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
 from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
 from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
+from mpillm.engine.staging import Staging  # noqa: E402
 from mpillm.engine.weights.quantize import dequantize_rows, quantize_rows  # noqa: E402
 from tests.helpers import plain_kernels as plain  # noqa: E402
 
@@ -325,7 +326,7 @@ def test_parts_of_a_cache_are_put_into_blocks_of_another(dtype: torch.dtype) -> 
         ]
         _, n_blocks, n_heads, tokens, _ = dests[0].keys.shape
         there = CacheThere(dests[0].keys.data_ptr(), dests[0].values.data_ptr(), n_blocks, n_heads, tokens)
-        source.put(puts, there, 2, 1)
+        source.put(puts, there, 2, 1, Staging(torch.device(DEVICE)))
         for put in puts:
             for layer, token in itertools.product(range(2), range(put.n_tokens)):
                 for a, b in ((source.keys, dests[1].keys), (source.values, dests[1].values)):

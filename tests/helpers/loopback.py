@@ -11,7 +11,8 @@ import torch
 
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.engine_messages import Room
-from mpillm.engine.handoff import nccl_mover, peer_mover
+from mpillm.engine.handoff import peer_mover
+from mpillm.engine.staging import Event
 
 
 class Wire:
@@ -66,9 +67,7 @@ class PeerWire:
     rooms_under_way: list[Room] = field(default_factory=list)
     tags_under_way: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    puts: list[tuple[list[int], list[nccl_mover.Event]]] = field(
-        default_factory=list
-    )  # tags, what to wait for
+    puts: list[tuple[list[int], list[Event]]] = field(default_factory=list)  # tags, what to wait for
 
     def mark(self) -> Mark:
         self.marks.append(Mark(self.is_idle))
@@ -85,7 +84,7 @@ class PeerWire:
         return self.source.piece_bytes(part.held.n_tokens, part.layers, part.heads)
 
     @torch.inference_mode()
-    def put(self, parts: list[tuple[peer_mover.Part, Room]], ready: list[nccl_mover.Event]) -> Mark:
+    def put(self, parts: list[tuple[peer_mover.Part, Room]], ready: list[Event]) -> Mark:
         self.puts.append(([room.tag for _, room in parts], ready))
         for part, room in parts:
             (blocks, n_tokens), layers, heads = part

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpillm.engine.cache.puts import CacheThere, Put, put_table
 from mpillm.engine.fp8 import FP8, to_fp8, widen
-from mpillm.engine.staging import to_device
+from mpillm.engine.staging import Staging, to_device
 
 NULL_BLOCK = 0  # never allocated: pads short rows of a block table
 
@@ -142,13 +142,13 @@ class KVCache:
         keys, values = (_movable(pool[layers]) for pool in (self.keys, self.values))
         copy_blocks(keys, values, table, heads.start, heads.stop - heads.start, into_pieces)
 
-    def put(self, puts: list[Put], there: CacheThere, n_layers: int, n_heads: int) -> None:
+    def put(self, puts: list[Put], there: CacheThere, n_layers: int, n_heads: int, staging: Staging) -> None:
         """Copy some layers and heads of sequences into a cache on another GPU, without waiting."""
         from mpillm.engine.kernels.handoff_kernels import put_blocks
 
         table, n_rows = put_table(puts, self.tokens_per_block)
         keys, values = (_movable(pool) for pool in (self.keys, self.values))
-        put_blocks(keys, values, there, to_device(table, self.keys.device), n_rows, n_layers, n_heads)
+        put_blocks(keys, values, there, staging.to_device(table), n_rows, n_layers, n_heads)
 
     def _parts(
         self, piece: Tensor, n_tokens: int, layers: slice, heads: slice

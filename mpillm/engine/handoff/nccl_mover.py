@@ -21,15 +21,7 @@ from torch import Tensor
 from mpillm.engine.engine_messages import NCCL_ID, NOTICE, Notice
 from mpillm.engine.handoff.notes import Notes
 from mpillm.engine.parallel.nccl import NcclComm
-
-
-class Event(Protocol):
-    """A place in a stream."""
-
-    def query(self) -> bool:
-        """Return whether everything before it is done."""
-        ...
-
+from mpillm.engine.staging import Event
 
 _TOGETHER = 64 << 20  # bytes; the buffer that passes it is the last of its launch
 

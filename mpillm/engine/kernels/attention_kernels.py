@@ -29,7 +29,10 @@ _CONTEXT = {torch.bfloat16: (128, 64, 8, 3), torch.float32: (16, 32, 8, 2)}
 # For decode, without and with an fp8 cache, measured likewise: keys that a program takes at a time, its
 # warps, and pipeline stages.
 _DECODE = {False: (32, 1, 4), True: (32, 1, 3)}
-_PROGRAMS = 1024  # about as many as a large GPU runs at once: decode splits contexts to have as many
+# So many run at once on an H200; more wait for these to end. Decode splits contexts to have nearly as many.
+_PROGRAMS = 12 * 132
+# With an fp8 cache and so many registers it is so many programs; each is 2 to 6 % slower.
+_FEW_REGISTERS, _MORE_PROGRAMS = 128, 15 * 132
 _MOST_SPLITS = 16
 
 
@@ -183,11 +186,14 @@ def decode_attention(
     k, size = keys.shape[1:3]
     if scales is not None:
         values = values.view(torch.int16)
-    splits = min(_MOST_SPLITS, max(1, next_power_of_2(cdiv(_PROGRAMS, n * k))))
+    splits = min(_MOST_SPLITS, 1 << max(1, _PROGRAMS // (n * k)).bit_length() - 1)
     tile, n_warps, n_stages = _DECODE[scales is not None]
     if qkv.dtype == torch.float32:  # no tensor cores: more registers
         n_warps, n_stages = 4, 2
     rows, block_d = max(8, next_power_of_2(n_heads // k)), max(32, next_power_of_2(d))
+    registers = {}
+    if scales is not None and _PROGRAMS < n * k <= _MORE_PROGRAMS:
+        registers["maxnreg"] = _FEW_REGISTERS
     parts = out if splits == 1 else qkv.new_empty(n, n_heads, splits, d, dtype=torch.float32)
     sums, bests = (out, out) if splits == 1 else qkv.new_empty(2, n, n_heads, splits, dtype=torch.float32)
     arrived = out if splits == 1 else _arrived(qkv.device)
@@ -196,6 +202,7 @@ def decode_attention(
         bests, arrived, table.stride(0), _LOG2_E / math.sqrt(d),
         H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=tile, SPLITS=splits,
         SCALED=scales is not None, num_warps=n_warps, num_stages=n_stages,
+        **registers,
     )  # fmt: skip
 
 

@@ -75,6 +75,8 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
         "30,702",
         "27,911",
         "1.10",
+        "3,793",
+        "8.09",
         "650",
         "1,250",
         "VALID",

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from mpillm.bench.bench_decode import _explained
-from mpillm.bench.decode_parts import Part, Roofline, decode_parts
+from mpillm.bench.decode_parts import decode_parts
 from mpillm.bench.decode_steps import Decoded
+from mpillm.bench.roofline import Part, Roofline, least_sample_s
+from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model_part import ModelPart
 from tests.helpers import plain_kernels
 from tests.helpers.torch_cores import make_core
@@ -81,3 +83,24 @@ def test_the_roofline_names_the_limit() -> None:
     short = Decoded(0.004, 0.001, metered_s=0.12, watts=852.0, sm_mhz=1700.0)
     last = _explained(4, short, {reads: 3.0}, roofline).splitlines()[-1]
     assert last == "  1700 MHz; for watts these steps are too few: --output_len 250"
+
+
+@pytest.mark.parametrize(("preset", "chosen", "held"), [("tiny-llama", 1, 1), ("tiny-mixtral", 2, 8)])
+def test_the_least_that_a_sample_takes(preset: str, chosen: int, held: int) -> None:
+    """Of a mixture a row uses the chosen experts, and a batch reads all."""
+    c = load_model_config(preset)
+    attention = 2 * c.hidden_size * c.head_dim * (c.n_heads + c.n_kv_heads)
+    others = c.n_experts * c.hidden_size + 2 * c.hidden_size  # router and norms
+
+    def layers(n: int) -> float:
+        return c.n_layers * (attention + others + n * 3 * c.hidden_size * c.intermediate_size)
+
+    n_in, n_out, at_once = 10, 3, 6.0
+    cached = n_in + (n_in + 1) + (n_in + 2)
+    width = c.n_layers * c.n_heads * c.head_dim
+    head = c.vocab_size * c.hidden_size
+    flops = 2 * layers(chosen) * 13 / 10 + (2 * head * n_out + 2 * width * n_in**2 + 4 * width * cached) / 5
+    of = c, (n_in, n_out), at_once, 1, "fp8"
+    assert least_sample_s(Roofline(math.inf, 10.0, 5.0), *of) == pytest.approx(flops)
+    read = 0.5 * (layers(held) + head * 4) + cached * 2 * c.n_layers * c.n_kv_heads * c.head_dim
+    assert least_sample_s(Roofline(7.0, math.inf, math.inf), *of) == pytest.approx(read / 7)

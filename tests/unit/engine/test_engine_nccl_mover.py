@@ -18,6 +18,7 @@ from mpillm.engine.handoff.nccl_mover import NcclMover
 from mpillm.engine.handoff.transfer import Kind, Transfer, Transfers
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.staging import Event
 from tests.helpers.loopback import Mark
 
 
@@ -49,7 +50,7 @@ class Wire:
         return self.sent[-1][1]
 
     @torch.inference_mode()
-    def receive(self, buffers: list[torch.Tensor], ready: list[nccl_mover.Event]) -> Mark:
+    def receive(self, buffers: list[torch.Tensor], ready: list[Event]) -> Mark:
         sent, event = self.sent.popleft()
         assert len(ready) == len(buffers) == len(sent), "both ends group alike"
         for mine, theirs in zip(buffers, sent, strict=True):
