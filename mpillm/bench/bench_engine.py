@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import sys
 import tempfile
@@ -29,12 +30,14 @@ from mpillm.engine.speculation.draft_model_info import check_speculation
 if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
     from mpillm.engine.model.linear import Linear
+    from mpillm.engine.sequence import Sequence
     from mpillm.engine.step import Step
 
 Answer = Callable[[], list[list[int]]]
 
 _ROWS = 1, 8, 40, 256
 _SQUARE = 2048  # rows, inputs and outputs of a large product
+_DECODING = 1, 8, 40  # sequences
 _STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one batch
 
 
@@ -130,6 +133,9 @@ def main(config: Options) -> int:
             for n, (mine, without) in zip(_ROWS, both, strict=True)
         )
         print(f"  a layer's products, compiled (and without a compiler), GFLOP/s: {shown}")
+    decoding = [n for n in _DECODING if n <= min(len(prompts), config.max_batch_size)]
+    took = ", ".join(f"{n} {engine.decode_ms(prompts[:n], config.output_len):.1f}" for n in decoding)
+    print(f"  a decode step, ms, by sequences: {took}")
     print(
         f"  other processes used {others.processes:.2f} cores meanwhile, the host took {others.stolen:.2f}"
         + (": the figures are disturbed" if others.degree > 1 else "")
@@ -214,21 +220,35 @@ class _Engine:
         steps.forward = counted  # type: ignore[method-assign]
 
     def answer(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
+        sequences = self._added(prompts, n_output)
+        while not self._engine.is_idle():
+            self._engine.step()
+        return [sequence.output for sequence in sequences]
+
+    def decode_ms(self, prompts: list[list[int]], n_output: int) -> float:
+        """Return the median time of a step in which all answers grow; NaN if they have one token."""
+        self._added(prompts, n_output)
+        times = []
+        while not self._engine.is_idle():
+            n_before, started = len(self._steps), time.perf_counter()
+            self._engine.step()
+            if self._steps[n_before:] == [(len(prompts), len(prompts))]:
+                times.append(time.perf_counter() - started)
+        return 1e3 * statistics.median(times) if times else math.nan
+
+    def _added(self, prompts: list[list[int]], n_output: int) -> list[Sequence]:
         from mpillm.engine.sampler import SamplingParams
-        from mpillm.engine.sequence import Sequence as EngineSequence
+        from mpillm.engine.sequence import Sequence
 
         self._steps.clear()
         if (speculation := self._engine.speculation) is not None:
             speculation.accepted_tokens = speculation.drafted_tokens = 0
         sequences = [
-            EngineSequence(i, prompt, n_output, n_output, SamplingParams())
-            for i, prompt in enumerate(prompts)
+            Sequence(i, prompt, n_output, n_output, SamplingParams()) for i, prompt in enumerate(prompts)
         ]
         for sequence in sequences:
             self._engine.add(sequence)
-        while not self._engine.is_idle():
-            self._engine.step()
-        return [sequence.output for sequence in sequences]
+        return sequences
 
     def guesses(self) -> tuple[int, int]:
         """Return how many of the last `answer`'s guesses were right, and how many it made."""

@@ -150,11 +150,13 @@ def main(config: Options) -> int:
             ours = result["tokens_per_second"]
             compared = f"{theirs:>8,.0f} {ours / theirs:>6.2f}" if theirs else f"{'-':>8} {'-':>6}"
             at_once = sum(instance["metrics"]["running"]["peak"] for instance in result["per_instance"])
-            roof = _roof(config, model, (n_in, n_out), at_once)
+            # A short run may end before its sequences are counted.
+            roof = _roof(config, model, (n_in, n_out), at_once) if at_once else math.nan
+            share = f"{ours / roof:.2f}" if at_once else "-"
             evicted = sum(instance["preemptions"] for instance in result["per_instance"])
             print(
                 f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {at_once:>8,.0f} {evicted:>8}"
-                f" {result['test_s']:>8.1f} {ours:>15,.0f} {compared} {roof:>7,.0f} {ours / roof:>5.2f}"
+                f" {result['test_s']:>8.1f} {ours:>15,.0f} {compared} {_shown(roof):>7} {share:>5}"
                 f" {_shown(watts):>5} {_shown(mhz):>6}   {result['loadgen_result']}",
                 flush=True,
             )

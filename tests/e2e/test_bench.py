@@ -26,7 +26,7 @@ def test_a_table_of_whole_runs(one: Starter) -> None:
     )
     assert ended.code == 1
     assert re.search(
-        r"tiny-llama +9/4 +3 +[012] +0 +[\d.]+ +[\d,]+ +- +- +[\d,]+ +[\d.]+ +- +- +VALID", ended.out
+        r"tiny-llama +9/4 +3 +[012] +0 +[\d.]+ +[\d,]+ +- +- +([\d,]+ +[\d.]+|- +-) +- +- +VALID", ended.out
     ), ended.out
     assert re.search(r"tiny-llama +90000/4 +3 failed: .*max_seq_len", ended.out), ended.out
     assert "expected tokens in/out" in one.mpillm("bench", "table", *small, "--pairs", "9x4").must(2).message
@@ -38,6 +38,7 @@ def test_the_engine_beside_itself_with_guesses(one: Starter, tmp_path: Path) -> 
     few = ("--num_prompts", 4, "--output_len", 32, "--repeats", 1)
     ended = one.mpillm(*words, "decoding_type:NGram,max_draft_len:2", *few).must(0)
     assert "answers equal to engine, with guesses: 4 of 4" in ended.out
+    assert re.search(r"a decode step, ms, by sequences: 1 \d+\.\d$", ended.out, re.MULTILINE), ended.out
     found = re.search(r"guesses of a round: (\d+), of which (\d+) were right", ended.out)
     assert found is not None and int(found[1]) >= int(found[2]) > 0, ended.out
     assert "did you mean 'NGram'" in one.mpillm(*words, "decoding_type:Ngramm", *few).must(2).message
