@@ -4,6 +4,7 @@ answer health checks."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -241,8 +242,9 @@ def test_workers_under_mpillm_mpirun(place: Path, both: Starter) -> None:
     workers = both.command(
         [*mpirun, "run-llm-server", *options, "--log_dir=logs"], env={"MLPERF_DISAGG_LAUNCH_TYPE": "worker"}
     )
-    wait_until(
-        lambda: workers.out.count("ready after") == 2 or workers.process.poll() is not None, "both workers"
+    wait_until(  # mpirun may pass on a line in pieces
+        lambda: len(re.findall(r"ready after .*\n", workers.out)) == 2 or workers.process.poll() is not None,
+        "both workers",
     )
     assert f": localhost:{worker_port}\n" in workers.out, workers.out
     workers.signal_group(signal.SIGINT)
