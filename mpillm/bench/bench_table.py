@@ -115,8 +115,8 @@ _UNKNOWN = math.nan, math.nan
 
 DESCRIPTION = (
     "Print output tokens/s of whole runs (mpirun, LoadGen, Offline; random prompts and weights)"
-    " beside TensorRT-LLM 1.0's, with the tokens/s that the"
-    " GPUs' roofline allows (roof), and their mean power and clock in the test (-: not known)."
+    " beside TensorRT-LLM 1.0's, with the tokens/s that the GPUs'"
+    " roofline allows (roof), and their mean power and clock in the test (-: not known)."
 )
 EPILOG = """examples:
   python -m mpillm bench table --pairs 128/2048,1000/1000 --num_samples 2048
@@ -149,11 +149,13 @@ def main(config: Options) -> int:
                 continue
             ours = result["tokens_per_second"]
             compared = f"{theirs:>8,.0f} {ours / theirs:>6.2f}" if theirs else f"{'-':>8} {'-':>6}"
-            at_once = sum(instance["metrics"]["running"]["peak"] for instance in result["per_instance"])
+            instances = result["per_instance"]
+            at_once = sum(instance["metrics"]["running"]["peak"] for instance in instances)
             # A short run may end before its sequences are counted.
-            roof = _roof(config, model, (n_in, n_out), at_once) if at_once else math.nan
+            batch = at_once / len(instances)
+            roof = _roof(config, model, (n_in, n_out), batch) if at_once else math.nan
             share = f"{ours / roof:.2f}" if at_once else "-"
-            evicted = sum(instance["preemptions"] for instance in result["per_instance"])
+            evicted = sum(instance["preemptions"] for instance in instances)
             print(
                 f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {at_once:>8,.0f} {evicted:>8}"
                 f" {result['test_s']:>8.1f} {ours:>15,.0f} {compared} {_shown(roof):>7} {share:>5}"
@@ -172,8 +174,8 @@ def _pair(text: str) -> tuple[int, int]:
     return int(n_in), int(n_out)
 
 
-def _roof(config: Options, model: str, lengths: tuple[int, int], at_once: float) -> float:
-    """Return the tokens/s that the GPUs' rooflines allow."""
+def _roof(config: Options, model: str, lengths: tuple[int, int], batch: float) -> float:
+    """Return the tokens/s that the GPUs' rooflines allow; `batch`: sequences of an instance."""
     of = load_model_config(model)
     quantization = of.quantization if config.quantization == "auto" else config.quantization
     kv_dtype = of.kv_quantization if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
@@ -182,7 +184,7 @@ def _roof(config: Options, model: str, lengths: tuple[int, int], at_once: float)
         Roofline(1e12 * config.bandwidth, 1e12 * config.peak, 1e12 * config.peak_in_floats),
         of,
         lengths,
-        at_once / n_gpus,
+        batch,
         N_BYTES[of.dtype] if quantization == "none" else 1,
         of.dtype if kv_dtype == "none" else kv_dtype,
     )

@@ -31,7 +31,7 @@ _CONTEXT = {torch.bfloat16: (128, 64, 8, 3), torch.float32: (16, 32, 8, 2)}
 _DECODE = {False: (32, 1, 4), True: (32, 1, 3)}
 # So many run at once on an H200; more wait for these to end. Decode splits contexts to have nearly as many.
 _PROGRAMS = 12 * 132
-# With an fp8 cache and so many registers it is so many programs; each is 2 to 6 % slower.
+# With an fp8 cache and so many registers it is so many programs; each is 2 to 10 % slower.
 _FEW_REGISTERS, _MORE_PROGRAMS = 128, 15 * 132
 _MOST_SPLITS = 16
 
