@@ -61,8 +61,9 @@ def test_turns(python: str, children: Children, tmp_path: Path) -> None:
     assert vllm.versions.startswith("vLLM 9.9, PyTorch 2.")
     for _ in range(2):
         assert vllm.answer([[1, 2], [3]], 3) == [[2, 2, 2], [3, 3, 3]]
+    (child,) = children.running()
     vllm.close()
-    assert children.wait(children.running()[0], 60) == 0
+    assert children.wait(child, 60) == 0
 
 
 def test_it_ends_in_a_turn(python: str, children: Children, tmp_path: Path) -> None:
