@@ -22,7 +22,7 @@ from mpillm.fields import Field, integers, not_negative, positive
 
 if TYPE_CHECKING:
     from mpillm.bench.decode_steps import Decoded
-    from mpillm.bench.roofline import Part
+    from mpillm.bench.roofline import Energy, Part
 
 # An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
 # whose limit is 700.
@@ -186,7 +186,8 @@ def bench_decode(config: Options) -> int:
     print(f"{context} tokens of context, greedy; loaded, captured and warmed up in {startup:.1f} s")
     with torch.inference_mode():
         rates = measure_rates(worker.part, step_kernels)
-    roofline = Roofline(*(rate.at_first for rate in rates))
+    loads = {"reading": rates.reading, "products of many rows": rates.layers, "of the head": rates.head}
+    roofline, energy = Roofline(*(rate.at_first for rate in loads.values())), rates.energy()
     explained: list[str] = []
     plain_s: dict[int, float] = {}  # a step of each batch
     print(f"floor: bytes of weights and KV cache that a step reads / {config.bandwidth:g} TB/s")
@@ -201,22 +202,28 @@ def bench_decode(config: Options) -> int:
         n_bytes += batch * n_tokens * info.config.kv_bytes_per_token(info.kv_dtype)
         floor_s = n_bytes / (config.bandwidth * 1e12)
         parts = decode_parts(worker.part, batch, n_tokens, step_kernels)
-        times = {part: seconds_of(part.work) for part in parts}
+        times = {part: seconds_of(part.run) for part in parts}
         attention_s, *products_s = times.values()
         print(
             f"  {batch:>6} {step_s * 1e3:>9.3f} {floor_s * 1e3:>9.3f} {step_s / floor_s:>6.2f}"
             f" {batch / step_s:>9.0f} {attention_s * 1e3:>10.3f} {sum(products_s) * 1e3:>9.3f}",
             flush=True,
         )
-        explained.append(_explained(batch, decoded, times, roofline))
+        explained.append(_explained(batch, decoded, times, roofline, energy))
         plain_s[batch] = step_s
     print(
         f"roofline, measured: {roofline.bandwidth / 1e12:.2f} TB/s reading; products of many rows"
         f" {roofline.peak / 1e12:.0f} TFLOP/s, of the head {roofline.peak_in_floats / 1e12:.0f}"
     )
-    for what, rate in zip(("reading", "products of many rows", "of the head"), rates, strict=True):
+    for what, rate in loads.items():
         drawn = f"{rate.watts:.0f} W, {rate.sm_mhz:.0f} MHz"
         print(f"  for seconds on end, {what}: {rate.on_end / 1e12:.2f} ({drawn})")
+    if not math.isnan(energy.idle_watts):
+        print(
+            f"energy: {energy.idle_watts:.0f} W always; reading {1e12 * energy.per_byte:.0f} J/TB, products"
+            f" of many rows {1e12 * energy.per_flop:.3f} J/TFLOP, of the head"
+            f" {1e12 * energy.per_flop_in_floats:.3f}"
+        )
     print("\n".join(explained))
     print("steps in which one of the batch computes a piece of its prompt")
     print(f"  {'batch':>6} {'piece':>6} {'step ms':>9} {'host ms':>9}")
@@ -236,15 +243,15 @@ def bench_decode(config: Options) -> int:
     return 0
 
 
-def _explained(batch: int, decoded: Decoded, times: dict[Part, float], roofline: Roofline) -> str:
+def _explained(
+    batch: int, decoded: Decoded, times: dict[Part, float], roofline: Roofline, energy: Energy
+) -> str:
     """Return what a step is made of, a line for each part."""
     lines = [f"batch {batch:<19} {'ms':>9} {'roof ms':>9} {'ratio':>6}  limit"]
     for part, seconds in times.items():
-        roof = roofline.seconds(part)
+        roof, limit = roofline.seconds(part.work), roofline.limit(part.work)
         ratio = f"{seconds / roof:.2f}"
-        lines.append(
-            f"  {part.name:<23} {seconds * 1e3:>9.3f} {roof * 1e3:>9.3f} {ratio:>6}  {roofline.limit(part)}"
-        )
+        lines.append(f"  {part.name:<23} {seconds * 1e3:>9.3f} {roof * 1e3:>9.3f} {ratio:>6}  {limit}")
     rest = decoded.step_s - sum(times.values())
     lines.append(f"  {'the rest':<23} {rest * 1e3:>9.3f}   norms, rotary embedding, cache, sampler, gaps")
     lines.append(f"  {'on the host':<23} {decoded.host_s * 1e3:>9.3f}   beside the step before it")
@@ -252,9 +259,10 @@ def _explained(batch: int, decoded: Decoded, times: dict[Part, float], roofline:
         n_steps = math.ceil(_LEAST_METERED_S / decoded.step_s)
         lines.append(f"  {decoded.sm_mhz:.0f} MHz; for watts these steps are too few: --output_len {n_steps}")
     elif not math.isnan(joules := decoded.watts * decoded.step_s):
+        least = energy.joules(decoded.step_s, (part.work for part in times))
         lines.append(
             f"  {decoded.watts:.0f} W, {decoded.sm_mhz:.0f} MHz; {joules:.3g} J a step,"
-            f" {1e3 * joules / batch:.3g} mJ a token"
+            f" {1e3 * joules / batch:.3g} mJ a token; bytes and FLOP alone cost {least:.3g} J a step"
         )
     return "\n".join(lines)
 

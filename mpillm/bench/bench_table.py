@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from disagg.errors import ConfigError
-from mpillm.bench.roofline import Roofline, least_sample_s
+from mpillm.bench.roofline import Energy, Roofline, Work, sample_work
 from mpillm.bench.whole_runs import run_in
 from mpillm.config.values import Values
 from mpillm.configurator.parsers import flag_dict, fraction, rate
@@ -103,6 +103,20 @@ class Options(Values):
     peak_in_floats = Field(
         "peak_in_floats", "roof: TFLOP/s of all else", rate, default=660.0, group="benchmark"
     )
+    idle_watts = Field(
+        "idle_watts", "energy: what a GPU draws always, W", rate, default=124.0, group="benchmark"
+    )
+    joules_per_tb = Field("joules_per_tb", "energy: of reading, J/TB", rate, default=127.0, group="benchmark")
+    joules_per_tflop = Field(
+        "joules_per_tflop",
+        "energy: of products with the layers' weights, J/TFLOP",
+        rate,
+        default=0.45,
+        group="benchmark",
+    )
+    joules_per_tflop_in_floats = Field(
+        "joules_per_tflop_in_floats", "energy: of all else", rate, default=0.86, group="benchmark"
+    )
     extra = Field(
         "extra", "more options of run, name:value,name:value", flag_dict, default={}, group="benchmark"
     )
@@ -116,7 +130,8 @@ _UNKNOWN = math.nan, math.nan
 DESCRIPTION = (
     "Print output tokens/s of whole runs (mpirun, LoadGen, Offline; random prompts and weights)"
     " beside TensorRT-LLM 1.0's, with the tokens/s that the GPUs'"
-    " roofline allows (roof), and their mean power and clock in the test (-: not known)."
+    " roofline allows (roof), their mean power and clock in the test, and the energy of a token beside what"
+    " its bytes and FLOP cost alone in that time (-: not known)."
 )
 EPILOG = """examples:
   python -m mpillm bench table --pairs 128/2048,1000/1000 --num_samples 2048
@@ -134,37 +149,48 @@ def main(config: Options) -> int:
     print(
         f"  {'model':<14} {'in/out':>12} {'samples':>8} {'at once':>8} {'evicted':>8} {'test, s':>8}"
         f" {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6} {'roof':>7} {'of it':>5} {'W':>5} {'MHz':>6}"
-        "   LoadGen",
+        f" {'mJ':>6} {'alone':>6}   LoadGen",
         flush=True,
     )
     n_failed = 0
     for model in config.models.split(","):
-        for n_in, n_out in pairs:
-            result, (watts, mhz) = _run(config, model, n_in, n_out, n_samples)
-            theirs = PUBLISHED.get(Path(model).name, {}).get(f"{n_in}/{n_out}")
-            n_failed += result["status"] == "FAILED"
+        for lengths in pairs:
+            result, drawn = _run(config, model, *lengths, n_samples)
             if result["status"] == "FAILED":
+                n_failed += 1
                 causes = " | ".join(failure["cause"] for failure in result["failures"])
-                print(f"  {model:<14} {f'{n_in}/{n_out}':>12} {n_samples:>8} failed: {causes}", flush=True)
-                continue
-            ours = result["tokens_per_second"]
-            compared = f"{theirs:>8,.0f} {ours / theirs:>6.2f}" if theirs else f"{'-':>8} {'-':>6}"
-            instances = result["per_instance"]
-            at_once = sum(instance["metrics"]["running"]["peak"] for instance in instances)
-            # A short run may end before its sequences are counted.
-            batch = at_once / len(instances)
-            roof = _roof(config, model, (n_in, n_out), batch) if at_once else math.nan
-            share = f"{ours / roof:.2f}" if at_once else "-"
-            evicted = sum(instance["preemptions"] for instance in instances)
-            print(
-                f"  {model:<14} {f'{n_in}/{n_out}':>12} {result['samples']:>8} {at_once:>8,.0f} {evicted:>8}"
-                f" {result['test_s']:>8.1f} {ours:>15,.0f} {compared} {_shown(roof):>7} {share:>5}"
-                f" {_shown(watts):>5} {_shown(mhz):>6}   {result['loadgen_result']}",
-                flush=True,
-            )
+                row = f"{n_samples:>8} failed: {causes}"
+            else:
+                row = _row(config, model, lengths, result, *drawn)
+            print(f"  {model:<14} {'/'.join(map(str, lengths)):>12} {row}", flush=True)
         if note := _NOTES.get(Path(model).name):
             print(f"  {note}", flush=True)
     return 1 if n_failed else 0
+
+
+def _row(
+    config: Options,
+    model: str,
+    lengths: tuple[int, int],
+    result: Mapping[str, Any],
+    watts: float,
+    mhz: float,
+) -> str:
+    ours, instances, n_gpus = result["tokens_per_second"], result["per_instance"], config.ranks - 1
+    theirs = PUBLISHED.get(Path(model).name, {}).get("/".join(map(str, lengths)), math.nan)
+    evicted = sum(instance["preemptions"] for instance in instances)
+    at_once = sum(instance["metrics"]["running"]["peak"] for instance in instances)
+    roof = alone = math.nan
+    if at_once:  # a short run may end before its sequences are counted
+        works, n_out = _works(config, model, lengths, at_once / len(instances)), lengths[1]
+        roof = n_gpus * n_out / _roofline(config).seconds(*works)
+        alone = _energy(config).joules(n_gpus * n_out / ours, works) / n_out
+    return (
+        f"{result['samples']:>8} {at_once:>8,.0f} {evicted:>8} {result['test_s']:>8.1f} {ours:>15,.0f}"
+        f" {_shown(theirs):>8} {_shown(ours / theirs, 2):>6} {_shown(roof):>7} {_shown(ours / roof, 2):>5}"
+        f" {_shown(watts):>5} {_shown(mhz):>6} {_shown(1e3 * watts * n_gpus / ours, 1):>6}"
+        f" {_shown(1e3 * alone, 1):>6}   {result['loadgen_result']}"
+    )
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -174,21 +200,22 @@ def _pair(text: str) -> tuple[int, int]:
     return int(n_in), int(n_out)
 
 
-def _roof(config: Options, model: str, lengths: tuple[int, int], batch: float) -> float:
-    """Return the tokens/s that the GPUs' rooflines allow; `batch`: sequences of an instance."""
+def _works(config: Options, model: str, lengths: tuple[int, int], batch: float) -> list[Work]:
+    """Return a sample's work; `batch`: sequences of an instance."""
     of = load_model_config(model)
     quantization = of.quantization if config.quantization == "auto" else config.quantization
     kv_dtype = of.kv_quantization if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    n_gpus = config.ranks - 1
-    least_s = least_sample_s(
-        Roofline(1e12 * config.bandwidth, 1e12 * config.peak, 1e12 * config.peak_in_floats),
-        of,
-        lengths,
-        batch,
-        N_BYTES[of.dtype] if quantization == "none" else 1,
-        of.dtype if kv_dtype == "none" else kv_dtype,
-    )
-    return n_gpus * lengths[1] / least_s
+    width = N_BYTES[of.dtype] if quantization == "none" else 1
+    return sample_work(of, lengths, batch, width, of.dtype if kv_dtype == "none" else kv_dtype)
+
+
+def _roofline(config: Options) -> Roofline:
+    return Roofline(1e12 * config.bandwidth, 1e12 * config.peak, 1e12 * config.peak_in_floats)
+
+
+def _energy(config: Options) -> Energy:
+    per_flop, in_floats = config.joules_per_tflop, config.joules_per_tflop_in_floats
+    return Energy(config.idle_watts, *(1e-12 * each for each in (config.joules_per_tb, per_flop, in_floats)))
 
 
 def _run(
@@ -247,8 +274,8 @@ def _power_and_clock(telemetry: Mapping[str, Any]) -> tuple[float, float]:
     return float(watts), float(clock)
 
 
-def _shown(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:,.0f}"
+def _shown(value: float, digits: int = 0) -> str:
+    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def _failed(cause: str) -> dict[str, Any]:

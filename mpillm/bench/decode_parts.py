@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpillm.bench.roofline import Part
+from mpillm.bench.roofline import Energy, Part, Work
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.graphs import capture
 from mpillm.telemetry.gpu_meter import GPU_COLUMNS, GpuMeter
@@ -23,7 +23,8 @@ _REPLAYS = 5
 _READ = 1 << 30  # bytes, many times what the caches hold
 _MANY_ROWS = 8192
 _LOGITS_ROWS = 2048  # each as long as the vocabulary
-_ON_END_S = 3.0
+_SETTLE_S, _ON_END_S = 1.0, 2.0  # by the first the clock has settled
+_IDLE_S = 1.0  # clocks stay up longer than twice that
 
 
 class Rate(NamedTuple):
@@ -35,44 +36,89 @@ class Rate(NamedTuple):
     sm_mhz: float
 
 
-def measure_rates(part: ModelPart, kernels: Any) -> tuple[Rate, Rate, Rate]:
-    """Return those of bytes read, and of FLOP of many rows with a layer's weights and with the head's.
+class Rates(NamedTuple):
+    """Of bytes read, and of FLOP of many rows with a layer's weights and with the head's."""
+
+    reading: Rate
+    layers: Rate
+    head: Rate
+    idle_watts: float  # with the clocks up
+
+    def energy(self) -> Energy:
+        """Return what the GPU draws; NaN where the driver does not say."""
+        each = (
+            (rate.watts - self.idle_watts) / rate.on_end for rate in (self.reading, self.layers, self.head)
+        )
+        return Energy(self.idle_watts, *each)
+
+
+def measure_rates(part: ModelPart, kernels: Any) -> Rates:
+    """Measure for some 10 s. The bytes read are those of the KV cache: what data cost depends on their bits.
 
     A copy would not do: in a graph it is left to an engine that copies at 2.8 TB/s where kernels reach 4.
     """
-    read = torch.empty(_READ // 8, dtype=torch.int64, device=part.device)
+    held = part.cache.keys.view(torch.uint8).flatten()[:_READ]
+    read = held.repeat(-(-_READ // len(held)))[:_READ].view(torch.int64)
     layers, head = (
         next(one for one in _products(part, n_rows, kernels) if one.name == name)
         for name, n_rows in (("qkv", _MANY_ROWS), ("head", _LOGITS_ROWS))
     )
-    return (
-        _rate(read.sum, read.nbytes),
-        _rate(layers.work, layers.n_flops),
-        _rate(head.work, head.n_flops),
+    meter = _meter()
+    rates = (
+        _rate(meter, read.sum, read.nbytes),
+        _rate(meter, layers.run, layers.work.n_flops),
+        _rate(meter, head.run, head.work.n_flops),
     )
+    torch.cuda.synchronize()
+    readings = []
+    for _ in range(2):
+        time.sleep(_IDLE_S)
+        readings.append(_read(meter))
+    return Rates(*rates, _watts(*readings))
 
 
-def _rate(work: Callable[[], object], amount: float) -> Rate:
+def _meter() -> GpuMeter | None:
+    try:
+        return GpuMeter(0)
+    except OSError:
+        return None
+
+
+class _Reading(NamedTuple):
+    at: float  # seconds
+    joules: float
+    sm_mhz: float
+
+
+def _read(meter: GpuMeter | None) -> _Reading:
+    if meter is None:
+        return _Reading(time.perf_counter(), math.nan, math.nan)
+    read = dict(zip(GPU_COLUMNS, meter.read(), strict=True))
+    return _Reading(time.perf_counter(), read["energy_j"], read["sm_mhz"])
+
+
+def _watts(first: _Reading, last: _Reading) -> float:
+    return (last.joules - first.joules) / (last.at - first.at)
+
+
+def _rate(meter: GpuMeter | None, work: Callable[[], object], amount: float) -> Rate:
     at_first_s = seconds_of(work)
     graph, n = capture(work)[0], max(1, round(0.01 / at_first_s))
-    try:
-        meter = GpuMeter(0)
-    except OSError:
-        meter = None
-    n_done, began = 0, time.perf_counter()
-    readings: list[tuple[float, dict[str, float]]] = []
-    while (now := time.perf_counter() - began) < _ON_END_S:
-        if meter is not None and now > len(readings) * _ON_END_S / 4:
-            readings.append((now, dict(zip(GPU_COLUMNS, meter.read(), strict=True))))
-        for _ in range(n):
-            graph.replay()
-        torch.cuda.synchronize()
-        n_done += n
-    watts = sm_mhz = math.nan
-    if len(readings) > 2:
-        (first_s, first), *_, (last_s, last) = readings
-        watts, sm_mhz = (last["energy_j"] - first["energy_j"]) / (last_s - first_s), last["sm_mhz"]
-    return Rate(amount / at_first_s, n_done * amount / now, watts, sm_mhz)
+
+    def replay_for(seconds: float) -> int:
+        n_done, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            for _ in range(n):
+                graph.replay()
+            torch.cuda.synchronize()
+            n_done += n
+        return n_done
+
+    replay_for(_SETTLE_S)
+    first = _read(meter)
+    n_done = replay_for(_ON_END_S)
+    last = _read(meter)
+    return Rate(amount / at_first_s, n_done * amount / (last.at - first.at), _watts(first, last), last.sm_mhz)
 
 
 def decode_parts(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> list[Part]:
@@ -94,19 +140,15 @@ def _attention(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> Part
     qkv = torch.randn(batch, n_heads + 2 * n_kv_heads, head_dim, device=part.device).to(part.dtype)
     out = qkv.new_empty(batch, n_heads * head_dim)
 
-    def work() -> None:
+    def run() -> None:
         for layer in range(n_layers):
             held = keys[layer], values[layer], None if scales is None else scales[layer]
             kernels.decode_attention(qkv, *held, table, slots, positions, out, n_heads)
 
     held_bytes = batch * n_tokens * 2 * n_kv_heads * head_dim * keys.element_size()
-    return Part(
-        "attention",
-        work,
-        n_layers * (held_bytes + (qkv.numel() + out.numel()) * qkv.element_size()),
-        n_layers * 4 * batch * n_tokens * n_heads * head_dim,
-        True,
-    )
+    moved = (qkv.numel() + out.numel()) * qkv.element_size()
+    n_flops = 4 * batch * n_tokens * n_heads * head_dim
+    return Part("attention", run, Work(n_layers * (held_bytes + moved), n_layers * n_flops, in_floats=True))
 
 
 def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
@@ -139,7 +181,7 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
 
             x = fp8_kernels.quantize_rows(x)
 
-        def work() -> None:
+        def run() -> None:
             for linear in linears:
                 (linear if chosen else linear.unscaled)(x, *chosen)  # as the engine takes it
 
@@ -147,14 +189,9 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
         weights = of.in_features * of.out_features * (n_hit if chosen else 1)
         of_weights = N_BYTES[part.info.dtype] if name in ("head", "router") else width
         moved = (rows * of.in_features + pairs * of.out_features) * N_BYTES[part.info.dtype]
-        n = len(linears)
-        return Part(
-            name,
-            work,
-            n * (weights * of_weights + moved),
-            n * 2 * pairs * of.in_features * of.out_features,
-            name in ("head", "router"),
-        )
+        n_flops = 2 * pairs * of.in_features * of.out_features
+        n, in_floats = len(linears), name in ("head", "router")
+        return Part(name, run, Work(n * (weights * of_weights + moved), n * n_flops, in_floats))
 
     mlps = [layer.mlp for layer in model.layers]
     return [
@@ -168,8 +205,10 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return the seconds for a replay of `work` as a CUDA graph."""
-    with torch.inference_mode():
+    """Return the seconds for a replay of `work` as a CUDA graph, its kernels one by one."""
+    from mpillm.engine.kernels.launch import one_by_one
+
+    with torch.inference_mode(), one_by_one():
         work()
         graph, _ = capture(work)
         graph.replay()

@@ -1,15 +1,17 @@
-"""What a GPU's memory and arithmetic allow at most (Williams, Waterman and Patterson, 2009).
+"""What a GPU's memory and arithmetic allow at most (Williams, Waterman and Patterson, 2009), and its power.
 
 No operation is faster than the larger of its bytes over the memory's bandwidth and its floating-point
-operations over the peak of their type.
+operations over the peak of their type. And a GPU at its limit of power does no more than that pays for: on an
+H200 reading and products in turns draw what each draws alone, by the byte and by the operation, within 2 %
+(docs/engine.md; as in Choi et al., 2013, "A roofline model of energy").
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpillm.engine.dtypes import N_BYTES
 
@@ -17,15 +19,21 @@ if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 
 
+class Work(NamedTuple):
+    """What an operation does at least."""
+
+    n_bytes: float  # read and written
+    n_flops: float
+    in_floats: bool  # not in the type of quantised weights
+
+
 @dataclass(frozen=True)
 class Part:
     """An operation in all layers."""
 
     name: str
-    work: Callable[[], None]
-    n_bytes: float  # that it reads and writes at least
-    n_flops: float
-    in_floats: bool  # not in the type of quantised weights
+    run: Callable[[], None]
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -36,37 +44,45 @@ class Roofline:
     peak: float  # FLOP/s of products with the layers' weights
     peak_in_floats: float  # of products with the head, which is never quantised
 
-    def seconds(self, part: Part) -> float:
-        """Return the least time for a part."""
-        return self.least_s(part.n_bytes, part.n_flops, part.in_floats)
+    def seconds(self, *works: Work) -> float:
+        """Return the least time for operations, one after the other."""
+        return sum(max(work.n_bytes / self.bandwidth, self._arithmetic_s(work)) for work in works)
 
-    def limit(self, part: Part) -> str:
+    def limit(self, work: Work) -> str:
         """Return what limits it there."""
-        by_memory = part.n_bytes / self.bandwidth >= self._arithmetic_s(part.n_flops, part.in_floats)
-        return "memory" if by_memory else "arithmetic"
+        return "memory" if work.n_bytes / self.bandwidth >= self._arithmetic_s(work) else "arithmetic"
 
-    def least_s(self, n_bytes: float, n_flops: float, in_floats: bool) -> float:
-        """Return the least time for an operation."""
-        return max(n_bytes / self.bandwidth, self._arithmetic_s(n_flops, in_floats))
-
-    def _arithmetic_s(self, n_flops: float, in_floats: bool) -> float:
-        return n_flops / (self.peak_in_floats if in_floats else self.peak)
+    def _arithmetic_s(self, work: Work) -> float:
+        return work.n_flops / (self.peak_in_floats if work.in_floats else self.peak)
 
 
-def least_sample_s(
-    roof: Roofline,
-    model: ModelConfig,
-    lengths: tuple[int, int],
-    at_once: float,
-    weight_bytes: int,
-    kv_dtype: str,
-) -> float:
-    """Return the GPU seconds that a sample takes at least in a batch of `at_once`.
+@dataclass(frozen=True)
+class Energy:
+    """What a GPU draws: always, and more for all that it does."""
 
-    They are the seconds of the layers' products, the head's, and attention, one after the other; all else
-    (norms, the choice of tokens, the steps of a batch that is not full) takes none. Prompts are counted as if
-    their rows never needed weights to be read for them alone. `lengths`: tokens in
-    and out; `weight_bytes`: of one of a layer's weights.
+    idle_watts: float  # with its clocks up
+    per_byte: float  # joules, read
+    per_flop: float  # of products with the layers' weights
+    per_flop_in_floats: float
+
+    def joules(self, seconds: float, works: Iterable[Work]) -> float:
+        """Return the least energy for operations that take so long."""
+        return self.idle_watts * seconds + sum(map(self._joules, works))
+
+    def _joules(self, work: Work) -> float:
+        per_flop = self.per_flop_in_floats if work.in_floats else self.per_flop
+        return work.n_bytes * self.per_byte + work.n_flops * per_flop
+
+
+def sample_work(
+    model: ModelConfig, lengths: tuple[int, int], at_once: float, weight_bytes: int, kv_dtype: str
+) -> list[Work]:
+    """Return what a GPU does at least for a sample in a batch of `at_once`.
+
+    It is the layers' products, the head's, and attention of prompt and answer; all else (norms, the choice of
+    tokens, the steps of a batch that is not full) is left out. Prompts are counted as if their rows never
+    needed weights to be read for them alone. `lengths`: tokens in and out; `weight_bytes`: of one of a
+    layer's weights.
     """
     n_in, n_out = lengths
     shapes = model.tensors()
@@ -78,9 +94,9 @@ def least_sample_s(
     width = model.n_heads * model.head_dim * model.n_layers
     cached = sum(range(n_in, n_in + n_out))  # tokens that its decode steps read
     held = model.kv_bytes_per_token(kv_dtype)
-    return (
-        roof.least_s(n_steps * layers * weight_bytes, 2 * of_row * (n_in + n_out), in_floats=False)
-        + roof.least_s(n_steps * head * N_BYTES[model.dtype], 2 * head * n_out, in_floats=True)
-        + roof.least_s(0, 2 * width * n_in**2, in_floats=True)  # attention of the prompt
-        + roof.least_s(cached * held, 4 * width * cached, in_floats=True)  # of the answer
-    )
+    return [
+        Work(n_steps * layers * weight_bytes, 2 * of_row * (n_in + n_out), in_floats=False),
+        Work(n_steps * head * N_BYTES[model.dtype], 2 * head * n_out, in_floats=True),
+        Work(0, 2 * width * n_in**2, in_floats=True),
+        Work(cached * held, 4 * width * cached, in_floats=True),
+    ]

@@ -115,7 +115,8 @@ def test_tiny_llama(one: Starter, tiny: Answers, mode: str, ranks: int, variant:
 def test_evictions_after_a_handoff(one: Starter, alike: Answers) -> None:
     """A generation instance is sent no more tokens than its cache holds: it evicts when they take more blocks
     than that. Of 640 tokens in 20 blocks eight requests get 80 each, which is three blocks for the last 16
-    tokens: five must be there at once. Contexts that come one by one on a busy machine, seldom, are tried again."""
+    tokens: five must be there at once. If contexts come one by one (seldom), it tries again.
+    """
     dataset, expected = alike
     few = [*VARIANTS["evictions"], "--tokens_per_block", 32, "--num_ctx_servers", 2, "--num_gen_servers", 1]
     results = (check(one, 5, "disaggregated", "tiny-llama", dataset, expected, *few) for _ in range(4))

@@ -18,10 +18,12 @@ if not (torch.cuda.is_available() or INTERPRETED):
 from mpillm.engine.cache.kv_cache import Held, KVCache, rounded  # noqa: E402
 from mpillm.engine.cache.puts import CacheThere, Put  # noqa: E402
 from mpillm.engine.dtypes import torch_dtype  # noqa: E402
+from mpillm.engine.graphs import capture  # noqa: E402
 from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
 from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
+from mpillm.engine.kernels.launch import one_by_one  # noqa: E402
 from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
 from mpillm.engine.staging import Staging  # noqa: E402
@@ -177,6 +179,33 @@ def test_few_rows_with_what_follows(quantization: str) -> None:
             sums = [few(x, residual=residual.to(dtype, copy=True)) for _ in range(3)]
             assert error(sums[0], residual + product) < limit(dtype)
             assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="one kernel after the other")
+@pytest.mark.parametrize("n", [1, 8])
+def test_kernels_that_start_early_wait_for_each_other(n: int) -> None:
+    """A chain of them gives what it gives one by one, bit by bit, launched and as a graph."""
+    width, hidden = 1024, 4096
+    gate_up = FewRows(*quantize_rows(torch.randn(2 * hidden, width, device=DEVICE) / 32, "fp8"))
+    down = FewRows(*quantize_rows(torch.randn(width, hidden, device=DEVICE) / 64, "fp8"))
+    norm, start = torch.ones(width, device=DEVICE).bfloat16(), torch.randn(n, width, device=DEVICE).bfloat16()
+
+    def chain() -> torch.Tensor:
+        x = start.clone()
+        for _ in range(50):
+            normed = kernels.add_norm(x, None, norm, 1e-5)
+            assert isinstance(normed, torch.Tensor)
+            down(gate_up(normed, activated=True), residual=x)
+        return x
+
+    launched = chain()
+    graph, replayed = capture(chain)
+    for _ in range(3):
+        graph.replay()
+    with one_by_one():
+        expected = chain()
+    assert expected.isfinite().all() and not torch.equal(expected, start)
+    assert torch.equal(launched, expected) and torch.equal(replayed, expected)
 
 
 @pytest.mark.parametrize("held", ["as computed", "bfloat16", "fp8"])

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
+from mpillm.engine.kernels.launch import Kernel, after_previous, can_start_early, cdiv, next_power_of_2
 
 _LOG2_E = math.log2(math.e)
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none
@@ -34,6 +34,8 @@ _PROGRAMS = 12 * 132
 # With an fp8 cache and so many registers it is so many programs; each is 2 to 10 % slower.
 _FEW_REGISTERS, _MORE_PROGRAMS = 128, 15 * 132
 _MOST_SPLITS = 16
+# With so many a step has few rows. (By rows alone the kernel would have more forms than a warm-up meets.)
+_EARLY_SPLITS = 4
 
 
 @triton.jit
@@ -75,6 +77,7 @@ def _decode(
     qkv, keys, values, scales, table, slots, positions, out, parts, sums, bests, arrived, n_per_slot, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend to a sequence's tokens, or to one of SPLITS shares of them, `TILE` at a time.
 
@@ -83,6 +86,7 @@ def _decode(
     Products are transposed, tokens by queries: a tensor core's left operand has at least 16 rows, its right
     one only 8 columns, and few heads share a KV head.
     """
+    after_previous(EARLY)
     head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     G: tl.constexpr = H // K
     member, d, pair = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
@@ -201,7 +205,8 @@ def decode_attention(
         qkv, keys, values, out if scales is None else scales, table, slots, positions, out, parts, sums,
         bests, arrived, table.stride(0), _LOG2_E / math.sqrt(d),
         H=n_heads, K=k, D=d, SIZE=size, ROWS=rows, BLOCK_D=block_d, TILE=tile, SPLITS=splits,
-        SCALED=scales is not None, num_warps=n_warps, num_stages=n_stages,
+        SCALED=scales is not None, EARLY=splits >= _EARLY_SPLITS and can_start_early(qkv.device),
+        num_warps=n_warps, num_stages=n_stages,
         **registers,
     )  # fmt: skip
 

@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
+from mpillm.engine.kernels.launch import (
+    Kernel,
+    after_previous,
+    cdiv,
+    let_next_start,
+    next_power_of_2,
+    starts_early,
+)
 
 
 class _Way(NamedTuple):
@@ -72,12 +79,15 @@ def _widened(numbers):
 def _product(
     out, parts, arrived, x, weight, scales, n, n_out, n_in,
     ACTIVATED: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of `out` [n, n_out].
 
     If it is ACTIVATED, the weights have twice as many outputs, and a tile has a gate and a value of each.
     """
+    after_previous(EARLY)
+    if not ACTIVATED:  # after that comes a product, too
+        let_next_start(EARLY)
     tile, split = tl.program_id(0), tl.program_id(1)
     row, depth, place = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
     WIDTH: tl.constexpr = COLUMNS // 2 if ACTIVATED else COLUMNS  # of the tile in `out`
@@ -151,6 +161,6 @@ class FewRows:
             out, parts, self._arrived, x, self._weight, scales, n, out.shape[1], n_in,
             ACTIVATED=activated, ADDED=residual is not None, SCALED=self._scales is not None,
             ROWS=max(8, next_power_of_2(n)), COLUMNS=way.columns, DEPTH=way.depth, SPLITS=splits,
-            num_warps=way.n_warps, num_stages=way.n_stages,
+            EARLY=starts_early(x), num_warps=way.n_warps, num_stages=way.n_stages,
         )  # fmt: skip
         return out

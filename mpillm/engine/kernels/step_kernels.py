@@ -25,7 +25,14 @@ from mpillm.engine.kernels.expert_kernels import combine as combine
 from mpillm.engine.kernels.expert_kernels import route as route
 from mpillm.engine.kernels.fp8_kernels import load_scaled, nearest_fp8, new_rounded, parts_of, store_rounded
 from mpillm.engine.kernels.fp8_kernels import scaled as scaled
-from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
+from mpillm.engine.kernels.launch import (
+    Kernel,
+    after_previous,
+    cdiv,
+    let_next_start,
+    next_power_of_2,
+    starts_early,
+)
 from mpillm.engine.kernels.sum_kernels import sum_add_norm
 from mpillm.engine.model.ops import Partial, Rounded, Unscaled
 
@@ -65,7 +72,10 @@ def embed(weight: Tensor, tokens: Tensor, slots: Tensor, last: Tensor, first: in
 def _add_norm(
     out, scales, x, delta, row_scales, column_scales, weight, width, eps,
     ADDS: tl.constexpr, UNSCALED: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
+    let_next_start(EARLY)
     index = tl.program_id(0).to(tl.int64)
     row = index * width
     column = tl.arange(0, BLOCK)
@@ -107,7 +117,8 @@ def add_norm(
     added, unscaled = parts_of(x if delta is None else delta)
     _add_norm[(n,)](
         to, scales, x, *added, weight, width, eps,
-        ADDS=adds, UNSCALED=unscaled, ROUNDS=rounds, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        ADDS=adds, UNSCALED=unscaled, ROUNDS=rounds, BLOCK=block, EARLY=starts_early(x),
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out
 
@@ -161,8 +172,10 @@ def silu_mul(gate_up: Tensor | Unscaled, rounds: bool = False) -> Tensor | Round
 def _rotate_store(
     out, qkv, row_scales, column_scales, keys, values, scales, rotations, table, slots, positions, n_per_slot,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr, UNSCALED: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_D: tl.constexpr, UNSCALED: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
+    let_next_start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column, pair = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_D // 2)[None, :]
@@ -222,6 +235,6 @@ def rotate_store(
     _rotate_store[(n, cdiv(all_heads, heads))](
         out, *parts, keys, values, rotations if scales is None else scales, rotations, table, slots,
         positions, table.stride(0), H=n_heads, K=k, D=d, SIZE=size, HEADS=heads, BLOCK_D=next_power_of_2(d),
-        UNSCALED=unscaled, SCALED=scales is not None, num_warps=4,
+        UNSCALED=unscaled, SCALED=scales is not None, EARLY=starts_early(slots), num_warps=4,
     )  # fmt: skip
     return out

@@ -79,6 +79,8 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
         "8.09",
         "650",
         "1,250",
+        "21.2",
+        "164.9",
         "VALID",
     ]
     # Two GPUs with an instance between them read the weights once.

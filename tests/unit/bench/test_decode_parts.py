@@ -1,4 +1,4 @@
-"""The parts of a decode step and their roofline, with plain kernels; `bench engine` measures on a GPU."""
+"""The parts of a decode step, their roofline and energy, with plain kernels; a GPU is for `bench engine`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from mpillm.bench.bench_decode import _explained
 from mpillm.bench.decode_parts import decode_parts
 from mpillm.bench.decode_steps import Decoded
-from mpillm.bench.roofline import Part, Roofline, least_sample_s
+from mpillm.bench.roofline import Energy, Part, Roofline, Work, sample_work
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model_part import ModelPart
 from tests.helpers import plain_kernels
@@ -29,7 +29,7 @@ def test_what_each_part_reads_and_computes(part: ModelPart) -> None:
     parts = {one.name: one for one in decode_parts(part, BATCH, N_TOKENS, plain_kernels)}
     with torch.inference_mode():
         for one in parts.values():
-            one.work()
+            one.run()
     c = part.info.config
     q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     rows_per_expert = c.n_experts_per_token if c.n_experts else 1
@@ -43,18 +43,20 @@ def test_what_each_part_reads_and_computes(part: ModelPart) -> None:
     }
     if c.n_experts:
         flops["router"] = 2 * BATCH * c.hidden_size * c.n_experts * c.n_layers
-    assert {name: one.n_flops for name, one in parts.items()} == flops
-    assert {name for name, one in parts.items() if one.in_floats} == {
+    assert {name: one.work.n_flops for name, one in parts.items()} == flops
+    assert {name for name, one in parts.items() if one.work.in_floats} == {
         "attention",
         "head",
         "router",
     } & flops.keys()
-    assert parts["o"].n_bytes == 4 * c.n_layers * (q * c.hidden_size + BATCH * (q + c.hidden_size))
+    assert parts["o"].work.n_bytes == 4 * c.n_layers * (q * c.hidden_size + BATCH * (q + c.hidden_size))
     cached = 4 * c.n_layers * 2 * BATCH * N_TOKENS * kv
-    assert parts["attention"].n_bytes == cached + 4 * c.n_layers * BATCH * (2 * q + 2 * kv)
+    assert parts["attention"].work.n_bytes == cached + 4 * c.n_layers * BATCH * (2 * q + 2 * kv)
     all_experts = 4 * c.n_layers * c.n_experts * 3 * c.hidden_size * c.intermediate_size
     if c.n_experts:
-        assert parts["gate_up"].n_bytes + parts["down"].n_bytes < all_experts, "not every expert is chosen"
+        assert parts["gate_up"].work.n_bytes + parts["down"].work.n_bytes < all_experts, (
+            "not every expert is chosen"
+        )
 
 
 def _nothing() -> None:
@@ -63,25 +65,28 @@ def _nothing() -> None:
 
 def test_the_roofline_names_the_limit() -> None:
     roofline = Roofline(bandwidth=100.0, peak=1000.0, peak_in_floats=500.0)
-    reads = Part("reads", _nothing, 200.0, 10.0, in_floats=False)
-    computes = Part("computes", _nothing, 1.0, 5000.0, in_floats=False)
-    head = Part("head", _nothing, 1.0, 5000.0, in_floats=True)
-    assert (roofline.seconds(reads), roofline.limit(reads)) == (2.0, "memory")
-    assert (roofline.seconds(head), roofline.limit(head)) == (10.0, "arithmetic")
-    assert (roofline.seconds(computes), roofline.limit(computes)) == (5.0, "arithmetic")
-    text = _explained(
-        4, Decoded(10.0, 0.5, 30.0, watts=350.0, sm_mhz=1700.0), {reads: 3.0, computes: 6.0}, roofline
-    )
+    reads = Part("reads", _nothing, Work(200.0, 10.0, in_floats=False))
+    computes = Part("computes", _nothing, Work(1.0, 5000.0, in_floats=False))
+    head = Part("head", _nothing, Work(1.0, 5000.0, in_floats=True))
+    energy = Energy(idle_watts=20.0, per_byte=2.0, per_flop=0.1, per_flop_in_floats=0.2)
+    assert (roofline.seconds(reads.work), roofline.limit(reads.work)) == (2.0, "memory")
+    assert (roofline.seconds(head.work), roofline.limit(head.work)) == (10.0, "arithmetic")
+    assert (roofline.seconds(computes.work), roofline.limit(computes.work)) == (5.0, "arithmetic")
+    assert energy.joules(10.0, (reads.work, head.work)) == 200 + (400 + 1) + (2 + 1000)
+    decoded = Decoded(10.0, 0.5, 30.0, watts=350.0, sm_mhz=1700.0)
+    text = _explained(4, decoded, {reads: 3.0, computes: 6.0}, roofline, energy)
     assert [line.split() for line in text.splitlines()][1:4] == [
         ["reads", "3000.000", "2000.000", "1.50", "memory"],
         ["computes", "6000.000", "5000.000", "1.20", "arithmetic"],
         ["the", "rest", "1000.000", *["norms,", "rotary", "embedding,", "cache,", "sampler,", "gaps"]],
     ]
-    assert "350 W, 1700 MHz; 3.5e+03 J a step, 8.75e+05 mJ a token" in text
+    assert (
+        "350 W, 1700 MHz; 3.5e+03 J a step, 8.75e+05 mJ a token; bytes and FLOP alone cost 1.1e+03 J" in text
+    )
     unknown = Decoded(10.0, 0.5, metered_s=math.nan, watts=math.nan, sm_mhz=math.nan)
-    assert "MHz" not in _explained(4, unknown, {reads: 3.0}, roofline)
+    assert "MHz" not in _explained(4, unknown, {reads: 3.0}, roofline, energy)
     short = Decoded(0.004, 0.001, metered_s=0.12, watts=852.0, sm_mhz=1700.0)
-    last = _explained(4, short, {reads: 3.0}, roofline).splitlines()[-1]
+    last = _explained(4, short, {reads: 3.0}, roofline, energy).splitlines()[-1]
     assert last == "  1700 MHz; for watts these steps are too few: --output_len 250"
 
 
@@ -100,7 +105,7 @@ def test_the_least_that_a_sample_takes(preset: str, chosen: int, held: int) -> N
     width = c.n_layers * c.n_heads * c.head_dim
     head = c.vocab_size * c.hidden_size
     flops = 2 * layers(chosen) * 13 / 10 + (2 * head * n_out + 2 * width * n_in**2 + 4 * width * cached) / 5
-    of = c, (n_in, n_out), at_once, 1, "fp8"
-    assert least_sample_s(Roofline(math.inf, 10.0, 5.0), *of) == pytest.approx(flops)
+    works = sample_work(c, (n_in, n_out), at_once, 1, "fp8")
+    assert Roofline(math.inf, 10.0, 5.0).seconds(*works) == pytest.approx(flops)
     read = 0.5 * (layers(held) + head * 4) + cached * 2 * c.n_layers * c.n_kv_heads * c.head_dim
-    assert least_sample_s(Roofline(7.0, math.inf, math.inf), *of) == pytest.approx(read / 7)
+    assert Roofline(7.0, math.inf, math.inf).seconds(*works) == pytest.approx(read / 7)
