@@ -4,7 +4,8 @@
    as float. Weights lie in panels of WIDTH outputs, rows are copied into tiles of up to ROWS, and a tile's sums
    with a panel stay in registers (the way of GotoBLAS and BLIS: Goto and van de Geijn, ACM TOMS 34(3), 2008).
 
-   Where the CPU multiplies matrices of bfloat16, and Linux lets it, cpu_matrices.h does instead. */
+   Where the CPU multiplies pairs of bfloat16, PAIRS of inputs lie side by side, and a pair is taken where else a float
+   is. Where it multiplies matrices of them, and Linux lets it, cpu_matrices.h does instead. */
 
 #include "cpu_vectors.h"
 
@@ -17,7 +18,13 @@
 #define ROWS 6
 #endif
 #define WIDTH (2 * LANES)
-#define DEPTH 600    /* inputs at most of a panel's piece, which stays in a core's cache for all tiles */
+#if BF16 && !INT8 && defined __AVX512BF16__
+#define PAIRS 1
+#else
+#define PAIRS 0
+#endif
+#define TAKEN (1 + PAIRS) /* inputs at a time */
+#define DEPTH 600    /* inputs, or pairs, at most of a panel's piece, which stays in a core's cache for all tiles */
 #define MOST_ROWS 96 /* that are copied at once */
 
 /* `first` and `second` are the halves of a panel's row. */
@@ -38,6 +45,11 @@ static inline floats first(const weight *w)
 #endif
 }
 static inline floats second(const weight *w) { return first(w + LANES); }
+#elif PAIRS
+typedef number weight;
+
+static inline floats first(const weight *w) { return *(const floats *)w; }
+static inline floats second(const weight *w) { return first(w + 2 * LANES); }
 #elif BF16
 typedef number weight;
 
@@ -53,6 +65,19 @@ static inline floats second(const weight *w) { return *(const floats *)(w + LANE
 
 const int64_t width = WIDTH;
 
+/* sum + w x; of pairs, plus both products, where numbers below 2^-126 count as zero */
+static inline floats add_product(floats sum, floats w, float x)
+{
+#if PAIRS
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_ps(x));
+#else
+    return sum + w * x;
+#endif
+}
+
+/* GCC 12 keeps a tile's sums of pairs in registers only as a type with its own alignment. */
+typedef float aligned_floats __attribute__((vector_size(4 * LANES)));
+
 /* Add to sums [rows, WIDTH], or begin them, what `depth` inputs of x [depth, rows] and w [depth, WIDTH] give.
 
    What is needed next is fetched meanwhile, `step` bytes for each input: memory is read all the time, not only
@@ -61,19 +86,19 @@ static inline __attribute__((always_inline)) void multiply_tile(const int rows, 
                                                                 float *sums, int64_t depth, int begins,
                                                                 const char *next, int64_t step)
 {
-    floats held[ROWS][2];
+    aligned_floats held[ROWS][2];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < 2; v++)
             held[r][v] = begins ? (floats){0} : *(floats *)(sums + r * WIDTH + v * LANES);
-    for (int64_t k = 0; k < depth; k++, x += rows, w += WIDTH, next += step) {
+    for (int64_t k = 0; k < depth; k++, x += rows, w += WIDTH * TAKEN, next += step) {
         floats some = first(w), others = second(w);
         __builtin_prefetch(next, 0, 1);
         if (step > 64)
             __builtin_prefetch(next + 64, 0, 1);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
-            held[r][0] += some * x[r];
-            held[r][1] += others * x[r];
+            held[r][0] = add_product(held[r][0], some, x[r]);
+            held[r][1] = add_product(held[r][1], others, x[r]);
         }
     }
     for (int r = 0; r < rows; r++)
@@ -126,23 +151,35 @@ static inline void transpose(floats *v)
     }
 }
 
-/* Copy x [rows, inputs] to a tile [inputs, rows], and something to the LANES floats behind it. */
+#if PAIRS
+static inline floats take(const number *x) { return (floats)*(const words *)x; }
+
+static inline float take_last(const number *x, int64_t left) /* with zero for what is missing */
+{
+    return ((both){.bits = x[0] | (uint32_t)(left > 1 ? x[1] : 0) << 16}).real;
+}
+#else
+static inline floats take(const number *x) { return load(x); }
+static inline float take_last(const number *x, int64_t left) { (void)left; return get(x[0]); }
+#endif
+
+/* Copy x [rows, inputs] to a tile [inputs, rows], or [pairs, rows], and something to the LANES floats behind it. */
 static void copy_tile(const number *x, float *tile, int64_t rows, int64_t inputs)
 {
     int64_t k = 0;
-    for (; k + LANES <= inputs; k += LANES) {
+    for (; k + TAKEN * LANES <= inputs; k += TAKEN * LANES) {
         floats v[LANES];
 #pragma GCC unroll 16
         for (int r = 0; r < LANES; r++)
-            v[r] = r < ROWS && r < rows ? load(x + r * inputs + k) : (floats){0};
+            v[r] = r < ROWS && r < rows ? take(x + r * inputs + k) : (floats){0};
         transpose(v);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++, tile += rows)
             *(floats *)tile = v[i]; /* what is too much is overwritten by the next */
     }
-    for (; k < inputs; k++)
+    for (; k < inputs; k += TAKEN)
         for (int64_t r = 0; r < rows; r++)
-            *tile++ = get(x[r * inputs + k]);
+            *tile++ = take_last(x + r * inputs + k, inputs - k);
 }
 
 /* Store sums [rows, WIDTH], times scales or NULL, to rows of out [rows, outputs], WIDTH of its columns or fewer. */
@@ -162,17 +199,18 @@ static inline void store_rows(const float *sums, const float *scales, number *ou
     }
 }
 
-/* out [rows, outputs], WIDTH of its columns or fewer, from tiles of rows and a panel's weights and scales. */
+/* out [rows, outputs], WIDTH of its columns or fewer, from tiles of rows and a panel's weights and scales. `inputs` are
+   inputs or pairs. */
 static void multiply_panel(const float *tiles, const weight *panel, const float *scales, number *out,
                            int64_t rows, int64_t inputs, int64_t columns, int64_t outputs)
 {
     int64_t n_tiles = (rows + ROWS - 1) / ROWS, pieces = (inputs + DEPTH - 1) / DEPTH;
-    int64_t depth = (inputs + pieces - 1) / pieces, step = WIDTH * sizeof(weight) / n_tiles;
+    int64_t depth = (inputs + pieces - 1) / pieces, step = WIDTH * TAKEN * sizeof(weight) / n_tiles;
     float sums[MOST_ROWS * WIDTH];
     for (int64_t k = 0; k < inputs; k += depth) {
         int64_t some = inputs - k < depth ? inputs - k : depth;
-        const weight *piece = panel + k * WIDTH;
-        const char *next = (const char *)(piece + some * WIDTH);
+        const weight *piece = panel + k * WIDTH * TAKEN;
+        const char *next = (const char *)(piece + some * WIDTH * TAKEN);
         for (int64_t t = 0; t < n_tiles; t++) {
             int64_t start = tile_start(t, rows), n = tile_start(t + 1, rows) - start;
             multiply_rows(n, tiles + start * inputs + t * LANES + k * n, piece, sums + start * WIDTH, some, k == 0,
@@ -187,19 +225,18 @@ static void multiply_panel(const float *tiles, const weight *panel, const float 
 #include "cpu_matrices.h"
 #endif
 
-/* Of how many inputs weights must have a multiple, for matrices; 1 for panels of the other kind. */
+/* Of how many inputs weights must have a multiple: if more than 1, pairs of them lie side by side. */
 int64_t multiple_of_inputs(void)
 {
 #if MATRICES
     if (has_matrices())
         return 2 * SIDE;
 #endif
-    return 1;
+    return TAKEN;
 }
 
-/* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH] times scales [panels * WIDTH], or NULL.
-
-   The last panel is filled up. */
+/* out [n, outputs] = x [n, inputs] times weights [panels, inputs, WIDTH], or pairs of them, times scales [panels *
+   WIDTH], or NULL. The last panel is filled up. */
 void multiply(const number *x, const weight *weights, const float *scales, number *out, int64_t n,
               int64_t inputs, int64_t outputs)
 {
@@ -211,8 +248,8 @@ void multiply(const number *x, const weight *weights, const float *scales, numbe
         return;
     }
 #endif
-    int64_t most = n < MOST_ROWS ? n : MOST_ROWS;
-    float *tiles = malloc((most * inputs + MOST_ROWS / ROWS * LANES) * sizeof(float));
+    int64_t most = n < MOST_ROWS ? n : MOST_ROWS, taken = (inputs + TAKEN - 1) / TAKEN;
+    float *tiles = malloc((most * taken + MOST_ROWS / ROWS * LANES) * sizeof(float));
     if (!tiles)
         abort();
     for (; n > 0; n -= MOST_ROWS, x += MOST_ROWS * inputs, out += MOST_ROWS * outputs) {
@@ -222,12 +259,12 @@ void multiply(const number *x, const weight *weights, const float *scales, numbe
 #pragma omp for
             for (int64_t t = 0; t < (rows + ROWS - 1) / ROWS; t++) {
                 int64_t start = tile_start(t, rows);
-                copy_tile(x + start * inputs, tiles + start * inputs + t * LANES, tile_start(t + 1, rows) - start,
+                copy_tile(x + start * inputs, tiles + start * taken + t * LANES, tile_start(t + 1, rows) - start,
                           inputs);
             }
 #pragma omp for nowait /* the end of the region waits */
             for (int64_t j = 0; j < outputs; j += WIDTH)
-                multiply_panel(tiles, weights + j * inputs, scales ? scales + j : NULL, out + j, rows, inputs,
+                multiply_panel(tiles, weights + j * taken * TAKEN, scales ? scales + j : NULL, out + j, rows, taken,
                                outputs - j < WIDTH ? outputs - j : WIDTH, outputs);
         }
     }

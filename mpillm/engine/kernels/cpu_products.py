@@ -39,7 +39,7 @@ class CpuProducts:
     def pack(self, weight: Tensor) -> Tensor:
         """Copy `weight` [out, in] to panels: [ceil(out / width), in, width], zeros behind the last output.
 
-        For matrices also behind the last input; then pairs of inputs lie side by side.
+        For matrices and pairs of bfloat16 also behind the last input; then pairs of inputs lie side by side.
         """
         weight = F.pad(weight, (0, -weight.shape[1] % self._multiple, 0, -len(weight) % self._width))
         inputs = weight.shape[1]
