@@ -206,7 +206,7 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
 
 def seconds_of(work: Callable[[], object]) -> float:
     """Return the seconds for a replay of `work` as a CUDA graph, its kernels one by one."""
-    from mpillm.engine.kernels.launch import one_by_one
+    from mpillm.engine.kernels.early_starts import one_by_one
 
     with torch.inference_mode(), one_by_one():
         work()

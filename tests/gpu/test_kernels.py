@@ -21,9 +21,9 @@ from mpillm.engine.dtypes import torch_dtype  # noqa: E402
 from mpillm.engine.graphs import capture  # noqa: E402
 from mpillm.engine.kernels import fp8_kernels  # noqa: E402
 from mpillm.engine.kernels import step_kernels as kernels  # noqa: E402
+from mpillm.engine.kernels.early_starts import one_by_one  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product  # noqa: E402
 from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
-from mpillm.engine.kernels.launch import one_by_one  # noqa: E402
 from mpillm.engine.model.linear import GroupedLinear, Linear  # noqa: E402
 from mpillm.engine.model.ops import Choice, Rounded, Unscaled  # noqa: E402
 from mpillm.engine.staging import Staging  # noqa: E402

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpillm.engine.kernels.launch import Kernel, after_previous, can_start_early, cdiv, next_power_of_2
+from mpillm.engine.kernels.early_starts import after_previous, can_start_early
+from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 
 _LOG2_E = math.log2(math.e)
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none

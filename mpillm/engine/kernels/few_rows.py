@@ -19,14 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpillm.engine.kernels.launch import (
-    Kernel,
-    after_previous,
-    cdiv,
-    let_next_start,
-    next_power_of_2,
-    starts_early,
-)
+from mpillm.engine.kernels.early_starts import after_previous, let_next_start, starts_early
+from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 
 
 class _Way(NamedTuple):

@@ -3,68 +3,16 @@
 At each launch Triton describes all arguments and options in a text and looks that up, which takes longer
 than the launch itself; a step with contexts launches a thousand kernels. Here the key is a tuple.
 
-A kernel with a constant EARLY, if that is true, may start while the one before it runs (CUDA's programmatic
-dependent launch), as soon as all programs of that one have called `let_next_start` or ended. It calls
-`after_previous` before it touches what another kernel touches. Programs that read much, of products and of
-decode attention, must be spread evenly: beside many others that still run they are not, and such a pair takes
-longer (docs/engine.md).
+A kernel whose constant EARLY is true may start before the one before it has ended (`early_starts`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
-
-_EARLY_ROWS = 32  # with more, kernels are long and what is between them weighs little
-_early = True
-
-
-@triton.jit
-def after_previous(EARLY: tl.constexpr):
-    """Wait until the kernel before has ended."""
-    if EARLY:
-        cuda.gdc_wait()
-
-
-@triton.jit
-def let_next_start(EARLY: tl.constexpr):
-    """Let the next kernel start if it can do so early. Only after `after_previous`: two may be under way."""
-    if EARLY:
-        cuda.gdc_launch_dependents()
-
-
-def starts_early(rows: Tensor) -> bool:
-    """Return whether a kernel for these rows of a step starts early."""
-    return len(rows) <= _EARLY_ROWS and can_start_early(rows.device)
-
-
-def can_start_early(device: torch.device) -> bool:
-    """Return whether kernels can start early there: on Hopper and later."""
-    return _early and _is_hopper(device)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@contextlib.contextmanager
-def one_by_one() -> Iterator[None]:
-    """Let no kernel that is launched or captured inside start early."""
-    global _early
-    _early = False
-    try:
-        yield
-    finally:
-        _early = True
 
 
 class Kernel:

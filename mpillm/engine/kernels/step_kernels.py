@@ -21,18 +21,12 @@ from mpillm.engine.kernels.attention_kernels import context_attention as context
 from mpillm.engine.kernels.attention_kernels import context_tile as context_tile
 from mpillm.engine.kernels.attention_kernels import copied_rows as copied_rows
 from mpillm.engine.kernels.attention_kernels import decode_attention as decode_attention
+from mpillm.engine.kernels.early_starts import after_previous, let_next_start, starts_early
 from mpillm.engine.kernels.expert_kernels import combine as combine
 from mpillm.engine.kernels.expert_kernels import route as route
 from mpillm.engine.kernels.fp8_kernels import load_scaled, nearest_fp8, new_rounded, parts_of, store_rounded
 from mpillm.engine.kernels.fp8_kernels import scaled as scaled
-from mpillm.engine.kernels.launch import (
-    Kernel,
-    after_previous,
-    cdiv,
-    let_next_start,
-    next_power_of_2,
-    starts_early,
-)
+from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.kernels.sum_kernels import sum_add_norm
 from mpillm.engine.model.ops import Partial, Rounded, Unscaled
 

@@ -97,3 +97,10 @@ def test_what_triton_interprets_is_not_kept() -> None:
 def test_sizes() -> None:
     assert [cdiv(n, 4) for n in (1, 4, 5, 8)] == [1, 1, 2, 2]
     assert [next_power_of_2(n) for n in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize(("early", "options"), [(True, {"launch_pdl": True}), (False, {})])
+def test_only_a_kernel_that_may_start_early_asks_for_it(early: bool, options: dict[str, bool]) -> None:
+    function = Function()
+    Kernel(function)[GRID](X, 5, 64, ROWS=2, BLOCK=16, EARLY=early)
+    assert function.calls[0][-1] == {"ROWS": 2, "BLOCK": 16, "EARLY": early, **options}
