@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mpillm.bench.power_readings import PowerReader
 from mpillm.bench.roofline import Energy, Part, Work
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.graphs import capture
-from mpillm.telemetry.gpu_meter import GPU_COLUMNS, GpuMeter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,45 +62,19 @@ def measure_rates(part: ModelPart, kernels: Any) -> Rates:
         next(one for one in _products(part, n_rows, kernels) if one.name == name)
         for name, n_rows in (("qkv", _MANY_ROWS), ("head", _LOGITS_ROWS))
     )
-    meter = _meter()
+    power = PowerReader()
     rates = (
-        _rate(meter, read.sum, read.nbytes),
-        _rate(meter, layers.run, layers.work.n_flops),
-        _rate(meter, head.run, head.work.n_flops),
+        _rate(power, read.sum, read.nbytes),
+        _rate(power, layers.run, layers.work.n_flops),
+        _rate(power, head.run, head.work.n_flops),
     )
-    torch.cuda.synchronize()
-    readings = []
-    for _ in range(2):
-        time.sleep(_IDLE_S)
-        readings.append(_read(meter))
-    return Rates(*rates, _watts(*readings))
+    time.sleep(_IDLE_S)
+    first = power.read()
+    time.sleep(_IDLE_S)
+    return Rates(*rates, power.read().watts_since(first))
 
 
-def _meter() -> GpuMeter | None:
-    try:
-        return GpuMeter(0)
-    except OSError:
-        return None
-
-
-class _Reading(NamedTuple):
-    at: float  # seconds
-    joules: float
-    sm_mhz: float
-
-
-def _read(meter: GpuMeter | None) -> _Reading:
-    if meter is None:
-        return _Reading(time.perf_counter(), math.nan, math.nan)
-    read = dict(zip(GPU_COLUMNS, meter.read(), strict=True))
-    return _Reading(time.perf_counter(), read["energy_j"], read["sm_mhz"])
-
-
-def _watts(first: _Reading, last: _Reading) -> float:
-    return (last.joules - first.joules) / (last.at - first.at)
-
-
-def _rate(meter: GpuMeter | None, work: Callable[[], object], amount: float) -> Rate:
+def _rate(power: PowerReader, work: Callable[[], object], amount: float) -> Rate:
     at_first_s = seconds_of(work)
     graph, n = capture(work)[0], max(1, round(0.01 / at_first_s))
 
@@ -115,10 +88,12 @@ def _rate(meter: GpuMeter | None, work: Callable[[], object], amount: float) -> 
         return n_done
 
     replay_for(_SETTLE_S)
-    first = _read(meter)
+    first = power.read()
     n_done = replay_for(_ON_END_S)
-    last = _read(meter)
-    return Rate(amount / at_first_s, n_done * amount / (last.at - first.at), _watts(first, last), last.sm_mhz)
+    last = power.read()
+    return Rate(
+        amount / at_first_s, n_done * amount / (last.at - first.at), last.watts_since(first), last.sm_mhz
+    )
 
 
 def decode_parts(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> list[Part]:

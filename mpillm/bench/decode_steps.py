@@ -8,6 +8,7 @@ import statistics
 import time
 from typing import NamedTuple
 
+from mpillm.bench.power_readings import PowerReader, Reading
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.engine import Engine
 from mpillm.engine.engine_limits import EngineLimits
@@ -17,7 +18,6 @@ from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Speculation
 from mpillm.engine.speculation.speculative_config import SpeculativeConfig
 from mpillm.engine.worker import Worker
-from mpillm.telemetry.gpu_meter import GPU_COLUMNS, GpuMeter
 
 WARM_UP = 4  # steps
 _PAUSE_S = 50e-6
@@ -66,13 +66,10 @@ def decode_steps(
         engine.speculation = Speculation(drafter, engine.scheduler, *limits)
     n_output = WARM_UP + n_steps + 1 + (guesses.max_draft_len if guesses else 0)
     sequences = [_admitted(engine, i, context, n_output) for i in range(batch)]
-    try:
-        meter = GpuMeter(0)
-    except OSError:
-        meter = None
+    power = PowerReader()
     arrivals: list[float] = []
     host_times: list[float] = []
-    readings: list[tuple[float, dict[str, float]]] = []
+    readings: list[Reading] = []
     host_s, seen = 0.0, 1
     while not engine.is_idle():
         if not engine.has_work():
@@ -86,13 +83,12 @@ def decode_steps(
         arrivals.append(time.perf_counter())
         host_times.append(host_s)
         host_s = 0.0
-        if meter is not None and seen - 1 in (WARM_UP, WARM_UP + n_steps // 2, WARM_UP + n_steps):
-            readings.append((time.perf_counter(), dict(zip(GPU_COLUMNS, meter.read(), strict=True))))
+        if seen - 1 in (WARM_UP, WARM_UP + n_steps // 2, WARM_UP + n_steps):
+            readings.append(power.read())
     metered_s = watts = sm_mhz = math.nan
-    if len(readings) == 3:
-        (began, before), (_, half_way), (ended, after) = readings
-        metered_s, sm_mhz = ended - began, half_way["sm_mhz"]
-        watts = (after["energy_j"] - before["energy_j"]) / metered_s
+    if len(readings) == 3 and not math.isnan(readings[0].joules):
+        first, half_way, last = readings
+        metered_s, watts, sm_mhz = last.at - first.at, last.watts_since(first), half_way.sm_mhz
     steps = [b - a for a, b in itertools.pairwise(arrivals)][WARM_UP - 1 :]
     return Decoded(
         statistics.median(steps), statistics.median(host_times[WARM_UP:]), metered_s, watts, sm_mhz
