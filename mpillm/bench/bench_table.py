@@ -184,7 +184,8 @@ def _row(
     if at_once:  # a short run may end before its sequences are counted
         works, n_out = _works(config, model, lengths, at_once / len(instances)), lengths[1]
         roof = n_gpus * n_out / _roofline(config).seconds(*works)
-        alone = _energy(config).joules(n_gpus * n_out / ours, works) / n_out
+        if not math.isnan(watts):
+            alone = _energy(config).joules(n_gpus * n_out / ours, works) / n_out
     return (
         f"{result['samples']:>8} {at_once:>8,.0f} {evicted:>8} {result['test_s']:>8.1f} {ours:>15,.0f}"
         f" {_shown(theirs):>8} {_shown(ours / theirs, 2):>6} {_shown(roof):>7} {_shown(ours / roof, 2):>5}"

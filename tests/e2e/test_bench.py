@@ -26,7 +26,7 @@ def test_a_table_of_whole_runs(one: Starter) -> None:
     )
     assert ended.code == 1
     assert re.search(
-        r"tiny-llama +9/4 +3 +[012] +0 +[\d.]+ +[\d,]+ +- +- +([\d,]+ +[\d.]+|- +-) +- +- +VALID", ended.out
+        r"tiny-llama +9/4 +3 +[012] +0 +[\d.]+ +[\d,]+ +- +- +([\d,]+ +[\d.]+|- +-)( +-){4} +VALID", ended.out
     ), ended.out
     assert re.search(r"tiny-llama +90000/4 +3 failed: .*max_seq_len", ended.out), ended.out
     assert "expected tokens in/out" in one.mpillm("bench", "table", *small, "--pairs", "9x4").must(2).message
