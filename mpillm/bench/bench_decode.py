@@ -215,14 +215,14 @@ def bench_decode(config: Options) -> int:
         f"roofline, measured: {roofline.bandwidth / 1e12:.2f} TB/s reading; products of many rows"
         f" {roofline.peak / 1e12:.0f} TFLOP/s, of the head {roofline.peak_in_floats / 1e12:.0f}"
     )
-    for what, rate in loads.items():
+    for what, rate in (*loads.items(), ("reading and products in turns", rates.in_turns)):
         drawn = f"{rate.watts:.0f} W, {rate.sm_mhz:.0f} MHz"
         print(f"  for seconds on end, {what}: {rate.on_end / 1e12:.2f} ({drawn})")
     if not math.isnan(energy.idle_watts):
         print(
             f"energy: {energy.idle_watts:.0f} W always; reading {1e12 * energy.per_byte:.0f} J/TB, products"
             f" of many rows {1e12 * energy.per_flop:.3f} J/TFLOP, of the head"
-            f" {1e12 * energy.per_flop_in_floats:.3f}"
+            f" {1e12 * energy.per_flop_in_floats:.3f}; so in turns {rates.in_turns_by_energy():.0f} W"
         )
     print("\n".join(explained))
     print("steps in which one of the batch computes a piece of its prompt")

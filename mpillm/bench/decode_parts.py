@@ -41,6 +41,8 @@ class Rates(NamedTuple):
     reading: Rate
     layers: Rate
     head: Rate
+    in_turns: Rate  # FLOP with layers' weights, reading for as long between them
+    bytes_per_flop: float  # read there
     idle_watts: float  # with the clocks up
 
     def energy(self) -> Energy:
@@ -50,9 +52,14 @@ class Rates(NamedTuple):
         )
         return Energy(self.idle_watts, *each)
 
+    def in_turns_by_energy(self) -> float:
+        """Return the watts of reading and products in turns, if each draws there what it draws alone."""
+        flops = self.in_turns.on_end
+        return self.energy().joules(1.0, [Work(flops * self.bytes_per_flop, flops, in_floats=False)])
+
 
 def measure_rates(part: ModelPart, kernels: Any) -> Rates:
-    """Measure for some 10 s. The bytes read are those of the KV cache: what data cost depends on their bits.
+    """Measure for some 15 s. The bytes read are those of the KV cache: what data cost depends on their bits.
 
     A copy would not do: in a graph it is left to an engine that copies at 2.8 TB/s where kernels reach 4.
     """
@@ -63,15 +70,23 @@ def measure_rates(part: ModelPart, kernels: Any) -> Rates:
         for name, n_rows in (("qkv", _MANY_ROWS), ("head", _LOGITS_ROWS))
     )
     power = PowerReader()
-    rates = (
-        _rate(power, read.sum, read.nbytes),
-        _rate(power, layers.run, layers.work.n_flops),
-        _rate(power, head.run, head.work.n_flops),
-    )
+    reading = _rate(power, read.sum, read.nbytes)
+    products = _rate(power, layers.run, layers.work.n_flops)
+    products_of_head = _rate(power, head.run, head.work.n_flops)
+    n_reads = max(1, round(layers.work.n_flops / products.on_end * reading.on_end / read.nbytes))
+
+    def turns() -> None:
+        for _ in range(n_reads):
+            read.sum()
+        layers.run()
+
+    in_turns = _rate(power, turns, layers.work.n_flops)
     time.sleep(_IDLE_S)
     first = power.read()
     time.sleep(_IDLE_S)
-    return Rates(*rates, power.read().watts_since(first))
+    idle_watts = power.read().watts_since(first)
+    bytes_per_flop = n_reads * read.nbytes / layers.work.n_flops
+    return Rates(reading, products, products_of_head, in_turns, bytes_per_flop, idle_watts)
 
 
 def _rate(power: PowerReader, work: Callable[[], object], amount: float) -> Rate:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from mpillm.bench import decode_parts as decode_parts_module
 from mpillm.bench.bench_decode import _explained
-from mpillm.bench.decode_parts import decode_parts
+from mpillm.bench.decode_parts import Rate, Rates, decode_parts, measure_rates
 from mpillm.bench.decode_steps import Decoded
+from mpillm.bench.power_readings import PowerReader, Reading
 from mpillm.bench.roofline import Energy, Part, Roofline, Work, sample_work
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.engine.model_part import ModelPart
@@ -88,6 +94,48 @@ def test_the_roofline_names_the_limit() -> None:
     short = Decoded(0.004, 0.001, metered_s=0.12, watts=852.0, sm_mhz=1700.0)
     last = _explained(4, short, {reads: 3.0}, roofline, energy).splitlines()[-1]
     assert last == "  1700 MHz; for watts these steps are too few: --output_len 250"
+
+
+def test_loads_are_measured_alone_and_in_turns(part: ModelPart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are graphs. Here each replay runs the work, and only reading takes energy, a joule a time."""
+    done = {"joules": 0.0}
+    read = torch.Tensor.sum
+
+    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        done["joules"] += self.dtype == torch.int64
+        return read(self, *args, **kwargs)
+
+    def capture(work: Callable[[], object]) -> tuple[Any, None]:
+        return SimpleNamespace(replay=work), None
+
+    monkeypatch.setattr(torch.Tensor, "sum", counted)
+    monkeypatch.setattr(decode_parts_module, "capture", capture)
+    monkeypatch.setattr(decode_parts_module, "seconds_of", lambda work: 0.01)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        PowerReader, "read", lambda self: Reading(time.perf_counter(), done["joules"], sm_mhz=1500.0)
+    )
+    for name, small in {"_SETTLE_S": 0.01, "_ON_END_S": 0.05, "_IDLE_S": 0.01, "_READ": 1 << 16}.items():
+        monkeypatch.setattr(decode_parts_module, name, small)
+    monkeypatch.setattr(decode_parts_module, "_MANY_ROWS", 64)
+    monkeypatch.setattr(decode_parts_module, "_LOGITS_ROWS", 8)
+    with torch.inference_mode():
+        rates = measure_rates(part, plain_kernels)
+    assert rates.reading.on_end == pytest.approx(rates.reading.watts * (1 << 16))
+    assert rates.layers.watts == rates.head.watts == rates.idle_watts == 0
+    n_bytes = rates.bytes_per_flop * rates.in_turns.on_end
+    assert n_bytes == pytest.approx(rates.in_turns.watts * (1 << 16))
+    assert rates.in_turns_by_energy() == pytest.approx(rates.in_turns.watts)
+
+
+def test_loads_in_turns_draw_what_each_draws_alone() -> None:
+    reading, layers, head = (
+        Rate(0.0, *each, sm_mhz=1500.0) for each in ((4.0, 500.0), (10.0, 600.0), (5.0, 700.0))
+    )
+    in_turns = Rate(0.0, 5.0, 555.0, sm_mhz=1500.0)
+    rates = Rates(reading, layers, head, in_turns, bytes_per_flop=0.4, idle_watts=100.0)
+    assert rates.energy() == Energy(100.0, 100.0, 50.0, 120.0)
+    assert rates.in_turns_by_energy() == 100 + 2 * 100 + 5 * 50
 
 
 @pytest.mark.parametrize(("preset", "chosen", "held"), [("tiny-llama", 1, 1), ("tiny-mixtral", 2, 8)])
