@@ -97,7 +97,7 @@ def test_the_roofline_names_the_limit() -> None:
 
 
 def test_loads_are_measured_alone_and_in_turns(part: ModelPart, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU they are graphs. Here each replay runs the work, and only reading takes energy, a joule a time."""
+    """On a GPU they are graphs. Here each replay runs the work; only reading takes energy, a joule."""
     done = {"joules": 0.0}
     read = torch.Tensor.sum
 
