@@ -18,7 +18,7 @@
 #define ROWS 6
 #endif
 #define WIDTH (2 * LANES)
-#if BF16 && !INT8 && defined __AVX512BF16__
+#if BF16 && defined __AVX512BF16__
 #define PAIRS 1
 #else
 #define PAIRS 0
@@ -27,11 +27,11 @@
 #define DEPTH 600    /* inputs, or pairs, at most of a panel's piece, which stays in a core's cache for all tiles */
 #define MOST_ROWS 96 /* that are copied at once */
 
-/* `first` and `second` are the halves of a panel's row. */
+/* `first` and `second` are the halves of a panel's row, of floats or of pairs. */
 #if INT8
 typedef int8_t weight;
 
-static inline floats first(const weight *w)
+static inline floats widened(const weight *w)
 {
 #if defined __AVX512F__
     return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)w)));
@@ -44,13 +44,17 @@ static inline floats first(const weight *w)
     return wide;
 #endif
 }
-static inline floats second(const weight *w) { return first(w + LANES); }
-#elif PAIRS
-typedef number weight;
 
-static inline floats first(const weight *w) { return *(const floats *)w; }
-static inline floats second(const weight *w) { return first(w + 2 * LANES); }
-#elif BF16
+static inline floats first(const weight *w)
+{
+#if PAIRS /* bfloat16 holds them exactly */
+    return (floats)_mm512_cvtne2ps_pbh((__m512)widened(w + LANES), (__m512)widened(w));
+#else
+    return widened(w);
+#endif
+}
+static inline floats second(const weight *w) { return first(w + TAKEN * LANES); }
+#elif BF16 && !PAIRS
 typedef number weight;
 
 /* Numbers LANES apart lie side by side: widening them takes an instruction each. */
@@ -60,7 +64,7 @@ static inline floats second(const weight *w) { return (floats)(*(const words *)w
 typedef number weight;
 
 static inline floats first(const weight *w) { return *(const floats *)w; }
-static inline floats second(const weight *w) { return *(const floats *)(w + LANES); }
+static inline floats second(const weight *w) { return first(w + TAKEN * LANES); }
 #endif
 
 const int64_t width = WIDTH;
