@@ -283,7 +283,7 @@ def leave(port: int, body: dict[str, Any]) -> None:
 
 
 def idle(port: int) -> bool:
-    """Return whether the server holds no request and no block of its KV cache, of which it tells after a while."""
+    """Return whether the server holds no request and no block of its KV cache, which it tells later."""
     _, text = ask(port, "/metrics")
     names = "num_requests_running|num_requests_waiting|kv_cache_usage_perc"
     values = re.findall(rf"^mpillm:(?:{names}){{.*}} (\S+)$", text, re.MULTILINE)
