@@ -158,8 +158,16 @@ class TestTwoServers:
         assert tokens(ask(to, **BODY | {"max_tokens": 1}, disaggregated_params=params)) == whole[:1]
         params = handed(ask(at, **BODY, **sent))
         assert tokens(ask(to, **BODY, disaggregated_params=params)) == whole
-        told = [json.loads(ask(port, "/perf_metrics")[1]) for port in (at, to)]
-        first_ids, rest_ids = ([one.get("ctx_request_id") for one in entries] for entries in told)
+        first_ids: list[Any] = []
+        rest_ids: list[Any] = []
+
+        def all_told() -> bool:
+            """Each request is told once, when the engine has let it go, after the client has its answer."""
+            for port, ids in ((at, first_ids), (to, rest_ids)):
+                ids += [told.get("ctx_request_id") for told in json.loads(ask(port, "/perf_metrics")[1])]
+            return first_ids.count(77) >= 3 and rest_ids.count(77) >= 2
+
+        wait_until(all_told, "metrics of every request", TIMEOUT_S)
         assert first_ids.count(77) == 3 and rest_ids.count(77) == 2 and rest_ids.count(None) == 1
         status, error = ask(to, **BODY, disaggregated_params=params)
         gone = f"context server http://127.0.0.1:{at}: it does not have the KV cache any more"
