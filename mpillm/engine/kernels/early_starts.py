@@ -42,13 +42,15 @@ def starts_early(rows: Tensor) -> bool:
 
 
 def can_start_early(device: torch.device) -> bool:
-    """Return whether kernels can start early there: on Hopper and later."""
-    return _early and _is_hopper(device)
+    """Return whether kernels can start early there: on Hopper and later, with a Triton that knows how."""
+    return _early and _is_able(device)
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def _is_able(device: torch.device) -> bool:
+    if device.type != "cuda" or not hasattr(cuda, "gdc_wait"):
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @contextlib.contextmanager
