@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
@@ -16,7 +15,7 @@ from mpillm.configurator.parsers import flag_dict
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
-from mpillm.engine.speculation.draft_model_info import check_speculation
+from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.engine.speculation.speculative_config import SpeculativeConfig, decode_rows
 from mpillm.fields import Field, integers, not_negative, positive
 
@@ -134,7 +133,7 @@ def bench_decode(config: Options) -> int:
     guesses = SpeculativeConfig.read(config.speculative_config) if config.speculative_config else None
     n_guesses = guesses.max_draft_len if guesses else 0
 
-    from mpillm.bench.decode_steps import WARM_UP, decode_steps
+    from mpillm.bench.decode_steps import WARM_UP, Guesses, decode_steps
 
     longest_decoded = context + n_steps + WARM_UP + n_guesses + 2 * block
     longest = max(longest_decoded, context + max(config.pieces) + block)
@@ -161,6 +160,7 @@ def bench_decode(config: Options) -> int:
     from mpillm.bench.mixed_steps import mixed_step
     from mpillm.engine.kernels import step_kernels
     from mpillm.engine.parallel.groups import Groups
+    from mpillm.engine.speculation.start_speculation import start_drafter
     from mpillm.engine.worker import Worker
 
     started = time.perf_counter()
@@ -233,8 +233,10 @@ def bench_decode(config: Options) -> int:
     if guesses is not None:
         print("steps that test wrong guesses of each sequence; guesses pay from so many right ones a step")
         print(f"  {'batch':>6} {'guesses':>7} {'step ms':>9} {'plain':>9} {'pay from':>9}")
+        drafter = start_drafter(core, info)
         for batch, n in itertools.product(batches, range(1, n_guesses + 1)):
-            tested = decode_steps(worker, core, batch, context, n_steps, replace(guesses, max_draft_len=n))
+            tested_guesses = Guesses(drafter, n, guesses.max_concurrency)
+            tested = decode_steps(worker, core, batch, context, n_steps, tested_guesses)
             step_ms, plain_ms = tested.step_s * 1e3, plain_s[batch] * 1e3
             print(
                 f"  {batch:>6} {n:>7} {step_ms:>9.3f} {plain_ms:>9.3f} {step_ms / plain_ms - 1:>9.2f}",

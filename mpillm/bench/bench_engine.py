@@ -25,7 +25,7 @@ from mpillm.config.core_config import CoreConfig
 from mpillm.data.dataset import Limits, load_dataset
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_info import ModelInfo, check_model
-from mpillm.engine.speculation.draft_model_info import check_speculation
+from mpillm.engine.speculation.check_speculation import check_speculation
 
 if TYPE_CHECKING:
     from mpillm.engine.engine import Engine
@@ -208,7 +208,7 @@ class _Engine:
             info, limits, Worker.on_cpu(info, core.tokens_per_block, Groups(), dummy=False)
         )
         if core.speculative_config:
-            self._engine.speculation = start_speculation(core, self._engine.scheduler)
+            self._engine.speculation = start_speculation(core, info, self._engine.scheduler)
         self._steps: list[tuple[int, int]] = []  # rows, rows with logits
         steps = self._engine.worker.steps
         forward = steps.forward

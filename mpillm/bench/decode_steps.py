@@ -14,9 +14,7 @@ from mpillm.engine.engine import Engine
 from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
-from mpillm.engine.speculation.ngram import NGramDrafter
-from mpillm.engine.speculation.speculation import Speculation
-from mpillm.engine.speculation.speculative_config import SpeculativeConfig
+from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.worker import Worker
 
 WARM_UP = 4  # steps
@@ -33,15 +31,23 @@ class Decoded(NamedTuple):
     sm_mhz: float  # half way
 
 
-class _WrongGuesses(NGramDrafter):
-    """Looks up what followed, and guesses as many tokens as it may, but never what follows."""
+class Guesses(NamedTuple):
+    """What guesses, and how many tokens for each sequence, while at most so many run."""
 
-    def __init__(self, longest: int, never: int) -> None:
-        super().__init__(longest)
+    drafter: Drafter
+    n: int
+    max_concurrency: int | None
+
+
+class _WrongGuesses:
+    """Works as `drafter` does and guesses as many tokens as it may, but never what follows."""
+
+    def __init__(self, drafter: Drafter, never: int) -> None:
+        self._drafter = drafter
         self._never = never
 
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        super().draft(wanted)
+        self._drafter.draft(wanted)
         return [[self._never] * most for _, most in wanted]
 
 
@@ -51,7 +57,7 @@ def decode_steps(
     batch: int,
     context: int,
     n_steps: int,
-    guesses: SpeculativeConfig | None = None,
+    guesses: Guesses | None = None,
 ) -> Decoded:
     """Measure steps of `batch` sequences with `context` tokens in the cache.
 
@@ -61,10 +67,10 @@ def decode_steps(
     info = worker.part.info
     engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
     if guesses is not None:
-        drafter = _WrongGuesses(guesses.max_matching_ngram_size, info.vocab_size - 1)
-        limits = core.max_num_tokens, guesses.max_draft_len, guesses.max_concurrency
+        drafter = _WrongGuesses(guesses.drafter, info.vocab_size - 1)
+        limits = core.max_num_tokens, guesses.n, guesses.max_concurrency
         engine.speculation = Speculation(drafter, engine.scheduler, *limits)
-    n_output = WARM_UP + n_steps + 1 + (guesses.max_draft_len if guesses else 0)
+    n_output = WARM_UP + n_steps + 1 + (guesses.n if guesses else 0)
     sequences = [_admitted(engine, i, context, n_output) for i in range(batch)]
     power = PowerReader()
     arrivals: list[float] = []

@@ -27,7 +27,7 @@ from mpillm.devices import Gpu
 from mpillm.engine import compilations
 from mpillm.engine.context_piece import context_piece
 from mpillm.engine.model.model_info import ModelInfo, check_model, model_info
-from mpillm.engine.speculation.draft_model_info import check_speculation
+from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.telemetry.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class TorchCore(LLMCore):
             if c.speculative_config and c.role != "context":  # which has only first tokens to compute
                 from mpillm.engine.speculation.start_speculation import start_speculation
 
-                engine.speculation = start_speculation(c, engine.scheduler)
+                engine.speculation = start_speculation(c, self.info, engine.scheduler)
         else:
             self._runs = Follower(worker)
 

@@ -30,6 +30,7 @@ from mpillm.engine.weights import rank_weights as weights
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
 from mpillm.engine.weights.sources import save_preset
+from tests.helpers.guesses import NGRAM, draft_target, save_half
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, Answers, make_batch, make_core
 
@@ -149,9 +150,17 @@ def test_a_step_never_waits_for_the_device(sampled: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 5, "max_num_tokens": 24}, SCARCE], ids=str)
-def test_guesses(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["NGram", "the model itself", "half of it"])
+def test_guesses(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Tokens are those of the CPU without guesses, through graphs of several rows of a sequence and beside
     contexts, and nothing is compiled for them. With more requests than `max_concurrency` at first, too."""
+    how: dict[str, Any] = NGRAM
+    if kind != "NGram":
+        draft = tmp_path / "draft"
+        save_preset("tiny-llama", tmp_path)
+        draft.mkdir()
+        save_half(tmp_path, draft)
+        how = draft_target(tmp_path if kind == "the model itself" else draft, 4)
     rng = np.random.default_rng(11)
     prompts = [rng.integers(0, 512, n).tolist() * 3 for n in rng.integers(1, 22, 20)]
     on_cpu = make_core("tiny-llama", dtype="float32")
@@ -159,15 +168,21 @@ def test_guesses(options: dict[str, Any]) -> None:
     on_cpu.enqueue(batch)
     wanted = Answers().run(on_cpu).tokens()
     for more in ({}, {"max_concurrency": 3}):
-        ngram = {"decoding_type": "NGram", "max_draft_len": 4} | more
         core = make_core(
-            "tiny-llama", dtype="float32", gpu_bytes=8 << 30, device=0, speculative_config=ngram, **options
+            "tiny-llama",
+            dtype="float32",
+            gpu_bytes=8 << 30,
+            device=0,
+            speculative_config=how | more,
+            **options,
         )
         core.start_test()
         found = answer(core, batch)
         assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 19
         counts = core.statistics()
-        assert 0 < counts["accepted_tokens"] < counts["drafted_tokens"]
+        assert 0 < counts["accepted_tokens"] <= counts["drafted_tokens"]
+        if kind == "the model itself":  # a near tie now and then
+            assert counts["accepted_tokens"] > 0.95 * counts["drafted_tokens"]
         assert core.compiled_in_test() == []
 
 

@@ -13,10 +13,19 @@ from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_config import ModelConfig, check_architecture, locate, parse_model, presets
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.speculation.speculative_config import draft_config
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.weights.entries import is_linear, rank_bytes
-from mpillm.engine.weights.memory import available_bytes, gpu_room, load_bytes, shown, stages
+from mpillm.engine.weights.memory import (
+    GpuNeeds,
+    available_bytes,
+    gpu_needs,
+    gpu_room,
+    load_bytes,
+    shown,
+    stages,
+)
 from mpillm.engine.weights.quantization import ALGORITHMS, held
 from mpillm.files import read_object
 
@@ -150,13 +159,11 @@ def model_info(config: CoreConfig) -> ModelInfo:
     dtype = auto if config.dtype == "auto" else config.dtype
     quantization = _quantization(config, model, layout)
     kv_dtype = _kv_dtype(config, model, dtype)
-    weights_held = held(quantization, config.gpu_bytes is not None)
-    room = (
-        None
-        if config.gpu_bytes is None
-        else gpu_room(config, model, dtype, kv_dtype, weights_held, config.gpu_bytes)
-    )
-    kv_cache_tokens, max_seq_len = _lengths(config, model, kv_dtype, room)
+    per_token, room = model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size), None
+    if config.gpu_bytes is not None:
+        needs = _gpu_needs(config, model, dtype, kv_dtype, quantization)
+        per_token, room = needs.per_token, gpu_room(config, needs, config.gpu_bytes)
+    kv_cache_tokens, max_seq_len = _lengths(config, model, per_token, room)
     return ModelInfo(
         config=model,
         vocab_size=model.vocab_size,
@@ -167,7 +174,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         end_ids=_end_ids(config, raw, folder),
         stop_words=_stop_words(config, model, folder),
         layout=layout,
-        n_bytes=rank_bytes(model, layout, dtype, weights_held),
+        n_bytes=rank_bytes(model, layout, dtype, held(quantization, config.gpu_bytes is not None)),
         dtype=dtype,
         kv_dtype=kv_dtype,
         quantization=quantization,
@@ -255,10 +262,21 @@ def _kv_dtype(config: CoreConfig, model: ModelConfig, dtype: str) -> str:
     return kv_dtype
 
 
-def _lengths(config: CoreConfig, model: ModelConfig, kv_dtype: str, gpu_room: int | None) -> tuple[int, int]:
+def _gpu_needs(
+    config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str
+) -> GpuNeeds:
+    """Return what the model needs of each GPU, and what the draft model beside it does, if there is one."""
+    needs = gpu_needs(config, model, dtype, kv_dtype, held(quantization, on_gpu=True))
+    if (beside := draft_config(config)) is not None:
+        draft = model_info(beside)
+        needs += _gpu_needs(beside, draft.config, draft.dtype, draft.kv_dtype, draft.quantization)
+    return needs
+
+
+def _lengths(config: CoreConfig, model: ModelConfig, per_token: int, gpu_room: int | None) -> tuple[int, int]:
     """Return the tokens in the KV cache and the longest sequence.
 
-    On a GPU `gpu_room` bytes are free for the cache.
+    `per_token`: bytes of the cache. On a GPU `gpu_room` bytes are free for it.
     """
     for name in ("max_batch_size", "max_num_tokens", "tokens_per_block", "n_threads"):
         if getattr(config, name) < 1:
@@ -272,7 +290,6 @@ def _lengths(config: CoreConfig, model: ModelConfig, kv_dtype: str, gpu_room: in
     longest = wanted or model.max_position_embeddings
     block = config.tokens_per_block
     held_by_one = -(-longest // block) * block
-    per_token = model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)
     if config.kv_cache_tokens is None and gpu_room is None:
         room = max(longest, _DEFAULT_KV_BYTES // per_token)
         return -(-min(room, config.max_batch_size * held_by_one) // block) * block, longest

@@ -1,15 +1,18 @@
 """Guess with a smaller model of the same vocabulary, as in Leviathan et al., 2023; its guesses are greedy.
 
 The model is on the first rank of the instance alone, whatever the instance's layout, with a KV cache of its
-own. So it computes each prompt, too, even one whose cache was handed over.
+own. So it computes each prompt, too, even one whose cache was handed over. On a GPU a guess stays there for
+the draft model's next step, and the host reads all but the first once all steps are launched.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mpillm.engine.cache.kv_cache import BlockAllocator
-from mpillm.engine.sequence import Sequence
+from mpillm.engine.sequence import UNREAD, Sequence
+from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Span, Step
 from mpillm.engine.worker import Worker
 
@@ -25,6 +28,7 @@ class _Drafting:
     n_told: int = 0  # see `Span`
     cached: list[int] = field(default_factory=list)  # tokens, of which the last may be wrong guesses
     n_right: int = 0  # how many of those are surely the sequence's
+    draft: list[int] = field(default_factory=list)
 
     def lacks(self, context: list[int]) -> list[int]:
         """Forget the wrong guesses; return the tokens of `context` to compute next, at least the last."""
@@ -36,13 +40,24 @@ class _Drafting:
         return context[n:]
 
 
+class _Started(NamedTuple):
+    """A step whose tokens may not be there yet."""
+
+    rows: list[_Drafting]  # of each token
+    sampled: Sampled
+
+    def take(self) -> dict[_Drafting, int]:
+        """Wait for the tokens; return the likeliest one after each sequence's last."""
+        return dict(zip(self.rows, self.sampled.take(), strict=True))
+
+
 class DraftModel:
     """Implements `speculation.Drafter`."""
 
     def __init__(
         self, worker: Worker, tokens_per_block: int, max_batch_size: int, max_num_tokens: int
     ) -> None:
-        """`worker`: of one rank, on a CPU; it computes at most `max_num_tokens` tokens in a step."""
+        """`worker`: of one rank; it computes at most `max_num_tokens` tokens in a step."""
         self._worker = worker
         self._size = tokens_per_block
         self._max_num_tokens = max_num_tokens
@@ -52,23 +67,53 @@ class DraftModel:
         self._slots = list(range(max_batch_size))
         self._of: dict[Sequence, _Drafting] = {}
 
+    @staticmethod
+    def decode_rows(max_batch_size: int, max_num_tokens: int) -> int:
+        """Return the rows of the worker's largest step without contexts."""
+        return max(max_batch_size, min(_FEW * max_batch_size, max_num_tokens))
+
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         for sequence in [sequence for sequence in self._of if sequence.is_done]:
             ended = self._of.pop(sequence)
             self._slots.append(ended.slot)
             self._blocks.give_back(ended.blocks)
-        drafts: list[list[int]] = [[] for _ in wanted]
-        work: list[tuple[_Drafting, list[int], list[int], int]] = []  # its next tokens, its draft, how long
-        for (sequence, most), draft in zip(wanted, drafts, strict=True):
+        drafts: list[list[int]] = []
+        work: list[tuple[_Drafting, int]] = []  # and how many guesses it wants
+        new: list[list[int]] = []
+        for sequence, most in wanted:
             context = sequence.prompt + sequence.output
-            if (drafting := self._with_room(sequence, len(context) + most)) is not None:
-                work.append((drafting, drafting.lacks(context), draft, most))
-        while work:
-            tokens = self._next_tokens([(drafting, new) for drafting, new, _, _ in work])
-            for (_, _, draft, _), token in zip(work, tokens, strict=True):
-                draft.append(token)
-            work = [(d, draft[-1:], draft, most) for d, _, draft, most in work if len(draft) < most]
+            drafting = self._with_room(sequence, len(context) + most)
+            drafts.append([] if drafting is None else drafting.draft)
+            if drafting is not None:
+                work.append((drafting, most))
+                new.append(drafting.lacks(context))
+        if work:
+            self._guess(work, new)
         return drafts
+
+    def _guess(self, work: list[tuple[_Drafting, int]], new: list[list[int]]) -> None:
+        """Fill each one's draft. `new`: the tokens that each one's cache lacks."""
+        tokens = self._next_tokens(list(zip((drafting for drafting, _ in work), new, strict=True)))
+        for drafting, _ in work:
+            drafting.draft.append(tokens[drafting])
+        waits = not self._worker.steps.n_ahead
+        unread: list[_Started] = []
+        for n in range(1, max(most for _, most in work)):
+            going_on = [drafting for drafting, most in work if most > n]
+            known = n == 1 or waits
+            unread.append(self._run([(one, [one.draft[-1] if known else UNREAD]) for one in going_on]))
+            if waits:
+                self._read(unread)
+        self._read(unread)
+        for drafting, _ in work:
+            drafting.cached[drafting.n_right :] = drafting.draft[:-1]
+
+    def _read(self, unread: list[_Started]) -> None:
+        """Add the tokens of steps to their drafts."""
+        for started in unread:
+            for drafting, token in started.take().items():
+                drafting.draft.append(token)
+        unread.clear()
 
     def _with_room(self, sequence: Sequence, n: int) -> _Drafting | None:
         """Return its state, with blocks for all of `n` tokens but the last; None if there are not so many."""
@@ -79,9 +124,10 @@ class DraftModel:
         if drafting is None:
             drafting = self._of[sequence] = _Drafting(self._slots.pop())
         drafting.blocks += self._blocks.take(max(0, more))
+        drafting.draft = []
         return drafting
 
-    def _next_tokens(self, work: list[tuple[_Drafting, list[int]]]) -> list[int]:
+    def _next_tokens(self, work: list[tuple[_Drafting, list[int]]]) -> dict[_Drafting, int]:
         """Add tokens to each, in as many steps as it takes; return the likeliest token after each's last."""
         tokens: dict[_Drafting, int] = {}
         pieces: list[tuple[_Drafting, list[int]]] = []
@@ -90,25 +136,33 @@ class DraftModel:
             for at in range(0, len(new), most):
                 piece = new[at : at + most]
                 if len(piece) > left:
-                    tokens |= self._run(pieces)
+                    tokens |= self._run(pieces).take()
                     pieces, left = [], most
                 pieces.append((drafting, piece))
                 left -= len(piece)
-        tokens |= self._run(pieces)
-        return [tokens[drafting] for drafting, _ in work]
+        return tokens | self._run(pieces).take()
 
-    def _run(self, pieces: list[tuple[_Drafting, list[int]]]) -> dict[_Drafting, int]:
-        """Run a step; return the likeliest token after each piece."""
-        step = Step()
-        pieces.sort(key=lambda piece: len(piece[1]) != 1)
+    def _run(self, pieces: list[tuple[_Drafting, list[int]]]) -> _Started:
+        """Start a step that adds a piece to each."""
+        step, rows = Step(), []
+        pieces.sort(key=lambda piece: len(piece[1]) > _FEW)
         for drafting, new in pieces:
             n_told, drafting.n_told = drafting.n_told, len(drafting.blocks)
-            blocks = drafting.blocks[n_told:]
-            n, is_few = len(drafting.cached), 1 < len(new) <= _FEW
-            step.spans.append(Span(drafting.slot, n, len(new), n_told, blocks, is_few))
+            span = Span(
+                drafting.slot,
+                len(drafting.cached),
+                len(new),
+                n_told,
+                drafting.blocks[n_told:],
+                is_few=1 < len(new) <= _FEW,
+            )
+            step.spans.append(span)
             drafting.cached += new
             step.tokens += new
-            step.wanted.append(len(step.tokens) - 1)
+            # A step with a token for each of its rows is a graph.
+            n_wanted = len(new) if span.decodes else 1
+            step.wanted += range(len(step.tokens) - n_wanted, len(step.tokens))
+            rows += [drafting] * n_wanted
         sampled = self._worker.run(step)
         assert sampled is not None
-        return {drafting: token for (drafting, _), token in zip(pieces, sampled.take(), strict=True)}
+        return _Started(rows, sampled)

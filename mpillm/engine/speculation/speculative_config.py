@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
@@ -60,3 +60,31 @@ def decode_rows(config: CoreConfig) -> int:
     how = SpeculativeConfig.read(config.speculative_config)
     n_guessed = min(config.max_batch_size, how.max_concurrency or config.max_batch_size)
     return max(config.max_batch_size, min(n_guessed * (1 + how.max_draft_len), config.max_num_tokens))
+
+
+def draft_config(config: CoreConfig) -> CoreConfig | None:
+    """Return the configuration of the draft model, which is on one rank; None if the instance needs none."""
+    if not config.speculative_config or config.role == "context":  # which has only first tokens to compute
+        return None
+    how = SpeculativeConfig.read(config.speculative_config)
+    if how.decoding_type != DRAFT_TARGET:
+        return None
+    return replace(
+        config,
+        role="executor",
+        model_path=how.speculative_model,
+        engine_dir=None,
+        quantization="auto",
+        kv_cache_dtype="auto",
+        max_seq_len=None,
+        end_ids=(),
+        stop_words=(),
+        speculative_config=None,
+        tp_size=1,
+        pp_size=1,
+        ep_size=1,
+        tp_rank=0,
+        pp_rank=0,
+        ep_rank=0,
+        node_ranks=1,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.speculation.speculative_config import decode_rows
+from mpillm.engine.speculation.speculative_config import decode_rows, draft_config
 from mpillm.engine.weights.entries import rank_bytes
 from mpillm.engine.weights.quantization import held
 
@@ -35,13 +36,24 @@ _CGROUP_FILES = {
 }
 
 
-def gpu_room(
-    config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str, there: int
-) -> int:
-    """Return the bytes of `there` that the model leaves on each GPU for the KV cache.
+@dataclass(frozen=True)
+class GpuNeeds:
+    """Bytes of one GPU that an engine takes beside its KV cache, and for each token of that."""
 
-    Raises ConfigError if there are none. `quantization`: of the weights in memory.
-    """
+    weights: int
+    step: int
+    per_token: int
+
+    def __add__(self, other: GpuNeeds) -> GpuNeeds:
+        return GpuNeeds(
+            self.weights + other.weights, self.step + other.step, self.per_token + other.per_token
+        )
+
+
+def gpu_needs(
+    config: CoreConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str
+) -> GpuNeeds:
+    """Return what each GPU of an instance needs at most. `quantization`: of the weights in memory."""
     width = N_BYTES[dtype]
     ranks = [(tp_rank, pp_rank) for tp_rank in range(config.tp_size) for pp_rank in range(config.pp_size)]
     layouts = [Layout(config.tp_size, config.pp_size, config.ep_size, *rank) for rank in ranks]
@@ -62,11 +74,22 @@ def gpu_room(
         * model.head_dim
         * most_copied(config.max_seq_len or model.max_position_embeddings)
     )
-    room = there - weights - step - _GPU_OVERHEAD
-    if room < config.tokens_per_block * model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size):
+    return GpuNeeds(weights, step, model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size))
+
+
+def gpu_room(config: CoreConfig, needs: GpuNeeds, there: int) -> int:
+    """Return the bytes of `there` that are left on each GPU for the KV cache.
+
+    Raises ConfigError if they hold no block. `needs`: the draft model's, too, if there is one.
+    """
+    room = there - needs.weights - needs.step - _GPU_OVERHEAD
+    if room < config.tokens_per_block * needs.per_token:
+        draft = draft_config(config)
+        beside = "" if draft is None else f" with the draft model {draft.model_path}"
         raise ConfigError(
-            f"{config.model_path} does not fit: a GPU of instance {config.instance} has {shown(there)} free,"
-            f" and {shown(weights)} of weights and {shown(step + _GPU_OVERHEAD)} for a step of"
+            f"{config.model_path}{beside} does not fit: a GPU of instance {config.instance} has"
+            f" {shown(there)} free, and {shown(needs.weights)} of weights and"
+            f" {shown(needs.step + _GPU_OVERHEAD)} for a step of"
             f" max_num_tokens {config.max_num_tokens} and max_batch_size {config.max_batch_size}"
             " leave no room for a KV cache; use more GPUs for an instance (--tensor_parallelism)",
             about=["tensor_parallelism"],

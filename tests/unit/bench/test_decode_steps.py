@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from mpillm.bench.decode_steps import WARM_UP, decode_steps
+from mpillm.bench.decode_steps import WARM_UP, Guesses, decode_steps
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.torch_core import TorchCore
-from mpillm.engine.speculation.speculative_config import SpeculativeConfig
+from mpillm.engine.speculation.start_speculation import start_drafter
 from mpillm.engine.step import Step
 from tests.helpers.gpu_steps_on_cpu import gpu_worker
+from tests.helpers.guesses import draft_target
 
 N_STEPS, CONTEXT = 5, 40
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4])
 @pytest.mark.parametrize("of_one", [1, 2, 4])
-def test_each_step_has_the_rows_asked_for(batch: int, of_one: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", [{"decoding_type": "NGram"}, draft_target(Path("tiny-llama"))], ids=str)
+def test_each_step_has_the_rows_asked_for(
+    how: dict[str, Any], batch: int, of_one: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each sequence has a token and its guesses, none of them right, up to `max_concurrency` sequences."""
-    said = {"decoding_type": "NGram", "max_draft_len": 3, "max_concurrency": 3}
+    said = how | {"max_draft_len": 3, "max_concurrency": 3}
     core = CoreConfig(
         "torch",
         model_path="tiny-llama",
@@ -27,7 +34,8 @@ def test_each_step_has_the_rows_asked_for(batch: int, of_one: int, monkeypatch: 
         max_seq_len=256,
         speculative_config=said,
     )
-    worker = gpu_worker(TorchCore(core))
+    of = TorchCore(core)
+    worker = gpu_worker(of)
     rows: list[int] = []
     run = worker.run
 
@@ -36,7 +44,7 @@ def test_each_step_has_the_rows_asked_for(batch: int, of_one: int, monkeypatch: 
         return run(step)
 
     monkeypatch.setattr(worker, "run", noting)
-    guesses = SpeculativeConfig.read(said | {"max_draft_len": of_one - 1}) if of_one > 1 else None
+    guesses = Guesses(start_drafter(core, of.info), of_one - 1, 3) if of_one > 1 else None
     decoded = decode_steps(worker, core, batch, CONTEXT, N_STEPS, guesses)
     assert decoded.step_s > 0 and decoded.host_s > 0
     assert len(rows) >= WARM_UP + N_STEPS

@@ -51,6 +51,14 @@ def repetitive() -> Tokens:
 
 
 @pytest.fixture(scope="session")
+def draft_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a draft model: the first half of tiny-llama's layers."""
+    path = tmp_path_factory.mktemp("draft")
+    guesses.save_half(folder, path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def plain(folder: Path, repetitive: Tokens) -> Tokens:
     """Return the answers to `repetitive` without guesses."""
     return answer(make_core(folder), make_batch(repetitive, max_output=guesses.N_OUTPUT))

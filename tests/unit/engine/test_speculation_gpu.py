@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 
+from disagg.errors import ConfigError
+from mpillm.config.core_config import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import worker as worker_module
-from mpillm.engine.model.model_info import check_model
+from mpillm.engine.model.model_info import ModelInfo, check_model
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.sequence import UNREAD
+from mpillm.engine.speculation import start_speculation
+from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.engine.speculation.speculative_config import decode_rows
 from mpillm.engine.step import Step
-from mpillm.engine.worker import Follower
+from mpillm.engine.worker import Follower, Worker
+from tests.helpers import plain_kernels
 from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
-from tests.helpers.guesses import N_OUTPUT, NGRAM
+from tests.helpers.guesses import N_OUTPUT, NGRAM, draft_target
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import Answers, make_batch, make_core
 
@@ -76,6 +83,63 @@ def test_greedy_tokens_are_the_plain_ones(
     assert max(len(step.tokens) for step in with_guesses if len(step.tokens) == len(step.wanted)) <= (
         decode_rows(core.config)
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_batch_size": 3, "max_num_tokens": 9}, SCARCE | {"max_num_tokens": 24}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["the model itself", "half of it"])
+def test_a_draft_model(
+    folder: Path,
+    draft_folder: Path,
+    repetitive: Tokens,
+    plain: Tokens,
+    kind: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its decode steps have a token for each of their rows, and from the second guess on nobody waits."""
+    steps: list[Step] = []
+
+    def draft_worker(config: CoreConfig, info: ModelInfo) -> Worker:
+        size, limits = config.tokens_per_block, (config.max_batch_size, config.max_num_tokens)
+        worker: Any = Worker.on_gpu(
+            info,
+            size,
+            Groups(),
+            config.max_batch_size,
+            dummy=False,
+            device="cpu",
+            kernels=plain_kernels,
+            decode_rows=DraftModel.decode_rows(*limits),
+        )
+        run = worker.run
+
+        def noting(step: Step) -> Any:
+            steps.append(step)
+            return run(step)
+
+        worker.run = noting
+        return worker  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(start_speculation, "draft_worker", draft_worker)
+    speculative_config = draft_target({"the model itself": folder, "half of it": draft_folder}[kind], 4)
+    core = late_core(monkeypatch, folder, speculative_config=speculative_config, **options)
+    found, _ = answers(core, repetitive)
+    assert found == plain
+    counts = core.statistics()
+    assert 0 < counts["accepted_tokens"] <= counts["drafted_tokens"]
+    assert counts["accepted_tokens"] == counts["drafted_tokens"] or kind == "half of it"
+    of_decode = [step for step in steps if all(span.decodes for span in step.spans)]
+    assert all(len(step.wanted) == len(step.tokens) for step in of_decode)
+    assert any(span.is_few for step in of_decode for span in step.spans)
+    rows = max(len(step.tokens) for step in of_decode)
+    assert rows <= DraftModel.decode_rows(core.config.max_batch_size, core.config.max_num_tokens)
+    unread = [step for step in steps if UNREAD in step.tokens]
+    assert unread
+    assert all(set(step.tokens) == {UNREAD} for step in unread)
 
 
 def test_sampled_tokens_are_the_plain_ones(
@@ -138,6 +202,30 @@ def test_memory_is_kept_for_the_rows_of_guesses() -> None:
         for c in (config, dataclasses.replace(guessing, max_num_tokens=20480))
     ]
     assert sizes[1] < sizes[0]
+
+
+def test_memory_is_kept_for_a_draft_model() -> None:
+    """The KV caches of both hold as many tokens."""
+    config = make_core("tiny-llama").config
+    config = dataclasses.replace(
+        config, model_path="llama3.1-8b", gpu_bytes=60 << 30, max_batch_size=2048, max_seq_len=4096
+    )
+    ngram, target = (
+        dataclasses.replace(config, speculative_config=said)
+        for said in (NGRAM, draft_target(Path("llama3.2-1b"), 4))
+    )
+    plain, beside = (check_model(c) for c in (ngram, target))
+    draft = check_model(dataclasses.replace(config, model_path="llama3.2-1b"))
+    taken = (plain.kv_cache_tokens - beside.kv_cache_tokens) * plain.config.kv_bytes_per_token("bfloat16")
+    fraction = config.kv_cache_fraction
+    of_cache = beside.kv_cache_tokens * draft.config.kv_bytes_per_token("bfloat16")
+    assert taken > fraction * draft.n_bytes + of_cache
+    assert taken < fraction * (draft.n_bytes + (6 << 30)) + of_cache
+    TorchCore.check(target)
+    context = dataclasses.replace(target, role="context")
+    assert check_model(context) == check_model(dataclasses.replace(config, role="context"))
+    with pytest.raises(ConfigError, match=r"llama3.1-8b with the draft model llama3.2-1b does not fit"):
+        check_model(dataclasses.replace(target, gpu_bytes=19 << 30))
 
 
 def test_a_follower_notes_guesses_as_decode(

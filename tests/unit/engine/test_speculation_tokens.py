@@ -15,25 +15,9 @@ from mpillm.comms.messages import RequestFlag
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.engine.weights.sources import save_preset
-from tests.helpers.guesses import N_OUTPUT, NGRAM
+from tests.helpers.guesses import N_OUTPUT, NGRAM, draft_target
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import Answers, answer, hand_over, make_batch, make_core, make_pair
-
-
-@pytest.fixture(scope="module")
-def draft_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a draft model: the first half of tiny-llama's layers."""
-    from safetensors.torch import load_file, save_file
-
-    path = tmp_path_factory.mktemp("draft")
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] //= 2
-    (path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    gone = [f"model.layers.{i}." for i in range(config["num_hidden_layers"], 2 * config["num_hidden_layers"])]
-    kept = {name: x for name, x in tensors.items() if not name.startswith(tuple(gone))}
-    save_file(kept, path / "model.safetensors")
-    return path
 
 
 def counts(core: TorchCore) -> tuple[int, int]:
@@ -66,7 +50,7 @@ def test_greedy_tokens_are_the_plain_ones(
     draft = {"the model itself": folder, "half of it": draft_folder}
     config = NGRAM
     if kind in draft:
-        config = {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": str(draft[kind])}
+        config = draft_target(draft[kind])
     core = make_core(folder, speculative_config=config, **options)
     assert answer(core, make_batch(repetitive, max_output=N_OUTPUT)) == plain
     drafted, accepted = counts(core)
@@ -119,8 +103,7 @@ def test_disaggregated(
     folder: Path, draft_folder: Path, repetitive: Tokens, plain: Tokens, scarce: bool
 ) -> None:
     """Only the generation instance guesses; a draft model there computes the prompts for itself."""
-    target = {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": str(draft_folder)}
-    for config in (NGRAM, target):
+    for config in (NGRAM, draft_target(draft_folder)):
         cache = {"kv_cache_tokens": 192, "max_seq_len": None} if scarce else {}
         context, generation = make_pair(
             folder, {"speculative_config": config}, {"speculative_config": config, **cache}
@@ -136,10 +119,9 @@ def test_a_draft_model_with_a_small_cache_guesses_less(
     folder: Path, repetitive: Tokens, plain: Tokens
 ) -> None:
     """It guesses for the sequences that it has room for."""
-    config = {"decoding_type": "Draft_Target", "max_draft_len": 4, "speculative_model": str(folder)}
     found = []
     for n_blocks in (None, 12):
-        core = make_core(folder, speculative_config=config)
+        core = make_core(folder, speculative_config=draft_target(folder, 4))
         assert core.engine.speculation is not None
         drafter = core.engine.speculation._drafter
         assert isinstance(drafter, DraftModel)
@@ -170,9 +152,8 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     save_preset("tiny-llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 500}))
-    target = {"decoding_type": "Draft_Target", "max_draft_len": 4, "speculative_model": str(tmp_path)}
+    target = draft_target(tmp_path)
     assert "vocabulary has 500 tokens" in refused(speculative_config=target, load_format="dummy")
-    assert "draft models on CPUs only" in refused(speculative_config=target, gpu_bytes=2**33, device=0)
     target["speculative_model"] = "nowhere"
     assert "nowhere" in refused(speculative_config=target)
     assert "decoding_type EAGLE" in refused(speculative_config={"decoding_type": "EAGLE"})
