@@ -57,7 +57,7 @@ def kv_scales(
         )
     )
     torch.set_num_threads(n_threads)
-    part = ModelPart(info, _TOKENS_PER_BLOCK, Groups(), dummy=False)
+    part = ModelPart.load(info, _TOKENS_PER_BLOCK, Groups(), dummy=False)
     model, blocks = part.model, list(range(1, 1 + -(-longest // _TOKENS_PER_BLOCK)))
     largest = torch.zeros(info.config.n_layers, 2)
     with torch.inference_mode():

@@ -12,6 +12,7 @@ from torch import Tensor
 from mpillm.engine.kernels.c_library import address
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.model.attention import ByRow
+from mpillm.engine.model.eagle_head import EagleHead
 from mpillm.engine.model.linear import Linear
 from mpillm.engine.model.transformer import Mlp
 from mpillm.engine.model_part import ModelPart
@@ -34,6 +35,7 @@ class _Layer(ctypes.Structure):
         *((name, _POINTER) for name in ("input_norm", "post_norm")),
         *((name, _Linear) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _POINTER) for name in ("keys", "values")),
+        ("feature", _INT),
     )
 
 
@@ -51,7 +53,7 @@ class CpuLayers:
         self._part = part
         self._layers = (_Layer * len(layers))(*layers)
         self._run = kernels.library.run_layers
-        self._run.argtypes = [_POINTER, _INT, *[_POINTER] * 4, *[_INT] * 4, ctypes.c_float]
+        self._run.argtypes = [_POINTER, _INT, *[_POINTER] * 5, *[_INT] * 5, ctypes.c_float]
         self._run.restype = None
         first = layers[0]
         self._hidden, self._attended = first.qkv.inputs, first.o.inputs
@@ -60,8 +62,9 @@ class CpuLayers:
     @classmethod
     def of(cls, part: ModelPart, kernels: CpuKernels) -> CpuLayers | None:
         """None if something is between its products, or some of them are not compiled."""
-        if part.groups.layout.tp_size > 1:
+        if part.groups.layout.tp_size > 1 or isinstance(part.model, EagleHead):
             return None
+        kept = () if part.model.features is None else part.model.features.layers
         layers = []
         for i, layer in enumerate(part.model.layers):
             if not isinstance(layer.mlp, Mlp):
@@ -70,9 +73,8 @@ class CpuLayers:
             if None in linears:
                 return None
             norms = address(layer.input_norm), address(layer.post_norm)
-            layers.append(
-                _Layer(*norms, *linears, address(part.cache.keys[i]), address(part.cache.values[i]))
-            )
+            cached = address(part.cache.keys[i]), address(part.cache.values[i])
+            layers.append(_Layer(*norms, *linears, *cached, kept.index(i) if i in kept else -1))
         return cls(part, kernels, layers)
 
     def __call__(self, x: Tensor, attention: ByRow) -> Tensor:
@@ -84,11 +86,13 @@ class CpuLayers:
             len(attention.rows),
             attention.longest,
         )
-        arrays = map(address, (x, attended, room))
+        arrays: list[int | None] = [address(array) for array in (x, attended, room)]
+        if (features := self._part.model.features) is not None:
+            features.begin(x)
+        arrays.append(None if features is None else address(features.rows))
+        sizes = 0 if features is None else len(features.layers), n, self._hidden, kv_heads, size
         eps = self._part.info.config.rms_norm_eps
-        self._run(
-            self._layers, len(self._layers), ctypes.byref(step), *arrays, n, self._hidden, kv_heads, size, eps
-        )
+        self._run(self._layers, len(self._layers), ctypes.byref(step), *arrays, *sizes, eps)
         return attended
 
 

@@ -174,6 +174,8 @@ class Engine:
             self.prompt_tokens += context_tokens
             begun = time.perf_counter()
             tokens_to_come = self.worker.run(step)
+            if plan and self.speculation is not None:
+                self.speculation.computed(step, plan)
             if plan:
                 self.n_steps += 1
                 self.last_step = StepCounts(

@@ -8,6 +8,7 @@ from torch import Tensor
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.dtypes import torch_dtype
 from mpillm.engine.model import ops
+from mpillm.engine.model.features import Features
 from mpillm.engine.model.model_info import ModelInfo
 from mpillm.engine.model.transformer import Llama, Ops
 from mpillm.engine.parallel.groups import Groups, MpiGroups
@@ -22,33 +23,52 @@ class ModelPart:
         info: ModelInfo,
         tokens_per_block: int,
         groups: Groups,
-        *,
-        dummy: bool,
-        device: str = "cpu",
-        ops: Ops = ops,
+        model: Llama,
+        dtype: torch.dtype,
+        kv_scales: Tensor | None = None,
     ) -> None:
-        """Load the weights: minutes for a large model. Raises ConfigError as `open_weights`."""
+        """`dtype`: of rows, and of weights that are not quantised; `kv_scales`: of an fp8 cache."""
         config, layout = info.config, groups.layout
         self.info = info
         self.groups = groups
         self.peers = groups if isinstance(groups, MpiGroups) else None  # None on an instance's only rank
-        self.device = torch.device(device)
+        self.model = model
+        self.device = model.rotations.device
         self.n_heads = layout.n_heads(config)
+        self.dtype = dtype
+        kv_heads = layout.kv_heads(config)
         with torch.inference_mode():
-            weights = open_weights(info, layout, device, dummy=dummy)
-            self.dtype = weights.dtype  # of rows, and of weights that are not quantised
-            self.model = Llama(config, weights, info.max_seq_len, groups, ops)
-            layers, kv_heads = layout.layers(config), layout.kv_heads(config)
             self.cache = KVCache(
-                len(layers),
+                len(layout.layers(config)),
                 info.kv_cache_tokens // tokens_per_block,
                 kv_heads.stop - kv_heads.start,
                 tokens_per_block,
                 config.head_dim,
                 torch_dtype(info.kv_dtype),
-                device,
-                weights.kv_scales(layers) if info.kv_dtype == "fp8" else None,
+                self.device,
+                kv_scales,
             )
+
+    @classmethod
+    def load(
+        cls,
+        info: ModelInfo,
+        tokens_per_block: int,
+        groups: Groups,
+        *,
+        dummy: bool,
+        device: str = "cpu",
+        ops: Ops = ops,
+    ) -> ModelPart:
+        """Load the weights: minutes for a large model. Raises ConfigError as `open_weights`."""
+        with torch.inference_mode():
+            weights = open_weights(info, groups.layout, device, dummy=dummy)
+            model = Llama(info.config, weights, info.max_seq_len, groups, ops)
+            layers = groups.layout.layers(info.config)
+            scales = weights.kv_scales(layers) if info.kv_dtype == "fp8" else None
+        if info.feature_layers:
+            model.features = Features(info.feature_layers)
+        return cls(info, tokens_per_block, groups, model, weights.dtype, scales)
 
     def receive_hidden(self, n_rows: int) -> Tensor:
         """Return the rows of a step from the previous stage: [n_rows, hidden]."""

@@ -77,7 +77,7 @@ class Worker:
         kv_heads = layout.kv_heads(config)
         group = layout.n_heads(config) // (kv_heads.stop - kv_heads.start)
         kernels = cpu_kernels(torch_dtype(info.dtype), config.head_dim, group)
-        part = ModelPart(info, tokens_per_block, groups, dummy=dummy, ops=kernels or ops)
+        part = ModelPart.load(info, tokens_per_block, groups, dummy=dummy, ops=kernels or ops)
         return cls(part, CpuSteps(part, kernels))
 
     @classmethod
@@ -101,7 +101,7 @@ class Worker:
         a step of last tokens and guesses, at most; `max_batch_size` if nobody guesses.
         """
         kernels = kernels or use_gpu(device)
-        part = ModelPart(info, tokens_per_block, groups, dummy=dummy, device=device, ops=kernels)
+        part = ModelPart.load(info, tokens_per_block, groups, dummy=dummy, device=device, ops=kernels)
         if shares_rows:
             groups.share_rows(info.config.hidden_size, part.dtype)
         return cls(part, GpuSteps(part, max_batch_size, kernels, decode_rows))

@@ -7,6 +7,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* TILE: query heads that go together; PIECE: vectors of their outputs whose sums are in registers at once. */
 #ifdef __AVX512F__

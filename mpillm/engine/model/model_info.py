@@ -13,6 +13,7 @@ from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.model.model_config import ModelConfig, check_architecture, locate, parse_model, presets
 from mpillm.engine.parallel.layout import Layout
+from mpillm.engine.speculation.eagle_config import eagle_config
 from mpillm.engine.speculation.speculative_config import draft_config
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
@@ -59,6 +60,7 @@ class ModelInfo:
     kv_cache_tokens: int  # size of the KV cache
     folder: Path | None  # None: a preset
     engine: EngineFolder | None = None  # the source of the weights, if it is one
+    feature_layers: tuple[int, ...] = ()  # whose outputs an EAGLE head reads
 
 
 def check_model(config: CoreConfig) -> ModelInfo:
@@ -159,6 +161,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
     dtype = auto if config.dtype == "auto" else config.dtype
     quantization = _quantization(config, model, layout)
     kv_dtype = _kv_dtype(config, model, dtype)
+    eagle = eagle_config(config, model)
     per_token, room = model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size), None
     if config.gpu_bytes is not None:
         needs = _gpu_needs(config, model, dtype, kv_dtype, quantization)
@@ -181,6 +184,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         kv_cache_tokens=kv_cache_tokens,
         folder=folder,
         engine=engine,
+        feature_layers=() if eagle is None else eagle.layers,
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.model import ops
+from mpillm.engine.model.features import Features
 from mpillm.engine.model.linear import GroupedLinear, Linear
 from mpillm.engine.model.model_config import ModelConfig, RopeScaling
 from mpillm.engine.model.ops import Choice, Partial, Rounded, Unscaled
@@ -158,6 +159,7 @@ class Llama:
         if layout.is_last_stage:
             self._norm = weights.get("model.norm")
             self.lm_head = Linear(self.embedding if config.tie_word_embeddings else weights.get("lm_head"))
+        self.features: Features | None = None  # to keep, of each step
         self.vocabulary = layout.vocabulary(config)
         self.rotations = _rotations(config, max_seq_len).to(weights.device)
 
@@ -199,6 +201,8 @@ class Llama:
 
     def enter(self, x: Tensor, adapters: Adapters | None = None) -> Tensor | Unscaled:
         """Return the first layer's qkv."""
+        if self.features is not None:
+            self.features.begin(x)
         first = self.layers[0]
         normed = self._ops.add_norm(
             x, None, first.input_norm, self.config.rms_norm_eps, first.qkv.rounds(len(x))
@@ -214,6 +218,8 @@ class Llama:
         normed = self._ops.add_norm(
             x, delta, following.input_norm, self.config.rms_norm_eps, following.qkv.rounds(len(x))
         )
+        if self.features is not None:
+            self.features.note(layer, x)
         return self._qkv(layer + 1, normed, adapters)
 
     def leave(

@@ -5,18 +5,35 @@ from __future__ import annotations
 from disagg.errors import ConfigError, about
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.model.model_info import ModelInfo, check_model
-from mpillm.engine.speculation.speculative_config import SpeculativeConfig, draft_config
+from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig, draft_config
 
 
 @about("speculative_config")
 def check_speculation(config: CoreConfig, info: ModelInfo) -> None:
     """Raise ConfigError if there is no such speculation, or none for this model."""
     if config.speculative_config:
-        SpeculativeConfig.read(config.speculative_config)
+        how = SpeculativeConfig.read(config.speculative_config)
+        if how.decoding_type == EAGLE:
+            _check_eagle(config)
     if (beside := draft_config(config)) is not None:
         draft = check_model(beside)
         if draft.vocab_size != info.vocab_size:
             raise ConfigError(
                 f"--speculative_config speculative_model {beside.model_path}: its vocabulary has"
                 f" {draft.vocab_size} tokens, that of {config.model_path} {info.vocab_size}"
+            )
+
+
+def _check_eagle(config: CoreConfig) -> None:
+    """Raise ConfigError where a head would not get the hidden states of each token of a sequence."""
+    for is_so, what in (
+        (config.gpu_bytes is not None, "on a GPU, so far; use --device cpu"),
+        (config.tp_size > 1 or config.pp_size > 1, "on several ranks of an instance, so far"),
+        (config.role != "executor", "in disaggregated mode: a KV cache moves without them"),
+        (config.enable_kv_cache_reuse, "with --enable_kv_cache_reuse: reused blocks come without them"),
+    ):
+        if is_so:
+            raise ConfigError(
+                f"--speculative_config decoding_type {EAGLE}: the head reads the model's hidden states,"
+                f" which it does not get {what}"
             )

@@ -16,11 +16,9 @@ from mpillm.engine.staging import Sampled
 from mpillm.engine.step import Span, Step
 from mpillm.engine.worker import Worker
 
-_FEW = 2  # tokens that the cache lacks after guesses that were all right
-
 
 @dataclass(eq=False)
-class _Drafting:
+class Drafting:
     """A sequence in the draft model's KV cache."""
 
     slot: int
@@ -30,23 +28,14 @@ class _Drafting:
     n_right: int = 0  # how many of those are surely the sequence's
     draft: list[int] = field(default_factory=list)
 
-    def lacks(self, context: list[int]) -> list[int]:
-        """Forget the wrong guesses; return the tokens of `context` to compute next, at least the last."""
-        n = self.n_right
-        while n < min(len(self.cached), len(context) - 1) and self.cached[n] == context[n]:
-            n += 1
-        del self.cached[n:]
-        self.n_right = len(context)
-        return context[n:]
 
-
-class _Started(NamedTuple):
+class Started(NamedTuple):
     """A step whose tokens may not be there yet."""
 
-    rows: list[_Drafting]  # of each token
+    rows: list[Drafting]  # of each token
     sampled: Sampled
 
-    def take(self) -> dict[_Drafting, int]:
+    def take(self) -> dict[Drafting, int]:
         """Wait for the tokens; return the likeliest one after each sequence's last."""
         return dict(zip(self.rows, self.sampled.take(), strict=True))
 
@@ -54,23 +43,26 @@ class _Started(NamedTuple):
 class DraftModel:
     """Implements `speculation.Drafter`."""
 
+    FEW = 2  # tokens that the cache lacks after guesses that were all right
+
     def __init__(
         self, worker: Worker, tokens_per_block: int, max_batch_size: int, max_num_tokens: int
     ) -> None:
         """`worker`: of one rank; it computes at most `max_num_tokens` tokens in a step."""
         self._worker = worker
+        self._few = self.FEW
         self._size = tokens_per_block
         self._max_num_tokens = max_num_tokens
         info = worker.part.info
         self._max_seq_len = info.max_seq_len
         self._blocks = BlockAllocator(info.kv_cache_tokens // tokens_per_block)
         self._slots = list(range(max_batch_size))
-        self._of: dict[Sequence, _Drafting] = {}
+        self._of: dict[Sequence, Drafting] = {}
 
-    @staticmethod
-    def decode_rows(max_batch_size: int, max_num_tokens: int) -> int:
+    @classmethod
+    def decode_rows(cls, max_batch_size: int, max_num_tokens: int) -> int:
         """Return the rows of the worker's largest step without contexts."""
-        return max(max_batch_size, min(_FEW * max_batch_size, max_num_tokens))
+        return max(max_batch_size, min(cls.FEW * max_batch_size, max_num_tokens))
 
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         for sequence in [sequence for sequence in self._of if sequence.is_done]:
@@ -78,26 +70,44 @@ class DraftModel:
             self._slots.append(ended.slot)
             self._blocks.give_back(ended.blocks)
         drafts: list[list[int]] = []
-        work: list[tuple[_Drafting, int]] = []  # and how many guesses it wants
+        work: list[tuple[Drafting, int]] = []  # and how many guesses it wants
         new: list[list[int]] = []
         for sequence, most in wanted:
-            context = sequence.prompt + sequence.output
+            context = self._context(sequence)
             drafting = self._with_room(sequence, len(context) + most)
-            drafts.append([] if drafting is None else drafting.draft)
-            if drafting is not None:
+            lacked = None if drafting is None else self._lacks(sequence, drafting, context)
+            drafts.append([])
+            if drafting is not None and lacked is not None:
+                drafting.draft = drafts[-1]
                 work.append((drafting, most))
-                new.append(drafting.lacks(context))
+                new.append(lacked)
         if work:
             self._guess(work, new)
         return drafts
 
-    def _guess(self, work: list[tuple[_Drafting, int]], new: list[list[int]]) -> None:
+    def _context(self, sequence: Sequence) -> list[int]:
+        """Return the tokens of a sequence that go through this model."""
+        return sequence.prompt + sequence.output
+
+    def _lacks(self, sequence: Sequence, drafting: Drafting, context: list[int]) -> list[int] | None:
+        """Forget the wrong guesses; return the tokens of `context` to compute next, at least the last.
+
+        None: they cannot be computed.
+        """
+        n = drafting.n_right
+        while n < min(len(drafting.cached), len(context) - 1) and drafting.cached[n] == context[n]:
+            n += 1
+        del drafting.cached[n:]
+        drafting.n_right = len(context)
+        return context[n:]
+
+    def _guess(self, work: list[tuple[Drafting, int]], new: list[list[int]]) -> None:
         """Fill each one's draft. `new`: the tokens that each one's cache lacks."""
         tokens = self._next_tokens(list(zip((drafting for drafting, _ in work), new, strict=True)))
         for drafting, _ in work:
             drafting.draft.append(tokens[drafting])
         waits = not self._worker.steps.n_ahead
-        unread: list[_Started] = []
+        unread: list[Started] = []
         for n in range(1, max(most for _, most in work)):
             going_on = [drafting for drafting, most in work if most > n]
             known = n == 1 or waits
@@ -108,29 +118,28 @@ class DraftModel:
         for drafting, _ in work:
             drafting.cached[drafting.n_right :] = drafting.draft[:-1]
 
-    def _read(self, unread: list[_Started]) -> None:
+    def _read(self, unread: list[Started]) -> None:
         """Add the tokens of steps to their drafts."""
         for started in unread:
             for drafting, token in started.take().items():
                 drafting.draft.append(token)
         unread.clear()
 
-    def _with_room(self, sequence: Sequence, n: int) -> _Drafting | None:
+    def _with_room(self, sequence: Sequence, n: int) -> Drafting | None:
         """Return its state, with blocks for all of `n` tokens but the last; None if there are not so many."""
         drafting = self._of.get(sequence)
         more = -(-(n - 1) // self._size) - (len(drafting.blocks) if drafting else 0)
         if n > self._max_seq_len or more > self._blocks.n_free or not (drafting or self._slots):
             return None
         if drafting is None:
-            drafting = self._of[sequence] = _Drafting(self._slots.pop())
+            drafting = self._of[sequence] = Drafting(self._slots.pop())
         drafting.blocks += self._blocks.take(max(0, more))
-        drafting.draft = []
         return drafting
 
-    def _next_tokens(self, work: list[tuple[_Drafting, list[int]]]) -> dict[_Drafting, int]:
+    def _next_tokens(self, work: list[tuple[Drafting, list[int]]]) -> dict[Drafting, int]:
         """Add tokens to each, in as many steps as it takes; return the likeliest token after each's last."""
-        tokens: dict[_Drafting, int] = {}
-        pieces: list[tuple[_Drafting, list[int]]] = []
+        tokens: dict[Drafting, int] = {}
+        pieces: list[tuple[Drafting, list[int]]] = []
         left = most = self._max_num_tokens
         for drafting, new in work:
             for at in range(0, len(new), most):
@@ -142,10 +151,10 @@ class DraftModel:
                 left -= len(piece)
         return tokens | self._run(pieces).take()
 
-    def _run(self, pieces: list[tuple[_Drafting, list[int]]]) -> _Started:
+    def _run(self, pieces: list[tuple[Drafting, list[int]]]) -> Started:
         """Start a step that adds a piece to each."""
         step, rows = Step(), []
-        pieces.sort(key=lambda piece: len(piece[1]) > _FEW)
+        pieces.sort(key=self._is_context)
         for drafting, new in pieces:
             n_told, drafting.n_told = drafting.n_told, len(drafting.blocks)
             span = Span(
@@ -154,7 +163,7 @@ class DraftModel:
                 len(new),
                 n_told,
                 drafting.blocks[n_told:],
-                is_few=1 < len(new) <= _FEW,
+                is_few=1 < len(new) <= self._few,
             )
             step.spans.append(span)
             drafting.cached += new
@@ -165,4 +174,7 @@ class DraftModel:
             rows += [drafting] * n_wanted
         sampled = self._worker.run(step)
         assert sampled is not None
-        return _Started(rows, sampled)
+        return Started(rows, sampled)
+
+    def _is_context(self, piece: tuple[Drafting, list[int]]) -> bool:
+        return len(piece[1]) > self._few

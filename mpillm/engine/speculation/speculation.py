@@ -10,11 +10,12 @@ a block only once the host knows all of its tokens (`PrefixCache.publish`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.sequence import Sequence
+from mpillm.engine.step import Step
 
 
 class Drafter(Protocol):
@@ -35,13 +36,15 @@ class Speculation:
         max_num_tokens: int,
         max_draft_len: int,
         max_concurrency: int | None = None,
+        watch: Callable[[Step, Mapping[int, Sequence]], None] | None = None,
     ) -> None:
-        """`max_num_tokens`: of a step; the rest as `SpeculativeConfig`."""
+        """`max_num_tokens`: of a step; `watch`: see `computed`; the rest as `SpeculativeConfig`."""
         self._drafter = drafter
         self._scheduler = scheduler
         self._max_num_tokens = max_num_tokens
         self._max_draft_len = max_draft_len
         self._max_concurrency = max_concurrency
+        self._watch = watch
         self.drafted_tokens = self.accepted_tokens = 0
         self._has_drafted = False  # the last step has guesses
 
@@ -69,6 +72,11 @@ class Speculation:
         self._has_drafted = any(sequence.draft for sequence, _ in wanted)
         with_drafts = ((s, n + len(s.draft)) for s, n in plan)
         return sorted(with_drafts, key=lambda entry: entry[1] != 1 + len(entry[0].draft))
+
+    def computed(self, step: Step, plan: list[tuple[Sequence, int]]) -> None:
+        """Tell a drafter that wants to know it of a step that has run, with its sequences by slot."""
+        if self._watch is not None:
+            self._watch(step, {s.slot: s for s, _ in plan if s.special is None and s.width == 1})
 
     def kept(
         self, rows: Iterable[tuple[Sequence, int]], numbers: list[int]

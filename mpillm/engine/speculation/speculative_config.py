@@ -10,8 +10,12 @@ from typing import Any
 from disagg.errors import ConfigError, about, nearest
 from mpillm.config.core_config import CoreConfig
 
-NGRAM, DRAFT_TARGET = "NGram", "Draft_Target"
-_OF_TYPE = {NGRAM: ("max_matching_ngram_size",), DRAFT_TARGET: ("speculative_model",)}
+NGRAM, DRAFT_TARGET, EAGLE = "NGram", "Draft_Target", "Eagle"
+_OF_TYPE = {
+    NGRAM: ("max_matching_ngram_size",),
+    DRAFT_TARGET: ("speculative_model",),
+    EAGLE: ("speculative_model",),
+}
 _OPTION = "--speculative_config"
 
 
@@ -22,7 +26,8 @@ class SpeculativeConfig:
     decoding_type: str
     max_draft_len: int  # tokens guessed at once
     max_matching_ngram_size: int = 2  # NGram: tokens whose earlier occurrence is looked for, at most
-    speculative_model: str = ""  # Draft_Target: a folder or preset, of the same vocabulary
+    # Draft_Target: a folder or preset, of the same vocabulary; Eagle: a head's folder
+    speculative_model: str = ""
     max_concurrency: int | None = None  # guess nothing while more sequences run
 
     @classmethod
@@ -32,7 +37,7 @@ class SpeculativeConfig:
         kind = said.get("decoding_type")
         if kind not in _OF_TYPE:
             raise ConfigError(
-                f"{_OPTION} decoding_type {kind}: the torch core has {' and '.join(_OF_TYPE)}"
+                f"{_OPTION} decoding_type {kind}: the torch core has {', '.join(_OF_TYPE)}"
                 f"{nearest(str(kind), _OF_TYPE)}"
             )
         known = ("decoding_type", "max_draft_len", "max_concurrency", *_OF_TYPE[kind])

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from mpillm.config.core_config import CoreConfig
+from mpillm.engine.cpu_steps import CpuSteps
+from mpillm.engine.kernels.cpu_kernels import cpu_kernels
+from mpillm.engine.model import ops
+from mpillm.engine.model.eagle_head import EagleHead
 from mpillm.engine.model.model_info import ModelInfo, model_info
+from mpillm.engine.model_part import ModelPart
 from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.parallel.layout import Layout
 from mpillm.engine.scheduler import Scheduler
 from mpillm.engine.speculation.draft_model import DraftModel
+from mpillm.engine.speculation.eagle import EagleDrafter
+from mpillm.engine.speculation.eagle_config import EagleConfig, eagle_config
 from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.speculation.speculative_config import SpeculativeConfig, draft_config
 from mpillm.engine.worker import Worker
 
 
-def start_speculation(config: CoreConfig, info: ModelInfo, scheduler: Scheduler) -> Speculation:
-    """Load the draft model, if there is one, which takes as long as any of its size. `info`: the model's."""
+def start_speculation(config: CoreConfig, part: ModelPart, scheduler: Scheduler) -> Speculation:
+    """Load the draft model, if there is one, which takes as long as any of its size. `part`: the model's."""
     how = SpeculativeConfig.read(config.speculative_config or {})
-    drafter = start_drafter(config, info)
-    return Speculation(drafter, scheduler, config.max_num_tokens, how.max_draft_len, how.max_concurrency)
+    drafter = start_drafter(config, part)
+    watch = drafter.computed if isinstance(drafter, EagleDrafter) else None
+    limits = config.max_num_tokens, how.max_draft_len, how.max_concurrency
+    return Speculation(drafter, scheduler, *limits, watch)
 
 
-def start_drafter(config: CoreConfig, info: ModelInfo) -> Drafter:
+def start_drafter(config: CoreConfig, part: ModelPart) -> Drafter:
     """Return what guesses; as `start_speculation`."""
+    info = part.info
+    if (eagle := eagle_config(config, info.config)) is not None:
+        return _eagle_drafter(config, eagle, part)
     if (beside := draft_config(config)) is None:
         how = SpeculativeConfig.read(config.speculative_config or {})
         return NGramDrafter(how.max_matching_ngram_size)
@@ -49,3 +64,19 @@ def draft_worker(config: CoreConfig, info: ModelInfo) -> Worker:
     )
     worker.warm_up(config.max_num_tokens)
     return worker
+
+
+def _eagle_drafter(config: CoreConfig, eagle: EagleConfig, part: ModelPart) -> EagleDrafter:
+    """Load the head; its KV cache holds as many tokens as the model's."""
+    how, features = SpeculativeConfig.read(config.speculative_config or {}), part.model.features
+    assert features is not None
+    model, size = eagle.model, config.tokens_per_block
+    kernels = cpu_kernels(part.dtype, model.head_dim, model.n_heads // model.n_kv_heads)
+    with torch.inference_mode():
+        head = EagleHead(eagle, part.model.embedding, part.info.max_seq_len, part.dtype, kernels or ops)
+    info = replace(
+        part.info, config=model, kv_dtype=part.info.dtype, layout=Layout(), end_ids=(), feature_layers=()
+    )
+    own = ModelPart(info, size, Groups(), head, part.dtype)
+    limits = config.max_batch_size, config.max_num_tokens, how.max_draft_len
+    return EagleDrafter(Worker(own, CpuSteps(own, kernels)), head, features, size, *limits)

@@ -195,10 +195,10 @@ def test_a_guess_is_what_followed_before(
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({}, "decoding_type None: the torch core has NGram and Draft_Target"),
+        ({}, "decoding_type None: the torch core has NGram, Draft_Target, Eagle"),
         (
             {"decoding_type": "Ngram"},
-            "Ngram: the torch core has NGram and Draft_Target (did you mean 'NGram'?)",
+            "Ngram: the torch core has NGram, Draft_Target, Eagle (did you mean 'NGram'?)",
         ),
         ({"decoding_type": "NGram"}, "decoding_type NGram needs max_draft_len"),
         (

@@ -1,0 +1,104 @@
+"""An EAGLE-3 head: a layer that guesses from a token's embedding and from what the model thought before it.
+
+Li et al., EAGLE-3, 2025. Row i of a sequence is token i + 1 with the hidden state of token i: the model's,
+three layers' outputs `fuse`d into one, or, behind a guess, what the head itself made of the row before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from disagg.errors import ConfigError
+from mpillm.engine.model.linear import Linear
+from mpillm.engine.model.transformer import Adapters, Attention, Llama, Ops
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.parallel.layout import ALL, Layout
+from mpillm.engine.speculation.eagle_config import LAYER, EagleConfig
+from mpillm.engine.weights.rank_weights import Shards
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class EagleHead(Llama):
+    """As a model of one layer whose rows read `hidden`, too. Its logits are over the model's vocabulary."""
+
+    def __init__(
+        self, eagle: EagleConfig, embedding: Tensor, max_seq_len: int, dtype: torch.dtype, ops: Ops
+    ) -> None:
+        """`embedding` [vocabulary, hidden]: the model's. Raises ConfigError if a tensor cannot be read."""
+        source = _HeadFile(eagle, embedding)
+        weights = Shards(source, eagle.model, Layout(), dtype, embedding.device)
+        super().__init__(eagle.model, weights, max_seq_len, Groups(), ops)
+        # Before a step: what each of its rows reads. After it: what the head made of each wanted row.
+        self.hidden = embedding[:0]
+        self._fc = Linear(weights.get("fc"))
+        self._hidden_norm = weights.get(f"{LAYER}hidden_norm")
+        self._norm_before_residual = eagle.norm_before_residual
+        self._vocab_size = eagle.vocab_size
+        self._tokens: Tensor | None = None  # of the model, by the head's numbers
+        if "d2t" in eagle.names:
+            added = source.get("d2t").to(embedding.device)
+            self._tokens = torch.arange(len(added), device=embedding.device) + added
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return the model's hidden states [rows, hidden] from `Features.rows`."""
+        return self._fc(features)
+
+    def forward(
+        self,
+        x: Tensor,
+        attention: Attention,
+        wanted: Tensor | None,
+        layer_stored: Callable[[int], None] | None = None,
+        adapters: Adapters | None = None,
+    ) -> Tensor:
+        """As `Llama.forward`; there is no handoff and no adapter."""
+        layer, eps = self.layers[0], self.config.rms_norm_eps
+        residual = self.hidden
+        normed = self._ops.add_norm(residual, None, self._hidden_norm, eps)
+        if self._norm_before_residual:
+            residual = normed.clone()
+        embedded = self._ops.add_norm(x, None, layer.input_norm, eps)
+        attended = attention(0, self._by_head(layer.qkv(torch.cat([embedded, normed], dim=1))))
+        if wanted is not None:
+            residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
+        out = self.leave(residual, attended, None)
+        self.hidden = residual
+        return out
+
+    def logits(self, normed: Tensor) -> Tensor:
+        own = super().logits(normed)
+        if self._tokens is None:
+            return own
+        whole = own.new_full((len(own), self._vocab_size), -torch.inf)
+        return whole.index_copy_(1, self._tokens, own)
+
+
+class _HeadFile:
+    """Implements `WeightSource`: a head's tensors by the names of a model's."""
+
+    def __init__(self, eagle: EagleConfig, embedding: Tensor) -> None:
+        self._eagle = eagle
+        self._embedding = embedding
+        self._open: dict[Path, Any] = {}
+
+    def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """Return a tensor, always whole: there is one rank."""
+        if not name.startswith(LAYER):
+            name = name.removeprefix("model.")
+        if name not in self._eagle.names:
+            return self._embedding
+        file, there = self._eagle.names[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            tensor: Tensor = self._open[file].get_tensor(there)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file}: tensor {there} cannot be read: {error}") from error
+        return tensor

@@ -1,0 +1,247 @@
+"""EAGLE-3 heads: they guess what a head computed naively guesses, and answers stay the plain ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from disagg.errors import ConfigError
+from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.cpu_steps import CpuSteps
+from mpillm.engine.sequence import Sequence
+from mpillm.engine.speculation.eagle import EagleDrafter, _HiddenStates
+from tests.helpers.eagle_heads import NaiveHead, eagle, save_head
+from tests.helpers.guesses import N_OUTPUT
+from tests.helpers.oracle import Oracle, Tokens
+from tests.helpers.torch_cores import answer, make_batch, make_core
+
+SCARCE = {"kv_cache_tokens": 256, "max_seq_len": None}
+
+
+@pytest.fixture(scope="module")
+def head_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("head")
+    save_head(folder, path)
+    return path
+
+
+class Seen:
+    """What a core's drafter has guessed after which tokens; with `right`, in place of some, what is right."""
+
+    def __init__(self, core: TorchCore, right: dict[tuple[int, ...], list[int]] | None = None) -> None:
+        assert core.engine.speculation is not None
+        assert isinstance(core.engine.speculation._drafter, EagleDrafter)
+        drafter: Any = core.engine.speculation._drafter
+        self.drafts: list[tuple[list[int], list[int]]] = []
+        draft = drafter.draft
+
+        def noting(wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+            found: list[list[int]] = draft(wanted)
+            for i, ((sequence, most), guesses) in enumerate(zip(wanted, found, strict=True)):
+                assert len(guesses) in (0, most)
+                self.drafts.append((sequence.prompt + sequence.output, list(guesses)))
+                if right is not None:
+                    answer = right[tuple(sequence.prompt)][len(sequence.output) :]
+                    n = i % (most + 1)  # so many are right
+                    found[i] = [*answer[:n], *((token + 1) % 512 for token in answer[n:most])]
+            return found
+
+        drafter.draft = noting
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_batch_size": 3, "max_num_tokens": 9},
+        {"max_num_tokens": 200, "enable_chunked_context": False},
+        SCARCE | {"max_num_tokens": 24},
+        {"tokens_per_block": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_guesses_are_those_of_a_naive_head(
+    folder: Path,
+    head_folder: Path,
+    oracle: Oracle,
+    repetitive: Tokens,
+    plain: Tokens,
+    options: dict[str, Any],
+    replaced: bool,
+) -> None:
+    """Also after guesses that were right, which a head of random numbers has none of by itself."""
+    core = make_core(folder, speculative_config=eagle(head_folder), **options)
+    right = {tuple(prompt): tokens for prompt, tokens in zip(repetitive, plain, strict=True)}
+    seen = Seen(core, right if replaced else None)
+    assert answer(core, make_batch(repetitive, max_output=N_OUTPUT)) == plain
+    counts = core.statistics()
+    assert counts["drafted_tokens"] > 100
+    if replaced:
+        assert 0.2 < counts["accepted_tokens"] / counts["drafted_tokens"] < 0.7
+    if options.get("max_seq_len", 0) is None:
+        assert counts["preemptions"] > 0
+    naive = NaiveHead(oracle, head_folder)
+    drafts = [(tokens, guesses) for tokens, guesses in seen.drafts if guesses][:: 1 + len(seen.drafts) // 60]
+    assert len(drafts) > 20
+    equal = [guesses == naive.guesses(tokens, len(guesses)) for tokens, guesses in drafts]
+    assert sum(equal) >= len(equal) - 1  # a near tie
+
+
+@pytest.mark.parametrize(
+    ("draft_vocab_size", "more"),
+    [(512, {}), (300, {"norm_before_residual": True})],
+    ids=str,
+)
+def test_other_heads(
+    folder: Path,
+    oracle: Oracle,
+    repetitive: Tokens,
+    plain: Tokens,
+    tmp_path: Path,
+    draft_vocab_size: int,
+    more: dict[str, Any],
+) -> None:
+    save_head(folder, tmp_path / "head", draft_vocab_size, **more)
+    core = make_core(folder, speculative_config=eagle(tmp_path / "head"))
+    seen = Seen(core)
+    assert answer(core, make_batch(repetitive, max_output=N_OUTPUT)) == plain
+    naive = NaiveHead(oracle, tmp_path / "head")
+    drafts = [(tokens, guesses) for tokens, guesses in seen.drafts if guesses][::9]
+    equal = [guesses == naive.guesses(tokens, len(guesses)) for tokens, guesses in drafts]
+    assert len(equal) > 20 and sum(equal) >= len(equal) - 1
+
+
+def test_a_head_may_have_an_embedding_and_other_names(
+    folder: Path, head_folder: Path, repetitive: Tokens, plain: Tokens, tmp_path: Path
+) -> None:
+    found = []
+    for prefix in ("midlayer", "layers.0"):
+        save_head(folder, tmp_path / prefix, prefix=prefix)
+        if prefix != "midlayer":
+            tensors = load_file(tmp_path / prefix / "model.safetensors")
+            tensors["embed_tokens.weight"] = load_file(folder / "model.safetensors")[
+                "model.embed_tokens.weight"
+            ]
+            save_file(tensors, tmp_path / prefix / "model.safetensors")
+        core = make_core(folder, speculative_config=eagle(tmp_path / prefix))
+        seen = Seen(core)
+        assert answer(core, make_batch(repetitive, max_output=N_OUTPUT)) == plain
+        found.append(seen.drafts)
+    assert found[0] == found[1]
+
+
+def test_features_are_the_same_layer_by_layer(
+    folder: Path, head_folder: Path, repetitive: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled layers keep what those in PyTorch keep."""
+    found = []
+    for at_once in (True, False):
+        core = make_core(folder, speculative_config=eagle(head_folder))
+        steps = core.engine.worker.steps
+        assert isinstance(steps, CpuSteps)
+        if not at_once:
+            steps._layers = None
+        elif steps._layers is None:
+            pytest.skip("nothing is compiled here")
+        seen = Seen(core)
+        answer(core, make_batch(repetitive, max_output=N_OUTPUT))
+        features = core.engine.worker.part.model.features
+        assert features is not None
+        found.append((seen.drafts, features.rows))
+    assert found[0][0] == found[1][0]
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
+
+
+def test_guesses_begin_when_few_requests_run(
+    folder: Path, head_folder: Path, repetitive: Tokens, plain: Tokens, oracle: Oracle
+) -> None:
+    """Until then the head's input is kept."""
+    core = make_core(folder, speculative_config=eagle(head_folder) | {"max_concurrency": 3})
+    seen = Seen(core)
+    n_output = [20] * 6 + [N_OUTPUT] * 3
+    found = answer(core, make_batch(repetitive, max_output=n_output))
+    assert found == [tokens[:n] for tokens, n in zip(plain, n_output, strict=True)]
+    naive = NaiveHead(oracle, head_folder)
+    drafts = [(tokens, guesses) for tokens, guesses in seen.drafts if guesses]
+    assert len(drafts) > 20
+    equal = [guesses == naive.guesses(tokens, len(guesses)) for tokens, guesses in drafts]
+    assert sum(equal) >= len(equal) - 1
+
+
+def test_hidden_states_of_wrong_guesses_are_replaced() -> None:
+    states = _HiddenStates()
+
+    def rows(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32)[:, None]
+
+    states.add(0, rows(0, 1, 2))
+    states.add(3, rows(3, 4, 5))
+    states.add(4, rows(14, 15))
+    taken = states.take(1, 6)
+    assert taken is not None and taken[:, 0].tolist() == [1, 2, 3, 14, 15]
+    assert states.take(3, 7) is None
+    states.add(5, rows(25, 26))
+    taken = states.take(3, 7)
+    assert taken is not None and taken[:, 0].tolist() == [3, 14, 25, 26]
+    assert states.take(2, 4) is None  # forgotten
+    states.add(9, rows(9))
+    assert states.take(9, 10) is None  # a gap: of blocks that others have computed
+
+
+def test_bfloat16_runs(folder: Path, head_folder: Path, repetitive: Tokens) -> None:
+    more = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "quantization": "int8"}
+    core = make_core(folder, speculative_config=eagle(head_folder), **more)
+    tokens = answer(core, make_batch(repetitive, max_output=N_OUTPUT))
+    assert all(len(one) == N_OUTPUT for one in tokens)
+    assert core.statistics()["drafted_tokens"] > 0
+
+
+def test_what_is_refused(folder: Path, head_folder: Path, tmp_path: Path) -> None:
+    config = make_core(folder).config
+
+    def refused(head: Path = head_folder, **options: Any) -> str:
+        with pytest.raises(ConfigError) as error:
+            TorchCore.check(dataclasses.replace(config, speculative_config=eagle(head), **options))
+        assert "speculative_config" in error.value.about
+        return str(error.value)
+
+    for options, what in (
+        ({"gpu_bytes": 2**33, "device": 0}, "on a GPU, so far"),
+        ({"tp_size": 2}, "on several ranks"),
+        ({"role": "generation"}, "in disaggregated mode"),
+        ({"enable_kv_cache_reuse": True}, "with --enable_kv_cache_reuse"),
+    ):
+        assert what in refused(**options)
+    assert "no such file" in refused(tmp_path / "nowhere")
+    assert "is no EAGLE-3 head" in refused(folder)
+    for more, what in (
+        ({"vocab_size": 500}, "its vocab_size is 500, the model's 512"),
+        ({"hidden_size": 64}, "its hidden_size is 64, the model's 128"),
+        ({"fc_norm": True}, "fc_norm True is not supported"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}},
+            "layers [2, 3, 6] of a model of 6",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3]}},
+            "fc.weight has shape [128, 384], not",
+        ),
+        ({"draft_vocab_size": 400}, "lm_head.weight has shape [300, 128], not [400, 128]"),
+    ):
+        save_head(folder, tmp_path / "head")
+        raw = json.loads((tmp_path / "head/config.json").read_text())
+        (tmp_path / "head/config.json").write_text(json.dumps(raw | more))
+        assert what in refused(tmp_path / "head")
+    save_head(folder, tmp_path / "head")
+    tensors = load_file(tmp_path / "head/model.safetensors")
+    del tensors["midlayer.hidden_norm.weight"]
+    save_file(tensors, tmp_path / "head/model.safetensors")
+    assert "no tensor midlayer.hidden_norm.weight" in refused(tmp_path / "head")
