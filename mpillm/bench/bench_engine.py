@@ -85,7 +85,7 @@ def main(config: Options) -> int:
     contenders: dict[str, Answer] = {"engine": lambda: engine.answer(prompts, config.output_len)}
     guessing: _Engine | None = None
     if config.speculative_config:
-        guessing = _Engine(with_guesses, info)
+        guessing = _Engine(with_guesses, check_model(with_guesses))
         guessing.answer(prompts, 2)
         contenders["engine, with guesses"] = partial(guessing.answer, prompts, config.output_len)
     load = OtherLoad()

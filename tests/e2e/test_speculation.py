@@ -5,6 +5,8 @@ A quick one is in test_parallel.py.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mpillm.configurator.parsers import flag_dict
@@ -13,9 +15,11 @@ from tests.helpers.support import Starter
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from mpillm.engine.weights.sources import save_preset
 from tests.e2e.test_handoff_layouts import LAYOUTS, sections
 from tests.e2e.test_handoff_layouts import check as check_pair
 from tests.e2e.test_parallel import N_PROMPTS, SCARCER, VARIANTS, Answers, check, layout, preset_answers
+from tests.helpers.eagle_heads import save_head
 
 NGRAM = "decoding_type:NGram,max_draft_len:4"
 DRAFT = "decoding_type:Draft_Target,max_draft_len:3,speculative_model:tiny-llama"  # the model itself
@@ -25,6 +29,14 @@ N_NEW = 40
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return preset_answers("tiny-llama", tmp_path_factory.mktemp("tiny-llama"), N_PROMPTS, N_NEW)
+
+
+def test_an_eagle_head(one: Starter, answers: Answers, tmp_path: Path) -> None:
+    save_preset("tiny-llama", tmp_path / "model")
+    save_head(tmp_path / "model", tmp_path / "head")
+    how = f"decoding_type:Eagle,max_draft_len:3,speculative_model:{tmp_path / 'head'}"
+    instance = check(one, "tiny-llama", 1, answers, "--speculative_config", how)
+    assert 0 <= instance["accepted_tokens"] < instance["drafted_tokens"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,240 @@
+"""Train a small EAGLE-3 head, to measure guesses with: `python -m tools.train_eagle_head MODEL HEAD`.
+
+The model answers pieces of texts that come with Python's packages; the head learns to say the answers' tokens
+before the model does, from what it reads of the model and, two guesses further, from what it made itself (Li
+et al., EAGLE-3, 2025: training-time test). It is for two cores and a small model, and no head to serve with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
+from mpillm.config.core_config import CoreConfig
+from mpillm.cores.torch_core import TorchCore
+from mpillm.data.tokenizer import load_tokenizer
+
+_STEPS = 3  # guesses in a row that it is trained for
+_LATER = 0.8  # weight of a later guess's loss, of the one before it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, help="a model's folder")
+    parser.add_argument("head", type=Path, help="the folder to write")
+    parser.add_argument("--samples", type=int, default=1500)
+    parser.add_argument("--prompt_len", type=int, default=48)
+    parser.add_argument("--output_len", type=int, default=128)
+    parser.add_argument("--draft_vocab_size", type=int, default=8192)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    texts = _answered(options.model, list(_prompts(options)), options)
+    counts = Counter(texts.flatten().tolist())
+    kept = torch.tensor(sorted(token for token, _ in counts.most_common(options.draft_vocab_size)))
+    _log(f"{texts.numel()} tokens, of which the draft vocabulary has {len(kept)}")
+    head = _train(options, texts, kept)
+    _save(options, head, kept)
+
+
+def _log(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _prompts(options: argparse.Namespace) -> Iterator[list[int]]:
+    """Yield as many pieces of texts, each from another place."""
+    tokenizer = load_tokenizer(options.model, apply_chat_template=False)
+    folder = Path(sysconfig.get_path("purelib"))
+    files = sorted(file for kind in ("*.md", "*.rst", "*.txt", "*/METADATA") for file in folder.rglob(kind))
+    random = np.random.default_rng(1)
+    n_found = 0
+    while n_found < options.samples:
+        text = files[random.integers(len(files))].read_text(errors="replace")
+        start = random.integers(max(1, len(text) - 2000))
+        tokens = tokenizer.encode_plain(text[start : start + 12 * options.prompt_len])[: options.prompt_len]
+        if len(tokens) == options.prompt_len:
+            n_found += 1
+            yield list(tokens)
+
+
+def _answered(model: Path, prompts: list[list[int]], options: argparse.Namespace) -> Tensor:
+    """Return each prompt with the model's greedy answer: [samples, tokens]."""
+    core = TorchCore(
+        CoreConfig(
+            "torch",
+            model_path=str(model),
+            n_threads=options.threads,
+            end_ids=(),
+            max_num_tokens=2048,
+            enable_chunked_context=True,
+            max_seq_len=options.prompt_len + options.output_len,
+        )
+    )
+    core.load()
+    rows = np.zeros(len(prompts), REQUEST)
+    rows["id"], rows["n_tokens"], rows["max_output"] = (
+        np.arange(len(prompts)),
+        options.prompt_len,
+        options.output_len,
+    )
+    rows["top_p"], rows["generation"] = 1, NO_INSTANCE
+    core.enqueue(Batch(rows, np.array(prompts, np.int32).reshape(-1)))
+    texts = torch.zeros(len(prompts), options.prompt_len + options.output_len, dtype=torch.int64)
+    texts[:, : options.prompt_len] = torch.tensor(prompts)
+    n_done = 0
+    while n_done < len(prompts):
+        if (found := core.poll_responses()) is None:
+            continue
+        offsets = found.offsets()
+        for i, row in enumerate(found.rows):
+            if row["flags"] & ResponseFlag.FINAL:
+                answer = found.tokens[offsets[i] : offsets[i + 1]].astype(np.int64)
+                texts[int(row["id"]), options.prompt_len :] = torch.from_numpy(answer)
+                n_done += 1
+                if n_done % 250 == 0:
+                    _log(f"{n_done} answers")
+    return texts
+
+
+class _Head(nn.Module):
+    """The head, in Hugging Face's names."""
+
+    def __init__(self, config: dict[str, int], n_features: int, n_drafted: int) -> None:
+        super().__init__()
+        h, d, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self._d, self._eps = d, config["rms_norm_eps"]
+        shapes = {
+            "fc": (h, n_features * h),
+            "midlayer.self_attn.q_proj": (heads * d, 2 * h),
+            "midlayer.self_attn.k_proj": (kv_heads * d, 2 * h),
+            "midlayer.self_attn.v_proj": (kv_heads * d, 2 * h),
+            "midlayer.self_attn.o_proj": (h, heads * d),
+            "midlayer.mlp.gate_proj": (inner, h),
+            "midlayer.mlp.up_proj": (inner, h),
+            "midlayer.mlp.down_proj": (h, inner),
+            "lm_head": (n_drafted, h),
+        }
+        self.named = {name: nn.Parameter(torch.randn(s) / s[1] ** 0.5) for name, s in shapes.items()}
+        norms = "input_layernorm", "hidden_norm", "post_attention_layernorm"
+        for name in ("norm", *(f"midlayer.{norm}" for norm in norms)):
+            self.named[name] = nn.Parameter(torch.ones(h))
+        for name, parameter in self.named.items():
+            self.register_parameter(name.replace(".", "_"), parameter)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, turns: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer's output and the logits: embedded, hidden [texts, rows, width]."""
+        normed = self._norm("midlayer.input_layernorm", embedded), self._norm("midlayer.hidden_norm", hidden)
+        x = hidden + self._attention(torch.cat(normed, dim=-1), *turns)
+        inner = self._norm("midlayer.post_attention_layernorm", x)
+        gate, up = (self.by(f"midlayer.mlp.{name}_proj", inner) for name in ("gate", "up"))
+        x = x + self.by("midlayer.mlp.down_proj", F.silu(gate) * up)
+        return x, self.by("lm_head", self._norm("norm", x))
+
+    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        n, length, d = *x.shape[:2], self._d
+        q, k, v = (
+            self.by(f"midlayer.self_attn.{name}_proj", x).view(n, length, -1, d).transpose(1, 2)
+            for name in "qkv"
+        )
+        q, k = (y * cos + torch.cat([-y[..., d // 2 :], y[..., : d // 2]], dim=-1) * sin for y in (q, k))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.by("midlayer.self_attn.o_proj", attended.transpose(1, 2).reshape(n, length, -1))
+
+    def by(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.named[name])
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.named[name], self._eps)
+
+
+def _train(options: argparse.Namespace, texts: Tensor, kept: Tensor) -> _Head:
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model.eval()
+    config = json.loads((options.model / "config.json").read_text())
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    n = config["num_hidden_layers"]
+    read = 2, n // 2, n - 3
+    head = _Head(config, len(read), len(kept))
+    number = torch.full((config["vocab_size"],), -1)
+    number[kept] = torch.arange(len(kept))
+    with torch.no_grad():
+        head.named["lm_head"].copy_(model.get_output_embeddings().weight[kept])
+    batches = torch.split(texts, 8)
+    schedule = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.01, betas=(0.9, 0.95))
+    decay = torch.optim.lr_scheduler.OneCycleLR(schedule, 1e-3, total_steps=options.epochs * len(batches))
+    for epoch in range(options.epochs):
+        right, asked = np.zeros(_STEPS), np.zeros(_STEPS)
+        for i in torch.randperm(len(batches)).tolist():
+            tokens = batches[i]
+            with torch.inference_mode():
+                states = model(tokens, output_hidden_states=True, logits_to_keep=1).hidden_states
+                features = torch.cat([states[layer] for layer in read], dim=-1)
+                embedded = model.get_input_embeddings()(tokens)
+                turns = model.model.rotary_emb(features, torch.arange(tokens.shape[1])[None])
+            features, embedded, *turns = (x.clone() for x in (features, embedded, *turns))
+            # Row r is token r + 1 with the hidden state of token r, and guesses token r + 2. A step later the
+            # hidden state is what the head made of the row before.
+            hidden = head.by("fc", features)[:, :-1]
+            loss = torch.zeros(())
+            for step in range(_STEPS):
+                rows = slice(step, tokens.shape[1] - 2)
+                cos, sin = (turn[:, None, : tokens.shape[1] - 2 - step] for turn in turns)
+                hidden, logits = head(
+                    embedded[:, 1 + step : tokens.shape[1] - 1],
+                    hidden[:, : tokens.shape[1] - 2 - step],
+                    (cos, sin),
+                )
+                wanted = number[tokens[:, 2:][:, rows]]
+                answers = wanted[:, options.prompt_len :]
+                asked[step] += answers.numel()
+                right[step] += int((logits.argmax(-1)[:, options.prompt_len :] == answers).sum())
+                of_step = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1)
+                loss = loss + _LATER**step * of_step
+            schedule.zero_grad()
+            torch.autograd.backward(loss)
+            nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            schedule.step()
+            decay.step()
+        _log(f"epoch {epoch + 1}: right at first, second, third guess: {(right / asked).round(3).tolist()}")
+    return head
+
+
+def _save(options: argparse.Namespace, head: _Head, kept: Tensor) -> None:
+    options.head.mkdir(parents=True, exist_ok=True)
+    config = json.loads((options.model / "config.json").read_text())
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": len(kept),
+        "tie_word_embeddings": False,
+    }
+    tensors = {f"{name}.weight": parameter.detach().contiguous() for name, parameter in head.named.items()}
+    tensors["d2t"] = kept - torch.arange(len(kept))
+    tensors["t2d"] = torch.isin(torch.arange(config["vocab_size"]), kept)
+    (options.head / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, options.head / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    main()
