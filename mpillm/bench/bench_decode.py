@@ -233,7 +233,7 @@ def bench_decode(config: Options) -> int:
     if guesses is not None:
         print("steps that test wrong guesses of each sequence; guesses pay from so many right ones a step")
         print(f"  {'batch':>6} {'guesses':>7} {'step ms':>9} {'plain':>9} {'pay from':>9}")
-        drafter = start_drafter(core, worker.part)
+        drafter = start_drafter(core, worker)
         for batch, n in itertools.product(batches, range(1, n_guesses + 1)):
             tested_guesses = Guesses(drafter, n, guesses.max_concurrency)
             tested = decode_steps(worker, core, batch, context, n_steps, tested_guesses)

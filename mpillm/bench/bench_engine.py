@@ -208,9 +208,8 @@ class _Engine:
             info, limits, Worker.on_cpu(info, core.tokens_per_block, Groups(), dummy=False)
         )
         if core.speculative_config:
-            self._engine.speculation = start_speculation(
-                core, self._engine.worker.part, self._engine.scheduler
-            )
+            worker = self._engine.worker
+            self._engine.speculation = start_speculation(core, worker, self._engine.scheduler)
         self._steps: list[tuple[int, int]] = []  # rows, rows with logits
         steps = self._engine.worker.steps
         forward = steps.forward

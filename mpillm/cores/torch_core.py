@@ -128,7 +128,7 @@ class TorchCore(LLMCore):
             if c.speculative_config and c.role != "context":  # which has only first tokens to compute
                 from mpillm.engine.speculation.start_speculation import start_speculation
 
-                engine.speculation = start_speculation(c, worker.part, engine.scheduler)
+                engine.speculation = start_speculation(c, worker, engine.scheduler)
         else:
             self._runs = Follower(worker)
 

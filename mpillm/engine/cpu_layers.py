@@ -12,7 +12,6 @@ from torch import Tensor
 from mpillm.engine.kernels.c_library import address
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.model.attention import ByRow
-from mpillm.engine.model.eagle_head import EagleHead
 from mpillm.engine.model.linear import Linear
 from mpillm.engine.model.transformer import Mlp
 from mpillm.engine.model_part import ModelPart
@@ -62,7 +61,7 @@ class CpuLayers:
     @classmethod
     def of(cls, part: ModelPart, kernels: CpuKernels) -> CpuLayers | None:
         """None if something is between its products, or some of them are not compiled."""
-        if part.groups.layout.tp_size > 1 or isinstance(part.model, EagleHead):
+        if part.groups.layout.tp_size > 1 or not part.model.in_parts:
             return None
         kept = () if part.model.features is None else part.model.features.layers
         layers = []
@@ -87,8 +86,8 @@ class CpuLayers:
             attention.longest,
         )
         arrays: list[int | None] = [address(array) for array in (x, attended, room)]
-        if (features := self._part.model.features) is not None:
-            features.begin(x)
+        features = self._part.model.features
+        assert features is None or len(features.rows) >= n
         arrays.append(None if features is None else address(features.rows))
         sizes = 0 if features is None else len(features.layers), n, self._hidden, kv_heads, size
         eps = self._part.info.config.rms_norm_eps

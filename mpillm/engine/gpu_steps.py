@@ -55,7 +55,7 @@ class GpuSteps:
         """Capture the graphs, which takes seconds. `decode_rows`: see `Worker.on_gpu`."""
         info, device = part.info, part.device
         self._part = part
-        self._kernels = kernels
+        self.kernels = kernels
         # Every rank of the TP group feeds a token to its sequence's next step itself. With several stages,
         # another rank needs the token.
         self.n_ahead = 1 if part.groups.layout.pp_size == 1 else 0
@@ -159,19 +159,19 @@ class GpuSteps:
 
     def _plan_contexts(self, spans: list[Span], starts: list[int]) -> ContextPlan:
         part = self._part
-        n_queries = self._kernels.context_tile(part.n_heads, part.cache.keys.shape[2], part.dtype)
+        n_queries = self.kernels.context_tile(part.n_heads, part.cache.keys.shape[2], part.dtype)
         return ContextPlan.of(spans, starts, n_queries, most_copied(part.info.max_seq_len))
 
     def _embed(self, tokens: Tensor, slots: Tensor) -> Tensor:
         model = self._part.model
-        x: Tensor = self._kernels.embed(model.embedding, tokens, slots, self._last, model.vocabulary.start)
+        x: Tensor = self.kernels.embed(model.embedding, tokens, slots, self._last, model.vocabulary.start)
         return self._part.groups.all_reduce(x)
 
     def _attention(
         self, slots: Tensor, positions: Tensor, n_decode: int, contexts: Contexts | None
     ) -> PagedAttention:
         return PagedAttention(
-            self._kernels,
+            self.kernels,
             self._part.cache,
             self._part.n_heads,
             self._rotations,
@@ -234,7 +234,7 @@ class GpuSteps:
     def _capture_layers(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
         """Capture graphs of steps with contexts, as far as launching the kernels takes longer."""
         sizes = [size for size in ladder(min(max_num_tokens, _MOST_LAYER_ROWS)) if size >= _LEAST_LAYER_ROWS]
-        if not sizes:
+        if not sizes or not self._part.model.in_parts:
             return
         launched = []
         for _ in range(3):

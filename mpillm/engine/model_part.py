@@ -66,8 +66,10 @@ class ModelPart:
             model = Llama(info.config, weights, info.max_seq_len, groups, ops)
             layers = groups.layout.layers(info.config)
             scales = weights.kv_scales(layers) if info.kv_dtype == "fp8" else None
-        if info.feature_layers:
-            model.features = Features(info.feature_layers)
+            if info.feature_layers:
+                width = len(info.feature_layers) * info.config.hidden_size
+                rows = torch.zeros(info.feature_rows, width, dtype=weights.dtype, device=device)
+                model.features = Features(info.feature_layers, rows)
         return cls(info, tokens_per_block, groups, model, weights.dtype, scales)
 
     def receive_hidden(self, n_rows: int) -> Tensor:

@@ -138,8 +138,8 @@ class ModelFields(Options):
     speculative_config = Field(
         "speculative_config",
         "speculative decoding, with the same answers, as key:value,key:value (docs/speculation.md):"
-        " decoding_type (NGram, Draft_Target), max_draft_len, max_matching_ngram_size, speculative_model,"
-        " max_concurrency; MLPerf forbids it for all workloads that this engine runs",
+        " decoding_type (NGram, Draft_Target, Eagle), max_draft_len, max_matching_ngram_size,"
+        " speculative_model, max_concurrency; MLPerf forbids it for all workloads that this engine runs",
         flag_dict,
         group="model",
     )

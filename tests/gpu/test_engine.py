@@ -30,6 +30,7 @@ from mpillm.engine.weights import rank_weights as weights
 from mpillm.engine.weights.build_engine import build
 from mpillm.engine.weights.quantize import dequantize_rows, quantize, quantize_rows
 from mpillm.engine.weights.sources import save_preset
+from tests.helpers.eagle_heads import Seen, eagle, save_head
 from tests.helpers.guesses import NGRAM, draft_target, save_half
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, Answers, make_batch, make_core
@@ -184,6 +185,33 @@ def test_guesses(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
         if kind == "the model itself":  # a near tie now and then
             assert counts["accepted_tokens"] > 0.95 * counts["drafted_tokens"]
         assert core.compiled_in_test() == []
+
+
+def test_an_eagle_head(tmp_path: Path) -> None:
+    """It guesses what it guesses on a CPU, after right and wrong guesses, and nothing is compiled for it."""
+    save_preset("tiny-llama", tmp_path)
+    save_head(tmp_path, tmp_path / "head")
+    rng = np.random.default_rng(11)
+    prompts = [rng.integers(0, 512, n).tolist() for n in rng.integers(3, 60, 20)]
+    plain = make_core(tmp_path, dtype="float32")
+    plain.enqueue(make_batch(prompts))
+    wanted = Answers().run(plain).tokens()
+    right = {tuple(prompt): tokens for prompt, tokens in zip(prompts, wanted, strict=True)}
+    drafts = []
+    for options in ({}, {"gpu_bytes": 8 << 30, "device": 0}, {"gpu_bytes": 8 << 30, "device": 0, **SCARCE}):
+        how = eagle(tmp_path / "head", 4)
+        core = make_core(tmp_path, dtype="float32", speculative_config=how, max_num_tokens=100, **options)
+        seen = Seen(core, right)
+        core.start_test()
+        found = answer(core, make_batch(prompts))
+        assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 19
+        assert core.statistics()["accepted_tokens"] > 0
+        assert core.compiled_in_test() == []
+        drafts.append({tuple(tokens): guesses for tokens, guesses in seen.drafts if guesses})
+    for on_gpu in drafts[1:]:
+        both = drafts[0].keys() & on_gpu.keys()
+        assert len(both) > 40
+        assert sum(drafts[0][tokens] == on_gpu[tokens] for tokens in both) >= 0.95 * len(both)
 
 
 def forget_kernels() -> None:

@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.sequence import Sequence
+from mpillm.engine.speculation.eagle import EagleDrafter
 from tests.helpers.oracle import Oracle
 
 READ = [1, 3, 5]  # the layers of tiny-llama whose input a head reads
@@ -124,3 +127,27 @@ class NaiveHead:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self._tensors[f"{name}.weight"], self._config["rms_norm_eps"])
+
+
+class Seen:
+    """What a core's drafter has guessed after which tokens; with `right`, in place of some, what is right."""
+
+    def __init__(self, core: TorchCore, right: dict[tuple[int, ...], list[int]] | None = None) -> None:
+        assert core.engine.speculation is not None
+        assert isinstance(core.engine.speculation._drafter, EagleDrafter)
+        drafter: Any = core.engine.speculation._drafter
+        self.drafts: list[tuple[list[int], list[int]]] = []
+        draft = drafter.draft
+
+        def noting(wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+            found: list[list[int]] = draft(wanted)
+            for i, ((sequence, most), guesses) in enumerate(zip(wanted, found, strict=True)):
+                assert len(guesses) in (0, most)
+                self.drafts.append((sequence.prompt + sequence.output, list(guesses)))
+                if right is not None:
+                    answer = right[tuple(sequence.prompt)][len(sequence.output) :]
+                    n = i % (most + 1)  # so many are right
+                    found[i] = [*answer[:n], *((token + 1) % 512 for token in answer[n:most])]
+            return found
+
+        drafter.draft = noting

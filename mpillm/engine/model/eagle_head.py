@@ -28,15 +28,27 @@ if TYPE_CHECKING:
 class EagleHead(Llama):
     """As a model of one layer whose rows read `hidden`, too. Its logits are over the model's vocabulary."""
 
+    in_parts = False
+
     def __init__(
-        self, eagle: EagleConfig, embedding: Tensor, max_seq_len: int, dtype: torch.dtype, ops: Ops
+        self,
+        eagle: EagleConfig,
+        embedding: Tensor,
+        max_seq_len: int,
+        dtype: torch.dtype,
+        ops: Ops,
+        most_rows: int,
     ) -> None:
-        """`embedding` [vocabulary, hidden]: the model's. Raises ConfigError if a tensor cannot be read."""
+        """`embedding` [vocabulary, hidden]: the model's; `most_rows`: of a step.
+
+        Raises ConfigError if a tensor cannot be read.
+        """
         source = _HeadFile(eagle, embedding)
         weights = Shards(source, eagle.model, Layout(), dtype, embedding.device)
         super().__init__(eagle.model, weights, max_seq_len, Groups(), ops)
-        # Before a step: what each of its rows reads. After it: what the head made of each wanted row.
-        self.hidden = embedding[:0]
+        # Before a step, in its first rows: what each row reads. After it: what the head made of each wanted
+        # row. It stays where it is for graphs.
+        self.hidden = embedding.new_zeros(most_rows, eagle.model.hidden_size, dtype=dtype)
         self._fc = Linear(weights.get("fc"))
         self._hidden_norm = weights.get(f"{LAYER}hidden_norm")
         self._norm_before_residual = eagle.norm_before_residual
@@ -60,7 +72,7 @@ class EagleHead(Llama):
     ) -> Tensor:
         """As `Llama.forward`; there is no handoff and no adapter."""
         layer, eps = self.layers[0], self.config.rms_norm_eps
-        residual = self.hidden
+        residual = self.hidden[: len(x)]
         normed = self._ops.add_norm(residual, None, self._hidden_norm, eps)
         if self._norm_before_residual:
             residual = normed.clone()
@@ -69,7 +81,8 @@ class EagleHead(Llama):
         if wanted is not None:
             residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
         out = self.leave(residual, attended, None)
-        self.hidden = residual
+        if wanted is not None or self._norm_before_residual:
+            self.hidden[: len(residual)] = residual
         return out
 
     def logits(self, normed: Tensor) -> Tensor:

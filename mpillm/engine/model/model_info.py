@@ -11,10 +11,11 @@ from typing import Any
 from disagg.errors import ConfigError, about, nearest
 from mpillm.config.core_config import CUSTOM_ALL_REDUCE, CoreConfig
 from mpillm.data.tokenizer import load_tokenizer
+from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_config import ModelConfig, check_architecture, locate, parse_model, presets
 from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.speculation.eagle_config import eagle_config
-from mpillm.engine.speculation.speculative_config import draft_config
+from mpillm.engine.speculation.eagle_config import EagleConfig, eagle_config
+from mpillm.engine.speculation.speculative_config import draft_config, most_rows
 from mpillm.engine.weights.checkpoint_folder import checkpoint_files
 from mpillm.engine.weights.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.weights.entries import is_linear, rank_bytes
@@ -61,6 +62,7 @@ class ModelInfo:
     folder: Path | None  # None: a preset
     engine: EngineFolder | None = None  # the source of the weights, if it is one
     feature_layers: tuple[int, ...] = ()  # whose outputs an EAGLE head reads
+    feature_rows: int = 0  # of a step, at most
 
 
 def check_model(config: CoreConfig) -> ModelInfo:
@@ -165,6 +167,8 @@ def model_info(config: CoreConfig) -> ModelInfo:
     per_token, room = model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size), None
     if config.gpu_bytes is not None:
         needs = _gpu_needs(config, model, dtype, kv_dtype, quantization)
+        if eagle is not None:
+            needs += _eagle_needs(config, eagle, dtype)
         per_token, room = needs.per_token, gpu_room(config, needs, config.gpu_bytes)
     kv_cache_tokens, max_seq_len = _lengths(config, model, per_token, room)
     return ModelInfo(
@@ -185,6 +189,7 @@ def model_info(config: CoreConfig) -> ModelInfo:
         folder=folder,
         engine=engine,
         feature_layers=() if eagle is None else eagle.layers,
+        feature_rows=most_rows(config),
     )
 
 
@@ -275,6 +280,13 @@ def _gpu_needs(
         draft = model_info(beside)
         needs += _gpu_needs(beside, draft.config, draft.dtype, draft.kv_dtype, draft.quantization)
     return needs
+
+
+def _eagle_needs(config: CoreConfig, eagle: EagleConfig, dtype: str) -> GpuNeeds:
+    """Return what a head needs beside its model. An embedding is counted, which is more than its `fc`."""
+    needs = gpu_needs(config, eagle.model, dtype, dtype, "none")
+    hidden_states = (len(eagle.layers) + 3) * most_rows(config) * eagle.model.hidden_size * N_BYTES[dtype]
+    return dataclasses.replace(needs, step=needs.step + hidden_states)
 
 
 def _lengths(config: CoreConfig, model: ModelConfig, per_token: int, gpu_room: int | None) -> tuple[int, int]:

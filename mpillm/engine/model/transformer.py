@@ -143,6 +143,8 @@ class Llama:
     Holds no state of sequences.
     """
 
+    in_parts = True  # `forward` is `enter`, `between` and `leave`
+
     def __init__(
         self, config: ModelConfig, weights: Weights, max_seq_len: int, groups: Groups, ops: Ops = ops
     ) -> None:
@@ -201,8 +203,6 @@ class Llama:
 
     def enter(self, x: Tensor, adapters: Adapters | None = None) -> Tensor | Unscaled:
         """Return the first layer's qkv."""
-        if self.features is not None:
-            self.features.begin(x)
         first = self.layers[0]
         normed = self._ops.add_norm(
             x, None, first.input_norm, self.config.rms_norm_eps, first.qkv.rounds(len(x))

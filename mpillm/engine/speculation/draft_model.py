@@ -59,10 +59,10 @@ class DraftModel:
         self._slots = list(range(max_batch_size))
         self._of: dict[Sequence, Drafting] = {}
 
-    @classmethod
-    def decode_rows(cls, max_batch_size: int, max_num_tokens: int) -> int:
-        """Return the rows of the worker's largest step without contexts."""
-        return max(max_batch_size, min(cls.FEW * max_batch_size, max_num_tokens))
+    @staticmethod
+    def decode_rows(max_batch_size: int, max_num_tokens: int, few: int = FEW) -> int:
+        """Return the rows of the worker's largest step without contexts; `few`: of a sequence."""
+        return max(max_batch_size, min(few * max_batch_size, max_num_tokens))
 
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         for sequence in [sequence for sequence in self._of if sequence.is_done]:

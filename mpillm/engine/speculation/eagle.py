@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mpillm.engine.graphs import ladder
 from mpillm.engine.model.eagle_head import EagleHead
 from mpillm.engine.model.features import Features
 from mpillm.engine.sequence import Sequence
@@ -70,11 +71,20 @@ class EagleDrafter(DraftModel):
         self._lacked: dict[Drafting, Tensor] = {}  # hidden states of the rows to compute
         self._made: dict[Drafting, Tensor] = {}  # what the head made of each one's last row: [hidden]
 
+    def warm_up(self) -> None:
+        """Run every kind of step, and `fuse`, so that tests compile nothing."""
+        self._worker.warm_up(self._max_num_tokens)
+        rows = self._features.rows
+        with torch.inference_mode():
+            for n in ladder(len(rows)):
+                self._head.fuse(rows[:n])
+
+    @torch.inference_mode()
     def computed(self, step: Step, sequences: Mapping[int, Sequence]) -> None:
         """Keep what the model thought in a step. `sequences`: those that may want guesses, by slot."""
         for ended in [sequence for sequence in self._seen if sequence.is_done]:
             del self._seen[ended]
-        hidden, at = self._head.fuse(self._features.rows), 0
+        hidden, at = self._head.fuse(self._features.rows[: len(step.tokens)]), 0
         for span in step.spans:
             if (sequence := sequences.get(span.slot)) is not None:
                 seen = self._seen.setdefault(sequence, _HiddenStates())
@@ -84,6 +94,7 @@ class EagleDrafter(DraftModel):
     def _context(self, sequence: Sequence) -> list[int]:
         return super()._context(sequence)[1:]
 
+    @torch.inference_mode()
     def _lacks(self, sequence: Sequence, drafting: Drafting, context: list[int]) -> list[int] | None:
         n = drafting.n_right
         seen = self._seen.get(sequence)
@@ -95,11 +106,13 @@ class EagleDrafter(DraftModel):
         drafting.n_right = len(context)
         return context[n:]
 
+    @torch.inference_mode()
     def _run(self, pieces: list[tuple[Drafting, list[int]]]) -> Started:
         pieces.sort(key=self._is_context)
-        self._head.hidden = torch.cat([self._hidden_of(drafting, len(new)) for drafting, new in pieces])
+        hidden = torch.cat([self._hidden_of(drafting, len(new)) for drafting, new in pieces])
+        self._head.hidden[: len(hidden)] = hidden
         started = super()._run(pieces)
-        self._made |= zip(started.rows, self._head.hidden, strict=True)
+        self._made |= zip(started.rows, self._head.hidden[: len(started.rows)].clone(), strict=True)
         return started
 
     def _hidden_of(self, drafting: Drafting, n: int) -> Tensor:

@@ -67,6 +67,11 @@ def decode_rows(config: CoreConfig) -> int:
     return max(config.max_batch_size, min(n_guessed * (1 + how.max_draft_len), config.max_num_tokens))
 
 
+def most_rows(config: CoreConfig) -> int:
+    """Return the rows that no step has more of: contexts' tokens, and those of sequences that generate."""
+    return config.max_num_tokens + decode_rows(config)
+
+
 def draft_config(config: CoreConfig) -> CoreConfig | None:
     """Return the configuration of the draft model, which is on one rank; None if the instance needs none."""
     if not config.speculative_config or config.role == "context":  # which has only first tokens to compute

@@ -8,6 +8,7 @@ import torch
 
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.cpu_steps import CpuSteps
+from mpillm.engine.gpu_steps import GpuSteps
 from mpillm.engine.kernels.cpu_kernels import cpu_kernels
 from mpillm.engine.model import ops
 from mpillm.engine.model.eagle_head import EagleHead
@@ -22,30 +23,30 @@ from mpillm.engine.speculation.eagle_config import EagleConfig, eagle_config
 from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.speculation.speculative_config import SpeculativeConfig, draft_config
-from mpillm.engine.worker import Worker
+from mpillm.engine.worker import Steps, Worker
 
 
-def start_speculation(config: CoreConfig, part: ModelPart, scheduler: Scheduler) -> Speculation:
-    """Load the draft model, if there is one, which takes as long as any of its size. `part`: the model's."""
+def start_speculation(config: CoreConfig, worker: Worker, scheduler: Scheduler) -> Speculation:
+    """Load the draft model, if there is one: it takes as long as any of its size. `worker`: the model's."""
     how = SpeculativeConfig.read(config.speculative_config or {})
-    drafter = start_drafter(config, part)
+    drafter = start_drafter(config, worker)
     watch = drafter.computed if isinstance(drafter, EagleDrafter) else None
     limits = config.max_num_tokens, how.max_draft_len, how.max_concurrency
     return Speculation(drafter, scheduler, *limits, watch)
 
 
-def start_drafter(config: CoreConfig, part: ModelPart) -> Drafter:
+def start_drafter(config: CoreConfig, worker: Worker) -> Drafter:
     """Return what guesses; as `start_speculation`."""
-    info = part.info
+    info = worker.part.info
     if (eagle := eagle_config(config, info.config)) is not None:
-        return _eagle_drafter(config, eagle, part)
+        return _eagle_drafter(config, eagle, worker)
     if (beside := draft_config(config)) is None:
         how = SpeculativeConfig.read(config.speculative_config or {})
         return NGramDrafter(how.max_matching_ngram_size)
     if config.gpu_bytes is not None:  # `info` counts a token of its cache beside each of the model's
         beside = replace(beside, kv_cache_tokens=info.kv_cache_tokens)
-    worker = draft_worker(beside, model_info(beside))
-    return DraftModel(worker, config.tokens_per_block, config.max_batch_size, config.max_num_tokens)
+    of_draft = draft_worker(beside, model_info(beside))
+    return DraftModel(of_draft, config.tokens_per_block, config.max_batch_size, config.max_num_tokens)
 
 
 def draft_worker(config: CoreConfig, info: ModelInfo) -> Worker:
@@ -66,17 +67,28 @@ def draft_worker(config: CoreConfig, info: ModelInfo) -> Worker:
     return worker
 
 
-def _eagle_drafter(config: CoreConfig, eagle: EagleConfig, part: ModelPart) -> EagleDrafter:
+def _eagle_drafter(config: CoreConfig, eagle: EagleConfig, worker: Worker) -> EagleDrafter:
     """Load the head; its KV cache holds as many tokens as the model's."""
-    how, features = SpeculativeConfig.read(config.speculative_config or {}), part.model.features
+    how, part, model = SpeculativeConfig.read(config.speculative_config or {}), worker.part, eagle.model
+    features, size = part.model.features, config.tokens_per_block
     assert features is not None
-    model, size = eagle.model, config.tokens_per_block
+    n_decoded = DraftModel.decode_rows(config.max_batch_size, config.max_num_tokens, 1 + how.max_draft_len)
+    on_gpu = worker.steps if isinstance(worker.steps, GpuSteps) else None
     kernels = cpu_kernels(part.dtype, model.head_dim, model.n_heads // model.n_kv_heads)
+    operations = on_gpu.kernels if on_gpu is not None else kernels or ops
+    most_rows = config.max_num_tokens + n_decoded
     with torch.inference_mode():
-        head = EagleHead(eagle, part.model.embedding, part.info.max_seq_len, part.dtype, kernels or ops)
+        of_model = part.model.embedding, part.info.max_seq_len, part.dtype
+        head = EagleHead(eagle, *of_model, operations, most_rows)
     info = replace(
         part.info, config=model, kv_dtype=part.info.dtype, layout=Layout(), end_ids=(), feature_layers=()
     )
     own = ModelPart(info, size, Groups(), head, part.dtype)
+    steps: Steps = CpuSteps(own, kernels)
+    if on_gpu is not None:
+        steps = GpuSteps(own, config.max_batch_size, on_gpu.kernels, n_decoded)
     limits = config.max_batch_size, config.max_num_tokens, how.max_draft_len
-    return EagleDrafter(Worker(own, CpuSteps(own, kernels)), head, features, size, *limits)
+    drafter = EagleDrafter(Worker(own, steps), head, features, size, *limits)
+    if on_gpu is not None:
+        drafter.warm_up()
+    return drafter

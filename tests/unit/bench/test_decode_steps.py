@@ -44,7 +44,7 @@ def test_each_step_has_the_rows_asked_for(
         return run(step)
 
     monkeypatch.setattr(worker, "run", noting)
-    guesses = Guesses(start_drafter(core, worker.part), of_one - 1, 3) if of_one > 1 else None
+    guesses = Guesses(start_drafter(core, worker), of_one - 1, 3) if of_one > 1 else None
     decoded = decode_steps(worker, core, batch, CONTEXT, N_STEPS, guesses)
     assert decoded.step_s > 0 and decoded.host_s > 0
     assert len(rows) >= WARM_UP + N_STEPS

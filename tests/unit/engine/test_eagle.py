@@ -13,13 +13,18 @@ from safetensors.torch import load_file, save_file
 
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine import worker as worker_module
 from mpillm.engine.cpu_steps import CpuSteps
-from mpillm.engine.sequence import Sequence
-from mpillm.engine.speculation.eagle import EagleDrafter, _HiddenStates
-from tests.helpers.eagle_heads import NaiveHead, eagle, save_head
+from mpillm.engine.kernels.cpu_products import cpu_products
+from mpillm.engine.model import linear
+from mpillm.engine.model.model_info import check_model
+from mpillm.engine.speculation.eagle import _HiddenStates
+from mpillm.engine.speculation.eagle_config import read_eagle
+from tests.helpers.eagle_heads import NaiveHead, Seen, eagle, save_head
+from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
 from tests.helpers.guesses import N_OUTPUT
 from tests.helpers.oracle import Oracle, Tokens
-from tests.helpers.torch_cores import answer, make_batch, make_core
+from tests.helpers.torch_cores import Answers, answer, make_batch, make_core
 
 SCARCE = {"kv_cache_tokens": 256, "max_seq_len": None}
 
@@ -29,30 +34,6 @@ def head_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("head")
     save_head(folder, path)
     return path
-
-
-class Seen:
-    """What a core's drafter has guessed after which tokens; with `right`, in place of some, what is right."""
-
-    def __init__(self, core: TorchCore, right: dict[tuple[int, ...], list[int]] | None = None) -> None:
-        assert core.engine.speculation is not None
-        assert isinstance(core.engine.speculation._drafter, EagleDrafter)
-        drafter: Any = core.engine.speculation._drafter
-        self.drafts: list[tuple[list[int], list[int]]] = []
-        draft = drafter.draft
-
-        def noting(wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-            found: list[list[int]] = draft(wanted)
-            for i, ((sequence, most), guesses) in enumerate(zip(wanted, found, strict=True)):
-                assert len(guesses) in (0, most)
-                self.drafts.append((sequence.prompt + sequence.output, list(guesses)))
-                if right is not None:
-                    answer = right[tuple(sequence.prompt)][len(sequence.output) :]
-                    n = i % (most + 1)  # so many are right
-                    found[i] = [*answer[:n], *((token + 1) % 512 for token in answer[n:most])]
-            return found
-
-        drafter.draft = noting
 
 
 @pytest.mark.parametrize(
@@ -67,20 +48,32 @@ class Seen:
     ids=str,
 )
 @pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("way", ["of a CPU", "of a GPU"])
 def test_guesses_are_those_of_a_naive_head(
     folder: Path,
     head_folder: Path,
     oracle: Oracle,
     repetitive: Tokens,
     plain: Tokens,
+    way: str,
     options: dict[str, Any],
     replaced: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also after guesses that were right, which a head of random numbers has none of by itself."""
+    if way == "of a GPU":
+        monkeypatch.setattr(TorchCore, "_make_worker", gpu_worker)
     core = make_core(folder, speculative_config=eagle(head_folder), **options)
     right = {tuple(prompt): tokens for prompt, tokens in zip(repetitive, plain, strict=True)}
+    if way == "of a GPU":
+        monkeypatch.setattr(worker_module, "Sampled", Late)
     seen = Seen(core, right if replaced else None)
-    assert answer(core, make_batch(repetitive, max_output=N_OUTPUT)) == plain
+    core.enqueue(make_batch(repetitive, max_output=N_OUTPUT))
+    found = Answers()
+    while not core.engine.is_idle():
+        found.poll(core)
+    assert found.tokens() == plain
+    assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
     counts = core.statistics()
     assert counts["drafted_tokens"] > 100
     if replaced:
@@ -141,22 +134,23 @@ def test_features_are_the_same_layer_by_layer(
     folder: Path, head_folder: Path, repetitive: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiled layers keep what those in PyTorch keep."""
+    if cpu_products(torch.float32, torch.float32) is None:
+        pytest.skip("nothing is compiled here")
+    monkeypatch.setattr(linear, "_compiled", cpu_products)
     found = []
     for at_once in (True, False):
         core = make_core(folder, speculative_config=eagle(head_folder))
         steps = core.engine.worker.steps
-        assert isinstance(steps, CpuSteps)
+        assert isinstance(steps, CpuSteps) and steps._layers is not None
         if not at_once:
             steps._layers = None
-        elif steps._layers is None:
-            pytest.skip("nothing is compiled here")
         seen = Seen(core)
         answer(core, make_batch(repetitive, max_output=N_OUTPUT))
         features = core.engine.worker.part.model.features
-        assert features is not None
+        assert features is not None and features.rows.any()
         found.append((seen.drafts, features.rows))
     assert found[0][0] == found[1][0]
-    assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
+    assert found[0][1].equal(found[1][1])
 
 
 def test_guesses_begin_when_few_requests_run(
@@ -203,6 +197,25 @@ def test_bfloat16_runs(folder: Path, head_folder: Path, repetitive: Tokens) -> N
     assert core.statistics()["drafted_tokens"] > 0
 
 
+def test_memory_of_a_gpu_is_kept_for_a_head(folder: Path, head_folder: Path) -> None:
+    config = make_core(folder, max_batch_size=1000, max_seq_len=4096).config
+    config = dataclasses.replace(config, gpu_bytes=3 << 30)
+    guessing = dataclasses.replace(config, speculative_config=eagle(head_folder, 1))
+    plain, beside = check_model(config), check_model(guessing)
+    per_token, of_head = (
+        model.kv_bytes_per_token("float32")
+        for model in (plain.config, read_eagle(head_folder, plain.config).model)
+    )
+    room, left = (info.kv_cache_tokens * per_token for info in (plain, beside))
+    fraction = config.kv_cache_fraction
+    assert (
+        left + beside.kv_cache_tokens * of_head
+        < room - fraction * (head_folder / "model.safetensors").stat().st_size
+    )
+    assert beside.feature_layers == (0, 2, 4)
+    TorchCore.check(guessing)
+
+
 def test_what_is_refused(folder: Path, head_folder: Path, tmp_path: Path) -> None:
     config = make_core(folder).config
 
@@ -213,7 +226,6 @@ def test_what_is_refused(folder: Path, head_folder: Path, tmp_path: Path) -> Non
         return str(error.value)
 
     for options, what in (
-        ({"gpu_bytes": 2**33, "device": 0}, "on a GPU, so far"),
         ({"tp_size": 2}, "on several ranks"),
         ({"role": "generation"}, "in disaggregated mode"),
         ({"enable_kv_cache_reuse": True}, "with --enable_kv_cache_reuse"),
