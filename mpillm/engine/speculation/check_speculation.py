@@ -24,6 +24,7 @@ def check_speculation(config: CoreConfig, info: ModelInfo) -> None:
             )
 
 
+@about("speculative_config")
 def _check_eagle(config: CoreConfig) -> None:
     """Raise ConfigError where a head would not get the hidden states of each token of a sequence."""
     for is_so, what in (
