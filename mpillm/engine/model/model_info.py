@@ -284,9 +284,11 @@ def _gpu_needs(
 
 def _eagle_needs(config: CoreConfig, eagle: EagleConfig, dtype: str) -> GpuNeeds:
     """Return what a head needs beside its model. An embedding is counted, which is more than its `fc`."""
-    needs = gpu_needs(config, eagle.model, dtype, dtype, "none")
-    hidden_states = (len(eagle.layers) + 3) * most_rows(config) * eagle.model.hidden_size * N_BYTES[dtype]
-    return dataclasses.replace(needs, step=needs.step + hidden_states)
+    needs, hidden_state = gpu_needs(config, eagle.model, dtype, dtype, "none"), eagle.model.hidden_size
+    hidden_state *= N_BYTES[dtype]
+    rows = (len(eagle.layers) + 3) * most_rows(config)
+    # A token's hidden state waits until the head has read it.
+    return needs + GpuNeeds(weights=0, step=rows * hidden_state, per_token=hidden_state)
 
 
 def _lengths(config: CoreConfig, model: ModelConfig, per_token: int, gpu_room: int | None) -> tuple[int, int]:

@@ -66,9 +66,7 @@ class DraftModel:
 
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         for sequence in [sequence for sequence in self._of if sequence.is_done]:
-            ended = self._of.pop(sequence)
-            self._slots.append(ended.slot)
-            self._blocks.give_back(ended.blocks)
+            self._forget(self._of.pop(sequence))
         drafts: list[list[int]] = []
         work: list[tuple[Drafting, int]] = []  # and how many guesses it wants
         new: list[list[int]] = []
@@ -100,6 +98,11 @@ class DraftModel:
         del drafting.cached[n:]
         drafting.n_right = len(context)
         return context[n:]
+
+    def _forget(self, ended: Drafting) -> None:
+        """Give back what a sequence held that has ended."""
+        self._slots.append(ended.slot)
+        self._blocks.give_back(ended.blocks)
 
     def _guess(self, work: list[tuple[Drafting, int]], new: list[list[int]]) -> None:
         """Fill each one's draft. `new`: the tokens that each one's cache lacks."""

@@ -84,12 +84,18 @@ class EagleDrafter(DraftModel):
         """Keep what the model thought in a step. `sequences`: those that may want guesses, by slot."""
         for ended in [sequence for sequence in self._seen if sequence.is_done]:
             del self._seen[ended]
+        if not sequences:
+            return
         hidden, at = self._head.fuse(self._features.rows[: len(step.tokens)]), 0
         for span in step.spans:
             if (sequence := sequences.get(span.slot)) is not None:
                 seen = self._seen.setdefault(sequence, _HiddenStates())
                 seen.add(span.n_cached, hidden[at : at + span.n_new])
             at += span.n_new
+
+    def _forget(self, ended: Drafting) -> None:
+        super()._forget(ended)
+        self._made.pop(ended, None)
 
     def _context(self, sequence: Sequence) -> list[int]:
         return super()._context(sequence)[1:]

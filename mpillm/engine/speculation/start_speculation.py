@@ -23,7 +23,7 @@ from mpillm.engine.speculation.eagle_config import EagleConfig, eagle_config
 from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.speculation.speculative_config import SpeculativeConfig, draft_config
-from mpillm.engine.worker import Steps, Worker
+from mpillm.engine.worker import Worker
 
 
 def start_speculation(config: CoreConfig, worker: Worker, scheduler: Scheduler) -> Speculation:
@@ -74,20 +74,18 @@ def _eagle_drafter(config: CoreConfig, eagle: EagleConfig, worker: Worker) -> Ea
     assert features is not None
     n_decoded = DraftModel.decode_rows(config.max_batch_size, config.max_num_tokens, 1 + how.max_draft_len)
     on_gpu = worker.steps if isinstance(worker.steps, GpuSteps) else None
-    kernels = cpu_kernels(part.dtype, model.head_dim, model.n_heads // model.n_kv_heads)
-    operations = on_gpu.kernels if on_gpu is not None else kernels or ops
-    most_rows = config.max_num_tokens + n_decoded
+    group = model.n_heads // model.n_kv_heads
+    kernels = cpu_kernels(part.dtype, model.head_dim, group) if on_gpu is None else on_gpu.kernels
     with torch.inference_mode():
         of_model = part.model.embedding, part.info.max_seq_len, part.dtype
-        head = EagleHead(eagle, *of_model, operations, most_rows)
+        head = EagleHead(eagle, *of_model, kernels or ops, config.max_num_tokens + n_decoded)
     info = replace(
         part.info, config=model, kv_dtype=part.info.dtype, layout=Layout(), end_ids=(), feature_layers=()
     )
     own = ModelPart(info, size, Groups(), head, part.dtype)
-    steps: Steps = CpuSteps(own, kernels)
-    if on_gpu is not None:
-        steps = GpuSteps(own, config.max_batch_size, on_gpu.kernels, n_decoded)
-    limits = config.max_batch_size, config.max_num_tokens, how.max_draft_len
+    batch = config.max_batch_size
+    steps = CpuSteps(own, kernels) if on_gpu is None else GpuSteps(own, batch, kernels, n_decoded)
+    limits = batch, config.max_num_tokens, how.max_draft_len
     drafter = EagleDrafter(Worker(own, steps), head, features, size, *limits)
     if on_gpu is not None:
         drafter.warm_up()

@@ -20,6 +20,7 @@ from mpillm.engine.model import linear
 from mpillm.engine.model.model_info import check_model
 from mpillm.engine.speculation.eagle import _HiddenStates
 from mpillm.engine.speculation.eagle_config import read_eagle
+from mpillm.engine.step import Step
 from tests.helpers.eagle_heads import NaiveHead, Seen, eagle, save_head
 from tests.helpers.gpu_steps_on_cpu import Late, gpu_worker
 from tests.helpers.guesses import N_OUTPUT
@@ -76,6 +77,11 @@ def test_guesses_are_those_of_a_naive_head(
     assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
     counts = core.statistics()
     assert counts["drafted_tokens"] > 100
+    drafter: Any = core.engine.speculation and core.engine.speculation._drafter
+    drafter.draft([])
+    drafter.computed(Step(), {})
+    assert not (drafter._of or drafter._seen or drafter._made or drafter._lacked)
+    assert drafter._blocks.n_free == drafter._blocks.n_blocks
     if replaced:
         assert 0.2 < counts["accepted_tokens"] / counts["drafted_tokens"] < 0.7
     if options.get("max_seq_len", 0) is None:
