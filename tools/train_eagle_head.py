@@ -8,6 +8,7 @@ et al., EAGLE-3, 2025: training-time test). It is for two cores and a small mode
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import sysconfig
@@ -26,9 +27,10 @@ from torch.nn import functional as F
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, ResponseFlag
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.torch_core import TorchCore
-from mpillm.data.tokenizer import load_tokenizer
+from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 
 _STEPS = 3  # guesses in a row that it is trained for
+_HELD_OUT = 40  # prompts that it never sees: in held_out.jsonl beside it
 _LATER = 0.8  # weight of a later guess's loss, of the one before it
 
 
@@ -37,7 +39,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a model's folder")
     parser.add_argument("head", type=Path, help="the folder to write")
     parser.add_argument("--samples", type=int, default=1500)
-    parser.add_argument("--prompt_len", type=int, default=48)
+    parser.add_argument("--prompt_len", type=int, default=80, help="tokens, the chat template's included")
     parser.add_argument("--output_len", type=int, default=128)
     parser.add_argument("--draft_vocab_size", type=int, default=8192)
     parser.add_argument("--epochs", type=int, default=3)
@@ -45,7 +47,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    texts = _answered(options.model, list(_prompts(options)), options)
+    tokenizer = load_tokenizer(options.model)
+    pieces = list(itertools.islice(_pieces(tokenizer, options.prompt_len), options.samples + _HELD_OUT))
+    options.head.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt": text}) for text, _ in pieces[options.samples :]]
+    (options.head / "held_out.jsonl").write_text("\n".join(lines) + "\n")
+    prompts = [tokens for _, tokens in pieces[: options.samples]]
+    texts = _answered(options.model, prompts, options)
     counts = Counter(texts.flatten().tolist())
     kept = torch.tensor(sorted(token for token, _ in counts.most_common(options.draft_vocab_size)))
     _log(f"{texts.numel()} tokens, of which the draft vocabulary has {len(kept)}")
@@ -57,20 +65,19 @@ def _log(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def _prompts(options: argparse.Namespace) -> Iterator[list[int]]:
-    """Yield as many pieces of texts, each from another place."""
-    tokenizer = load_tokenizer(options.model, apply_chat_template=False)
+def _pieces(tokenizer: Tokenizer, length: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield pieces of texts, each from another place, that are prompts of `length` tokens."""
     folder = Path(sysconfig.get_path("purelib"))
     files = sorted(file for kind in ("*.md", "*.rst", "*.txt", "*/METADATA") for file in folder.rglob(kind))
     random = np.random.default_rng(1)
-    n_found = 0
-    while n_found < options.samples:
+    n_around = len(tokenizer.encode("word")) - len(tokenizer.encode_plain("word"))  # of the chat template
+    while True:
         text = files[random.integers(len(files))].read_text(errors="replace")
         start = random.integers(max(1, len(text) - 2000))
-        tokens = tokenizer.encode_plain(text[start : start + 12 * options.prompt_len])[: options.prompt_len]
-        if len(tokens) == options.prompt_len:
-            n_found += 1
-            yield list(tokens)
+        own = tokenizer.encode_plain(text[start : start + 12 * length].strip())[: length - n_around]
+        piece = tokenizer.decode(own)
+        if len(tokens := tokenizer.encode(piece)) == length:
+            yield piece, tokens
 
 
 def _answered(model: Path, prompts: list[list[int]], options: argparse.Namespace) -> Tensor:
@@ -221,7 +228,6 @@ def _train(options: argparse.Namespace, texts: Tensor, kept: Tensor) -> _Head:
 
 
 def _save(options: argparse.Namespace, head: _Head, kept: Tensor) -> None:
-    options.head.mkdir(parents=True, exist_ok=True)
     config = json.loads((options.model / "config.json").read_text())
     config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
