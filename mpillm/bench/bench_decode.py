@@ -16,7 +16,7 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
-from mpillm.engine.speculation.speculative_config import SpeculativeConfig, decode_rows
+from mpillm.engine.speculation.speculative_config import EAGLE, SpeculativeConfig, decode_rows
 from mpillm.fields import Field, integers, not_negative, positive
 
 if TYPE_CHECKING:
@@ -125,12 +125,17 @@ class Options(Values):
 
 def bench_decode(config: Options) -> int:
     """Print the table: a line per batch size."""
+    guesses = SpeculativeConfig.read(config.speculative_config) if config.speculative_config else None
+    if guesses and guesses.decoding_type == EAGLE:  # its sequences come without what the model thought
+        raise ConfigError(
+            f"--speculative_config decoding_type {EAGLE}: --device cuda measures no head, so far",
+            about=["speculative_config"],
+        )
     gpus = TorchCore.gpus()
     if not gpus:
         raise ConfigError("--device cuda: there is no NVIDIA GPU")
     batches, context, n_steps = config.batches, config.context_len, config.output_len
     block = CoreConfig.tokens_per_block
-    guesses = SpeculativeConfig.read(config.speculative_config) if config.speculative_config else None
     n_guesses = guesses.max_draft_len if guesses else 0
 
     from mpillm.bench.decode_steps import WARM_UP, Guesses, decode_steps

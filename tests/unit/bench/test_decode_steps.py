@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from disagg.errors import ConfigError
+from mpillm.bench.bench_decode import bench_decode
 from mpillm.bench.decode_steps import WARM_UP, Guesses, decode_steps
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.speculation.start_speculation import start_drafter
 from mpillm.engine.step import Step
+from tests.helpers.eagle_heads import eagle
 from tests.helpers.gpu_steps_on_cpu import gpu_worker
 from tests.helpers.guesses import draft_target
 
@@ -50,3 +54,10 @@ def test_each_step_has_the_rows_asked_for(
     assert len(rows) >= WARM_UP + N_STEPS
     wanted = batch * (of_one if batch <= 3 else 1)
     assert rows[: WARM_UP + N_STEPS] == [wanted] * (WARM_UP + N_STEPS)
+
+
+def test_no_head_is_measured() -> None:
+    """Its sequences would lack what the model thought, and cost less than they do."""
+    options: Any = SimpleNamespace(speculative_config=eagle(Path("head")))
+    with pytest.raises(ConfigError, match="measures no head"):
+        bench_decode(options)
