@@ -188,8 +188,8 @@ def _train(options: argparse.Namespace, texts: Tensor, kept: Tensor) -> _Head:
     with torch.no_grad():
         head.named["lm_head"].copy_(model.get_output_embeddings().weight[kept])
     batches = torch.split(texts, 8)
-    schedule = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.01, betas=(0.9, 0.95))
-    decay = torch.optim.lr_scheduler.OneCycleLR(schedule, 1e-3, total_steps=options.epochs * len(batches))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.01, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=options.epochs * len(batches))
     for epoch in range(options.epochs):
         right, asked = np.zeros(_STEPS), np.zeros(_STEPS)
         for i in torch.randperm(len(batches)).tolist():
@@ -218,11 +218,11 @@ def _train(options: argparse.Namespace, texts: Tensor, kept: Tensor) -> _Head:
                 right[step] += int((logits.argmax(-1)[:, options.prompt_len :] == answers).sum())
                 of_step = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1)
                 loss = loss + _LATER**step * of_step
-            schedule.zero_grad()
+            optimizer.zero_grad()
             torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            optimizer.step()
             schedule.step()
-            decay.step()
         _log(f"epoch {epoch + 1}: right at first, second, third guess: {(right / asked).round(3).tolist()}")
     return head
 

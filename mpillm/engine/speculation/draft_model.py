@@ -60,9 +60,9 @@ class DraftModel:
         self._of: dict[Sequence, Drafting] = {}
 
     @staticmethod
-    def decode_rows(max_batch_size: int, max_num_tokens: int, few: int = FEW) -> int:
-        """Return the rows of the worker's largest step without contexts; `few`: of a sequence."""
-        return max(max_batch_size, min(few * max_batch_size, max_num_tokens))
+    def decode_rows(max_batch_size: int, max_num_tokens: int) -> int:
+        """Return the rows of the worker's largest step without contexts."""
+        return max(max_batch_size, min(DraftModel.FEW * max_batch_size, max_num_tokens))
 
     def draft(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         for sequence in [sequence for sequence in self._of if sequence.is_done]:

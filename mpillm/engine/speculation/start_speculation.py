@@ -22,7 +22,12 @@ from mpillm.engine.speculation.eagle import EagleDrafter
 from mpillm.engine.speculation.eagle_config import EagleConfig, eagle_config
 from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
-from mpillm.engine.speculation.speculative_config import SpeculativeConfig, draft_config
+from mpillm.engine.speculation.speculative_config import (
+    SpeculativeConfig,
+    decode_rows,
+    draft_config,
+    most_rows,
+)
 from mpillm.engine.worker import Worker
 
 
@@ -72,19 +77,18 @@ def _eagle_drafter(config: CoreConfig, eagle: EagleConfig, worker: Worker) -> Ea
     how, part, model = SpeculativeConfig.read(config.speculative_config or {}), worker.part, eagle.model
     features, size = part.model.features, config.tokens_per_block
     assert features is not None
-    n_decoded = DraftModel.decode_rows(config.max_batch_size, config.max_num_tokens, 1 + how.max_draft_len)
     on_gpu = worker.steps if isinstance(worker.steps, GpuSteps) else None
     group = model.n_heads // model.n_kv_heads
     kernels = cpu_kernels(part.dtype, model.head_dim, group) if on_gpu is None else on_gpu.kernels
     with torch.inference_mode():
         of_model = part.model.embedding, part.info.max_seq_len, part.dtype
-        head = EagleHead(eagle, *of_model, kernels or ops, config.max_num_tokens + n_decoded)
+        head = EagleHead(eagle, *of_model, kernels or ops, most_rows(config))
     info = replace(
         part.info, config=model, kv_dtype=part.info.dtype, layout=Layout(), end_ids=(), feature_layers=()
     )
     own = ModelPart(info, size, Groups(), head, part.dtype)
-    batch = config.max_batch_size
-    steps = CpuSteps(own, kernels) if on_gpu is None else GpuSteps(own, batch, kernels, n_decoded)
+    batch, rows = config.max_batch_size, decode_rows(config)
+    steps = CpuSteps(own, kernels) if on_gpu is None else GpuSteps(own, batch, kernels, rows)
     limits = batch, config.max_num_tokens, how.max_draft_len
     drafter = EagleDrafter(Worker(own, steps), head, features, size, *limits)
     if on_gpu is not None:

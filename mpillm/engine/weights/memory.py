@@ -15,7 +15,7 @@ from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.parallel.layout import Layout
-from mpillm.engine.speculation.speculative_config import decode_rows, draft_config
+from mpillm.engine.speculation.speculative_config import decode_rows
 from mpillm.engine.weights.entries import rank_bytes
 from mpillm.engine.weights.quantization import held
 
@@ -80,12 +80,12 @@ def gpu_needs(
 def gpu_room(config: CoreConfig, needs: GpuNeeds, there: int) -> int:
     """Return the bytes of `there` that are left on each GPU for the KV cache.
 
-    Raises ConfigError if they hold no block. `needs`: the draft model's, too, if there is one.
+    Raises ConfigError if they hold no block. `needs`: also those of a draft model or a head.
     """
     room = there - needs.weights - needs.step - _GPU_OVERHEAD
     if room < config.tokens_per_block * needs.per_token:
-        draft = draft_config(config)
-        beside = "" if draft is None else f" with the draft model {draft.model_path}"
+        guesses = (config.speculative_config or {}).get("speculative_model")
+        beside = f" with {guesses} beside it" if guesses and config.role != "context" else ""
         raise ConfigError(
             f"{config.model_path}{beside} does not fit: a GPU of instance {config.instance} has"
             f" {shown(there)} free, and {shown(needs.weights)} of weights and"

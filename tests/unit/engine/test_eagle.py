@@ -220,6 +220,8 @@ def test_memory_of_a_gpu_is_kept_for_a_head(folder: Path, head_folder: Path) -> 
     )
     assert beside.feature_layers == (0, 2, 4)
     TorchCore.check(guessing)
+    with pytest.raises(ConfigError, match="/head0 beside it does not fit"):
+        check_model(dataclasses.replace(guessing, gpu_bytes=1 << 30))
 
 
 def test_what_is_refused(folder: Path, head_folder: Path, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_draft_model(
 
     def draft_worker(config: CoreConfig, info: ModelInfo) -> Worker:
         size, limits = config.tokens_per_block, (config.max_batch_size, config.max_num_tokens)
-        worker: Any = Worker.on_gpu(
+        worker = Worker.on_gpu(
             info,
             size,
             Groups(),
@@ -121,8 +121,8 @@ def test_a_draft_model(
             steps.append(step)
             return run(step)
 
-        worker.run = noting
-        return worker  # type: ignore[no-any-return]
+        monkeypatch.setattr(worker, "run", noting)
+        return worker
 
     monkeypatch.setattr(start_speculation, "draft_worker", draft_worker)
     speculative_config = draft_target({"the model itself": folder, "half of it": draft_folder}[kind], 4)
@@ -224,7 +224,7 @@ def test_memory_is_kept_for_a_draft_model() -> None:
     TorchCore.check(target)
     context = dataclasses.replace(target, role="context")
     assert check_model(context) == check_model(dataclasses.replace(config, role="context"))
-    with pytest.raises(ConfigError, match=r"llama3.1-8b with the draft model llama3.2-1b does not fit"):
+    with pytest.raises(ConfigError, match=r"llama3.1-8b with llama3.2-1b beside it does not fit"):
         check_model(dataclasses.replace(target, gpu_bytes=19 << 30))
 
 
