@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from disagg.errors import ConfigError
 from mpillm.bench.roofline import Energy, Roofline, Work, sample_work
-from mpillm.bench.whole_runs import run_in
+from mpillm.bench.table_runs import Drawn, failed, fit_at_once, run
 from mpillm.config.values import Values
 from mpillm.configurator.parsers import flag_dict, fraction, rate
 from mpillm.engine.dtypes import N_BYTES
 from mpillm.engine.model.model_config import load_model_config
 from mpillm.fields import Field, positive, seconds
-from mpillm.report.page.facts import floats
-from mpillm.report.run_directory import TELEMETRY
 
 # Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out, for Llama 3.1
 # 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html. Llama 2
@@ -57,7 +51,17 @@ class Options(Values):
         group="benchmark",
     )
     num_samples = Field(
-        "num_samples", "samples per run [default: three times max_batch_size]", positive, group="benchmark"
+        "num_samples",
+        "samples of a run [default: rounds times what runs at once]",
+        positive,
+        group="benchmark",
+    )
+    rounds = Field(
+        "rounds",
+        "without num_samples: how many times as many samples as fit at once; so none are left to run alone",
+        positive,
+        default=3,
+        group="benchmark",
     )
     ranks = Field(
         "ranks",
@@ -125,47 +129,52 @@ class Options(Values):
     )
 
 
-_UNKNOWN = math.nan, math.nan
-
 DESCRIPTION = (
     "Print output tokens/s of whole runs (mpirun, LoadGen, Offline; random prompts and weights)"
     " beside TensorRT-LLM 1.0's, with the tokens/s that the GPUs'"
-    " roofline allows (roof), their mean power and clock in the test, and the energy of a token beside what"
-    " its bytes and FLOP cost alone in that time (-: not known)."
+    " roofline allows (roof), the most memory in use, mean power and clock in the test, and the energy of a"
+    " token beside what its bytes and FLOP cost alone in that time (-: not known)."
 )
 EPILOG = """examples:
-  python -m mpillm bench table --pairs 128/2048,1000/1000 --num_samples 2048
+  python -m mpillm bench table --pairs 128/2048,1000/1000 --rounds 2
   python -m mpillm bench table --models llama3.1-70b --pairs 128/128 --extra enable_chunked_context:true"""
 
 
 def main(config: Options) -> int:
     """Print a line for each pair; 1 if a run failed."""
     pairs = [_pair(text) for text in config.pairs.split(",")]
-    n_samples = config.num_samples or 3 * config.max_batch_size
     print(
         f"{config.quantization} weights, KV cache {config.kv_cache_dtype}, {config.ranks} ranks,"
         f" at most {config.max_batch_size} at once"
     )
     print(
         f"  {'model':<14} {'in/out':>12} {'samples':>8} {'at once':>8} {'evicted':>8} {'test, s':>8}"
-        f" {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6} {'roof':>7} {'of it':>5} {'W':>5} {'MHz':>6}"
-        f" {'mJ':>6} {'alone':>6}   LoadGen",
+        f" {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6} {'roof':>7} {'of it':>5} {'GiB':>6}"
+        f" {'W':>5} {'MHz':>6} {'mJ':>6} {'alone':>6}   LoadGen",
         flush=True,
     )
     n_failed = 0
     for model in config.models.split(","):
         for lengths in pairs:
-            result, drawn = _run(config, model, *lengths, n_samples)
+            result, drawn = _run(config, model, *lengths)
             if result["status"] == "FAILED":
                 n_failed += 1
-                causes = " | ".join(failure["cause"] for failure in result["failures"])
-                row = f"{n_samples:>8} failed: {causes}"
+                row = f"failed: {' | '.join(failure['cause'] for failure in result['failures'])}"
             else:
-                row = _row(config, model, lengths, result, *drawn)
+                row = _row(config, model, lengths, result, drawn)
             print(f"  {model:<14} {'/'.join(map(str, lengths)):>12} {row}", flush=True)
         if note := _NOTES.get(Path(model).name):
             print(f"  {note}", flush=True)
     return 1 if n_failed else 0
+
+
+def _run(config: Options, model: str, n_in: int, n_out: int) -> tuple[dict[str, Any], Drawn]:
+    options = _options(config, model, n_in, n_out)
+    try:
+        n_samples = config.num_samples or config.rounds * fit_at_once(options, config.ranks)
+    except ConfigError as error:
+        return failed(str(error)), Drawn()
+    return run({**options, "num_samples": n_samples}, config.ranks, config.run_deadline)
 
 
 def _row(
@@ -173,8 +182,7 @@ def _row(
     model: str,
     lengths: tuple[int, int],
     result: Mapping[str, Any],
-    watts: float,
-    mhz: float,
+    drawn: Drawn,
 ) -> str:
     ours, instances, n_gpus = result["tokens_per_second"], result["per_instance"], config.ranks - 1
     theirs = PUBLISHED.get(Path(model).name, {}).get("/".join(map(str, lengths)), math.nan)
@@ -184,13 +192,14 @@ def _row(
     if at_once:  # a short run may end before its sequences are counted
         works, n_out = _works(config, model, lengths, at_once / len(instances)), lengths[1]
         roof = n_gpus * n_out / _roofline(config).seconds(*works)
-        if not math.isnan(watts):
+        if not math.isnan(drawn.watts):
             alone = _energy(config).joules(n_gpus * n_out / ours, works) / n_out
     return (
         f"{result['samples']:>8} {at_once:>8,.0f} {evicted:>8} {result['test_s']:>8.1f} {ours:>15,.0f}"
         f" {_shown(theirs):>8} {_shown(ours / theirs, 2):>6} {_shown(roof):>7} {_shown(ours / roof, 2):>5}"
-        f" {_shown(watts):>5} {_shown(mhz):>6} {_shown(1e3 * watts * n_gpus / ours, 1):>6}"
-        f" {_shown(1e3 * alone, 1):>6}   {result['loadgen_result']}"
+        f" {_shown(drawn.peak_bytes / 2**30, 1):>6} {_shown(drawn.watts):>5} {_shown(drawn.sm_mhz):>6}"
+        f" {_shown(1e3 * drawn.watts * n_gpus / ours, 1):>6} {_shown(1e3 * alone, 1):>6}"
+        f"   {result['loadgen_result']}"
     )
 
 
@@ -219,20 +228,14 @@ def _energy(config: Options) -> Energy:
     return Energy(config.idle_watts, *(1e-12 * each for each in (config.joules_per_tb, per_flop, in_floats)))
 
 
-def _run(
-    config: Options, model: str, n_in: int, n_out: int, n_samples: int
-) -> tuple[dict[str, Any], tuple[float, float]]:
-    """Return the run's `result.json`, and `_power_and_clock`.
-
-    Of a run without a result, a status and its last lines.
-    """
+def _options(config: Options, model: str, n_in: int, n_out: int) -> dict[str, Any]:
+    """Return options of a run, by name."""
     is_chunked = config.extra.get("enable_chunked_context") is True  # otherwise a prompt must fit a step
-    options = {
+    return {
         "model_path": model,
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "dataset": "synthetic",
-        "num_samples": n_samples,
         "input_mean": n_in,
         "output_mean": n_out,
         "max_output_len": n_out,
@@ -244,40 +247,7 @@ def _run(
         "batch_scheduler_policy": "no_evict",  # as in the published runs
         **config.extra,
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    with tempfile.TemporaryDirectory(prefix="mpillm-table-") as folder:
-        path = Path(folder) / "run"
-        try:
-            ended = run_in(path, ("-n", str(config.ranks)), words, deadline_s=config.run_deadline)
-        except ConfigError as error:
-            return _failed(str(error)), _UNKNOWN
-        if not ended.result:
-            return _failed(" | ".join(ended.tail.splitlines()[-3:]) or f"exit code {ended.code}"), _UNKNOWN
-        try:
-            telemetry = json.loads((path / TELEMETRY).read_text(encoding="utf-8"))
-        except FileNotFoundError:  # of a run that failed
-            return ended.result, _UNKNOWN
-        return ended.result, _power_and_clock(telemetry)
-
-
-def _power_and_clock(telemetry: Mapping[str, Any]) -> tuple[float, float]:
-    """Return mean W and SM MHz of a GPU in the test, from telemetry.json; NaN if no driver said them."""
-    found = []
-    for rank in telemetry["ranks"].values():
-        begin, end = next(ends for name, *ends in rank["phases"] if name == "test")
-        if gpu := rank["samples"].get("gpu"):
-            at, joules, mhz = (floats(gpu[name]) for name in ("seconds", "energy_j", "sm_mhz"))
-            inside = (begin <= at) & (at <= end)
-            if inside.sum() > 1:
-                at, joules, mhz = at[inside], joules[inside], mhz[inside]
-                found.append((float((joules[-1] - joules[0]) / (at[-1] - at[0])), float(mhz.mean())))
-    watts, clock = np.mean(found, axis=0) if found else _UNKNOWN
-    return float(watts), float(clock)
 
 
 def _shown(value: float, digits: int = 0) -> str:
     return "-" if math.isnan(value) else f"{value:,.{digits}f}"
-
-
-def _failed(cause: str) -> dict[str, Any]:
-    return {"status": "FAILED", "failures": [{"cause": cause}]}

@@ -5,6 +5,7 @@ The engine makes it (`Step.of`), `engine_messages.PLAN` carries it to the other 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mpillm.engine.handoff.transfer import Transfer
@@ -99,6 +100,27 @@ class Step:
         step.logprobs = max((s.wants_logprobs for s in sampled), default=0)
         step.is_adjusted = bool(step.specials)
         return step, sampled
+
+    def choices(self, most: int) -> Iterator[tuple[slice, Step]]:
+        """Yield rows of `wanted`, and a step that says how their tokens are chosen.
+
+        `most` rows at once, where choosing takes copies of their logits.
+        """
+        n = len(self.wanted)
+        if n <= most or self.is_adjusted or (self.sampling is None and not self.logprobs):
+            yield slice(n), self
+            return
+        for start in range(0, n, most):
+            rows = slice(start, start + most)
+            yield (
+                rows,
+                Step(
+                    not_end=[at - start for at in self.not_end if start <= at < rows.stop],
+                    sampling=None if self.sampling is None else self.sampling[rows],
+                    places=self.places[rows],
+                    logprobs=self.logprobs,
+                ),
+            )
 
     def add_beams(self, sequence: Sequence, n_cached: int, sampled: list[Sequence]) -> None:
         """Add a row for each running beam."""

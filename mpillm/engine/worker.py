@@ -27,6 +27,7 @@ from mpillm.engine.sequence import Progress
 from mpillm.engine.shared_adapters import ReceivedAdapters
 from mpillm.engine.staging import Sampled, to_device
 from mpillm.engine.step import Step
+from mpillm.engine.weights.memory import CHOSEN_AT_ONCE
 from mpillm.telemetry.recorder import Recorder
 
 
@@ -137,20 +138,13 @@ class Worker:
         if not step.wanted:
             return None if layout.tp_rank else Sampled(torch.empty(0, dtype=torch.int64))
         logits = self.part.model.logits(x)
-        # A copy, because `_choose` changes them. Collective.
-        own = self._whole(logits.clone()) if step.logprobs else None
-        if step.is_adjusted:
-            whole = self._whole(logits)
-            if whole is None:
-                return None
-            logits = _adjusted(whole, step)
-        tokens = self._choose(logits, step)
-        if tokens is None:
+        pieces = [self._chosen(logits[rows], of_rows) for rows, of_rows in step.choices(CHOSEN_AT_ONCE)]
+        chosen = [piece for piece in pieces if piece is not None]
+        if not chosen:
             return None
+        tokens, told = chosen[0] if len(chosen) == 1 else map(torch.cat, zip(*chosen, strict=True))
         self.steps.feed(tokens)
-        if layout.tp_rank:
-            return None
-        return Sampled(tokens if own is None else _with_logprobs(tokens, own, step.logprobs - 1))
+        return None if layout.tp_rank else Sampled(told)
 
     def logits(self, step: Step) -> Tensor:
         """Run a step as far as the logits: this rank's columns for each wanted row.
@@ -162,6 +156,22 @@ class Worker:
     def warm_up(self, max_num_tokens: int) -> None:
         """Run every kind of step of up to `max_num_tokens` tokens, so that tests compile none. Collective."""
         self.steps.warm_up(max_num_tokens, self.run)
+
+    def _chosen(self, logits: Tensor, step: Step) -> tuple[Tensor, Tensor] | None:
+        """Return a token for each row, and what `run` returns of them (int64); or None, as `_choose`.
+
+        Collective. `logits`: this rank's columns; may be changed.
+        """
+        own = self._whole(logits.clone()) if step.logprobs else None  # a copy, because `_choose` changes them
+        if step.is_adjusted:
+            whole = self._whole(logits)
+            if whole is None:
+                return None
+            logits = _adjusted(whole, step)
+        tokens = self._choose(logits, step)
+        if tokens is None:
+            return None
+        return tokens, tokens if own is None else _with_logprobs(tokens, own, step.logprobs - 1)
 
     def _choose(self, logits: Tensor, step: Step) -> Tensor | None:
         """Return a token for each row (int64), or None.

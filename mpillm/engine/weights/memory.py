@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from mpillm.engine.model.model_config import ModelConfig
 
 _MOST_COPIED = 1 << 16  # tokens
+# Rows of logits that are copied at once: choosing a token other than the likeliest takes float32, sorts the
+# vocabulary, and sums in float64. That is 64 bytes a number on a GPU; a batch of 1,024 would take 8 GB.
+CHOSEN_AT_ONCE = 64
+_BYTES_TO_CHOOSE = 64
 _GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory
 
 # For cgroup v2 and v1: limit, usage, and the part of it that is cached files, which the system can drop.
@@ -63,10 +67,10 @@ def gpu_needs(
     n_chosen = model.n_experts_per_token if model.n_experts else 1
     inner = 3 * n_chosen * model.intermediate_size * config.ep_size
     per_row = (3 + n_chosen) * model.hidden_size + (2 * heads * model.head_dim + inner) // config.tp_size
-    # Logits, and sampling's copies of them (float32, and sums in float64).
+    n_rows = decode_rows(config)
     step = (
         width * per_row * max(config.max_num_tokens, config.max_batch_size)
-        + 20 * model.vocab_size * decode_rows(config)
+        + model.vocab_size * (width * n_rows + _BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
         # Contexts that attention copies out of their blocks, a layer at a time.
         + width
         * 2

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from mpillm.bench import bench_table
+from mpillm.bench import table_runs
 from mpillm.bench.whole_runs import EndedRun
 from mpillm.cli import main
+from mpillm.cores.torch_core import TorchCore
+from mpillm.devices import Gpu
 
 
 @pytest.mark.parametrize(
@@ -26,10 +28,36 @@ def test_a_step_holds_a_whole_prompt_only_where_it_must(
         given.update(zip(options[::2], options[1::2], strict=True))
         return EndedRun(folder, 1, {"status": "FAILED", "failures": []})
 
-    monkeypatch.setattr(bench_table, "run_in", run_in)
+    monkeypatch.setattr(table_runs, "run_in", run_in)
     words = ["--models", "tiny-llama", "--pairs", "500/20", "--max_num_tokens", "64", *extra]
     assert main(["bench", "table", *words]) == 1
     assert given["--max_num_tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--pairs 2048/2048 --extra kv_cache_tokens:500000", 3 * 122),
+        ("--pairs 2048/2048 --extra kv_cache_tokens:500000,tensor_parallelism:2 --ranks 5 --rounds 2", 488),
+        ("--pairs 128/128 --max_batch_size 100", 300),
+        ("--pairs 20000/2000 --num_samples 7", 7),
+    ],
+)
+def test_as_many_samples_as_run_at_once_or_a_multiple(
+    words: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples that are left over would run alone, at a small part of the rate."""
+    given: dict[str, str] = {}
+
+    def run_in(folder: Path, mpirun: Sequence[str], options: Sequence[str], **_: Any) -> EndedRun:
+        given.update(zip(options[::2], options[1::2], strict=True))
+        return EndedRun(folder, 1, {"status": "FAILED", "failures": []})
+
+    monkeypatch.setattr(table_runs, "run_in", run_in)
+    gpus = tuple(Gpu(f"{i}", "H200", 150_750_000_000, 150_200_000_000) for i in range(2))
+    monkeypatch.setattr(TorchCore, "gpus", lambda: gpus)
+    assert main(["bench", "table", "--kv_cache_free_gpu_mem_fraction", "0.95", *words.split()]) == 1
+    assert int(given["--num_samples"]) == expected
 
 
 def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
@@ -45,6 +73,7 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
                     "seconds": seconds,
                     "energy_j": [joules * (2 * at if at < 0 else at) for at in seconds],
                     "sm_mhz": [2 * mhz if at < 0 else mhz for at in seconds],
+                    "memory_bytes": [(128 if at == 1 else 120) * 2**30 for at in seconds],
                 }
             },
         }
@@ -62,7 +91,7 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
         (folder / "telemetry.json").write_text(json.dumps({"ranks": ranks}), encoding="utf-8")
         return EndedRun(folder, 0, result)
 
-    monkeypatch.setattr(bench_table, "run_in", run_in)
+    monkeypatch.setattr(table_runs, "run_in", run_in)
     assert main(["bench", "table", "--pairs", "128/128"]) == 0
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert row == [
@@ -77,6 +106,7 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
         "1.10",
         "3,793",
         "8.09",
+        "128.0",
         "650",
         "1,250",
         "21.2",

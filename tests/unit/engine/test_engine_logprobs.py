@@ -81,9 +81,13 @@ def test_greedy_answers_side_by_side_with_one_that_wants_none(
     assert tokens == without, "the tokens are the same"
 
 
-def test_sampled_answers_and_forbidden_end_tokens_have_the_models_own(folder: Path, oracle: Oracle) -> None:
+@pytest.mark.parametrize("at_once", [1, 3, 64])
+def test_sampled_answers_and_forbidden_end_tokens_have_the_models_own(
+    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
     """Temperature, top-k and forbidden tokens change the choice, not the log probabilities that are
     reported."""
+    monkeypatch.setattr(worker_module, "CHOSEN_AT_ONCE", at_once)
     core = make_core(folder, end_ids=tuple(range(0, 512, 2)))
     tokens, numbers = answers(core, temperature=2.0, top_k=50, seed=[1, 2, 3, 4], min_output=N_OUTPUT)
     assert all(token % 2 for answer in tokens.values() for token in answer[:-1])

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from mpillm.engine import worker as worker_module
 from mpillm.engine.sampler import SamplingParams, likeliest, sample
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import answer, make_batch, make_core
@@ -31,6 +33,28 @@ def test_sampled_tokens_do_not_depend_on_the_batching(folder: Path, prompts: Tok
     assert scarce.statistics()["preemptions"] > 0
     other = answer(make_core(folder), make_batch(prompts, **fields | {"seed": np.arange(len(prompts)) + 100}))
     assert sum(a != b for a, b in zip(together, other, strict=True)) > len(prompts) // 2
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_tokens_are_chosen_for_a_few_rows_at_once(
+    folder: Path, prompts: Tokens, monkeypatch: pytest.MonkeyPatch, sampled: bool
+) -> None:
+    """Copies of a whole batch's logits would take gigabytes of a GPU. Greedy tokens take no copies."""
+    fields: dict[str, Any] = {"min_output": [3, 0, 9, 1] * 5}
+    if sampled:
+        fields |= {"temperature": [1.0, 0.0] * 10, "top_p": [0.9, 1, 1, 1] * 5, "seed": np.arange(20)}
+    core_fields: dict[str, Any] = {"end_ids": tuple(range(0, 512, 2))}
+    expected = answer(make_core(folder, **core_fields), make_batch(prompts, **fields))
+    n_rows: list[int] = []
+
+    def noted(*arguments: Any) -> Tensor:
+        n_rows.append(len(arguments[0]))
+        return sample(*arguments)
+
+    monkeypatch.setattr(worker_module, "sample", noted)
+    monkeypatch.setattr(worker_module, "CHOSEN_AT_ONCE", 3)
+    assert answer(make_core(folder, **core_fields), make_batch(prompts, **fields)) == expected
+    assert max(n_rows, default=0) == (3 if sampled else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
