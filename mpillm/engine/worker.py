@@ -171,7 +171,7 @@ class Worker:
         tokens = self._choose(logits, step)
         if tokens is None:
             return None
-        return tokens, tokens if own is None else _with_logprobs(tokens, own, step.logprobs - 1)
+        return tokens, tokens if own is None else with_logprobs(tokens, own, step.logprobs - 1)
 
     def _choose(self, logits: Tensor, step: Step) -> Tensor | None:
         """Return a token for each row (int64), or None.
@@ -226,7 +226,7 @@ def _adjusted(logits: Tensor, step: Step) -> Tensor:
     return logits
 
 
-def _with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:
+def with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:
     """Return the rows that `Worker.run` describes, one after another: int64. `logits`: float32 [n, vocab]."""
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)

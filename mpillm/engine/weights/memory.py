@@ -26,7 +26,7 @@ _MOST_COPIED = 1 << 16  # tokens
 # Rows of logits that are copied at once: choosing a token other than the likeliest takes float32, sorts the
 # vocabulary, and sums in float64. That is 64 bytes a number on a GPU; a batch of 1,024 would take 8 GB.
 CHOSEN_AT_ONCE = 64
-_BYTES_TO_CHOOSE = 64
+BYTES_TO_CHOOSE = 64
 _GPU_OVERHEAD = 1 << 30  # bytes: CUDA's context, kernels, graphs, the libraries' own memory
 
 # For cgroup v2 and v1: limit, usage, and the part of it that is cached files, which the system can drop.
@@ -70,7 +70,7 @@ def gpu_needs(
     n_rows = decode_rows(config)
     step = (
         width * per_row * max(config.max_num_tokens, config.max_batch_size)
-        + model.vocab_size * (width * n_rows + _BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
+        + model.vocab_size * (width * n_rows + BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
         # Contexts that attention copies out of their blocks, a layer at a time.
         + width
         * 2
