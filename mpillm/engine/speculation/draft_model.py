@@ -24,9 +24,9 @@ class Drafting:
     slot: int
     blocks: list[int] = field(default_factory=list)
     n_told: int = 0  # see `Span`
-    cached: list[int] = field(default_factory=list)  # tokens, of which the last may be wrong guesses
-    n_right: int = 0  # how many of those are surely the sequence's
-    draft: list[int] = field(default_factory=list)
+    n_right: int = 0  # tokens of the sequence that this model has computed
+    draft: list[int] = field(default_factory=list)  # the guesses behind them; all but the last are computed
+    n_cached: int = 0  # tokens with keys and values
 
 
 class Started(NamedTuple):
@@ -44,6 +44,7 @@ class DraftModel:
     """Implements `speculation.Drafter`."""
 
     FEW = 2  # tokens that the cache lacks after guesses that were all right
+    _N_UNSEEN = 0  # tokens at a sequence's start that never go through this model
 
     def __init__(
         self, worker: Worker, tokens_per_block: int, max_batch_size: int, max_num_tokens: int
@@ -71,9 +72,9 @@ class DraftModel:
         work: list[tuple[Drafting, int]] = []  # and how many guesses it wants
         new: list[list[int]] = []
         for sequence, most in wanted:
-            context = self._context(sequence)
-            drafting = self._with_room(sequence, len(context) + most)
-            lacked = None if drafting is None else self._lacks(sequence, drafting, context)
+            n_seen = len(sequence.prompt) + len(sequence.output) - self._N_UNSEEN
+            drafting = self._with_room(sequence, n_seen + most)
+            lacked = None if drafting is None else self._lacks(sequence, drafting)
             drafts.append([])
             if drafting is not None and lacked is not None:
                 drafting.draft = drafts[-1]
@@ -83,21 +84,23 @@ class DraftModel:
             self._guess(work, new)
         return drafts
 
-    def _context(self, sequence: Sequence) -> list[int]:
-        """Return the tokens of a sequence that go through this model."""
-        return sequence.prompt + sequence.output
-
-    def _lacks(self, sequence: Sequence, drafting: Drafting, context: list[int]) -> list[int] | None:
-        """Forget the wrong guesses; return the tokens of `context` to compute next, at least the last.
+    def _lacks(self, sequence: Sequence, drafting: Drafting) -> list[int] | None:
+        """Forget the wrong guesses; return the sequence's tokens to compute next, at least the last.
 
         None: they cannot be computed.
         """
-        n = drafting.n_right
-        while n < min(len(drafting.cached), len(context) - 1) and drafting.cached[n] == context[n]:
+        new = self._new(sequence, drafting)
+        n = 0
+        while n < min(len(drafting.draft), len(new)) - 1 and drafting.draft[n] == new[n]:
             n += 1
-        del drafting.cached[n:]
-        drafting.n_right = len(context)
-        return context[n:]
+        drafting.n_cached = drafting.n_right + n
+        drafting.n_right += len(new)
+        return new[n:]
+
+    def _new(self, sequence: Sequence, drafting: Drafting) -> list[int]:
+        """Return the sequence's tokens since its last guesses."""
+        end = len(sequence.prompt) + len(sequence.output)
+        return sequence.tokens(self._N_UNSEEN + drafting.n_right, end)
 
     def _forget(self, ended: Drafting) -> None:
         """Give back what a sequence held that has ended."""
@@ -118,8 +121,6 @@ class DraftModel:
             if waits:
                 self._read(unread)
         self._read(unread)
-        for drafting, _ in work:
-            drafting.cached[drafting.n_right :] = drafting.draft[:-1]
 
     def _read(self, unread: list[Started]) -> None:
         """Add the tokens of steps to their drafts."""
@@ -162,14 +163,14 @@ class DraftModel:
             n_told, drafting.n_told = drafting.n_told, len(drafting.blocks)
             span = Span(
                 drafting.slot,
-                len(drafting.cached),
+                drafting.n_cached,
                 len(new),
                 n_told,
                 drafting.blocks[n_told:],
                 is_few=1 < len(new) <= self._few,
             )
             step.spans.append(span)
-            drafting.cached += new
+            drafting.n_cached += len(new)
             step.tokens += new
             # A step with a token for each of its rows is a graph.
             n_wanted = len(new) if span.decodes else 1

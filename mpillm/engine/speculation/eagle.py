@@ -52,6 +52,8 @@ class _HiddenStates:
 class EagleDrafter(DraftModel):
     """Implements `speculation.Drafter`."""
 
+    _N_UNSEEN = 1
+
     def __init__(
         self,
         worker: Worker,
@@ -97,20 +99,16 @@ class EagleDrafter(DraftModel):
         super()._forget(ended)
         self._made.pop(ended, None)
 
-    def _context(self, sequence: Sequence) -> list[int]:
-        return super()._context(sequence)[1:]
-
     @torch.inference_mode()
-    def _lacks(self, sequence: Sequence, drafting: Drafting, context: list[int]) -> list[int] | None:
-        n = drafting.n_right
-        seen = self._seen.get(sequence)
-        hidden = None if seen is None else seen.take(n, len(context))
+    def _lacks(self, sequence: Sequence, drafting: Drafting) -> list[int] | None:
+        n, new, seen = drafting.n_right, self._new(sequence, drafting), self._seen.get(sequence)
+        hidden = None if seen is None else seen.take(n, n + len(new))
         if hidden is None:
             return None
         self._lacked[drafting] = hidden
-        del drafting.cached[n:]
-        drafting.n_right = len(context)
-        return context[n:]
+        drafting.n_cached = n
+        drafting.n_right += len(new)
+        return new
 
     @torch.inference_mode()
     def _run(self, pieces: list[tuple[Drafting, list[int]]]) -> Started:
