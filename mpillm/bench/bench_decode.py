@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
@@ -126,11 +127,6 @@ class Options(Values):
 def bench_decode(config: Options) -> int:
     """Print the table: a line per batch size."""
     guesses = SpeculativeConfig.read(config.speculative_config) if config.speculative_config else None
-    if guesses and guesses.decoding_type == EAGLE:  # its sequences come without what the model thought
-        raise ConfigError(
-            f"--speculative_config decoding_type {EAGLE}: --device cuda measures no head, so far",
-            about=["speculative_config"],
-        )
     gpus = TorchCore.gpus()
     if not gpus:
         raise ConfigError("--device cuda: there is no NVIDIA GPU")
@@ -138,10 +134,8 @@ def bench_decode(config: Options) -> int:
     block = CoreConfig.tokens_per_block
     n_guesses = guesses.max_draft_len if guesses else 0
 
-    from mpillm.bench.decode_steps import WARM_UP, Guesses, decode_steps
+    from mpillm.bench.decode_steps import WARM_UP, Guesses, context_steps, decode_steps
 
-    longest_decoded = context + n_steps + WARM_UP + n_guesses + 2 * block
-    longest = max(longest_decoded, context + max(config.pieces) + block)
     core = CoreConfig(
         core_type="torch",
         model_path=config.model_path or "llama3.1-8b",
@@ -151,11 +145,15 @@ def bench_decode(config: Options) -> int:
         gpu_bytes=gpus[0].free,
         max_batch_size=max(batches),
         max_num_tokens=max(config.max_num_tokens, max(batches) * (1 + n_guesses)),
-        max_seq_len=longest,
-        kv_cache_tokens=max(batches) * (longest_decoded + block) + longest,
         enable_chunked_context=True,
         speculative_config=config.speculative_config,
     )
+    longest_decoded = context + n_steps + WARM_UP + n_guesses + 2 * block
+    if guesses and guesses.decoding_type == EAGLE:
+        longest_decoded += context_steps(core, max(batches), context)
+    longest = max(longest_decoded, context + max(config.pieces) + block)
+    kv_cache_tokens = max(batches) * (longest_decoded + block) + longest
+    core = replace(core, max_seq_len=longest, kv_cache_tokens=kv_cache_tokens)
     info = check_model(core)
     check_speculation(core, info)
 

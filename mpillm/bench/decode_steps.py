@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from mpillm.bench.power_readings import PowerReader, Reading
@@ -14,6 +15,7 @@ from mpillm.engine.engine import Engine
 from mpillm.engine.engine_limits import EngineLimits
 from mpillm.engine.sampler import SamplingParams
 from mpillm.engine.sequence import Sequence
+from mpillm.engine.speculation.eagle import EagleDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.worker import Worker
 
@@ -62,21 +64,33 @@ def decode_steps(
     """Measure steps of `batch` sequences with `context` tokens in the cache.
 
     With `guesses` each step tests so many for each sequence, of which none is right; none if the batch is
-    larger than their `max_concurrency`.
+    larger than their `max_concurrency`. For a head the contexts are computed first: it reads what the model
+    thought of them.
     """
     info = worker.part.info
     engine = Engine(info, EngineLimits(batch, core.max_num_tokens, core.tokens_per_block), worker)
+    begin: Callable[[Engine, Sequence], None] = _admit
+    n_output = WARM_UP + n_steps + 1
     if guesses is not None:
         drafter = _WrongGuesses(guesses.drafter, info.vocab_size - 1)
+        watch = guesses.drafter.computed if isinstance(guesses.drafter, EagleDrafter) else None
         limits = core.max_num_tokens, guesses.n, guesses.max_concurrency
-        engine.speculation = Speculation(drafter, engine.scheduler, *limits)
-    n_output = WARM_UP + n_steps + 1 + (guesses.n if guesses else 0)
-    sequences = [_admitted(engine, i, context, n_output) for i in range(batch)]
+        engine.speculation = Speculation(drafter, engine.scheduler, *limits, watch)
+        n_output += guesses.n
+        if watch is not None:
+            begin = Engine.add
+            n_output += context_steps(core, batch, context)
+    sequences = [Sequence(i, [1 + i] * context, n_output, 0, SamplingParams()) for i in range(batch)]
+    for sequence in sequences:
+        begin(engine, sequence)
+    while not all(sequence.output for sequence in sequences):
+        engine.step()
     power = PowerReader()
     arrivals: list[float] = []
     host_times: list[float] = []
     readings: list[Reading] = []
-    host_s, seen = 0.0, 1
+    host_s, n_before = 0.0, len(sequences[0].output)
+    seen = n_before
     while not engine.is_idle():
         if not engine.has_work():
             time.sleep(_PAUSE_S)
@@ -89,7 +103,7 @@ def decode_steps(
         arrivals.append(time.perf_counter())
         host_times.append(host_s)
         host_s = 0.0
-        if seen - 1 in (WARM_UP, WARM_UP + n_steps // 2, WARM_UP + n_steps):
+        if seen - n_before in (WARM_UP, WARM_UP + n_steps // 2, WARM_UP + n_steps):
             readings.append(power.read())
     metered_s = watts = sm_mhz = math.nan
     if len(readings) == 3 and not math.isnan(readings[0].joules):
@@ -101,11 +115,18 @@ def decode_steps(
     )
 
 
-def _admitted(engine: Engine, i: int, context: int, n_output: int) -> Sequence:
-    """Return a sequence in generation, as if handed over by a context instance."""
-    sequence = Sequence(i, [1 + i] * context, n_output, 0, SamplingParams(), output=[2 + i], n_cached=context)
-    blocks = engine.scheduler.reserve(context, sequence.n_cached_at_most)
+def context_steps(core: CoreConfig, batch: int, context: int) -> int:
+    """Return in how many steps at most the contexts of a batch are computed.
+
+    At most half of each step is decode.
+    """
+    return 1 + math.ceil(2 * batch * context / core.max_num_tokens)
+
+
+def _admit(engine: Engine, sequence: Sequence) -> None:
+    """Begin in generation, as if handed over by a context instance."""
+    sequence.output, sequence.n_cached = [2 + sequence.id], len(sequence.prompt)
+    blocks = engine.scheduler.reserve(len(sequence.prompt), sequence.n_cached_at_most)
     assert blocks is not None
     sequence.blocks = blocks
     engine.scheduler.admit(sequence)
-    return sequence

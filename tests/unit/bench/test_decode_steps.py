@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from disagg.errors import ConfigError
-from mpillm.bench.bench_decode import bench_decode
-from mpillm.bench.decode_steps import WARM_UP, Guesses, decode_steps
+from mpillm.bench.decode_steps import WARM_UP, Guesses, context_steps, decode_steps
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.torch_core import TorchCore
+from mpillm.engine.sequence import Sequence
 from mpillm.engine.speculation.start_speculation import start_drafter
 from mpillm.engine.step import Step
-from tests.helpers.eagle_heads import eagle
+from mpillm.engine.weights.sources import save_preset
+from tests.helpers.eagle_heads import eagle, save_head
 from tests.helpers.gpu_steps_on_cpu import gpu_worker
 from tests.helpers.guesses import draft_target
 
@@ -56,8 +55,42 @@ def test_each_step_has_the_rows_asked_for(
     assert rows[: WARM_UP + N_STEPS] == [wanted] * (WARM_UP + N_STEPS)
 
 
-def test_no_head_is_measured() -> None:
-    """Its sequences would lack what the model thought, and cost less than they do."""
-    options: Any = SimpleNamespace(speculative_config=eagle(Path("head")))
-    with pytest.raises(ConfigError, match="measures no head"):
-        bench_decode(options)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_head_reads_what_the_model_thought(n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts are computed before the steps that count, and each of those tests guesses."""
+    save_preset("tiny-llama", tmp_path)
+    save_head(tmp_path, tmp_path / "head")
+    batch = 4
+    core = CoreConfig(
+        "torch",
+        model_path=str(tmp_path),
+        max_batch_size=batch,
+        max_num_tokens=50,
+        max_seq_len=256,
+        speculative_config=eagle(tmp_path / "head"),
+    )
+    worker = gpu_worker(TorchCore(core))
+    steps: list[tuple[int, int, int]] = []  # rows, those that get a token, and what the head guessed for them
+    guessed: list[int] = []
+    drafter = start_drafter(core, worker)
+    run, draft = worker.run, drafter.draft
+
+    def noting(step: Step) -> object:
+        steps.append((len(step.tokens), len(step.wanted), sum(guessed)))
+        guessed.clear()
+        return run(step)
+
+    def noted(wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        drafts = draft(wanted)
+        guessed.append(sum(map(len, drafts)))
+        return drafts
+
+    monkeypatch.setattr(worker, "run", noting)
+    monkeypatch.setattr(drafter, "draft", noted)
+    decoded = decode_steps(worker, core, batch, CONTEXT, N_STEPS, Guesses(drafter, n, None))
+    assert decoded.step_s > 0
+    n_contexts = next(i for i, (n_rows, n_wanted, _) in enumerate(steps) if n_rows == n_wanted)
+    assert n_contexts <= context_steps(core, batch, CONTEXT)
+    n_rows = batch * (1 + n)
+    counted = steps[n_contexts:][: WARM_UP + N_STEPS]
+    assert counted == [(n_rows, n_rows, batch * n)] * (WARM_UP + N_STEPS)
