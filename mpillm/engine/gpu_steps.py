@@ -99,7 +99,7 @@ class GpuSteps:
     def _decode(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Run a step of which each row gets a token.
 
-        Returns this stage's output and the slots.
+        Returns this stage's output, and the slots that the tokens go to.
         """
         n = rows.shape[1]
         size = next((size for size in self._graphs if size >= n), n)
@@ -112,7 +112,9 @@ class GpuSteps:
             graph.replay()
         else:
             out = self._forward_decode(size)
-        return out[:n], self._rows[size : size + n]
+        slots, fed = rows[1], self._fed(rows[1])
+        there = self._rows[size : size + n] if fed is slots else to_device(fed, self._part.device)
+        return out[:n], there
 
     def _forward_decode(self, size: int) -> Tensor:
         """Run a decode step on what the buffers hold."""
@@ -130,7 +132,7 @@ class GpuSteps:
         """Run a step in which some sequences add several tokens.
 
         `starts`: each sequence's first row. Returns this stage's output (on the last stage only the wanted
-        rows), and the slots of the wanted rows.
+        rows), and the slots that the tokens of the wanted rows go to.
         """
         n = rows.shape[1]
         n_decoding = sum(span.decodes for span in step.spans)
@@ -138,7 +140,7 @@ class GpuSteps:
         size = (self._layers.size_for(n) if self._layers is not None else None) or n
         plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])
         wanted = np.array(step.wanted, np.int64)
-        arrays = [self._padded(rows, size), wanted, rows[1, wanted], *plan.tiles, plan.copies]
+        arrays = [self._padded(rows, size), wanted, self._fed(rows[1, wanted]), *plan.tiles, plan.copies]
         at = np.cumsum([array.size for array in arrays])[:-1].tolist()
         inputs = to_device(np.concatenate([array.reshape(-1) for array in arrays]), self._part.device)
         there = [part.view(array.shape) for part, array in zip(inputs.tensor_split(at), arrays, strict=True)]
@@ -156,6 +158,15 @@ class GpuSteps:
         padded[1] = self._nobody
         padded[:, : rows.shape[1]] = rows
         return padded
+
+    def _fed(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slots that tokens go to: of several rows of a sequence, the last one's token counts."""
+        is_followed = slots[:-1] == slots[1:]
+        if not is_followed.any():
+            return slots
+        fed = slots.copy()
+        fed[:-1][is_followed] = self._nobody
+        return fed
 
     def _plan_contexts(self, spans: list[Span], starts: list[int]) -> ContextPlan:
         part = self._part

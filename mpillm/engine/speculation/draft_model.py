@@ -2,7 +2,7 @@
 
 The model is on the first rank of the instance alone, whatever the instance's layout, with a KV cache of its
 own. So it computes each prompt, too, even one whose cache was handed over. On a GPU a guess stays there for
-the draft model's next step, and the host reads all but the first once all steps are launched.
+the draft model's next step, and the host reads all of them once all steps are launched.
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ class Started(NamedTuple):
 
     rows: list[Drafting]  # of each token
     sampled: Sampled
-
-    def take(self) -> dict[Drafting, int]:
-        """Wait for the tokens; return the likeliest one after each sequence's last."""
-        return dict(zip(self.rows, self.sampled.take(), strict=True))
 
 
 class DraftModel:
@@ -109,23 +105,22 @@ class DraftModel:
 
     def _guess(self, work: list[tuple[Drafting, int]], new: list[list[int]]) -> None:
         """Fill each one's draft. `new`: the tokens that each one's cache lacks."""
-        tokens = self._next_tokens(list(zip((drafting for drafting, _ in work), new, strict=True)))
-        for drafting, _ in work:
-            drafting.draft.append(tokens[drafting])
         waits = not self._worker.steps.n_ahead
-        unread: list[Started] = []
+        unread = [self._start(list(zip((drafting for drafting, _ in work), new, strict=True)))]
         for n in range(1, max(most for _, most in work)):
-            going_on = [drafting for drafting, most in work if most > n]
-            known = n == 1 or waits
-            unread.append(self._run([(one, [one.draft[-1] if known else UNREAD]) for one in going_on]))
             if waits:
                 self._read(unread)
+            going_on = [drafting for drafting, most in work if most > n]
+            unread.append(self._start([(one, [one.draft[-1] if waits else UNREAD]) for one in going_on]))
         self._read(unread)
 
-    def _read(self, unread: list[Started]) -> None:
-        """Add the tokens of steps to their drafts."""
-        for started in unread:
-            for drafting, token in started.take().items():
+    def _read(self, unread: list[list[Started]]) -> None:
+        """Add a guess to each draft, from the steps that find it. Waits for them."""
+        for steps in unread:
+            tokens: dict[Drafting, int] = {}  # after each one's last row
+            for step in steps:
+                tokens |= zip(step.rows, step.sampled.take(), strict=True)
+            for drafting, token in tokens.items():
                 drafting.draft.append(token)
         unread.clear()
 
@@ -140,20 +135,20 @@ class DraftModel:
         drafting.blocks += self._blocks.take(max(0, more))
         return drafting
 
-    def _next_tokens(self, work: list[tuple[Drafting, list[int]]]) -> dict[Drafting, int]:
-        """Add tokens to each, in as many steps as it takes; return the likeliest token after each's last."""
-        tokens: dict[Drafting, int] = {}
+    def _start(self, work: list[tuple[Drafting, list[int]]]) -> list[Started]:
+        """Add tokens to each, in as many steps as it takes."""
+        started: list[Started] = []
         pieces: list[tuple[Drafting, list[int]]] = []
         left = most = self._max_num_tokens
         for drafting, new in work:
             for at in range(0, len(new), most):
                 piece = new[at : at + most]
                 if len(piece) > left:
-                    tokens |= self._run(pieces).take()
+                    started.append(self._run(pieces))
                     pieces, left = [], most
                 pieces.append((drafting, piece))
                 left -= len(piece)
-        return tokens | self._run(pieces).take()
+        return [*started, self._run(pieces)]
 
     def _run(self, pieces: list[tuple[Drafting, list[int]]]) -> Started:
         """Start a step that adds a piece to each."""

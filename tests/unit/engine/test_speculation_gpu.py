@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.config.core_config import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine import worker as worker_module
+from mpillm.engine.gpu_steps import GpuSteps
 from mpillm.engine.model.model_info import ModelInfo, check_model
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.sequence import UNREAD
@@ -33,6 +35,11 @@ def late_core(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> 
     core = make_core(folder, **options)
     monkeypatch.setattr(worker_module, "Sampled", Late)
     return core
+
+
+def feed_backwards(steps: GpuSteps, tokens: Tensor) -> None:
+    """As `GpuSteps.feed`: a GPU may write tokens in any order."""
+    steps._last.index_copy_(0, steps._slots_wanted.flip(0), tokens.flip(0))
 
 
 def answers(
@@ -125,6 +132,7 @@ def test_a_draft_model(
         return worker
 
     monkeypatch.setattr(start_speculation, "draft_worker", draft_worker)
+    monkeypatch.setattr(GpuSteps, "feed", feed_backwards)
     speculative_config = draft_target({"the model itself": folder, "half of it": draft_folder}[kind], 4)
     core = late_core(monkeypatch, folder, speculative_config=speculative_config, **options)
     found, _ = answers(core, repetitive)
