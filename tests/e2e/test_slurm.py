@@ -146,9 +146,15 @@ def test_a_requeued_job_has_a_folder_of_its_own_and_the_first_says_why_it_ended(
     wait_until(
         lambda: "interrupted" in (first / "result.json").read_text(), "the first run's result", WITHIN_S
     )
-    wait_until(lambda: under.state(job) == "PENDING", "the requeued job", WITHIN_S)
-    under.slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # not in two minutes
-    second = in_test(command, folder / f"slurm-{job}-1")
+    second = folder / f"slurm-{job}-1"
+
+    def has_begun_again() -> bool:
+        # In two minutes, says Slurm when the first run has ended on all nodes, even if told before that.
+        under.slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return second.exists()
+
+    wait_until(has_begun_again, "the requeued job", WITHIN_S, every_s=1)
+    second = in_test(command, second)
     under.slurm.ask("scancel", job)
     ended = command.end(WITHIN_S)
     assert ended.code != DONE and f"job {job}: CANCELLED" in ended.err

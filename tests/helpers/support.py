@@ -40,12 +40,14 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _POLL_S = 0.02
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+def wait_until(
+    condition: Callable[[], Any], what: str, seconds: float = 60.0, every_s: float = _POLL_S
+) -> Any:
     """Return what `condition` returns once that is true; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
-        time.sleep(_POLL_S)
+        time.sleep(every_s)
     return value
 
 
